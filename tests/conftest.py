@@ -1,0 +1,62 @@
+"""What holds for the whole test run: Hypothesis profiles, Triton's mode, threads.
+
+Triton decides between its interpreter and its compiler when it is imported, so one run has one mode:
+
+    pytest           the interpreter, on the CPU; tests marked `gpu` are skipped
+    pytest -m gpu    the compiler, on a CUDA device; only tests marked `gpu` run
+"""
+
+import os
+import re
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Choose another with --hypothesis-profile=long. A test that needs fewer examples should scale the profile's
+# number, `@settings(max_examples=settings().max_examples // 4)`: a fixed one would defeat `long`.
+settings.register_profile(
+    "dev", max_examples=25, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+# CI draws the same examples every time: what turns it red is the change, not the draw.
+settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
+settings.register_profile("long", parent=settings.get_profile("dev"), max_examples=1000)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def asks_for_gpu(config):
+    return re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")) is not None
+
+
+def pytest_configure(config):
+    # Not from sys.argv: a worker of pytest-xdist has the options, but not the arguments.
+    if "triton" in sys.modules:
+        raise pytest.UsageError("triton was imported before tests/conftest.py could choose its mode")
+    if asks_for_gpu(config):
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)  # the workers share the cores already
+
+
+def pytest_collection_modifyitems(config, items):
+    if not asks_for_gpu(config):
+        reason = "needs the Triton compiler and a CUDA device: pytest -m gpu"
+        skipped = [item for item in items if item.get_closest_marker("gpu")]
+    else:
+        import torch
+
+        reason = (
+            "needs a CUDA device"
+            if not torch.cuda.is_available()
+            else "runs in the interpreter: leave out -m gpu"
+        )
+        skipped = [
+            item for item in items if not (torch.cuda.is_available() and item.get_closest_marker("gpu"))
+        ]
+    for item in skipped:
+        item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,180 @@
+"""Who imports whom, and what `import sparseflash` does not need."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CORE = ("sparseflash.blockmask", "sparseflash.tiles", "sparseflash.algebra")
+BACKENDS = ("sparseflash.reference", "sparseflash.blockwise", "sparseflash.kernels")
+
+
+def belongs(module, package):
+    return module == package or module.startswith(package + ".")
+
+
+def belongs_to_any(module, packages):
+    return any(belongs(module, package) for package in packages)
+
+
+class Imports(ast.NodeVisitor):
+    """All modules that a source names in its imports; apart, those imported as soon as the source is."""
+
+    def __init__(self, source, module, is_package=False):
+        self.everywhere, self.at_import = set(), set()
+        self.package = module if is_package else module.rpartition(".")[0]
+        self.in_function = False
+        self.visit(ast.parse(source))
+
+    def add(self, *names):
+        self.everywhere.update(names)
+        if not self.in_function:
+            self.at_import.update(names)
+
+    def visit_Import(self, node):
+        self.add(*(alias.name for alias in node.names))
+
+    def visit_ImportFrom(self, node):
+        base = node.module or ""
+        if node.level:
+            parents = self.package.split(".")[: len(self.package.split(".")) - node.level + 1]
+            base = ".".join([*parents, base] if base else parents)
+        # `from package import name`: the name may be a module. Where it is none, the name harms nothing.
+        self.add(base, *(f"{base}.{alias.name}" for alias in node.names))
+
+    def visit_FunctionDef(self, node):
+        outside, self.in_function = self.in_function, True
+        self.generic_visit(node)
+        self.in_function = outside
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+
+def library():
+    """`{module name: Imports}` of sparseflash and masks."""
+    modules = {}
+    for folder, package in ((ROOT / "sparseflash", "sparseflash"), (ROOT / "masks", "sparseflash.masks")):
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            if package == "sparseflash" and parts[0] == "masks":
+                continue  # the symlink
+            is_package = parts[-1] == "__init__"
+            module = ".".join([package, *(parts[:-1] if is_package else parts)])
+            modules[module] = Imports(file.read_text(encoding="utf-8"), module, is_package)
+    return modules
+
+
+LIBRARY = library()
+
+
+def reached_from(module):
+    """Modules of the library that `module` imports, itself or through others, inside functions too.
+
+    Only what is named counts: that Python runs `sparseflash/__init__.py` first couples nothing.
+    """
+    found, waiting = set(), [module]
+    while waiting:
+        for name in LIBRARY[waiting.pop()].everywhere & LIBRARY.keys():
+            if name not in found and name != "sparseflash":
+                found.add(name)
+                waiting.append(name)
+    return found - {module}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import a.b as c", {"a.b"}),
+        ("from a import b", {"a", "a.b"}),
+        ("from . import x", {"p.q", "p.q.x"}),
+        ("from .x import y", {"p.q.x", "p.q.x.y"}),
+        ("from .. import x", {"p", "p.x"}),
+        ("from ..x import y", {"p.x", "p.x.y"}),
+    ],
+)
+def test_imports_are_read_with_their_full_names(source, expected):
+    assert Imports(source, "p.q.module").everywhere == expected
+    assert Imports(source, "p.q", is_package=True).everywhere == expected
+
+
+def test_an_import_in_a_function_is_told_from_one_at_import_time():
+    source = "if True:\n    import a\nclass C:\n    import b\n    def f(self):\n        import c\n"
+    imports = Imports(source, "m")
+    assert imports.at_import == {"a", "b"}
+    assert imports.everywhere == {"a", "b", "c"}
+
+
+def test_the_library_is_read_whole():
+    assert {
+        *CORE[:1],
+        *BACKENDS,
+        "sparseflash",
+        "sparseflash.attention",
+        "sparseflash.masks",
+    } <= LIBRARY.keys()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_do_not_import_one_another(backend):
+    others = ("sparseflash.attention", *(b for b in BACKENDS if b != backend))
+    for module in (m for m in LIBRARY if belongs(m, backend)):
+        assert [m for m in reached_from(module) if belongs_to_any(m, others)] == [], module
+
+
+@pytest.mark.parametrize("module", [m for m in LIBRARY if belongs_to_any(m, CORE)])
+def test_the_mask_type_knows_no_backend_and_no_pattern(module):
+    others = (*BACKENDS, "sparseflash.attention", "sparseflash.operator", "sparseflash.masks")
+    assert [m for m in reached_from(module) if belongs_to_any(m, others)] == []
+
+
+@pytest.mark.parametrize("module", [m for m in LIBRARY if belongs(m, "sparseflash.masks")])
+def test_patterns_import_the_mask_type_only(module):
+    parts_of_core = set(CORE).union(*(reached_from(m) for m in CORE if m in LIBRARY))
+    allowed = {m for m in LIBRARY if m in parts_of_core or belongs(m, "sparseflash.masks")} | {"sparseflash"}
+    assert (LIBRARY[module].everywhere & LIBRARY.keys()) - allowed == set()
+
+
+@pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs(m, "sparseflash.masks")])
+def test_the_library_does_not_import_the_patterns(module):
+    assert [m for m in LIBRARY[module].everywhere if belongs_to_any(m, ("sparseflash.masks", "masks"))] == []
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_the_library_imports_neither_experiments_nor_tests(module):
+    assert [m for m in LIBRARY[module].everywhere if belongs_to_any(m, ("experiments", "tests"))] == []
+
+
+@pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs(m, "sparseflash.kernels")])
+def test_only_the_kernels_import_triton(module):
+    assert [m for m in LIBRARY[module].at_import if belongs(m, "triton")] == []
+
+
+def test_import_works_without_triton_and_asks_no_device():
+    program = """
+import sys, torch
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ImportError("triton is blocked")
+
+def asked(*args, **kwargs):
+    raise AssertionError("a device was asked for at import")
+
+sys.meta_path.insert(0, NoTriton())
+for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_name",
+             "get_device_properties", "init", "_lazy_init"):
+    setattr(torch.cuda, name, asked)
+
+import sparseflash
+import sparseflash.masks
+
+assert not torch.cuda.is_initialized()
+assert "triton" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
