@@ -1,0 +1,34 @@
+"""Bands: masks that depend on the distance between query and key only, and on that through an interval.
+
+What causal and sliding-window patterns share. Tiles are listed, never scanned, and bits are made once a distinct
+distance, so time and memory go with the live tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block
+
+
+def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int = 0, block: Block = 128) -> BlockMask:
+    """Score (q, k) is live iff `lowest <= q + shift - k <= highest`; `highest=None` has no upper bound. In tokens."""
+    block_q, block_k = block if isinstance(block, tuple) else (block, block)
+    highest = q_len + k_len + abs(shift) if highest is None else highest
+    first_q = torch.arange(0, q_len, block_q)
+    last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
+    first_col = torch.div(first_q + shift - highest, block_k, rounding_mode="floor").clamp(min=0)
+    last_col = torch.div(last_q + shift - lowest, block_k, rounding_mode="floor").clamp(max=-(-k_len // block_k) - 1)
+    counts = (last_col - first_col + 1).clamp(min=0)
+    rows = torch.repeat_interleave(torch.arange(len(first_q)), counts)
+    cols = torch.arange(len(rows)) - (counts.cumsum(0) - counts - first_col)[rows]
+    # Tiles whose corners lie at the same distance hold the same scores.
+    corner = rows * block_q + shift - cols * block_k
+    full = (corner - (block_k - 1) >= lowest) & (corner + block_q - 1 <= highest)
+    distances, which = torch.unique(corner[~full], return_inverse=True)
+    distance = distances[:, None, None] + torch.arange(block_q)[:, None] - torch.arange(block_k)
+    tile = torch.zeros_like(rows)
+    tile[~full] = which + 1
+    live = (distance >= lowest) & (distance <= highest)
+    return BlockMask.from_tiles(rows, cols, q_len, k_len, block=block, tile=tile, live=live)

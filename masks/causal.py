@@ -1,0 +1,36 @@
+"""Causal attention: no query sees a later key."""
+
+from __future__ import annotations
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block
+from sparseflash.masks.band import band
+
+
+def causal(q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
+    """Every query sees the keys up to its own position, aligned at the bottom right.
+
+    Score (q, k) is live iff
+
+        k <= q + (k_len - q_len)
+
+    so the last query sees the last key: with a cache of earlier keys (`k_len > q_len`) the new queries see all of it,
+    and with `k_len < q_len` the first `q_len - k_len` queries see nothing. FlashAttention and xformers align the same
+    way; FlexAttention examples and PyTorch's `is_causal` align at the top left (`k <= q`), which differs if the
+    lengths do.
+
+    `q_len`, `k_len` in tokens (`k_len` defaults to `q_len`), `block` in tokens.
+
+        k →
+      q X . . .
+      ↓ X X . .
+        X X X .
+        X X X X
+
+    >>> causal(4096)
+    BlockMask(4096 x 4096, blocks of 128, 528 tiles: 496 full + 32 partial (1 distinct), density 50 %)
+    >>> causal(2, 4, block=16).to_dense()[0, 0].int().tolist()
+    [[1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+    k_len = q_len if k_len is None else k_len
+    return band(q_len, k_len, 0, None, shift=k_len - q_len, block=block)

@@ -1,0 +1,415 @@
+"""`BlockMask`: which scores of an attention exist, as data.
+
+Block structure in compressed sparse rows (CSR), plus one bit a score for the tiles that are only partly live. The
+type, its invariants, its constructors and the way back to a dense matrix; nothing here runs attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.building import Candidates, Live, Part, arrays_of, tiles_of_dense, tiles_of_function
+from sparseflash.checks import Block, block_pair, boolean, check_block_count, token_counts
+from sparseflash.counting import live_scores
+from sparseflash.csr import columns_of, derived, may_vary_in_size, row_of_entry
+from sparseflash.invariants import check_arrays, validate
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """The set of live scores of an attention over `q_len` queries and `k_len` keys.
+
+    The score matrix is cut into tiles of `block_q x block_k` tokens, `Mq = ceil(q_len / block_q)` rows of them and
+    `Mk = ceil(k_len / block_k)` columns. With P distinct patterns, nnz stored tiles and T distinct partial ones:
+
+    - `indptr`   int32 `[P * Mq + 1]`: the tiles of block row i of pattern p are `indptr[p*Mq + i] : indptr[p*Mq + i+1]`
+    - `indices`  int32 `[nnz]`: their block columns, strictly increasing in a row
+    - `tile`     int32 `[nnz]`: 0: every score is live; t > 0: `bits[t - 1]` says which
+    - `bits`     int32 `[T, block_q, max(block_k // 32, 1)]`: bit `k % 32` of word `k // 32` of row q is score (q, k)
+    - `pattern`  int32 `[B or 1, Hq or 1]`: the pattern of each batch element and query head; 1 means shared
+    - `lengths`  int32 `[B]` or None: tokens of each sequence; queries and keys at or past it are dead (padding)
+
+    Build one with `from_dense`, `from_layout`, `from_function`, `from_tiles`, `dense`, or a function of
+    `sparseflash.masks`; call the class itself only with arrays that keep these rules (`validate()` checks them all).
+
+    Empty tiles are not stored, full ones have `tile == 0`, equal partial tiles and equal patterns are stored once, in
+    order of first appearance, and ragged ends are partial tiles. So equal masks have equal arrays, and `==` and `hash`
+    compare those, wherever they lie (`lengths` included). A mask is immutable: never write to its arrays.
+
+    Example, a window of three keys over 40 tokens in blocks of 16 (two distinct partial tiles on each side of the
+    diagonal, one on it, and the ragged last row and column):
+
+    >>> mask = BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, 40, block=16)
+    >>> mask
+    BlockMask(40 x 40, blocks of 16, 7 tiles: 0 full + 7 partial (4 distinct), density 7.38 %)
+    >>> mask.indptr.tolist(), mask.indices.tolist(), mask.tile.tolist()
+    ([0, 2, 5, 7], [0, 1, 0, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3, 4])
+
+    and the dense matrix from the arrays, in four lines:
+
+    >>> dense = torch.zeros(48, 48, dtype=torch.bool)
+    >>> for i in range(3):
+    ...     for e in range(mask.indptr[i], mask.indptr[i + 1]):
+    ...         j, words = int(mask.indices[e]), mask.bits[mask.tile[e] - 1]  # none is full here
+    ...         dense[16*i:16*i+16, 16*j:16*j+16] = (words >> torch.arange(16)) & 1 == 1
+    >>> torch.equal(dense[:40, :40], mask.to_dense()[0, 0])
+    True
+    """
+
+    q_len: int
+    k_len: int
+    block_q: int
+    block_k: int
+    indptr: Tensor
+    indices: Tensor
+    tile: Tensor
+    bits: Tensor
+    pattern: Tensor
+    lengths: Tensor | None = None
+    # The bits as one row with a dead tile behind them. The operator gets this form: its size never is 0 or 1, the
+    # sizes for which torch.compile would specialise.
+    words: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_arrays(self)
+        words_a_tile = self.block_q * tiles.words_per_row(self.block_k)
+        object.__setattr__(self, "words", torch.cat([self.bits.reshape(-1), self.bits.new_zeros(words_a_tile)]))
+        for array in (self.indptr, self.indices, self.tile, self.words):
+            may_vary_in_size(array)
+
+    # ------------------------------------------------------------------ constructors
+
+    @classmethod
+    def from_dense(cls, dense: Any, *, block: Block = 128) -> BlockMask:
+        """The mask with the live scores of a dense boolean one.
+
+        `dense`: bool tensor or array `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq, Nk]` (True: live; a leading 1 is
+        shared). `block`: tokens a tile, a power of two from 16 to 256, or `(block_q, block_k)`. Takes memory and time
+        in proportion to the dense matrix.
+
+        Raises TypeError if `dense` is not boolean, ValueError for another rank, an empty matrix or a bad block.
+
+        >>> BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool).tril(), block=32)
+        BlockMask(64 x 64, blocks of 32, 3 tiles: 1 full + 2 partial (1 distinct), density 50.8 %)
+        """
+        block_q, block_k = block_pair(block)
+        dense = boolean(dense, "dense")
+        if dense.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"dense must have shape [Nq, Nk], [Hq, Nq, Nk] or [B, Hq, Nq, Nk]; got {list(dense.shape)}."
+            )
+        q_len, k_len = token_counts(dense.shape[-2], dense.shape[-1])
+        dense = dense.reshape((1,) * (4 - dense.ndim) + dense.shape)
+        batch, heads = dense.shape[:2]
+        if batch == 0 or heads == 0:
+            raise ValueError(f"dense must have at least one batch element and head; got {list(dense.shape)}.")
+        parts = [tiles_of_dense(head, block_q, block_k) for head in dense.reshape(-1, q_len, k_len)]
+        return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
+
+    @classmethod
+    def from_layout(
+        cls, layout: Any, *, block: Block = 128, q_len: int | None = None, k_len: int | None = None
+    ) -> BlockMask:
+        """The mask whose tiles are wholly live or wholly dead, from a boolean block layout.
+
+        `layout`: bool tensor or array `[Mq, Mk]`, `[Hq, Mq, Mk]` or `[B, Hq, Mq, Mk]`, one entry a tile. `q_len` and
+        `k_len`, in tokens, default to `Mq * block_q` and `Mk * block_k` and need not be multiples of the block; they
+        must need exactly `Mq` and `Mk` blocks.
+
+        >>> BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32, q_len=100, k_len=100)
+        BlockMask(100 x 100, blocks of 32, 4 tiles: 3 full + 1 partial (1 distinct), density 30.9 %)
+        """
+        block_q, block_k = block_pair(block)
+        layout = boolean(layout, "layout")
+        if layout.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"layout must have shape [Mq, Mk], [Hq, Mq, Mk] or [B, Hq, Mq, Mk]; got {list(layout.shape)}."
+            )
+        rows, cols = layout.shape[-2:]
+        q_len, k_len = token_counts(
+            rows * block_q if q_len is None else q_len, cols * block_k if k_len is None else k_len
+        )
+        check_block_count("layout", layout, q_len, k_len, block_q, block_k)
+        layout = layout.reshape((1,) * (4 - layout.ndim) + layout.shape)
+        batch, heads = layout.shape[:2]
+        if batch == 0 or heads == 0:
+            raise ValueError(f"layout must have at least one batch element and head; got {list(layout.shape)}.")
+        no_words = torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32, device=layout.device)
+        parts = []
+        for head in layout.reshape(-1, rows, cols):
+            i, j = head.nonzero(as_tuple=True)
+            parts.append((i, j, torch.zeros_like(i), no_words))
+        return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
+
+    @classmethod
+    def from_function(
+        cls,
+        live: Live,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        block: Block = 128,
+        candidates: Candidates | None = None,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
+        """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
+
+        `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
+        with them. It is evaluated tile by tile, on about 8 million scores at a time, never on the whole `N x N`
+        matrix: memory is bounded, time is in proportion to the tiles looked at. `k_len` defaults to `q_len`.
+
+        `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, or a function of broadcastable
+        block indices `(i, j)` that returns bools. A tile that is no candidate is dead whatever `live` says of it: that
+        the candidates cover every live score is the caller's contract, and is not checked.
+
+        `device`: where the positions lie, and so where `live` runs and the mask is built; the CPU by default.
+
+        >>> BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
+        BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
+        >>> near = BlockMask.from_function(
+        ...     lambda q, k: (q - k).abs() <= 8, 4096, block=64, candidates=lambda i, j: (i - j).abs() <= 1)
+        >>> near == BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 4096, block=64)
+        True
+        """
+        block_q, block_k = block_pair(block)
+        q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+        part = tiles_of_function(live, q_len, k_len, block_q, block_k, candidates, torch.device(device or "cpu"))
+        return cls._of(q_len, k_len, block_q, block_k, [part], 1, 1)
+
+    @classmethod
+    def from_tiles(
+        cls,
+        rows: Tensor,
+        cols: Tensor,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        block: Block = 128,
+        tile: Tensor | None = None,
+        live: Tensor | None = None,
+    ) -> BlockMask:
+        """The mask of a list of tiles, in any order, each at most once: what pattern builders use.
+
+        `rows`, `cols`: int `[E]`, block row and block column. `tile`: int `[E]`, 0 for a full tile, t > 0 for the
+        scores `live[t - 1]`; all full by default. `live`: bool `[T, block_q, block_k]`, need be neither distinct nor
+        partial. Scores past the ends are dropped. Takes time and memory in proportion to E and to `live`.
+
+        Raises ValueError if a tile is out of range or listed twice.
+
+        >>> i = torch.arange(8192)
+        >>> BlockMask.from_tiles(i, i, 1_048_576)
+        BlockMask(1048576 x 1048576, blocks of 128, 8192 tiles: 8192 full + 0 partial, density 0.0122 %)
+        """
+        block_q, block_k = block_pair(block)
+        q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+        rows, cols = rows.to(torch.int64), cols.to(torch.int64)
+        tile = torch.zeros_like(rows) if tile is None else tile.to(torch.int64)
+        if rows.ndim != 1 or rows.shape != cols.shape or rows.shape != tile.shape:
+            raise ValueError(
+                f"rows, cols and tile must have one shape [E]; got {list(rows.shape)}, {list(cols.shape)} "
+                f"and {list(tile.shape)}."
+            )
+        if live is None:
+            live = torch.zeros(0, block_q, block_k, dtype=torch.bool, device=rows.device)
+        if live.shape[1:] != (block_q, block_k) or live.dtype != torch.bool:
+            raise ValueError(
+                f"live must be a bool tensor [T, {block_q}, {block_k}]; got {live.dtype} {list(live.shape)}."
+            )
+        row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+        for name, ids, stop in (("rows", rows, row_blocks), ("cols", cols, col_blocks), ("tile", tile, len(live) + 1)):
+            if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < stop):
+                raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(ids.min())}..{int(ids.max())}.")
+        return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, tiles.pack(live))], 1, 1)
+
+    @classmethod
+    def dense(cls, q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
+        """The mask in which every score is live. `attention(q, k, v)` without a mask is the same, with nothing stored.
+
+        >>> BlockMask.dense(300, 200, block=128)
+        BlockMask(300 x 200, blocks of 128, 6 tiles: 2 full + 4 partial (3 distinct), density 100 %)
+        """
+        block_q, block_k = block_pair(block)
+        q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+        layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool)
+        return cls.from_layout(layout, block=(block_q, block_k), q_len=q_len, k_len=k_len)
+
+    def with_lengths(self, lengths: Tensor) -> BlockMask:
+        """The same mask with padding: queries and keys at or past a sequence's length are dead.
+
+        `lengths`: integer tensor `[B]` on the mask's device, tokens; values are clamped to `0 .. max(q_len, k_len)`.
+        Replaces lengths given before. Asks the device nothing, shares the arrays and everything derived from them, so
+        it is cheap enough for every training step. Kernels skip the blocks past the end.
+
+        Raises TypeError for a tensor that is not integer, ValueError for another shape, device or batch size.
+
+        >>> mask = BlockMask.dense(64, block=32).with_lengths(torch.tensor([40, 64]))
+        >>> mask.to_dense().sum((-2, -1)).tolist()
+        [[1600], [4096]]
+        """
+        if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+            got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
+            raise TypeError(f"lengths must be an integer tensor; got {got}.")
+        batch = self.pattern.shape[0]
+        if lengths.ndim != 1 or (batch != 1 and lengths.shape[0] != batch):
+            want = "B" if batch == 1 else str(batch)
+            raise ValueError(f"lengths must have shape [{want}]; got {list(lengths.shape)}.")
+        if lengths.device != self.device:
+            raise ValueError(f"lengths must be on the mask's device {self.device}; got {lengths.device}.")
+        clamped = lengths.clamp(0, max(self.q_len, self.k_len)).to(torch.int32)
+        return BlockMask(
+            self.q_len, self.k_len, self.block_q, self.block_k,
+            self.indptr, self.indices, self.tile, self.bits, self.pattern, clamped,
+        )  # fmt: skip
+
+    @classmethod
+    def _of(
+        cls, q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], batch: int, heads: int
+    ) -> BlockMask:
+        return cls(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, batch, heads))
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays lie."""
+        return self.indices.device
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`(B or 1, Hq or 1, q_len, k_len)`: the shape of `to_dense()`."""
+        batch = self.pattern.shape[0] if self.lengths is None else self.lengths.shape[0]
+        return batch, self.pattern.shape[1], self.q_len, self.k_len
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """`(Mq, Mk)`: block rows and block columns."""
+        return -(-self.q_len // self.block_q), -(-self.k_len // self.block_k)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays (what is derived from them later, such as the transpose, not counted)."""
+        arrays = (self.indptr, self.indices, self.tile, self.bits, self.pattern, self.lengths)
+        return sum(a.numel() * a.element_size() for a in arrays if a is not None)
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The transpose: `(indptr [P * Mk + 1], indices [nnz], tile [nnz])` of the block columns, all int32.
+
+        The tiles themselves are not transposed: `bits[tile - 1]` still has queries as rows. Derived once and kept.
+        """
+        return columns_of(self.indptr, self.indices, self.tile, *self.blocks)
+
+    @property
+    def density(self) -> float:
+        """Share of live scores, averaged over heads and batch elements (1.0 for dense), `lengths` honoured."""
+        key = "density" if self.lengths is None else ("density", id(self.lengths))
+        cache = derived(self.indices)
+        if self.lengths is not None or key not in cache:
+            value = live_scores(self) / (self.q_len * self.k_len)
+            if self.lengths is not None:
+                return value
+            cache[key] = value
+        return float(cache[key])
+
+    def __repr__(self) -> str:
+        full = int((self.tile == 0).sum())
+        distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
+        block = f"{self.block_q}" if self.block_q == self.block_k else f"{self.block_q} x {self.block_k}"
+        parts = [
+            f"{self.q_len} x {self.k_len}",
+            f"blocks of {block}",
+            f"{len(self.tile)} tiles: {full} full + {len(self.tile) - full} partial{distinct}",
+            f"density {100 * self.density:.3g} %",
+        ]
+        if self.pattern.numel() > 1:
+            patterns = (len(self.indptr) - 1) // self.blocks[0]
+            parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
+        if self.lengths is not None:
+            parts.append(f"lengths of {len(self.lengths)} sequences")
+        if self.device.type != "cpu":
+            parts.append(str(self.device))
+        return f"BlockMask({', '.join(parts)})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if self is other:
+            return True
+        if self._numbers() != other._numbers():
+            return False
+        mine, theirs = self._arrays(), other._arrays()
+        return all(
+            (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b.to(a.device)))
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        cache = derived(self.indices)
+        if "digest" not in cache:
+            digest = hashlib.blake2b(digest_size=8)
+            for array in (self.indptr, self.indices, self.tile, self.bits, self.pattern):
+                digest.update(repr(tuple(array.shape)).encode())
+                digest.update(array.cpu().numpy().tobytes())
+            cache["digest"] = digest.digest()
+        lengths = None if self.lengths is None else tuple(self.lengths.tolist())
+        return hash((self._numbers(), cache["digest"], lengths))
+
+    def _numbers(self) -> tuple[int, int, int, int]:
+        return self.q_len, self.k_len, self.block_q, self.block_k
+
+    def _arrays(self) -> tuple[Tensor | None, ...]:
+        return self.indptr, self.indices, self.tile, self.bits, self.pattern, self.lengths
+
+    def __copy__(self) -> BlockMask:
+        return self  # immutable
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
+        return self  # immutable: copying a model shares its masks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Cloned arrays travel without what was derived from them.
+        arrays = tuple(None if a is None else a.clone() for a in self._arrays())
+        return BlockMask, (*self._numbers(), *arrays)
+
+    # ------------------------------------------------------------------ what one does with it
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask on another device; itself if it is there already."""
+        arrays = tuple(None if a is None else a.to(device) for a in self._arrays())
+        if all(a is b for a, b in zip(arrays, self._arrays(), strict=True)):
+            return self
+        return BlockMask(*self._numbers(), *arrays)  # type: ignore[arg-type]
+
+    def to_dense(self) -> Tensor:
+        """Bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live. For tests, pictures: `N x N` memory."""
+        (row_blocks, col_blocks), device = self.blocks, self.device
+        patterns = (len(self.indptr) - 1) // row_blocks
+        dense = torch.zeros(
+            patterns * row_blocks, col_blocks, self.block_q, self.block_k, dtype=torch.bool, device=device
+        )
+        rows = row_of_entry(self.indptr, len(self.indices))
+        choices = torch.cat([dense.new_ones(1, self.block_q, self.block_k), tiles.unpack(self.bits, self.block_k)])
+        dense[rows, self.indices.long()] = choices[self.tile.long()]
+        dense = dense.reshape(patterns, row_blocks, col_blocks, self.block_q, self.block_k).transpose(2, 3)
+        dense = dense.reshape(patterns, row_blocks * self.block_q, col_blocks * self.block_k)
+        live = dense[:, : self.q_len, : self.k_len][self.pattern.long()]  # [B or 1, Hq or 1, Nq, Nk]
+        if self.lengths is not None:
+            stop = self.lengths.view(-1, 1, 1, 1)
+            live = live & (torch.arange(self.q_len, device=device).view(-1, 1) < stop)
+            live = live & (torch.arange(self.k_len, device=device) < stop)
+        return live
+
+    def validate(self) -> BlockMask:
+        """Checks every invariant of the arrays, in O(nnz + T) and with host synchronisation; returns the mask.
+
+        Raises ValueError that names the first invariant broken: a mask from an unknown source that passes is safe to
+        run (no index out of range) and canonical (`==` and `hash` mean what they say).
+        """
+        validate(self)
+        return self

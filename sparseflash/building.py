@@ -1,0 +1,192 @@
+"""From lists of tiles, dense matrices and predicates to the canonical arrays of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.checks import boolean, check_block_count
+
+SCORES_AT_ONCE = 1 << 23  # predicates are evaluated on this many scores at a time: about 100 MB of temporaries
+_PAIRS_AT_ONCE = 1 << 22  # block pairs a candidate function sees at a time
+
+Live = Callable[[Tensor, Tensor], Tensor]
+Candidates = Tensor | Callable[[Tensor, Tensor], Tensor]
+
+# The tiles of one pattern: block rows, block columns, and for each tile 0 (full) or t (the words t - 1).
+Part = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def tiles_of_dense(dense: Tensor, block_q: int, block_k: int) -> Part:
+    """The tiles of a bool matrix `[Nq, Nk]`."""
+    q_len, k_len = dense.shape
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    padded = torch.zeros(row_blocks * block_q, col_blocks * block_k, dtype=torch.bool, device=dense.device)
+    padded[:q_len, :k_len] = dense
+    grid = padded.view(row_blocks, block_q, col_blocks, block_k).transpose(1, 2)  # [Mq, Mk, block_q, block_k]
+    some, every = grid.any(-1).any(-1), grid.all(-1).all(-1)
+    rows, cols = some.nonzero(as_tuple=True)
+    partial = ~every[rows, cols]
+    tile = torch.zeros_like(rows)
+    tile[partial] = torch.arange(1, int(partial.sum()) + 1, device=dense.device)
+    return rows, cols, tile, tiles.pack(grid[rows[partial], cols[partial]])
+
+
+def tiles_of_function(
+    live: Live,
+    q_len: int,
+    k_len: int,
+    block_q: int,
+    block_k: int,
+    candidates: Candidates | None,
+    device: torch.device,
+) -> Part:
+    """The tiles of a predicate; see `BlockMask.from_function`."""
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    if candidates is not None and not callable(candidates):
+        candidates = boolean(candidates, "candidates").to(device)
+        if candidates.ndim != 2:
+            raise ValueError(f"candidates must have shape [Mq, Mk]; got {list(candidates.shape)}.")
+        check_block_count("candidates", candidates, q_len, k_len, block_q, block_k)
+    found: list[Part] = []
+    offset = 0
+    for rows, cols in _candidate_pairs(candidates, row_blocks, col_blocks, device):
+        for chosen in torch.arange(len(rows), device=device).split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
+            part = _evaluate(live, rows[chosen], cols[chosen], q_len, k_len, block_q, block_k)
+            part[2][part[2] > 0] += offset
+            offset += len(part[3])
+            found.append(part)
+    i, j, tile, words = (torch.cat(column) for column in zip(*found, strict=True))
+    return i, j, tile, words
+
+
+def _candidate_pairs(
+    candidates: Candidates | None, row_blocks: int, col_blocks: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the block rows and columns to look at, a bounded number of block rows at a time."""
+    all_cols = torch.arange(col_blocks, device=device)
+    for rows in torch.arange(row_blocks, device=device).split(max(1, _PAIRS_AT_ONCE // col_blocks)):
+        if candidates is None:
+            layout = torch.ones(len(rows), col_blocks, dtype=torch.bool, device=device)
+        elif callable(candidates):
+            answer = candidates(rows[:, None], all_cols[None, :])
+            layout = boolean(answer, "what candidates returns").expand(len(rows), col_blocks)
+        else:
+            layout = candidates[rows]
+        i, j = layout.nonzero(as_tuple=True)
+        yield rows[i], j
+
+
+def _evaluate(live: Live, rows: Tensor, cols: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
+    """The tiles of these candidates that have a live score; partial ones stored once."""
+    device = rows.device
+    q = rows[:, None, None] * block_q + torch.arange(block_q, device=device)[None, :, None]
+    k = cols[:, None, None] * block_k + torch.arange(block_k, device=device)[None, None, :]
+    # A predicate that looks something up (a document number, say) must never see a position past the end.
+    answer = boolean(live(q.clamp(max=q_len - 1), k.clamp(max=k_len - 1)), "what live returns")
+    inside = answer.expand(len(rows), block_q, block_k) & (q < q_len) & (k < k_len)
+    words = tiles.pack(inside)
+    full = tiles.full_word(block_k)
+    some, every = (words != 0).any(-1).any(-1), (words == full).all(-1).all(-1)
+    distinct, inverse = tiles.deduplicate(words[some & ~every])
+    tile = torch.zeros_like(rows)
+    tile[some & ~every] = inverse + 1
+    return rows[some], cols[some], tile[some], distinct
+
+
+def arrays_of(
+    q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], batch: int, heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The canonical `(indptr, indices, tile, bits, pattern)` of one list of tiles a (batch element, head)."""
+    row_blocks = -(-q_len // block_q)
+    rows, cols, tile = [], [], []
+    offset = 0
+    for number, (i, j, t, part_words) in enumerate(parts):
+        rows.append(i + number * row_blocks)
+        cols.append(j)
+        tile.append(torch.where(t > 0, t + offset, t))
+        offset += len(part_words)
+    words = torch.cat([part[3] for part in parts])
+    indptr, indices, kinds, bits = _assemble(
+        q_len, k_len, block_q, block_k, torch.cat(rows), torch.cat(cols), torch.cat(tile), words, len(parts)
+    )
+    keep, pattern = distinct_patterns(indptr, indices, kinds, row_blocks)
+    if len(keep) < len(parts):
+        # The first copy of each pattern stays, so the numbers of the partial tiles stay those of first appearance.
+        starts = indptr[::row_blocks].tolist()
+        counts = indptr.diff().view(len(parts), row_blocks)[keep].reshape(-1)
+        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        indices = torch.cat([indices[starts[p] : starts[p + 1]] for p in keep])
+        kinds = torch.cat([kinds[starts[p] : starts[p + 1]] for p in keep])
+    return (
+        indptr.to(torch.int32), indices.to(torch.int32), kinds.to(torch.int32),
+        bits.contiguous(), torch.tensor(pattern, dtype=torch.int32, device=indices.device).view(batch, heads),
+    )  # fmt: skip
+
+
+def _assemble(
+    q_len: int, k_len: int, block_q: int, block_k: int, rows: Tensor, cols: Tensor, tile: Tensor, words: Tensor,
+    patterns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sorted, trimmed at the ends, classified and deduplicated: `(indptr, indices, tile, bits)`, int64 but the bits."""
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    key = rows * col_blocks + cols
+    if not bool((key.diff() > 0).all()):
+        key, order = torch.sort(key)
+        if not bool((key.diff() > 0).all()):
+            raise ValueError("a tile must not be listed twice.")
+        rows, cols, tile = rows[order], cols[order], tile[order]
+    # A tile at an end loses what lies past it. Few (tile, end) pairs differ, so the bits are touched only for those.
+    at_end = (rows % row_blocks == row_blocks - 1) & (q_len % block_q != 0)
+    at_end = at_end.long() + 2 * ((cols == col_blocks - 1) & (k_len % block_k != 0)).long()
+    pairs, which = torch.unique(tile * 4 + at_end, return_inverse=True)
+    full = words.new_full((1, block_q, tiles.words_per_row(block_k)), tiles.full_word(block_k))
+    live_q, live_k = q_len - (row_blocks - 1) * block_q, k_len - (col_blocks - 1) * block_k
+    ends = torch.stack(
+        [
+            tiles.rectangle(
+                block_q, block_k, live_q if end & 1 else block_q, live_k if end & 2 else block_k, words.device
+            )
+            for end in range(4)
+        ]
+    )
+    bits = torch.cat([full, words])[pairs // 4] & ends[pairs % 4]
+    dead = (bits == 0).all(-1).all(-1)
+    every = (bits == full).all(-1).all(-1)
+    partial = ~dead & ~every
+    distinct, inverse = tiles.deduplicate(bits[partial])
+    kind = torch.zeros_like(pairs)
+    kind[partial] = inverse + 1
+    kept = ~dead[which]
+    rows, cols, tile = rows[kept], cols[kept], kind[which[kept]]
+    # Numbered as they first appear in the rows, which makes the arrays of equal masks equal.
+    is_partial = tile > 0
+    number, first = tiles.number_by_first_appearance(tile[is_partial])
+    bits = distinct[tile[is_partial][first] - 1]
+    tile[is_partial] = number + 1
+    starts = torch.arange(patterns * row_blocks + 1, device=rows.device)
+    return torch.searchsorted(rows, starts), cols, tile, bits
+
+
+def distinct_patterns(indptr: Tensor, indices: Tensor, tile: Tensor, row_blocks: int) -> tuple[list[int], list[int]]:
+    """`(keep, pattern)`: the first pattern of each kind, and for every pattern the number of its kind."""
+    patterns = (len(indptr) - 1) // row_blocks
+    if patterns == 1:
+        return [0], [0]
+    counts = indptr.diff().view(patterns, row_blocks).cpu().numpy()
+    starts = indptr[::row_blocks].tolist()
+    columns, kinds = indices.cpu().numpy(), tile.cpu().numpy()
+    number: dict[tuple[bytes, bytes, bytes], int] = {}
+    keep: list[int] = []
+    pattern: list[int] = []
+    for p in range(patterns):
+        span = slice(starts[p], starts[p + 1])
+        arrays = (counts[p].tobytes(), columns[span].tobytes(), kinds[span].tobytes())
+        if arrays not in number:
+            number[arrays] = len(keep)
+            keep.append(p)
+        pattern.append(number[arrays])
+    return keep, pattern

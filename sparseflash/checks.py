@@ -1,0 +1,47 @@
+"""Checks of what a caller gives to build a mask: blocks, lengths, boolean tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCKS = (16, 32, 64, 128, 256)
+Block = int | tuple[int, int]
+
+
+def block_pair(block: Block) -> tuple[int, int]:
+    """`(block_q, block_k)` of what the caller calls block."""
+    pair = block if isinstance(block, tuple) else (block, block)
+    if len(pair) != 2 or any(b not in BLOCKS for b in pair):
+        raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}, or a pair of them; got {block}.")
+    return int(pair[0]), int(pair[1])
+
+
+def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
+    """The two lengths as plain integers."""
+    for name, value in (("q_len", q_len), ("k_len", k_len)):
+        if isinstance(value, bool) or int(value) != value:
+            raise TypeError(f"{name} must be an integer number of tokens; got {value!r}.")
+        if not 1 <= value < 2**31 - 256:
+            raise ValueError(f"{name} must be between 1 and 2^31 - 257 tokens; got {value}.")
+    return int(q_len), int(k_len)
+
+
+def boolean(value: Any, name: str) -> Tensor:
+    """A bool tensor of a tensor or array that must be boolean."""
+    tensor = torch.as_tensor(value)
+    if tensor.dtype != torch.bool:
+        raise TypeError(f"{name} must be boolean (True: live); got {tensor.dtype}.")
+    return tensor
+
+
+def check_block_count(name: str, layout: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> None:
+    """A block layout must have just the blocks that the lengths need."""
+    want = (-(-q_len // block_q), -(-k_len // block_k))
+    if tuple(layout.shape[-2:]) != want:
+        raise ValueError(
+            f"{name} must have {want[0]} x {want[1]} blocks of {block_q} x {block_k} for {q_len} queries and "
+            f"{k_len} keys; got {layout.shape[-2]} x {layout.shape[-1]}."
+        )

@@ -1,0 +1,56 @@
+"""Compressed sparse rows: the transpose, and where everything derived from a mask's arrays is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def derived(indices: Tensor) -> dict[Any, Any]:
+    """What has been derived from a mask's arrays so far: its transpose, its execution plans.
+
+    Kept on the array itself, because the registered operator carries only tensors: whoever holds the indices finds
+    the plans, in eager mode, in the backward and under torch.compile, and they die with the mask.
+    """
+    cache: dict[Any, Any] | None = getattr(indices, "_sparseflash", None)
+    if cache is None:
+        cache = {}
+        indices._sparseflash = cache  # type: ignore[attr-defined]
+    return cache
+
+
+def row_of_entry(indptr: Tensor, count: int) -> Tensor:
+    """The row of each stored entry: int64 `[count]`, without asking the device for anything."""
+    rows = torch.arange(len(indptr) - 1, device=indptr.device)
+    return torch.repeat_interleave(rows, indptr.diff().long(), output_size=count)
+
+
+def columns_of(
+    indptr: Tensor, indices: Tensor, tile: Tensor, row_blocks: int, col_blocks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`BlockMask.columns` from the arrays, cached with the indices."""
+    cache = derived(indices)
+    if "columns" not in cache:
+        rows = row_of_entry(indptr, len(indices))
+        patterns = (len(indptr) - 1) // row_blocks
+        column = rows // row_blocks * col_blocks + indices
+        column, order = torch.sort(column, stable=True)
+        starts = torch.arange(patterns * col_blocks + 1, device=indptr.device)
+        cache["columns"] = (
+            torch.searchsorted(column, starts).to(torch.int32),
+            (rows % row_blocks)[order].to(torch.int32),
+            tile[order],
+        )
+    columns: tuple[Tensor, Tensor, Tensor] = cache["columns"]
+    return columns
+
+
+def may_vary_in_size(array: Tensor) -> None:
+    """Tells torch.compile that another mask may have another number of tiles, so that it need not compile again.
+
+    The same marks as `torch._dynamo.maybe_mark_dynamic(array, 0)`, without the second that importing it costs.
+    """
+    array._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+    array._has_dynamo_dim_marking = True  # type: ignore[attr-defined]

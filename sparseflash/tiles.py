@@ -1,0 +1,105 @@
+"""The bits of partial tiles: packing, unpacking, and storing each distinct tile once.
+
+A tile is a `block_q x block_k` patch of the score matrix. A partly live tile is kept as one bit a score: score
+`(q, k)` of a tile is bit `k % 32` of word `k // 32` of row `q`. Blocks of 16 keys use the low half of their word.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 32  # scores a word
+
+
+def words_per_row(block_k: int) -> int:
+    """Number of int32 words that hold one row of a tile."""
+    return max(block_k // WORD, 1)
+
+
+def full_word(block_k: int) -> int:
+    """The word whose scores are all live (blocks of 16 keys use the low half only)."""
+    return -1 if block_k >= WORD else (1 << block_k) - 1
+
+
+def pack(live: Tensor) -> Tensor:
+    """Packs bool `[..., block_q, block_k]` into int32 `[..., block_q, words_per_row(block_k)]`.
+
+    >>> live = torch.zeros(1, 16, 16, dtype=torch.bool)
+    >>> live[0, 0, :3] = True
+    >>> pack(live)[0, 0].tolist()
+    [7]
+    """
+    block_k = live.shape[-1]
+    bits = min(WORD, block_k)
+    words = live.reshape(*live.shape[:-1], block_k // bits, bits)
+    # Distinct bits never carry, so the sum is their union, also for the sign bit.
+    shifted = words.to(torch.int32) << torch.arange(bits, dtype=torch.int32, device=live.device)
+    return shifted.sum(-1, dtype=torch.int32)
+
+
+def unpack(words: Tensor, block_k: int) -> Tensor:
+    """The inverse of `pack`: int32 `[..., block_q, words]` to bool `[..., block_q, block_k]`."""
+    bits = min(WORD, block_k)
+    shifts = torch.arange(bits, dtype=torch.int32, device=words.device)
+    live = ((words.unsqueeze(-1) >> shifts) & 1).to(torch.bool)
+    return live.reshape(*words.shape[:-1], block_k)
+
+
+def live_scores(words: Tensor) -> Tensor:
+    """Number of live scores of each tile: int32 `[T, block_q, words]` to int64 `[T]`."""
+    # The usual population count in parallel; masking after each arithmetic shift discards the copied sign bits.
+    v = words
+    v = v - ((v >> 1) & 0x55555555)
+    v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
+    v = (v + (v >> 4)) & 0x0F0F0F0F
+    v = (v & 0xFF) + ((v >> 8) & 0xFF) + ((v >> 16) & 0xFF) + ((v >> 24) & 0xFF)
+    return v.sum(dim=(-2, -1), dtype=torch.int64)
+
+
+def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct tiles in order of first appearance, and for each tile the number of its distinct one.
+
+    `words` int32 `[E, block_q, W]` -> (`[T, block_q, W]`, int64 `[E]`), with `unique[inverse] == words`.
+    """
+    count = words.shape[0]
+    if count <= 1:
+        return words, torch.zeros(count, dtype=torch.int64, device=words.device)
+    flat = words.flatten(1)
+    # Sorting 64-bit fingerprints is far cheaper than sorting rows of hundreds of words. The fingerprint only proposes
+    # equal tiles; they are compared below, and a collision takes the slow road.
+    generator = torch.Generator().manual_seed(0x5F)
+    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator).to(words.device) | 1
+    fingerprint = (flat.to(torch.int64) * factors).sum(1)
+    _, inverse = torch.unique(fingerprint, return_inverse=True)
+    inverse, representative = number_by_first_appearance(inverse)
+    if not torch.equal(flat, flat[representative[inverse]]):
+        _, inverse = torch.unique(flat, dim=0, return_inverse=True)
+        inverse, representative = number_by_first_appearance(inverse)
+    return words[representative], inverse
+
+
+def number_by_first_appearance(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Renumbers `ids` (int64 `[E]`) 0, 1, ... as they first appear; also returns where each appears first.
+
+    >>> new, first = number_by_first_appearance(torch.tensor([7, 3, 7, 0]))
+    >>> new.tolist(), first.tolist()
+    ([0, 1, 0, 2], [0, 1, 3])
+    """
+    if ids.numel() == 0:
+        return ids, ids
+    _, dense = torch.unique(ids, return_inverse=True)
+    positions = torch.arange(ids.numel(), device=ids.device)
+    first = torch.full((int(dense.max()) + 1,), ids.numel(), dtype=torch.int64, device=ids.device)
+    first.scatter_reduce_(0, dense, positions, "amin")
+    order = torch.argsort(first)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=ids.device)
+    return rank[dense], first[order]
+
+
+def rectangle(block_q: int, block_k: int, live_q: int, live_k: int, device: torch.device) -> Tensor:
+    """Words `[block_q, W]` of the tile whose first `live_q` rows and first `live_k` columns are live."""
+    live = torch.zeros(block_q, block_k, dtype=torch.bool, device=device)
+    live[:live_q, :live_k] = True
+    return pack(live)
