@@ -1,0 +1,198 @@
+"""`attention()`: the one call. Checks the inputs, picks the backend."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NoReturn, overload
+
+import torch
+from torch import Tensor
+
+from sparseflash import blockwise, reference
+from sparseflash.blockmask import BlockMask
+
+BACKENDS = ("triton", "blockwise", "reference")
+Backend = Literal["triton", "blockwise", "reference"]
+_DENSE_BLOCK = 128
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None,
+    return_lse: Literal[False] = False, backend: Backend | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None,
+    return_lse: Literal[True], backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | None = None,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: Backend | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over the live scores of `mask`: `softmax(scale * q k^T, live scores only) v`.
+
+    Args:
+        q: queries `[B, Hq, Nq, D]`.
+        k: keys `[B, Hkv, Nk, D]`; Hq is a multiple of Hkv (grouped and multi-query attention: query head h reads
+            key head `h // (Hq // Hkv)`).
+        v: values `[B, Hkv, Nk, Dv]`. All three have one floating dtype and lie on one device; any strides with a
+            contiguous last dimension.
+        mask: the live scores; its lengths are Nq and Nk, its batch and head counts those of q or 1. None: all live.
+            It must lie on q's device: move it once with `mask.to(device)`. It is not moved for you, because a copy
+            at every call, or a hidden one kept in device memory, would be a surprise.
+        scale: factor of the scores, `1 / sqrt(D)` by default.
+        return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of a query's live
+            scores, in fp32 (fp64 for fp64 inputs). It is differentiable too.
+        backend: `"triton"`, the GPU kernel (fp16, bf16, fp32; D and Dv from 16 to 256), is the default for CUDA
+            tensors; `"blockwise"`, PyTorch over the live tiles, for all others; `"reference"` computes the dense
+            matrix and defines the semantics. A backend that cannot run raises; none falls back to another.
+
+    Returns:
+        `out [B, Hq, Nq, Dv]` in the inputs' dtype, or `(out, lse)`. A query without a live key has `out = 0` and
+        `lse = -inf`, and its gradients are 0; a key without a live query has gradients 0.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit together; the message says what must hold and what came.
+        RuntimeError: the backend cannot run here (no Triton, GPU too old, CPU tensors without Triton's interpreter).
+
+    Under `torch.autocast` the inputs are cast as for PyTorch's own attention. fp32 on the GPU uses TF32 if PyTorch's
+    matrix products do (`torch.backends.cuda.matmul`). Forward and backward give the same bits every time (blockwise:
+    on the CPU). Gradients of gradients are not implemented, except by the reference.
+
+    >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+    >>> mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 32), 100, block=32)
+    >>> attention(q, k, v, mask).shape
+    torch.Size([1, 2, 100, 16])
+    """
+    _check_tensors(q, k, v)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _as_autocast_wants(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
+    if mask is not None:
+        _check_mask(mask, q, k)
+    scale = _scale(scale, q.shape[-1])
+    if backend is None:
+        backend = "triton" if q.device.type == "cuda" else "blockwise"
+    if backend == "reference":
+        out, lse = reference.attention(q, k, v, mask, scale)
+        return (out, lse) if return_lse else out
+    if backend == "blockwise":
+        operator = blockwise.attention
+    elif backend == "triton":
+        from sparseflash.kernels import (
+            triton_attention,  # only here: the library works where Triton is missing
+        )
+
+        operator = triton_attention
+        if scale < 0:  # the kernel takes the maximum before it scales, which only a positive scale allows
+            q, scale = -q, -scale
+    else:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
+    if mask is None:
+        out, lse, _ = operator(q, k, v, None, None, None, None, None, None, _DENSE_BLOCK, _DENSE_BLOCK, scale)
+    else:
+        out, lse, _ = operator(
+            q, k, v, mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, mask.lengths,
+            mask.block_q, mask.block_k, scale,
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.get_autocast_dtype(q.device.type)
+    # fp64 stays, as it does in PyTorch's own casts.
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    # Ten million calls a day fit and one does not: one quick question first, and the long answer only if it is no.
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+        if (
+            len(q_shape) == len(k_shape) == len(v_shape) == 4
+            and q_shape[0] == k_shape[0]
+            and k_shape[:3] == v_shape[:3]
+            and q_shape[3] == k_shape[3] > 0
+            and v_shape[3] > 0
+            and k_shape[1] > 0
+            and q_shape[1] % k_shape[1] == 0
+            and q.is_floating_point()
+            and k.is_floating_point()
+            and v.is_floating_point()
+            and q.device == k.device == v.device
+        ):
+            return
+    _explain(q, k, v)
+
+
+def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    """Raises the error that says why these tensors do not fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape [batch, heads, tokens, head dim]; got {list(x.shape)}.")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must have a floating dtype; got {x.dtype}.")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} is on {x.device}.")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"q, k and v must have one batch size; q has {q.shape[0]}, {name} has {x.shape[0]}.")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"k and v must have the same heads and tokens; got {list(k.shape[1:3])} and {list(v.shape[1:3])}."
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}.")
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(f"head dims must be at least 1; got D = {q.shape[3]} and Dv = {v.shape[3]}.")
+    raise ValueError(
+        f"the number of query heads must be a multiple of the number of key heads; got {q.shape[1]} and {k.shape[1]}."
+    )
+
+
+def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"mask must be a BlockMask or None; got {type(mask).__name__} (BlockMask.from_dense takes boolean tensors)."
+        )
+    if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
+            f"got {q.shape[2]} and {k.shape[2]}."
+        )
+    batch, heads = mask.pattern.shape
+    if batch not in (1, q.shape[0]):
+        raise ValueError(f"mask must be for 1 or {q.shape[0]} batch elements, as q has; it is for {batch}.")
+    if heads not in (1, q.shape[1]):
+        raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.")
+    if mask.lengths is not None and mask.lengths.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"mask must have one length for each of q's {q.shape[0]} batch elements; it has {mask.lengths.shape[0]}."
+        )
+    if mask.indices.device != q.device:
+        raise ValueError(
+            f"mask must be on q's device {q.device}; it is on {mask.indices.device}. Move it once: mask.to(q.device)."
+        )
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    scale = float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}.")
+    return scale

@@ -1,0 +1,230 @@
+"""The CPU backend: PyTorch over the live tiles only, with gradients, in any float dtype.
+
+Block rows with the same number of tiles are computed together: their tiles' keys and values are gathered side by
+side, and the rest is an ordinary softmax attention over those. Scores exist a bounded number at a time and are
+recomputed in the backward, so memory grows with the inputs and the mask, not with `Nq * Nk`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.csr import derived, row_of_entry
+from sparseflash.operator import empty_lse, empty_out, register
+
+_SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32: stays near the cache, and larger chunks were not faster
+
+
+class _Rows(NamedTuple):
+    """Block rows with the same number c of tiles, of one pattern, for the heads that use it."""
+
+    heads: Tensor  # [n], number of (batch element, query head)
+    rows: Tensor  # [R], block rows
+    cols: Tensor  # [R, c], block columns
+    tile: Tensor  # [R, c]
+    stop: int | None  # the sequence's length, where the mask has lengths
+
+
+def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps autocast out: the inputs are cast before, and what is computed in fp32 here must stay so."""
+
+    @wraps(function)
+    def run(q: Tensor, *rest: Any) -> Any:
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *rest)
+
+    return run
+
+
+@_as_given
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
+    words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
+    q_tiles, k_tiles, v_tiles = mask.cut(q, block_q), mask.cut(k, block_k), mask.cut(v, block_k)
+    out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, block_q, Dv]
+    lse = q_tiles.new_full(q_tiles.shape[:-1], -torch.inf)
+    for part in mask.parts():
+        scores, _, keys = mask.scores(part, q_tiles, k_tiles, scale)
+        part_lse = torch.logsumexp(scores, -1)  # [n, R, block_q]
+        weights = torch.exp(scores - _never_negative_infinity(part_lse).unsqueeze(-1))
+        where = part.heads[:, None], part.rows[None, :]
+        out[where] = weights @ mask.gather(v_tiles, keys, part.cols)
+        lse[where] = part_lse
+    return empty_out(q, v).copy_(mask.join(out, q)), empty_lse(q).copy_(mask.join(lse, q)), _nothing(q)
+
+
+@_as_given
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
+    indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
+    pattern: Tensor | None, lengths: Tensor | None,
+    block_q: int, block_k: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
+    q_tiles, k_tiles, v_tiles = mask.cut(q, block_q), mask.cut(k, block_k), mask.cut(v, block_k)
+    dout_tiles, lse_tiles = mask.cut(dout, block_q), mask.cut(lse.unsqueeze(-1), block_q).squeeze(-1)
+    # d loss / d score = p * (dp - delta); a query without keys has p = 0, whatever its dlse (which may be NaN) says.
+    delta = (out.to(mask.dtype) * dout.to(mask.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    delta = delta.masked_fill(lse == -torch.inf, 0.0)
+    delta_tiles = mask.cut(delta.unsqueeze(-1), block_q).squeeze(-1)
+    dq, dk, dv = torch.zeros_like(q_tiles), torch.zeros_like(k_tiles), torch.zeros_like(v_tiles)
+    for part in mask.parts():
+        scores, queries, keys = mask.scores(part, q_tiles, k_tiles, scale)
+        where = part.heads[:, None], part.rows[None, :]
+        weights = torch.exp(scores - _never_negative_infinity(lse_tiles[where]).unsqueeze(-1))  # [n, R, bq, c * bk]
+        dout_rows = dout_tiles[where]
+        dweights = dout_rows @ mask.gather(v_tiles, keys, part.cols).transpose(-1, -2)
+        dscores = weights * (dweights - delta_tiles[where].unsqueeze(-1)) * scale
+        dq[where] = dscores @ mask.gather(k_tiles, keys, part.cols)
+        mask.scatter_add(dv, keys, part.cols, weights.transpose(-1, -2) @ dout_rows)
+        mask.scatter_add(dk, keys, part.cols, dscores.transpose(-1, -2) @ queries)
+    return (
+        torch.empty_like(q).copy_(mask.join(dq, q)),
+        torch.empty_like(k).copy_(mask.join(dk, k)),
+        torch.empty_like(v).copy_(mask.join(dv, v)),
+    )
+
+
+def _nothing(q: Tensor) -> Tensor:
+    return q.new_empty(0)
+
+
+attention = register("blockwise", _forward, _backward, _nothing)
+
+
+class _Mask:
+    """The mask's arrays and the shapes they are used with: cutting tensors into tiles, and the rows to compute."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
+        words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int,
+    ) -> None:  # fmt: skip
+        self.batch, self.heads, self.q_len = q.shape[:3]
+        self.kv_heads, self.k_len = k.shape[1:3]
+        if indptr is None or indices is None or tile is None or words is None or pattern is None:
+            dense = _dense(self.q_len, self.k_len, block_q, block_k, q.device)
+            indptr, indices, tile, words, pattern = dense.indptr, dense.indices, dense.tile, dense.words, dense.pattern
+        self.indptr, self.indices, self.tile = indptr, indices, tile
+        self.pattern = pattern.expand(self.batch, self.heads).reshape(-1)
+        self.lengths = lengths
+        self.block_q, self.block_k = block_q, block_k
+        self.row_blocks = -(-self.q_len // block_q)
+        self.bits = words.view(-1, block_q, tiles.words_per_row(block_k))
+        self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in single
+
+    def cut(self, x: Tensor, block: int) -> Tensor:
+        """`[B, H, N, D]` to tiles `[B * H, ceil(N / block), block, D]`, zeros past the end."""
+        batch, heads, length, dim = x.shape
+        count = -(-length // block)
+        padded = x.new_zeros(batch * heads, count * block, dim, dtype=self.dtype)
+        padded[:, :length] = x.reshape(batch * heads, length, dim)
+        return padded.view(batch * heads, count, block, dim)
+
+    def join(self, x: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `cut`, for the lengths of `like`: `[B * H, M, block, ...]` to `[B, H, N, ...]`."""
+        batch, heads, length = like.shape[:3]
+        return x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :length]
+
+    def scores(self, part: _Rows, q_tiles: Tensor, k_tiles: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores `[n, R, block_q, c * block_k]` with -inf where dead, the queries, and the key heads `[n]`."""
+        keys = part.heads // self.heads * self.kv_heads + part.heads % self.heads // (self.heads // self.kv_heads)
+        queries = q_tiles[part.heads[:, None], part.rows[None, :]]  # [n, R, block_q, D]
+        scores = (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale
+        live = self.live(part)
+        return scores if live is None else scores.masked_fill_(~live, -torch.inf), queries, keys
+
+    def live(self, part: _Rows) -> Tensor | None:
+        """Bool `[R, block_q, c * block_k]`, or None if every score of these rows is live."""
+        rows, count = part.cols.shape
+        live = None
+        if bool((part.tile > 0).any()):
+            full = self.bits.new_full((1, *self.bits.shape[1:]), tiles.full_word(self.block_k))
+            live = tiles.unpack(torch.cat([full, self.bits])[part.tile], self.block_k)  # [R, c, block_q, block_k]
+            live = live.transpose(1, 2).reshape(rows, self.block_q, count * self.block_k)
+        if part.stop is not None:
+            device = part.rows.device
+            k = part.cols[:, :, None] * self.block_k + torch.arange(self.block_k, device=device)
+            q = part.rows[:, None] * self.block_q + torch.arange(self.block_q, device=device)
+            inside = (q < part.stop)[:, :, None] & (k < part.stop).reshape(rows, 1, -1)
+            live = inside if live is None else live & inside
+        return live
+
+    def gather(self, x_tiles: Tensor, heads: Tensor, cols: Tensor) -> Tensor:
+        """The tokens of the tiles `cols [R, c]`, side by side: `[n, R, c * block, D]`."""
+        chosen = x_tiles[heads[:, None, None], cols[None]]  # [n, R, c, block, D]
+        return chosen.reshape(len(heads), len(cols), -1, x_tiles.shape[-1])
+
+    def scatter_add(self, into: Tensor, heads: Tensor, cols: Tensor, values: Tensor) -> None:
+        """The transpose of `gather`."""
+        slots = (heads[:, None, None] * into.shape[1] + cols[None]).reshape(-1)
+        into.view(-1, *into.shape[2:]).index_add_(0, slots, values.reshape(-1, *into.shape[2:]))
+
+    def parts(self) -> Iterator[_Rows]:
+        """What to compute, a bounded number of scores at a time."""
+        for number, heads, stop in self._patterns():
+            for rows, cols, tile in self._rows_by_count(number, stop):
+                count = cols.shape[1]
+                if count == 0:
+                    continue  # these queries have no key
+                a_row = self.block_q * self.block_k * count
+                some_heads = max(1, min(len(heads), _SCORES_AT_ONCE // a_row))
+                some_rows = max(1, _SCORES_AT_ONCE // (a_row * some_heads))
+                for h in heads.split(some_heads):
+                    for r in range(0, len(rows), some_rows):
+                        here = slice(r, r + some_rows)
+                        yield _Rows(h, rows[here], cols[here], tile[here], stop)
+
+    def _patterns(self) -> Iterator[tuple[int, Tensor, int | None]]:
+        """Each pattern in use, the (batch element, head) numbers that use it, and their length where there is one."""
+        lengths = None if self.lengths is None else self.lengths.repeat_interleave(self.heads)
+        keys = self.pattern.long() if lengths is None else torch.stack([self.pattern.long(), lengths.long()], 1)
+        kinds, which = torch.unique(keys, dim=0, return_inverse=True)
+        for kind, values in enumerate(kinds.tolist()):
+            number, stop = (values, None) if lengths is None else values
+            yield number, (which == kind).nonzero().squeeze(1), stop
+
+    def _rows_by_count(self, number: int, stop: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The block rows of a pattern, grouped by their number of tiles; tiles past `stop` left out."""
+        cache = derived(self.indices)
+        key = ("rows by count", number)
+        if stop is None and key in cache:
+            kept: list[tuple[Tensor, Tensor, Tensor]] = cache[key]
+            return kept
+        indptr = self.indptr[number * self.row_blocks : (number + 1) * self.row_blocks + 1].long()
+        first, last = int(indptr[0]), int(indptr[-1])
+        cols, tile = self.indices[first:last].long(), self.tile[first:last].long()
+        rows = row_of_entry(indptr - first, last - first)
+        if stop is not None:
+            inside = (rows * self.block_q < stop) & (cols * self.block_k < stop)
+            rows, cols, tile = rows[inside], cols[inside], tile[inside]
+        counts = torch.bincount(rows, minlength=self.row_blocks)
+        groups = []
+        for count in counts.unique().tolist():
+            chosen = counts == count
+            entries = chosen[rows]
+            shape = (int(chosen.sum()), count)
+            groups.append((chosen.nonzero().squeeze(1), cols[entries].view(shape), tile[entries].view(shape)))
+        if stop is None:
+            cache[key] = groups
+        return groups
+
+
+def _never_negative_infinity(lse: Tensor) -> Tensor:
+    """+inf in place of -inf, so that the weights of a query without keys are exp(-inf) = 0 and not NaN."""
+    return torch.where(lse == -torch.inf, torch.inf, lse)
+
+
+@lru_cache(maxsize=16)
+def _dense(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.device) -> BlockMask:
+    return BlockMask.dense(q_len, k_len, block=(block_q, block_k)).to(device)

@@ -1,0 +1,244 @@
+"""The backward kernels: delta, then dK and dV over the mask's columns, and dQ over its rows.
+
+Probabilities are recomputed from the scores and the forward's lse. Each output has one program that writes it, so
+there are no atomics and the bits are the same at every run.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.kernels.tile import ITEM, cut_at_length, live_scores, load_tokens, store_tokens
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "row_tiles"])
+def delta_kernel(
+    out_ptr, dout_ptr,  # [B, Hq, Nq, DV]
+    lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous; dlse_ptr None if no gradient comes through lse
+    lse2_ptr,  # [B, Hq, Nq] contiguous, written unless KEPT
+    delta_ptr,  # [B, Hq, Nq] contiguous, written
+    heads, q_len, row_tiles,
+    out_strides, dout_strides,
+    DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(out * dout) - dlse, and lse in base 2; for queries without keys 0 and +inf.
+
+    With lse2 = +inf the other kernels get p = exp2(s - inf) = 0 for such a query without asking.
+    """
+    batch_head = tl.program_id(0) // row_tiles
+    first_q = tl.program_id(0) % row_tiles * BLOCK_M
+    batch, head = batch_head // heads, batch_head % heads
+    out = load_tokens(out_ptr, batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M, False, False)
+    dout = load_tokens(dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False)
+    rows = first_q + tl.arange(0, BLOCK_M)
+    at = tl.cast(batch_head, tl.int64) * q_len + rows
+    lse = tl.load(lse_ptr + at, mask=rows < q_len, other=float("-inf"))
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)
+    empty = lse == float("-inf")
+    tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=rows < q_len)
+    if not KEPT:
+        tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=rows < q_len)
+
+
+@triton.jit
+def key_gradients(
+    dk, dv, k_tile, v_tile, q, dout, lse2_ptr, inverse_ptr, delta_ptr, batch, head, first_q, q_len, first_k,
+    words_ptr, tile,
+    qk_scale, q_strides, dout_strides,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds what one tile of queries gives to dk (without the scale) and dv. Scores are [keys, queries] here."""
+    rows = first_q + tl.arange(0, BLOCK_M)
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA)
+    if MASKED:
+        lse2 = tl.load(lse2_ptr + rows, mask=rows < q_len, other=float("inf"))
+        delta = tl.load(delta_ptr + rows, mask=rows < q_len, other=0.0)
+    else:
+        lse2 = tl.load(lse2_ptr + rows)
+        delta = tl.load(delta_ptr + rows)
+    scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+    p = tl.exp2(scores * qk_scale - lse2[None, :])
+    if KEPT:
+        p = p * tl.load(inverse_ptr + rows, mask=rows < q_len, other=0.0)[None, :]
+    if MASKED:
+        live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
+        p = tl.where(live, p, 0.0)
+    dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA)
+    dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
+    dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+# Sizes are not specialised: another length or number of heads compiles nothing.
+@triton.jit(do_not_specialize=["scale", "qk_scale", "kv_heads", "group", "q_len", "k_len", "col_tiles"])
+def dk_dv_kernel(
+    q, k, v, dout,  # pointers, or descriptors if TMA
+    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; p = exp2(s - lse2), times inverse if KEPT
+    dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
+    work_ptr,  # [B * Hkv * col_tiles, group, ITEM]: as in the forward, over columns, one list a query head of the group
+    index_ptr, tile_ptr, words_ptr, lengths_ptr,
+    scale, qk_scale, kv_heads, group, q_len, k_len, col_tiles,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys."""
+    SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
+    item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
+    item = tl.load(item_ptr)
+    batch_head = item // col_tiles
+    first_k = item % col_tiles * BLOCK_N
+    batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
+    length = q_len
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + batch)
+
+    k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
+    v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
+    dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
+    for member in range(0, group):
+        list_ptr = item_ptr + member * ITEM
+        start, full, count = tl.load(list_ptr + 1), tl.load(list_ptr + 2), tl.load(list_ptr + 3)
+        next_block = tl.load(list_ptr + 4)
+        masked_block, masked_tile = tl.load(list_ptr + 5), tl.load(list_ptr + 6)
+        masked = count - full
+        masked_start = start + full
+        if HAS_LENGTHS:
+            if first_k >= length:
+                full, count = 0, 0
+            # A query past the length has lse2 = +inf, so the full tile that the length cuts needs no mask.
+            inside, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_Q)
+            full = inside + at_end
+        head = kv_head * group + member
+        row = (tl.cast(batch, tl.int64) * (kv_heads * group) + head) * q_len
+        inverse_row = inverse_ptr
+        if KEPT:
+            inverse_row += row
+        for i in range(0, full * SPLIT):
+            first_q = next_block * BLOCK_Q + i % SPLIT * BLOCK_M
+            next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
+            dk, dv = key_gradients(
+                dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, batch, head,
+                first_q, q_len, first_k, words_ptr, 0, qk_scale, q_strides, dout_strides, D, DV, PADDED_D, PADDED_DV,
+                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, KEPT, TMA, PRECISION,
+            )  # fmt: skip
+        next_block, next_tile = masked_block, masked_tile
+        for i in range(0, masked * SPLIT):
+            first_q = next_block * BLOCK_Q + i % SPLIT * BLOCK_M
+            tile = next_tile
+            next_block = tl.load(index_ptr + masked_start + (i + 1) // SPLIT)
+            next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
+            dk, dv = key_gradients(
+                dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, batch, head,
+                first_q, q_len, first_k, words_ptr, tile, qk_scale, q_strides, dout_strides, D, DV, PADDED_D, PADDED_DV,
+                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, KEPT, TMA, PRECISION,
+            )  # fmt: skip
+
+    dk = dk * scale
+    if HAS_LENGTHS:
+        live = (first_k + tl.arange(0, BLOCK_N) < length)[:, None]
+        dk = tl.where(live, dk, 0.0)
+        dv = tl.where(live, dv, 0.0)
+    store_tokens(
+        dk_ptr, dk.to(dk_ptr.dtype.element_ty), batch, kv_head, first_k, k_len, dk_strides, D, PADDED_D, BLOCK_N
+    )
+    store_tokens(
+        dv_ptr, dv.to(dv_ptr.dtype.element_ty), batch, kv_head, first_k, k_len, dv_strides, DV, PADDED_DV, BLOCK_N
+    )
+
+
+@triton.jit(do_not_specialize=["scale", "qk_scale", "heads", "group", "q_len", "k_len", "row_tiles"])
+def dq_kernel(
+    q, k, v, dout,  # pointers, or descriptors if TMA
+    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; p = exp2(s - lse2), times inverse if KEPT
+    dq_ptr,  # [B, Hq, Nq, D], written
+    work_ptr,  # as in the forward
+    index_ptr, tile_ptr, words_ptr, lengths_ptr,
+    scale, qk_scale, heads, group, q_len, k_len, row_tiles,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries."""
+    SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
+    item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
+    item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
+    full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+    next_block = tl.load(item_ptr + 4)
+    masked_block, masked_tile = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
+    batch_head = item // row_tiles
+    first_q = item % row_tiles * BLOCK_M
+    batch, head = batch_head // heads, batch_head % heads
+    kv_head = head // group
+    masked = count - full
+    masked_start = start + full
+    at_end = 0
+    length = k_len
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + batch)
+        if first_q >= length:
+            full, count = 0, 0
+        full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K)
+
+    rows = first_q + tl.arange(0, BLOCK_M)
+    row = tl.cast(batch_head, tl.int64) * q_len
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
+    dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, TMA)
+    lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=float("inf"))
+    delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
+    if KEPT:
+        inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
+    dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
+
+    for i in range(0, full * SPLIT):
+        first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
+        next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
+        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
+        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
+        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        p = tl.exp2(scores * qk_scale - lse2[:, None])
+        if KEPT:
+            p = p * inverse[:, None]
+        dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+
+    next_block, next_tile = masked_block, masked_tile
+    if HAS_LENGTHS:
+        cut = start + full
+        if at_end > 0:
+            next_block, next_tile = tl.load(index_ptr + cut), tl.load(tile_ptr + cut)
+    for i in range(0, (at_end + masked) * SPLIT):
+        first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
+        tile = next_tile
+        at = masked_start + (i + 1) // SPLIT - at_end
+        if HAS_LENGTHS:
+            at = tl.where((i + 1) // SPLIT < at_end, cut, at)
+        next_block = tl.load(index_ptr + at)
+        next_tile = tl.load(tile_ptr + at)
+        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
+        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
+        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
+        if HAS_LENGTHS:
+            live = live & (first_k + tl.arange(0, BLOCK_N) < length)[None, :]
+        p = tl.exp2(scores * qk_scale - lse2[:, None])
+        if KEPT:
+            p = p * inverse[:, None]
+        p = tl.where(live, p, 0.0)
+        dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+
+    dq = dq * scale
+    store_tokens(dq_ptr, dq.to(dq_ptr.dtype.element_ty), batch, head, first_q, q_len, dq_strides, D, PADDED_D, BLOCK_M)

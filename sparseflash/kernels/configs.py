@@ -1,0 +1,134 @@
+"""Which tile sizes a kernel runs with: a table by (architecture, head dim, dtype), filled by measurement.
+
+No autotuning: the first call compiles one configuration of each kernel and nothing else, and results do not depend
+on what a timer said.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+Kernel = Literal["forward", "dk_dv", "dq"]
+Arithmetic = Literal["half", "tf32", "ieee"]
+
+
+class Config(NamedTuple):
+    """Tile of queries, tile of keys, warps, pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16.
+_Table = dict[tuple[Kernel, Arithmetic, int], Config]
+
+# fp32 multiplies on the ordinary cores keep their operands in registers: small tiles everywhere.
+_IEEE: _Table = {
+    ("forward", "ieee", 32): Config(64, 32, 4, 2),
+    ("forward", "ieee", 64): Config(64, 32, 4, 2),
+    ("forward", "ieee", 128): Config(32, 32, 4, 2),
+    ("forward", "ieee", 256): Config(16, 32, 4, 1),
+    ("dk_dv", "ieee", 32): Config(32, 32, 4, 2),
+    ("dk_dv", "ieee", 64): Config(32, 32, 4, 2),
+    ("dk_dv", "ieee", 128): Config(16, 32, 4, 1),
+    ("dk_dv", "ieee", 256): Config(16, 16, 4, 1),
+    ("dq", "ieee", 32): Config(32, 32, 4, 2),
+    ("dq", "ieee", 64): Config(32, 32, 4, 2),
+    ("dq", "ieee", 128): Config(32, 16, 4, 1),
+    ("dq", "ieee", 256): Config(16, 16, 4, 1),
+}
+
+# sm_80: 163 KiB of shared memory a program.
+_AMPERE: _Table = {
+    ("forward", "half", 32): Config(128, 64, 4, 3),
+    ("forward", "half", 64): Config(128, 64, 4, 3),
+    ("forward", "half", 128): Config(128, 64, 8, 2),
+    ("forward", "half", 256): Config(64, 64, 8, 1),
+    ("dk_dv", "half", 32): Config(64, 64, 4, 2),
+    ("dk_dv", "half", 64): Config(64, 64, 4, 2),
+    ("dk_dv", "half", 128): Config(32, 64, 4, 2),
+    ("dk_dv", "half", 256): Config(32, 32, 4, 1),
+    ("dq", "half", 32): Config(64, 64, 4, 2),
+    ("dq", "half", 64): Config(64, 64, 4, 2),
+    ("dq", "half", 128): Config(64, 32, 4, 2),
+    ("dq", "half", 256): Config(32, 32, 4, 1),
+    ("forward", "tf32", 32): Config(64, 64, 4, 2),
+    ("forward", "tf32", 64): Config(64, 64, 4, 2),
+    ("forward", "tf32", 128): Config(64, 32, 4, 2),
+    ("forward", "tf32", 256): Config(32, 32, 4, 1),
+    ("dk_dv", "tf32", 32): Config(32, 64, 4, 2),
+    ("dk_dv", "tf32", 64): Config(32, 64, 4, 1),
+    ("dk_dv", "tf32", 128): Config(32, 32, 4, 1),
+    ("dk_dv", "tf32", 256): Config(16, 32, 4, 1),
+    ("dq", "tf32", 32): Config(64, 32, 4, 2),
+    ("dq", "tf32", 64): Config(64, 32, 4, 1),
+    ("dq", "tf32", 128): Config(32, 32, 4, 1),
+    ("dq", "tf32", 256): Config(32, 16, 4, 1),
+    **_IEEE,
+}
+
+# sm_86, sm_89, sm_120: 99 KiB of shared memory a program. D = 256 in full fp32 has to stay very small.
+_CONSUMER: _Table = {
+    **_AMPERE,
+    ("forward", "half", 256): Config(32, 32, 4, 1),
+    ("dk_dv", "half", 256): Config(16, 32, 4, 1),
+    ("dq", "half", 256): Config(32, 16, 4, 1),
+}
+
+# sm_90, with tensor descriptors.
+_HOPPER: _Table = {
+    **_AMPERE,
+    ("forward", "half", 32): Config(64, 128, 4, 3),
+    ("forward", "half", 64): Config(64, 128, 4, 2),
+    ("forward", "half", 128): Config(128, 64, 4, 2),
+    ("forward", "half", 256): Config(128, 64, 8, 2),
+    ("dk_dv", "half", 32): Config(64, 64, 4, 2),
+    ("dk_dv", "half", 64): Config(64, 64, 4, 2),
+    ("dk_dv", "half", 128): Config(64, 64, 4, 2),
+    ("dk_dv", "half", 256): Config(64, 64, 8, 1),
+    ("dq", "half", 32): Config(64, 64, 4, 2),
+    ("dq", "half", 64): Config(64, 64, 4, 2),
+    ("dq", "half", 128): Config(64, 64, 4, 2),
+    ("dq", "half", 256): Config(64, 64, 8, 1),
+}
+
+# sm_90 by pointers: addresses take registers that the largest tiles do not leave.
+_HOPPER_POINTERS: _Table = {
+    **_HOPPER,
+    ("forward", "half", 128): Config(64, 64, 4, 2),
+    ("forward", "half", 256): Config(64, 64, 8, 2),
+}
+
+
+def config_for(
+    kernel: Kernel, capability: tuple[int, int], arithmetic: Arithmetic, padded_dim: int, block: tuple[int, int],
+    descriptors: bool,
+) -> Config:  # fmt: skip
+    """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide."""
+    table = _table(capability, descriptors)
+    chosen = table[kernel, arithmetic, max(padded_dim, 32)]
+    block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
+    if block[1] >= 32:
+        block_n = max(block_n, 32)  # a word of bits is not split
+    # A warp for every 16 x 16 scores is as many as a small tile can use.
+    num_warps = min(chosen.num_warps, max(1, block_m * block_n // 256))
+    return Config(block_m, block_n, num_warps, chosen.num_stages)
+
+
+def _table(capability: tuple[int, int], descriptors: bool) -> _Table:
+    if capability[0] == 8 and capability[1] == 0:
+        return _AMPERE
+    if capability[0] in (9, 10):
+        return _HOPPER if descriptors else _HOPPER_POINTERS
+    return _CONSUMER
+
+
+def arithmetic_of(dtype: torch.dtype, tf32: bool) -> Arithmetic:
+    """How products of this dtype are computed."""
+    if dtype != torch.float32:
+        return "half"
+    return "tf32" if tf32 else "ieee"

@@ -1,0 +1,121 @@
+"""The forward kernel: one program a tile of queries walks the live tiles of its row, dense or sparse alike.
+
+Online softmax in base 2 with fp32 accumulation. Full tiles first, without any masking arithmetic, then the partial
+ones with their bits.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.kernels.tile import ITEM, cut_at_length, live_scores, load_tokens, store_tokens
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+# Sizes are not specialised: another length or number of heads compiles nothing.
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "k_len", "row_tiles", "qk_scale"])
+def forward_kernel(
+    q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
+    out_ptr, lse_ptr,  # [B, Hq, Nq, DV], [B, Hq, Nq] contiguous
+    maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum in base 2, and one over the sum
+    work_ptr,  # [B * Hq * row_tiles, ITEM]: see plan.py
+    index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed; the bits
+    lengths_ptr,  # [B] if HAS_LENGTHS
+    qk_scale,  # scale / ln 2, not negative
+    heads, group, q_len, k_len, row_tiles,
+    q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the mask's tiles
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
+    HAS_LENGTHS: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one tile of queries."""
+    SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
+    item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
+    item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
+    full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+    next_block = tl.load(item_ptr + 4)
+    masked_block, masked_tile = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
+    batch_head = item // row_tiles
+    first_q = item % row_tiles * BLOCK_M
+    batch, head = batch_head // heads, batch_head % heads
+    kv_head = head // group
+
+    at_end, masked = 0, count - full
+    masked_start = start + full
+    length = k_len
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + batch)
+        if first_q >= length:
+            full, count = 0, 0
+            masked = 0
+        full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K)
+
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
+
+    # The block number is carried one iteration ahead: a load whose address comes from a load in the same iteration
+    # would keep the compiler from prefetching the keys.
+    for i in range(0, full * SPLIT):
+        first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
+        next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
+        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
+        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        # The scale is positive, so the maximum may be taken before it; what is left is one fused multiply-add.
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * qk_scale)
+        p = tl.exp2(scores * qk_scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        m_i = m_new
+
+    next_block, next_tile = masked_block, masked_tile
+    if HAS_LENGTHS:
+        cut = start + full  # the full tile that the length cuts, if there is one
+        if at_end > 0:
+            next_block, next_tile = tl.load(index_ptr + cut), tl.load(tile_ptr + cut)
+    for i in range(0, (at_end + masked) * SPLIT):
+        first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
+        tile = next_tile
+        at = masked_start + (i + 1) // SPLIT - at_end
+        if HAS_LENGTHS:
+            at = tl.where((i + 1) // SPLIT < at_end, cut, at)
+        next_block = tl.load(index_ptr + at)
+        next_tile = tl.load(tile_ptr + at)
+        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
+        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION) * qk_scale
+        live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
+        if HAS_LENGTHS:
+            live = live & (first_k + tl.arange(0, BLOCK_N) < length)[None, :]
+        scores = tl.where(live, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(scores - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        m_i = m_new
+
+    rows = first_q + tl.arange(0, BLOCK_M)
+    empty = l_i == 0.0
+    if HAS_LENGTHS:
+        empty = empty | (rows >= length)
+    total = tl.where(empty, 1.0, l_i)
+    out = tl.where(empty[:, None], 0.0, acc / total[:, None])
+    lse = tl.where(empty, float("-inf"), (m_i + tl.log2(total)) * LN2)
+    store_tokens(
+        out_ptr, out.to(out_ptr.dtype.element_ty), batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M
+    )
+    at = tl.cast(batch_head, tl.int64) * q_len + rows
+    tl.store(lse_ptr + at, lse, mask=rows < q_len)
+    if KEEP:
+        # lse is rounded, which costs a probability recomputed from it more digits than fp32 arithmetic does.
+        tl.store(maximum_ptr + at, tl.where(empty, float("inf"), m_i), mask=rows < q_len)
+        tl.store(inverse_ptr + at, 1.0 / total, mask=rows < q_len)

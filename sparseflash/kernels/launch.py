@@ -1,0 +1,212 @@
+"""Launches the kernels: picks configurations, plans and descriptors for the tensors at hand.
+
+A launch is prepared once for a plan and the layout of the tensors, and kept with the plan; the calls after that only
+look it up. Half of the time of a call on short sequences would go into preparing otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparseflash.kernels.backward import delta_kernel, dk_dv_kernel, dq_kernel
+from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
+from sparseflash.kernels.forward import forward_kernel
+from sparseflash.kernels.plan import Plan, Side
+
+LOG2E = 1.4426950408889634
+_DELTA_TOKENS = 64
+# Making descriptors costs the host about 15 us a call, which pays once the kernel runs for longer than that.
+_PRODUCTS_FOR_DESCRIPTORS = 10_000_000_000
+
+
+class Problem(NamedTuple):
+    """One attention as the launcher sees it."""
+
+    plan: Plan
+    lengths: Tensor | None
+    block: tuple[int, int]
+    scale: float
+    tf32: bool
+
+
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Writes `out`, `lse` and, unless it is empty, `kept`."""
+    launch = _prepared("forward", problem, q, k, v, out)
+    side = launch.side
+    maximum, inverse = _halves(kept)
+    launch.run(
+        *launch.tokens(q, k, v), out, lse, maximum, inverse, side.work, side.index, side.tile, side.words,
+        problem.lengths, problem.scale * LOG2E, *launch.numbers,
+    )  # fmt: skip
+
+
+def backward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, dout: Tensor,
+    dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    """Writes `dq`, `dk` and `dv`."""
+    lse2, inverse = _halves(kept)
+    if lse2 is None:
+        lse2 = torch.empty_like(lse)
+    delta = torch.empty_like(lse)
+    row_gradients(out, lse, kept, dout, dlse, lse2, delta)
+    key_gradients(problem, q, k, v, dout, lse2, inverse, delta, dk, dv)
+    query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dq)
+
+
+def row_gradients(
+    out: Tensor, lse: Tensor, kept: Tensor, dout: Tensor, dlse: Tensor | None, lse2: Tensor, delta: Tensor
+) -> None:
+    """Writes what the two passes need of each query: `delta`, and `lse2` unless it was kept."""
+    batch, heads, q_len, dim = out.shape
+    row_tiles = -(-q_len // _DELTA_TOKENS)
+    with _on(out):
+        delta_kernel[(batch * heads * row_tiles,)](
+            out, dout, lse, dlse, lse2, delta, heads, q_len, row_tiles, _strides(out), _strides(dout),
+            DV=dim, PADDED_DV=_padded(dim), BLOCK_M=_DELTA_TOKENS, HAS_DLSE=dlse is not None,
+            KEPT=kept.numel() > 0, num_warps=4,
+        )  # fmt: skip
+
+
+def key_gradients(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
+    delta: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    """Writes `dk` and `dv`."""
+    launch = _prepared("dk_dv", problem, q, k, v, dout, dk, dv)
+    side = launch.side
+    launch.run(
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dk, dv, side.work, side.index, side.tile, side.words,
+        problem.lengths, problem.scale, problem.scale * LOG2E, *launch.numbers,
+    )  # fmt: skip
+
+
+def query_gradients(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
+    delta: Tensor, dq: Tensor,
+) -> None:  # fmt: skip
+    """Writes `dq`."""
+    launch = _prepared("dq", problem, q, k, v, dout, dq)
+    side = launch.side
+    launch.run(
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dq, side.work, side.index, side.tile, side.words,
+        problem.lengths, problem.scale, problem.scale * LOG2E, *launch.numbers,
+    )  # fmt: skip
+
+
+class _Launch:
+    """One kernel, ready for tensors of one layout."""
+
+    def __init__(self, kernel: Kernel, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        self.kernel = _KERNELS[kernel]
+        capability = capability_of(q.device)
+        arithmetic = arithmetic_of(q.dtype, problem.tf32)
+        (heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape[1:], k.shape[1:3], v.shape[-1]
+        loaded = (q, k, v) if kernel == "forward" else (q, k, v, rest[0])
+        products = problem.plan.tiles_total * problem.block[0] * problem.block[1] * (dim + v_dim)
+        # Full fp32 is multiplied from registers, where tiles that come through shared memory only cost more of them.
+        self.descriptors = (
+            capability >= (9, 0)
+            and arithmetic != "ieee"
+            and products >= _PRODUCTS_FOR_DESCRIPTORS
+            and all(map(_can_describe, loaded))
+        )
+        config = config_for(kernel, capability, arithmetic, _padded(max(dim, v_dim)), problem.block, self.descriptors)
+        self.config: Config = config
+        tile_of = (config.block_m, config.block_n, config.block_n, config.block_m)
+        self.boxes = [[1, 1, tile, _padded(x.shape[-1])] for x, tile in zip(loaded, tile_of, strict=False)]
+        columns = kernel == "dk_dv"
+        self.side: Side = problem.plan.columns(config.block_n) if columns else problem.plan.rows(config.block_m)
+        self.numbers = (
+            kv_heads if columns else heads, heads // kv_heads, q_len, k_len,
+            -(-k_len // config.block_n) if columns else -(-q_len // config.block_m),
+            *map(_strides, (q, k, v, *rest)),
+            dim, v_dim, _padded(dim), _padded(v_dim), *problem.block, config.block_m, config.block_n,
+            problem.lengths is not None, q.dtype == torch.float32, self.descriptors,
+            "tf32" if arithmetic == "tf32" else "ieee",
+        )  # fmt: skip
+        self.grid = (len(self.side.work), 1, 1)
+        self.device = q.device
+        self.compiled: Callable[..., Any] | None = None
+
+    def tokens(self, *tensors: Tensor) -> tuple[Tensor | TensorDescriptor, ...]:
+        """What the kernel loads tiles of these tensors by: pointers, or descriptors for the copy engine."""
+        if not self.descriptors:
+            return tensors
+        return tuple(
+            TensorDescriptor(x, x.shape, _describable_strides(x), box)
+            for x, box in zip(tensors, self.boxes, strict=True)
+        )
+
+    def run(self, *arguments: Any) -> None:
+        """Launches; the first time through Triton's own front, which compiles, then without its bookkeeping."""
+        with _on_device(self.device):
+            if self.compiled is not None:
+                self.compiled(*arguments)
+                return
+            compiled = self.kernel[self.grid](
+                *arguments, num_warps=self.config.num_warps, num_stages=self.config.num_stages
+            )
+            if compiled is not None:  # the interpreter compiles nothing
+                self.compiled = compiled[self.grid]
+
+
+_KERNELS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
+
+
+def _prepared(kernel: Kernel, problem: Problem, *tensors: Tensor) -> _Launch:
+    # What a compiled kernel is specialised to: strides, and whether addresses are multiples of 16 bytes. All other
+    # arrays come from our own allocations, which are.
+    key = (
+        kernel, problem.tf32, problem.lengths is None, tensors[0].dtype, tensors[2].shape[-1],
+        *[x.stride() for x in tensors], *[x.data_ptr() % 16 for x in tensors],
+    )  # fmt: skip
+    launch: _Launch | None = problem.plan.launches.get(key)
+    if launch is None:
+        launch = problem.plan.launches[key] = _Launch(kernel, problem, *tensors)
+    return launch
+
+
+def _halves(kept: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    return (kept[0], kept[1]) if kept.numel() else (None, None)
+
+
+def _on(x: Tensor) -> AbstractContextManager[None]:
+    return _on_device(x.device)
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a GPU the current one, which is where Triton launches."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
+
+
+def _padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return x.stride()[:3]
+
+
+def _can_describe(x: Tensor) -> bool:
+    """Whether the copy engine can read it: addresses and strides in multiples of 16 bytes, nothing broadcast."""
+    strides = _describable_strides(x)
+    return x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in strides[:3])
+
+
+def _describable_strides(x: Tensor) -> list[int]:
+    # The stride of a dimension of size 1 is never used, but must look right.
+    return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability; the interpreter on the CPU stands for an H100, so that its tiles are tested."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)

@@ -1,0 +1,111 @@
+"""The registered operator of the Triton backend: checks what only this backend asks, then plans and launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from sparseflash.kernels import launch
+from sparseflash.kernels.forward import forward_kernel
+from sparseflash.kernels.plan import dense_plan, plan_of
+from sparseflash.operator import empty_lse, empty_out, register
+
+_OLDEST = (8, 0)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
+    words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check(q, k, v)
+    out, lse, kept = empty_out(q, v), empty_lse(q), _empty_kept(q)
+    if k.numel() == 0:
+        return out.zero_(), lse.fill_(-torch.inf), kept
+    if q.numel() > 0:
+        problem = _problem(q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale)
+        launch.forward(problem, q, k, v, out, lse, kept)
+    return out, lse, kept
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
+    indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
+    pattern: Tensor | None, lengths: Tensor | None,
+    block_q: int, block_k: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if k.numel() == 0 or q.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    if dout.stride(-1) != 1:  # what a sum() sends back is one number, expanded
+        dout = dout.contiguous()
+    problem = _problem(q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale)
+    dlse = None if dlse is None else dlse.contiguous()
+    launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
+    return dq, dk, dv
+
+
+def _empty_kept(q: Tensor) -> Tensor:
+    """Maxima and inverse sums of the rows, `[2, B, Hq, Nq]`, in fp32; nothing in half, where lse will do."""
+    return q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
+
+
+attention = register("triton", _forward, _backward, _empty_kept)
+
+
+def _problem(
+    q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
+    pattern: Tensor | None, lengths: Tensor | None, block: tuple[int, int], scale: float,
+) -> launch.Problem:  # fmt: skip
+    q_heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
+    if indptr is None or indices is None or tile is None or words is None or pattern is None:
+        plan = dense_plan(q_heads, k.shape[1], tokens, block, q.device)
+    else:
+        plan = plan_of(indptr, indices, tile, words, pattern, q_heads, k.shape[1], tokens, block)
+    return launch.Problem(plan, lengths, block, scale, _tf32())
+
+
+def _tf32() -> bool:
+    """Whether PyTorch multiplies fp32 matrices in TF32 now."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9 and later; asking the old way there may raise
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: TRITON_INTERPRET=1 when they were imported."""
+    return isinstance(forward_kernel, InterpretedFunction)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dtype not in _DTYPES:
+        raise TypeError(
+            f"the triton backend takes fp16, bf16 and fp32; got {q.dtype}. backend='blockwise' takes every float dtype."
+        )
+    for name, dim in (("D", q.shape[-1]), ("Dv", v.shape[-1])):
+        if not 16 <= dim <= 256:
+            raise ValueError(f"the triton backend takes head dims from 16 to 256; got {name} = {dim}.")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension; its strides are {x.stride()}. Call .contiguous()."
+            )
+    if interpreted():
+        if q.dtype == torch.bfloat16:
+            raise TypeError("Triton's interpreter computes bf16 wrongly without a word; use fp16 or fp32 with it.")
+        return
+    if q.device.type != "cuda":
+        raise RuntimeError(
+            f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise', or set "
+            "TRITON_INTERPRET=1 before the first import to run the kernel slowly in Triton's interpreter."
+        )
+    if torch.version.hip is not None:
+        raise RuntimeError("the triton backend is not tested on AMD GPUs; use backend='blockwise'.")
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < _OLDEST:
+        raise RuntimeError(
+            "the triton backend needs compute capability 8.0 (Ampere) or newer; "
+            f"{torch.cuda.get_device_name(q.device)} has {capability[0]}.{capability[1]}. Use backend='blockwise'."
+        )

@@ -1,0 +1,179 @@
+"""The execution plan: for each program of a kernel, which tiles it walks, and in which order programs start.
+
+Derived from a mask once and kept with it. No host synchronisation, so a mask made on the GPU is planned there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.csr import columns_of, derived, row_of_entry
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The tile list of every block row (or column): row r has `index[start[r] : start[r] + count[r]]`.
+
+    The first `full[r]` of them are full, and each of the two parts increases. `index` and `tile` have one entry more
+    than needed, because the kernels read one ahead. Rows may share a list.
+    """
+
+    start: Tensor  # int32 [P * M]
+    full: Tensor  # int32 [P * M]
+    count: Tensor  # int32 [P * M]
+    index: Tensor  # int32 [nnz + 1]
+    tile: Tensor  # int32 [nnz + 1]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a kernel over rows or columns needs: its work items, and the lists that they point into."""
+
+    work: Tensor  # int32 [W, group, 8]
+    index: Tensor
+    tile: Tensor
+    words: Tensor
+
+
+class Plan:
+    """The plans of one mask for one batch size and number of heads, and the launches prepared for it."""
+
+    def __init__(
+        self, rows: Lists, columns: Lists, words: Tensor, pattern: Tensor, kv_heads: int, lengths: tuple[int, int],
+        blocks: tuple[int, int], tiles_total: int,
+    ) -> None:  # fmt: skip
+        self._rows, self._columns, self._words = rows, columns, words
+        self._pattern = pattern  # int32 [B, Hq]
+        self._kv_heads = kv_heads
+        self._lengths, self._blocks = lengths, blocks
+        self._sides: dict[tuple[str, int], Side] = {}
+        self.tiles_total = tiles_total  # about the number of tiles that all heads walk together
+        self.launches: dict[Any, Any] = {}  # filled by launch.py
+
+    def rows(self, tile: int) -> Side:
+        """Work over tiles of `tile` queries (a divisor of the mask's block), one list each."""
+        key = ("rows", tile)
+        if key not in self._sides:
+            work = _work(self._rows, self._pattern.unsqueeze(-1), self._lengths[0], self._blocks[0], tile)
+            self._sides[key] = Side(work, self._rows.index, self._rows.tile, self._words)
+        return self._sides[key]
+
+    def columns(self, tile: int) -> Side:
+        """Work over tiles of `tile` keys, one list a query head of the group that shares the key head."""
+        key = ("columns", tile)
+        if key not in self._sides:
+            batch, heads = self._pattern.shape
+            pattern = self._pattern.view(batch, self._kv_heads, heads // self._kv_heads)
+            work = _work(self._columns, pattern, self._lengths[1], self._blocks[1], tile)
+            self._sides[key] = Side(work, self._columns.index, self._columns.tile, self._words)
+        return self._sides[key]
+
+
+def plan_of(
+    indptr: Tensor, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor, q_heads: tuple[int, int],
+    kv_heads: int, lengths: tuple[int, int], blocks: tuple[int, int],
+) -> Plan:  # fmt: skip
+    """The plan of a mask for `q_heads = (batch, query heads)`, from the mask's cache."""
+    cache = derived(indices)
+    key = ("plan", q_heads, kv_heads)
+    if key not in cache:
+        row_blocks, col_blocks = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
+        if "lists" not in cache:
+            columns = columns_of(indptr, indices, tile, row_blocks, col_blocks)
+            cache["lists"] = _full_first(indptr, indices, tile), _full_first(*columns)
+        rows, columns_ = cache["lists"]
+        patterns = (len(indptr) - 1) // row_blocks
+        total = len(indices) * q_heads[0] * q_heads[1] // patterns
+        # Every pattern is used by some head, but patterns may be shared by unequal numbers of heads: an estimate.
+        cache[key] = Plan(rows, columns_, words, pattern.expand(q_heads), kv_heads, lengths, blocks, total)
+    plan: Plan = cache[key]
+    return plan
+
+
+@lru_cache(maxsize=64)
+def dense_plan(
+    q_heads: tuple[int, int], kv_heads: int, lengths: tuple[int, int], blocks: tuple[int, int], device: torch.device
+) -> Plan:
+    """The plan of a mask with every tile full, which stores nothing that grows with `Nq * Nk`."""
+    (q_len, k_len), (block_q, block_k) = lengths, blocks
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    end_q, end_k = q_len - (row_blocks - 1) * block_q, k_len - (col_blocks - 1) * block_k
+    words = torch.cat(
+        [
+            tiles.rectangle(block_q, block_k, block_q, end_k, device),  # tile 1: the last column
+            tiles.rectangle(block_q, block_k, end_q, block_k, device),  # tile 2: the last row
+            tiles.rectangle(block_q, block_k, end_q, end_k, device),  # tile 3: the corner
+        ]
+    ).view(-1)
+    last_col, last_row = (1 if end_k < block_k else 0), (2 if end_q < block_q else 0)
+    corner = last_col + last_row
+    rows = _dense_lists(row_blocks, col_blocks, last_col, last_row, corner, device)
+    columns = _dense_lists(col_blocks, row_blocks, last_row, last_col, corner, device)
+    pattern = torch.zeros(q_heads, dtype=torch.int32, device=device)
+    total = row_blocks * col_blocks * q_heads[0] * q_heads[1]
+    return Plan(rows, columns, words, pattern, kv_heads, lengths, blocks, total)
+
+
+def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, corner: int, device: torch.device) -> Lists:
+    """Two lists serve all rows: one for the last, whose tiles may all be cut, and one for the others."""
+    index = torch.arange(cols, dtype=torch.int32, device=device)
+    tile = torch.zeros(2, cols, dtype=torch.int32, device=device)
+    tile[0, -1] = last_col
+    tile[1] = last_row
+    tile[1, -1] = corner
+    start = torch.zeros(rows, dtype=torch.int32, device=device)
+    start[-1] = cols
+    full = torch.full((rows,), cols - (last_col > 0), dtype=torch.int32, device=device)
+    if last_row:
+        full[-1] = 0
+    count = torch.full((rows,), cols, dtype=torch.int32, device=device)
+    return Lists(start, full, count, _one_more(torch.cat([index, index])), _one_more(tile.view(-1)))
+
+
+def _full_first(indptr: Tensor, index: Tensor, tile: Tensor) -> Lists:
+    rows = row_of_entry(indptr, len(index))
+    partial = tile > 0
+    _, order = torch.sort(rows * 2 + partial, stable=True)
+    partial_before = torch.cat([indptr.new_zeros(1), partial.cumsum(0, dtype=torch.int32)])
+    count = indptr.diff()
+    full = count - partial_before[indptr.long()].diff()
+    return Lists(indptr[:-1], full, count, _one_more(index[order]), _one_more(tile[order]))
+
+
+def _one_more(array: Tensor) -> Tensor:
+    return torch.cat([array, array.new_zeros(1)])
+
+
+def _work(lists: Lists, pattern: Tensor, length: int, block: int, tile: int) -> Tensor:
+    """Work items, longest first over all heads: int32 `[B * H * T, group, 8]` for `pattern [B, H, group]`.
+
+    An item is `(batch and head and tile as one number, start, full, count)` of its list, then the first full block,
+    the first partial block and its tile number, and a filler. The firsts stand here, too, because a program that had to
+    look them up would wait for memory once more before it can load any key. Sorting over all heads, not inside each,
+    is what keeps the GPU busy to the end when few rows are much longer than the rest; items of equal length stay in
+    the order of heads, so neighbours share keys in the L2 cache.
+    """
+    batch, heads, group = pattern.shape
+    device = pattern.device
+    count_tiles = -(-length // tile)
+    if batch * heads * count_tiles >= 2**31:
+        raise ValueError(
+            f"batch x heads x tiles must be below 2^31; got {batch} x {heads} x {count_tiles}. Split the batch."
+        )
+    block_row = torch.arange(count_tiles, device=device) * tile // block  # [T]
+    blocks = -(-length // block)
+    row = pattern.long().unsqueeze(2) * blocks + block_row[:, None]  # [B, H, T, group]
+    row = row.reshape(-1, group)
+    number = torch.arange(len(row), device=device, dtype=torch.int32).unsqueeze(1).expand(-1, group)
+    start, full, count = lists.start[row], lists.full[row], lists.count[row]
+    masked = start + full
+    firsts = lists.index[start.long()], lists.index[masked.long()], lists.tile[masked.long()]
+    items = torch.stack([number, start, full, count, *firsts, torch.zeros_like(start)], dim=-1)
+    _, order = torch.sort(items[..., 3].sum(1), stable=True, descending=True)
+    return items[order].contiguous()

@@ -1,0 +1,103 @@
+"""What the kernels share: reading a tile of tokens, reading the bits of a tile, and the walk along a row's tiles."""
+
+import triton
+import triton.language as tl
+
+ITEM = tl.constexpr(8)  # numbers a work item
+
+
+@triton.jit
+def load_tokens(
+    x, batch, head, first, length, strides,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Tokens `first .. first + TOKENS` of x[batch, head], [TOKENS, PADDED_DIM], zeros past the ends.
+
+    `x` is a tensor descriptor if TMA, a pointer otherwise; INSIDE promises that no token is past the end.
+    """
+    if TMA:
+        return x.load([batch, head, first, 0]).reshape(TOKENS, PADDED_DIM)
+    else:
+        tokens = tl.arange(0, TOKENS)
+        dims = tl.arange(0, PADDED_DIM)
+        # The start is a 64-bit scalar and the rest fits in 32 bits, so tensors may have more than 2^31 elements.
+        start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+        start += tl.cast(first, tl.int64) * strides[2]
+        pointers = x + start + (tokens[:, None] * strides[2] + dims[None, :])
+        if INSIDE:
+            if DIM == PADDED_DIM:
+                return tl.load(pointers)
+            else:
+                return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
+        else:
+            return tl.load(pointers, mask=(first + tokens < length)[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tokens(
+    x_ptr, value, batch, head, first, length, strides,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_tokens`."""
+    tokens = tl.arange(0, TOKENS)
+    dims = tl.arange(0, PADDED_DIM)
+    start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    start += tl.cast(first, tl.int64) * strides[2]
+    pointers = x_ptr + start + (tokens[:, None] * strides[2] + dims[None, :])
+    tl.store(pointers, value, mask=(first + tokens < length)[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def live_scores(
+    words_ptr, tile, first_q, first_k,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    MAY_BE_FULL: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Which scores of the TILE_M x TILE_N patch at (first_q, first_k) of a mask tile are live; all, if tile is 0.
+
+    One word is loaded for 32 scores and spread by shifts: loading it once a score is 3 to 6 times slower.
+    """
+    BITS: tl.constexpr = min(BLOCK_K, 32)
+    WORDS: tl.constexpr = BLOCK_K // BITS
+    q = first_q % BLOCK_Q + tl.arange(0, TILE_M)
+    word = first_k % BLOCK_K // BITS + tl.arange(0, TILE_N // BITS)
+    number = tl.maximum(tile, 1) - 1 if MAY_BE_FULL else tile - 1
+    tile_ptr = words_ptr + tl.cast(number, tl.int64) * (BLOCK_Q * WORDS)
+    shift = tl.arange(0, BITS)
+    if TRANSPOSED:
+        words = tl.load(tile_ptr + (word[:, None] + q[None, :] * WORDS))
+        if MAY_BE_FULL:
+            words = tl.where(tile > 0, words, -1)
+        bits = (words[:, None, :] >> shift[None, :, None]) & 1
+        return bits.reshape(TILE_N, TILE_M) != 0
+    else:
+        words = tl.load(tile_ptr + (q[:, None] * WORDS + word[None, :]))
+        if MAY_BE_FULL:
+            words = tl.where(tile > 0, words, -1)
+        bits = (words[:, :, None] >> shift[None, None, :]) & 1
+        return bits.reshape(TILE_M, TILE_N) != 0
+
+
+@triton.jit
+def count_below(index_ptr, start, stop, limit):
+    """How many of the increasing block numbers index[start:stop] are below `limit`."""
+    CHUNK: tl.constexpr = 128
+    count = 0
+    for first in range(start, stop, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        block = tl.load(index_ptr + at, mask=at < stop, other=2147483647)
+        count += tl.sum((block < limit).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def cut_at_length(index_ptr, start, full, count, length, BLOCK: tl.constexpr):
+    """Leaves out the blocks at or past a sequence's length: `(full, at_end, masked)`.
+
+    A row lists `full` full tiles, then `count - full` partial ones. Of the full ones, the first `full` returned lie
+    inside; the next, if `at_end` is 1, is cut by the length. Of the partial ones, the first `masked` begin inside.
+    """
+    inside = count_below(index_ptr, start, start + full, length // BLOCK)
+    touched = count_below(index_ptr, start, start + full, tl.cdiv(length, BLOCK))
+    masked = count_below(index_ptr, start + full, start + count, tl.cdiv(length, BLOCK))
+    return inside, touched - inside, masked

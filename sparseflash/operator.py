@@ -1,0 +1,103 @@
+"""Registers a backend as a PyTorch operator: autograd, fake tensors, torch.compile.
+
+A backend is a forward and a backward function over plain tensors and numbers. What they share with PyTorch, and
+nothing else, is here, so that every backend is the same citizen: `opcheck` passes, `torch.compile(fullgraph=True)`
+sees one opaque node, and no gradient state is saved when none is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+# A mask as the operator sees it, in the order of the arguments. All None: dense attention.
+_MASK_ARRAYS = "Tensor? indptr, Tensor? indices, Tensor? tile, Tensor? words, Tensor? pattern, Tensor? lengths"
+_NUMBERS = "SymInt block_q, SymInt block_k, float scale"
+_MASK_ARGUMENTS = 6
+_NUMBER_ARGUMENTS = 3
+
+# `torch.library.custom_op` would do the same with 8 us more a call: it checks at run time what opcheck checks in tests.
+_LIBRARY = torch.library.Library("sparseflash", "DEF")
+
+Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def register(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], empty_kept: Callable[[Tensor], Tensor]
+) -> Operator:
+    """Registers `sparseflash::{name}` and `sparseflash::{name}_backward` and returns the first.
+
+    `forward(q, k, v, *mask_arrays, block_q, block_k, scale) -> (out, lse, kept)`, where `kept`, of the shape of
+    `empty_kept(q)`, is what this backend's backward wants beside the rest;
+    `backward(dout, dlse, q, k, v, out, lse, kept, *mask_arrays, block_q, block_k, scale) -> (dq, dk, dv)`, where `dlse`
+    is None if no gradient comes through lse.
+    Outputs must have the strides of `empty_out`, `empty_lse` and `torch.empty_like`.
+    """
+    inputs = "Tensor q, Tensor k, Tensor v"
+    _define(name, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)", forward)
+    _define(
+        f"{name}_backward",
+        f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {_MASK_ARRAYS}, {_NUMBERS}) "
+        "-> (Tensor, Tensor, Tensor)",
+        backward,
+    )
+    forward_op: Operator = getattr(torch.ops.sparseflash, name).default
+    backward_op = getattr(torch.ops.sparseflash, f"{name}_backward").default
+
+    def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return empty_out(q, v), empty_lse(q), empty_kept(q)
+
+    def fake_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        q, k, v, *rest = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(q, k, v, *output, *rest[:_MASK_ARGUMENTS])
+        ctx.numbers = rest[_MASK_ARGUMENTS:]
+
+    def differentiate(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * (3 + _MASK_ARGUMENTS + _NUMBER_ARGUMENTS)
+        if dout is None:
+            dout = torch.zeros_like(ctx.saved_tensors[3])
+        dq, dk, dv = backward_op(dout, dlse, *ctx.saved_tensors, *ctx.numbers)
+        return dq, dk, dv, *(None,) * (_MASK_ARGUMENTS + _NUMBER_ARGUMENTS)
+
+    def refuse(ctx: Any, *gradients: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"gradients of gradients are not implemented by the {name} backend; backend='reference' has them."
+        )
+
+    torch.library.register_fake(f"sparseflash::{name}", fake_forward, lib=_LIBRARY)
+    torch.library.register_fake(f"sparseflash::{name}_backward", fake_backward, lib=_LIBRARY)
+    torch.library.register_autograd(f"sparseflash::{name}", differentiate, setup_context=save, lib=_LIBRARY)
+    # Without this PyTorch would take the gradients for constants, and say so in a warning only.
+    torch.library.register_autograd(f"sparseflash::{name}_backward", refuse, lib=_LIBRARY)
+    return forward_op
+
+
+def _define(name: str, schema: str, function: Callable[..., Any]) -> None:
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+
+
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """`[B, Hq, Nq, Dv]`, laid out as `q` is: heads inside tokens if q's are, so that merging heads copies nothing."""
+    batch, heads, q_len, _ = q.shape
+    if heads > 1 and q_len > 1 and q.stride(1) < q.stride(2):
+        return q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    return q.new_empty(batch, heads, q_len, v.shape[-1])
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    """`[B, Hq, Nq]`, fp32, or fp64 for fp64 inputs."""
+    return q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))

@@ -1,0 +1,39 @@
+"""The definition: masked softmax attention on whole matrices, in plain PyTorch.
+
+It says what every other backend must compute. Run in fp64 it is the truth of the tests; run in a lower precision it
+is the plain implementation whose error is their yardstick. Memory grows with `Nq * Nk`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
+    """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd. Shapes as in `sparseflash.attention`.
+
+    A query without a live key has `out = 0` and `lse = -inf`, and passes no gradient on. `lse` is fp32 for inputs of
+    lower precision, as it is from the other backends.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, Hq, Nk, D]
+    scores = (q @ k.transpose(-1, -2)) * scale  # [B, Hq, Nq, Nk]
+    if mask is not None:
+        scores = scores.masked_fill(~mask.to_dense(), -torch.inf)
+    if k.shape[2] == 0:
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))
+    highest = scores.detach().amax(-1, keepdim=True)
+    # Where no key is live the maximum is -inf, and -inf - -inf is NaN; any finite number gives exp(-inf) = 0 instead.
+    weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    out = (weights / total.masked_fill(empty, 1.0)) @ v
+    lse = highest + torch.log(total.masked_fill(empty, 1.0))  # highest is -inf for empty rows, and so is lse
+    return out, lse.squeeze(-1).to(_lse_dtype(q))
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
