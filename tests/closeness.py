@@ -1,0 +1,59 @@
+"""How close is close enough: the error of a plain computation in the same dtype, times two, plus about one ulp."""
+
+import json
+import os
+from typing import NamedTuple
+
+import torch
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+class Results(NamedTuple):
+    """What an attention gives: `out`, `lse` and the three gradients."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def error_in_yardsticks(got, plain, truth):
+    """The largest error of `got` against `truth`, in units of what is allowed; at most 1 is exact.
+
+    Allowed is twice the largest error of `plain`, the same computation done plainly in the same dtype, plus the
+    distance from the largest true value to the next number of got's dtype. Infinities must be where the truth has
+    them; NaN is never close.
+    """
+    truth, plain = truth.detach().double(), plain.detach().double()
+    eps = torch.finfo(got.dtype).eps
+    got = got.detach().double()
+    infinite = truth.isinf()
+    if not torch.equal(got[infinite], truth[infinite]) or not got[~infinite].isfinite().all():
+        return float("inf")
+    got, plain, truth = got[~infinite], plain[~infinite], truth[~infinite]
+    if truth.numel() == 0:
+        return 0.0
+    error = (got - truth).abs().max().item()
+    allowed = 2 * (plain - truth).abs().max().item() + eps * truth.abs().max().item()
+    if error == 0.0:
+        return 0.0
+    return error / allowed if allowed > 0.0 else float("inf")
+
+
+def assert_exact(got, plain, truth, label):
+    """Every result of `got` is within its yardstick; `label` goes to the record of a long run."""
+    ratios = {name: error_in_yardsticks(*xs) for name, *xs in zip(NAMES, got, plain, truth, strict=True)}
+    _record(label, ratios)
+    too_far = {name: round(ratio, 3) for name, ratio in ratios.items() if not ratio <= 1.0}
+    assert not too_far, f"error in yardsticks, at most 1 allowed: {too_far}"
+
+
+def _record(label, ratios):
+    """Appends to a file of this process if SPARSEFLASH_EXACTNESS names a folder; `experiments.exactness` reads them."""
+    folder = os.environ.get("SPARSEFLASH_EXACTNESS")
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
+            file.write(json.dumps({**label, **ratios}) + "\n")

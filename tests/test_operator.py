@@ -1,0 +1,163 @@
+"""The operators are citizens of PyTorch: opcheck, torch.compile, autocast, checkpointing, no_grad."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparseflash import BlockMask, attention, masks
+
+N, DIM = 48, 16
+BACKENDS = ["blockwise", "triton"]
+
+
+def tensors(device="cpu", dtype=torch.float32, kv_heads=2):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, N, DIM), (2, kv_heads, N, DIM), (2, kv_heads, N, DIM)]
+    return [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
+
+
+def mask_arguments(mask):
+    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, mask.lengths
+    return *arrays, mask.block_q, mask.block_k, DIM**-0.5
+
+
+def padded():
+    return masks.local(N, 20, block=16).with_lengths(torch.tensor([30, N]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", [masks.causal(N, block=16), padded()], ids=["causal", "lengths"])
+def test_opcheck_passes(backend, mask):
+    import sparseflash.kernels  # noqa: F401 - registers the operator
+
+    operator = getattr(torch.ops.sparseflash, backend).default
+    torch.library.opcheck(operator, (*tensors(), *mask_arguments(mask)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck_passes_without_a_mask_and_with_heads_inside_tokens(backend):
+    import sparseflash.kernels  # noqa: F401 - registers the operator
+
+    operator = getattr(torch.ops.sparseflash, backend).default
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors())
+    torch.library.opcheck(operator, (q, k, v, *(None,) * 6, 128, 128, 0.25))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_into_one_graph_and_serves_another_mask_of_the_same_shape_without_compiling_again(backend):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(q, k, v, mask):
+        return attention(q * 2, k, v, mask, backend=backend).sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=count, fullgraph=True)
+    q, k, v = (x.detach() for x in tensors())
+    shapes = set()
+    for mask in (masks.causal(N, block=16), masks.local(N, 9, block=16), masks.butterfly(N, block=16, factors=1)):
+        shapes.add((len(mask.indices), len(mask.bits)))
+        torch.testing.assert_close(compiled(q, k, v, mask), step(q, k, v, mask), rtol=0, atol=0)
+    assert len(shapes) == 3, "the masks must differ in what they store for this test to mean anything"
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_pass_through_torch_compile(backend):
+    torch.compiler.reset()
+    mask = padded()
+
+    def loss(q, k, v):
+        out, lse = attention(q, k, v, mask, return_lse=True, backend=backend)
+        return out.square().sum() + lse[:, :, :8].sum()
+
+    inputs = tensors()
+    want = torch.autograd.grad(loss(*inputs), inputs)
+    got = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs), inputs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "reference"])
+def test_autocast_casts_the_inputs_and_the_gradients_back(backend):
+    inputs = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = attention(*inputs, masks.causal(N, block=16), return_lse=True, backend=backend)
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    plain = attention(*(x.bfloat16() for x in inputs), masks.causal(N, block=16), backend=backend)
+    torch.testing.assert_close(out, plain, rtol=0, atol=0)
+    for gradient in torch.autograd.grad(out.float().sum(), inputs):
+        assert gradient.dtype == torch.float32
+
+
+def test_autocast_reconciles_mixed_dtypes_and_leaves_double_precision():
+    q, k, v = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k.bfloat16(), v).dtype == torch.bfloat16
+        assert attention(q.double(), k.double(), v.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpointing_recomputes_the_same_gradients(backend):
+    inputs = tensors()
+
+    def block(q, k, v):
+        return attention(q, k, v, padded(), backend=backend)
+
+    want = torch.autograd.grad(block(*inputs).square().sum(), inputs)
+    got = torch.autograd.grad(checkpoint(block, *inputs, use_reentrant=False).square().sum(), inputs)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_saved_without_gradients(backend):
+    saved = []
+    inputs = tensors()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        with torch.no_grad():
+            out = attention(*inputs, backend=backend)
+        assert out.grad_fn is None
+        assert not saved
+        attention(*(x.detach() for x in inputs), backend=backend)
+        assert not saved
+        attention(*inputs, backend=backend)
+    assert saved
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_through_lse_alone(backend):
+    inputs = tensors()
+    mask = masks.causal(N, block=16)
+    got, want = (
+        torch.autograd.grad(attention(*inputs, mask, return_lse=True, backend=b)[1].sum(), inputs, materialize_grads=True)
+        for b in (backend, "reference")
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_gradients_are_refused(backend):
+    q, k, v = tensors()
+    (first,) = torch.autograd.grad(attention(q, k, v, backend=backend).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients are not implemented by the"):
+        torch.autograd.grad(first.sum(), q)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plan_dies_with_its_mask(backend):
+    import gc
+    import weakref
+
+    mask = BlockMask.from_dense(torch.ones(N, N, dtype=torch.bool).tril(), block=16)
+    q, k, v = tensors()
+    attention(q, k, v, mask, backend=backend).sum().backward()
+    arrays = weakref.ref(mask.indices)
+    del mask
+    gc.collect()
+    assert arrays() is None
