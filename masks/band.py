@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
+from sparseflash.checks import Block, block_pair, token_counts
 
 
 def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int = 0, block: Block = 128) -> BlockMask:
     """Score (q, k) is live iff `lowest <= q + shift - k <= highest`; `highest=None` has no upper bound. In tokens."""
-    block_q, block_k = block if isinstance(block, tuple) else (block, block)
+    block_q, block_k = block_pair(block)
+    q_len, k_len = token_counts(q_len, k_len)
     highest = q_len + k_len + abs(shift) if highest is None else highest
     first_q = torch.arange(0, q_len, block_q)
     last_q = (first_q + block_q - 1).clamp(max=q_len - 1)

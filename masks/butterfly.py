@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.checks import block_pair, integer, token_counts
 
 
 def butterfly(q_len: int, *, block: int = 128, factors: int | None = None, causal: bool = False) -> BlockMask:
@@ -46,9 +47,11 @@ def butterfly(q_len: int, *, block: int = 128, factors: int | None = None, causa
     """
     if not isinstance(block, int):
         raise TypeError(f"block must be an int (butterfly blocks are square); got {block!r}.")
+    block, _ = block_pair(block)
+    q_len, _ = token_counts(q_len, q_len)
     count = -(-q_len // block)
     most = max(count - 1, 0).bit_length()  # ceil(log2(count))
-    factors = most if factors is None else factors
+    factors = most if factors is None else integer(factors, "factors", "strides")
     if not 0 <= factors <= most:
         raise ValueError(f"factors must lie between 0 and {most} for {count} blocks of {block}; got {factors}.")
     i = torch.arange(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
+from sparseflash.checks import Block, token_counts
 from sparseflash.masks.band import band
 
 
@@ -32,5 +32,5 @@ def causal(q_len: int, k_len: int | None = None, *, block: Block = 128) -> Block
     >>> causal(2, 4, block=16).to_dense()[0, 0].int().tolist()
     [[1, 1, 1, 0], [1, 1, 1, 1]]
     """
-    k_len = q_len if k_len is None else k_len
+    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     return band(q_len, k_len, 0, None, shift=k_len - q_len, block=block)

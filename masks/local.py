@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
+from sparseflash.checks import Block, integer
 from sparseflash.masks.band import band
 
 
@@ -32,6 +32,7 @@ def local(q_len: int, window: int, *, causal: bool = False, block: Block = 128) 
     >>> local(4, 2, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     """
+    window = integer(window, "window", "keys")
     if window < 1:
         raise ValueError(f"window must be at least 1 key; got {window}.")
     if causal:

@@ -78,6 +78,9 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         check_arrays(self)
+        # What is derived from all arrays is kept with the indices. Another mask may be given the same indices beside
+        # other arrays, so each has a tensor of its own for them (of the same memory).
+        object.__setattr__(self, "indices", self.indices.detach())
         words_a_tile = self.block_q * tiles.words_per_row(self.block_k)
         object.__setattr__(self, "words", torch.cat([self.bits.reshape(-1), self.bits.new_zeros(words_a_tile)]))
         for array in (self.indptr, self.indices, self.tile, self.words):
@@ -252,7 +255,10 @@ class BlockMask:
         >>> mask.to_dense().sum((-2, -1)).tolist()
         [[1600], [4096]]
         """
-        if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        is_integer = isinstance(lengths, Tensor) and not (
+            lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool
+        )
+        if not is_integer:
             got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
             raise TypeError(f"lengths must be an integer tensor; got {got}.")
         batch = self.pattern.shape[0]
@@ -261,11 +267,14 @@ class BlockMask:
             raise ValueError(f"lengths must have shape [{want}]; got {list(lengths.shape)}.")
         if lengths.device != self.device:
             raise ValueError(f"lengths must be on the mask's device {self.device}; got {lengths.device}.")
-        clamped = lengths.clamp(0, max(self.q_len, self.k_len)).to(torch.int32)
-        return BlockMask(
+        # In int64, because small integer types can hold neither the bounds nor, some of them, be clamped at all.
+        clamped = lengths.to(torch.int64).clamp(0, max(self.q_len, self.k_len)).to(torch.int32)
+        mask = BlockMask(
             self.q_len, self.k_len, self.block_q, self.block_k,
             self.indptr, self.indices, self.tile, self.bits, self.pattern, clamped,
         )  # fmt: skip
+        object.__setattr__(mask, "indices", self.indices)  # and with them all that is derived from the arrays
+        return mask
 
     @classmethod
     def _of(

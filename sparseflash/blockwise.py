@@ -51,15 +51,20 @@ def _forward(
     mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
     q_tiles, k_tiles, v_tiles = mask.cut(q, block_q), mask.cut(k, block_k), mask.cut(v, block_k)
     out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, block_q, Dv]
-    lse = q_tiles.new_full(q_tiles.shape[:-1], -torch.inf)
+    maximum, total = q_tiles.new_zeros(q_tiles.shape[:-1]), q_tiles.new_zeros(q_tiles.shape[:-1])
     for part in mask.parts():
         scores, _, keys = mask.scores(part, q_tiles, k_tiles, scale)
-        part_lse = torch.logsumexp(scores, -1)  # [n, R, block_q]
-        weights = torch.exp(scores - _never_negative_infinity(part_lse).unsqueeze(-1))
+        highest = scores.amax(-1)  # [n, R, block_q]
+        # A query without keys has -inf, and -inf - -inf is NaN; 0 gives exp(-inf) = 0.
+        highest = highest.masked_fill(highest == -torch.inf, 0.0)
+        weights = torch.exp(scores - highest.unsqueeze(-1))
         where = part.heads[:, None], part.rows[None, :]
-        out[where] = weights @ mask.gather(v_tiles, keys, part.cols)
-        lse[where] = part_lse
-    return empty_out(q, v).copy_(mask.join(out, q)), empty_lse(q).copy_(mask.join(lse, q)), _nothing(q)
+        maximum[where], total[where] = highest, weights.sum(-1)
+        out[where] = (weights @ mask.gather(v_tiles, keys, part.cols)) / _or_one(total[where]).unsqueeze(-1)
+    lse = empty_lse(q).copy_(mask.join(maximum + torch.log(total), q))
+    kept = _empty_kept(q)
+    kept[0], kept[1] = mask.join(maximum, q), mask.join(total, q)
+    return empty_out(q, v).copy_(mask.join(out, q)), lse, kept
 
 
 @_as_given
@@ -71,21 +76,21 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
     q_tiles, k_tiles, v_tiles = mask.cut(q, block_q), mask.cut(k, block_k), mask.cut(v, block_k)
-    dout_tiles, lse_tiles = mask.cut(dout, block_q), mask.cut(lse.unsqueeze(-1), block_q).squeeze(-1)
-    # d loss / d score = p * (dp - delta); a query without keys has p = 0, whatever its dlse (which may be NaN) says.
-    delta = (out.to(mask.dtype) * dout.to(mask.dtype)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
-    delta = delta.masked_fill(lse == -torch.inf, 0.0)
-    delta_tiles = mask.cut(delta.unsqueeze(-1), block_q).squeeze(-1)
+    dout_tiles = mask.cut(dout, block_q)
+    maximum, total = (mask.cut(x.unsqueeze(-1), block_q).squeeze(-1) for x in kept)
+    # A query without keys has weights 0, whatever its dlse (which may be NaN) says.
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
+    dlse_tiles = mask.cut(dlse.unsqueeze(-1), block_q).squeeze(-1)
     dq, dk, dv = torch.zeros_like(q_tiles), torch.zeros_like(k_tiles), torch.zeros_like(v_tiles)
     for part in mask.parts():
         scores, queries, keys = mask.scores(part, q_tiles, k_tiles, scale)
         where = part.heads[:, None], part.rows[None, :]
-        weights = torch.exp(scores - _never_negative_infinity(lse_tiles[where]).unsqueeze(-1))  # [n, R, bq, c * bk]
+        weights = torch.exp(scores - maximum[where].unsqueeze(-1))  # [n, R, block_q, c * block_k]
+        weights /= _or_one(total[where]).unsqueeze(-1)
         dout_rows = dout_tiles[where]
         dweights = dout_rows @ mask.gather(v_tiles, keys, part.cols).transpose(-1, -2)
-        dscores = weights * (dweights - delta_tiles[where].unsqueeze(-1)) * scale
+        delta = (weights * dweights).sum(-1) - dlse_tiles[where]
+        dscores = weights * (dweights - delta.unsqueeze(-1)) * scale
         dq[where] = dscores @ mask.gather(k_tiles, keys, part.cols)
         mask.scatter_add(dv, keys, part.cols, weights.transpose(-1, -2) @ dout_rows)
         mask.scatter_add(dk, keys, part.cols, dscores.transpose(-1, -2) @ queries)
@@ -96,11 +101,12 @@ def _backward(
     )
 
 
-def _nothing(q: Tensor) -> Tensor:
-    return q.new_empty(0)
+def _empty_kept(q: Tensor) -> Tensor:
+    """The maximum and the sum of exponentials of every query: `[2, B, Hq, Nq]`."""
+    return q.new_empty((2, *q.shape[:-1]), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-attention = register("blockwise", _forward, _backward, _nothing)
+attention = register("blockwise", _forward, _backward, _empty_kept)
 
 
 class _Mask:
@@ -220,9 +226,9 @@ class _Mask:
         return groups
 
 
-def _never_negative_infinity(lse: Tensor) -> Tensor:
-    """+inf in place of -inf, so that the weights of a query without keys are exp(-inf) = 0 and not NaN."""
-    return torch.where(lse == -torch.inf, torch.inf, lse)
+def _or_one(total: Tensor) -> Tensor:
+    """The sums, but 1 for queries without keys, whose weights are 0 anyway."""
+    return total.masked_fill(total == 0, 1.0)
 
 
 @lru_cache(maxsize=16)

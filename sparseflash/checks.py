@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,16 +23,24 @@ def block_pair(block: Block) -> tuple[int, int]:
 
 def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
     """The two lengths as plain integers."""
+    q_len, k_len = integer(q_len, "q_len", "tokens"), integer(k_len, "k_len", "tokens")
     for name, value in (("q_len", q_len), ("k_len", k_len)):
-        if isinstance(value, bool) or int(value) != value:
-            raise TypeError(f"{name} must be an integer number of tokens; got {value!r}.")
         if not 1 <= value < 2**31 - 256:
             raise ValueError(f"{name} must be between 1 and 2^31 - 257 tokens; got {value}.")
-    return int(q_len), int(k_len)
+    return q_len, k_len
+
+
+def integer(value: Any, name: str, unit: str) -> int:
+    """A plain int of an integer of Python, NumPy or PyTorch."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be an integer number of {unit}; got {value!r}.")
+    return operator.index(value)
 
 
 def boolean(value: Any, name: str) -> Tensor:
     """A bool tensor of a tensor or array that must be boolean."""
+    if isinstance(value, np.ndarray):
+        value = np.require(value, requirements=("C", "W"))  # PyTorch takes no negative strides, and warns of read-only
     tensor = torch.as_tensor(value)
     if tensor.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean (True: live); got {tensor.dtype}.")

@@ -21,7 +21,7 @@ def check_arrays(mask: BlockMask) -> None:
     token_counts(mask.q_len, mask.k_len)
     block_pair((mask.block_q, mask.block_k))
     row_blocks = mask.blocks[0]
-    for name in ("indptr", "indices", "tile", "bits", "pattern", "lengths"):
+    for name in ("indices", "indptr", "tile", "bits", "pattern", "lengths"):
         array = getattr(mask, name)
         if array is None and name == "lengths":
             continue

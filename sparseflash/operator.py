@@ -28,16 +28,19 @@ Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
 def register(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], empty_kept: Callable[[Tensor], Tensor]
 ) -> Operator:
-    """Registers `sparseflash::{name}` and `sparseflash::{name}_backward` and returns the first.
+    """Registers `sparseflash::{name}`, its backward and its inference form; returns a function that picks the form.
 
     `forward(q, k, v, *mask_arrays, block_q, block_k, scale) -> (out, lse, kept)`, where `kept`, of the shape of
     `empty_kept(q)`, is what this backend's backward wants beside the rest;
     `backward(dout, dlse, q, k, v, out, lse, kept, *mask_arrays, block_q, block_k, scale) -> (dq, dk, dv)`, where `dlse`
     is None if no gradient comes through lse.
+    The inference form computes the same and has no gradient: passing the Python of the autograd registration costs
+    about 10 us a call, which is much for a short sequence.
     Outputs must have the strides of `empty_out`, `empty_lse` and `torch.empty_like`.
     """
     inputs = "Tensor q, Tensor k, Tensor v"
-    _define(name, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)", forward)
+    for form in (name, f"{name}_inference"):
+        _define(form, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)", forward)
     _define(
         f"{name}_backward",
         f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {_MASK_ARRAYS}, {_NUMBERS}) "
@@ -45,6 +48,7 @@ def register(
         backward,
     )
     forward_op: Operator = getattr(torch.ops.sparseflash, name).default
+    inference_op: Operator = getattr(torch.ops.sparseflash, f"{name}_inference").default
     backward_op = getattr(torch.ops.sparseflash, f"{name}_backward").default
 
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,11 +82,18 @@ def register(
         )
 
     torch.library.register_fake(f"sparseflash::{name}", fake_forward, lib=_LIBRARY)
+    torch.library.register_fake(f"sparseflash::{name}_inference", fake_forward, lib=_LIBRARY)
     torch.library.register_fake(f"sparseflash::{name}_backward", fake_backward, lib=_LIBRARY)
     torch.library.register_autograd(f"sparseflash::{name}", differentiate, setup_context=save, lib=_LIBRARY)
     # Without this PyTorch would take the gradients for constants, and say so in a warning only.
     torch.library.register_autograd(f"sparseflash::{name}_backward", refuse, lib=_LIBRARY)
-    return forward_op
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return forward_op(q, k, v, *rest)
+        return inference_op(q, k, v, *rest)
+
+    return run
 
 
 def _define(name: str, schema: str, function: Callable[..., Any]) -> None:

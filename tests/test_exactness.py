@@ -5,6 +5,7 @@ interpreter on small shapes here, and with `-m gpu` compiled, on larger ones and
 """
 
 import contextlib
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,16 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from closeness import Results, assert_exact
+from closeness import Results, assert_exact, largest_error
 from sparseflash import attention
 from strategies import problems
 
 HALF = (torch.float16, torch.bfloat16)
-SINGLE = (torch.float32,)
 
 
 def results(problem, backend, device, dtype=None):
-    """The results of a problem from one backend, its inputs first rounded to the problem's dtype, then cast."""
+    """What a backend makes of a problem, its inputs first rounded to the problem's dtype, then cast."""
     q, k, v, dout, dlse = problem.tensors(device)
     if dtype is not None:
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
@@ -31,20 +31,64 @@ def results(problem, backend, device, dtype=None):
     return Results(out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
 
 
-def check(problem, backend, device="cpu"):
+class TF32Product(torch.autograd.Function):
+    """A product whose operands keep 10 bits of their mantissas, as in the matrix units, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        a, b = cut_to_tf32(a), cut_to_tf32(b)
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        gradient = cut_to_tf32(gradient)
+        return gradient @ b.mT, a.mT @ gradient
+
+
+def cut_to_tf32(x):
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def plain_results(problem, device, arithmetic):
+    """The reference in the problem's own dtype. PyTorch takes TF32 for some shapes only, so here it is written out."""
+    if arithmetic != "tf32":
+        return results(problem, "reference", device)
+    with mock.patch.object(torch.Tensor, "__matmul__", TF32Product.apply):
+        return results(problem, "reference", device)
+
+
+def plain_errors(problem, device, arithmetic):
+    """The largest errors of the plain implementation, over four draws of the values.
+
+    One draw of few values would be a stick of random length: a plain result is sometimes right to the last bit.
+    """
+    if problem.dtype == torch.float64:
+        # No truth is truer than fp64: the stick is that of fp32, as much shorter as the numbers are longer.
+        finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        return [finer * e for e in plain_errors(replace(problem, dtype=torch.float32), device, arithmetic)]
+    draws = [replace(problem, seed=problem.seed + draw) for draw in range(4)]
+    errors = [
+        map(largest_error, plain_results(draw, device, arithmetic), results(draw, "reference", device, torch.float64))
+        for draw in draws
+    ]
+    return [max(several) for several in zip(*errors, strict=True)]
+
+
+def check(problem, backend, device="cpu", arithmetic=None):
     got = results(problem, backend, device)
-    plain = results(problem, "reference", device)
     truth = results(problem, "reference", device, torch.float64)
     label = {
         "backend": backend,
         "device": device,
-        "dtype": str(problem.dtype).removeprefix("torch."),
+        "dtype": arithmetic or str(problem.dtype).removeprefix("torch."),
         "dim": problem.dim,
         "v_dim": problem.v_dim,
         "tokens": max(problem.q_len, problem.k_len),
         "problem": repr(problem),
     }
-    assert_exact(got, plain, truth, label)
+    assert_exact(got, truth, plain_errors(problem, device, arithmetic), label)
 
 
 @contextlib.contextmanager
@@ -68,30 +112,48 @@ def test_blockwise_is_exact(problem):
 @given(data=st.data())
 def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
     problem = data.draw(
-        problems(most_tokens=70, head_dims=(16, 24, 32), value_dims=(16, 24), blocks=(16, 32, 64), dtypes=(dtype,))
+        problems(most_tokens=50, head_dims=(16, 24, 32), value_dims=(16, 24), blocks=(16, 32), dtypes=(dtype,))
     )
     with loads(way):
         check(problem, "triton")
 
 
+@contextlib.contextmanager
+def tf32(wanted):
+    """PyTorch's switch for fp32 products, which the kernel obeys, too."""
+    matmul = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32" if wanted else "ieee") if hasattr(matmul, "fp32_precision") else (
+        "allow_tf32", wanted
+    )  # fmt: skip
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
 # Each pair of dtype and head dims compiles its own kernels, so what else makes a new kernel is rationed.
+_DIMS = [(16, 16), (32, 32), (64, 64), (72, 72), (80, 48), (96, 128), (128, 128), (192, 64), (256, 256)]
 _GPU_CASES = [
-    pytest.param(dtype, dims, way, id=f"{str(dtype)[6:]}-D{dims[0]}-Dv{dims[1]}-{way}")
-    for dtype in (*SINGLE, *HALF)
-    for dims in [(16, 16), (32, 32), (64, 64), (72, 72), (80, 48), (96, 128), (128, 128), (192, 64), (256, 256)]
-    for way in ("pointers", "descriptors")
+    pytest.param(arithmetic, dims, way, id=f"{arithmetic}-D{dims[0]}-Dv{dims[1]}-{way}")
+    for arithmetic in ("bfloat16", "float16", "tf32", "float32")
+    for dims in _DIMS
+    for way in ("descriptors", "pointers")
+    if not (arithmetic == "float32" and way == "descriptors")  # full fp32 never takes them
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "dims", "way"), _GPU_CASES)
-def test_the_kernel_is_exact_on_the_gpu(dtype, dims, way):
+@pytest.mark.parametrize(("arithmetic", "dims", "way"), _GPU_CASES)
+def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
+    dtype = torch.float32 if arithmetic == "tf32" else getattr(torch, arithmetic)
     blocks = ((16, 64, 128), (32, 128), (64, 256))[(dims[0] // 8 + (way == "pointers")) % 3]
 
     @given(problems(most_tokens=700, head_dims=dims[:1], value_dims=dims[1:], blocks=blocks, dtypes=(dtype,)))
     @settings(max_examples=2 * settings().max_examples)
     def run(problem):
-        with loads(way):
-            check(problem, "triton", "cuda")
+        with loads(way), tf32(arithmetic == "tf32"):
+            check(problem, "triton", "cuda", arithmetic)
 
     run()

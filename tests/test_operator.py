@@ -134,7 +134,9 @@ def test_gradient_through_lse_alone(backend):
     inputs = tensors()
     mask = masks.causal(N, block=16)
     got, want = (
-        torch.autograd.grad(attention(*inputs, mask, return_lse=True, backend=b)[1].sum(), inputs, materialize_grads=True)
+        torch.autograd.grad(
+            attention(*inputs, mask, return_lse=True, backend=b)[1].sum(), inputs, materialize_grads=True
+        )
         for b in (backend, "reference")
     )
     for a, b in zip(got, want, strict=True):

@@ -7,7 +7,15 @@ there are no atomics and the bits are the same at every run.
 import triton
 import triton.language as tl
 
-from sparseflash.kernels.tile import ITEM, cut_at_length, live_scores, load_tokens, store_tokens
+from sparseflash.kernels.tile import (
+    ITEM,
+    accumulate,
+    cut_at_length,
+    exponentials,
+    live_scores,
+    load_tokens,
+    store_tokens,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -21,10 +29,15 @@ def delta_kernel(
     heads, q_len, row_tiles,
     out_strides, dout_strides,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr, KEPT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(out * dout) - dlse, and lse in base 2; for queries without keys 0 and +inf.
 
     With lse2 = +inf the other kernels get p = exp2(s - inf) = 0 for such a query without asking.
+
+    Where one key has nearly all the weight, the gradient of its score is the difference of two nearly equal numbers, dp
+    and delta. In fp32 both must be products of the same kind, with the same rounding, or their difference is noise that
+    a plain implementation does not have; so delta is the diagonal of a matrix product there.
     """
     batch_head = tl.program_id(0) // row_tiles
     first_q = tl.program_id(0) % row_tiles * BLOCK_M
@@ -34,7 +47,12 @@ def delta_kernel(
     rows = first_q + tl.arange(0, BLOCK_M)
     at = tl.cast(batch_head, tl.int64) * q_len + rows
     lse = tl.load(lse_ptr + at, mask=rows < q_len, other=float("-inf"))
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if KEPT:
+        token = tl.arange(0, BLOCK_M)
+        products = tl.dot(out, dout.T, input_precision=PRECISION)
+        delta = tl.sum(tl.where(token[:, None] == token[None, :], products, 0.0), 1)
+    else:
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)
     empty = lse == float("-inf")
@@ -47,7 +65,7 @@ def delta_kernel(
 def key_gradients(
     dk, dv, k_tile, v_tile, q, dout, lse2_ptr, inverse_ptr, delta_ptr, batch, head, first_q, q_len, first_k,
     words_ptr, tile,
-    qk_scale, q_strides, dout_strides,
+    qk_scale, one, q_strides, dout_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -62,29 +80,30 @@ def key_gradients(
         lse2 = tl.load(lse2_ptr + rows)
         delta = tl.load(delta_ptr + rows)
     scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
-    p = tl.exp2(scores * qk_scale - lse2[None, :])
+    p = exponentials(scores, lse2[None, :], qk_scale, KEPT)
     if KEPT:
-        p = p * tl.load(inverse_ptr + rows, mask=rows < q_len, other=0.0)[None, :]
+        inverse = tl.load(inverse_ptr + rows, mask=rows < q_len, other=0.0)[None, :]
+        p = tl.where(inverse > 0.0, p * inverse, 0.0)
     if MASKED:
         live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
         p = tl.where(live, p, 0.0)
     dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA)
-    dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
+    dv = accumulate(p.to(dout_tile.dtype), dout_tile, dv, one, PRECISION)
     dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
-    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    dk = accumulate(ds.to(q_tile.dtype), q_tile, dk, one, PRECISION)
     return dk, dv
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
-@triton.jit(do_not_specialize=["scale", "qk_scale", "kv_heads", "group", "q_len", "k_len", "col_tiles"])
+@triton.jit(do_not_specialize=["scale", "qk_scale", "one", "kv_heads", "group", "q_len", "k_len", "col_tiles"])
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
-    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; p = exp2(s - lse2), times inverse if KEPT
+    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
     dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
     work_ptr,  # [B * Hkv * col_tiles, group, ITEM]: as in the forward, over columns, one list a query head of the group
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
-    scale, qk_scale, kv_heads, group, q_len, k_len, col_tiles,
+    scale, qk_scale, one, kv_heads, group, q_len, k_len, col_tiles,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -128,8 +147,8 @@ def dk_dv_kernel(
             next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
                 dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, batch, head,
-                first_q, q_len, first_k, words_ptr, 0, qk_scale, q_strides, dout_strides, D, DV, PADDED_D, PADDED_DV,
-                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, KEPT, TMA, PRECISION,
+                first_q, q_len, first_k, words_ptr, 0, qk_scale, one, q_strides, dout_strides,
+                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, KEPT, TMA, PRECISION,
             )  # fmt: skip
         next_block, next_tile = masked_block, masked_tile
         for i in range(0, masked * SPLIT):
@@ -139,8 +158,8 @@ def dk_dv_kernel(
             next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
                 dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, batch, head,
-                first_q, q_len, first_k, words_ptr, tile, qk_scale, q_strides, dout_strides, D, DV, PADDED_D, PADDED_DV,
-                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, KEPT, TMA, PRECISION,
+                first_q, q_len, first_k, words_ptr, tile, qk_scale, one, q_strides, dout_strides,
+                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, KEPT, TMA, PRECISION,
             )  # fmt: skip
 
     dk = dk * scale
@@ -156,14 +175,14 @@ def dk_dv_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["scale", "qk_scale", "heads", "group", "q_len", "k_len", "row_tiles"])
+@triton.jit(do_not_specialize=["scale", "qk_scale", "one", "heads", "group", "q_len", "k_len", "row_tiles"])
 def dq_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
-    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; p = exp2(s - lse2), times inverse if KEPT
+    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
     dq_ptr,  # [B, Hq, Nq, D], written
     work_ptr,  # as in the forward
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
-    scale, qk_scale, heads, group, q_len, k_len, row_tiles,
+    scale, qk_scale, one, heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -206,12 +225,12 @@ def dq_kernel(
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-        p = tl.exp2(scores * qk_scale - lse2[:, None])
+        p = exponentials(scores, lse2[:, None], qk_scale, KEPT)
         if KEPT:
-            p = p * inverse[:, None]
+            p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
     next_block, next_tile = masked_block, masked_tile
     if HAS_LENGTHS:
@@ -232,13 +251,13 @@ def dq_kernel(
         live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
         if HAS_LENGTHS:
             live = live & (first_k + tl.arange(0, BLOCK_N) < length)[None, :]
-        p = tl.exp2(scores * qk_scale - lse2[:, None])
+        p = exponentials(scores, lse2[:, None], qk_scale, KEPT)
         if KEPT:
-            p = p * inverse[:, None]
+            p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         p = tl.where(live, p, 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
     dq = dq * scale
     store_tokens(dq_ptr, dq.to(dq_ptr.dtype.element_ty), batch, head, first_q, q_len, dq_strides, D, PADDED_D, BLOCK_M)

@@ -23,23 +23,26 @@ class Config(NamedTuple):
     num_stages: int
 
 
+# Tensor cores take a 16 x 16 patch a warp; without them a warp has 32 multipliers to feed.
+_SCORES_A_WARP: dict[Arithmetic, int] = {"half": 256, "tf32": 256, "ieee": 64}
+
 # (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16.
 _Table = dict[tuple[Kernel, Arithmetic, int], Config]
 
-# fp32 multiplies on the ordinary cores keep their operands in registers: small tiles everywhere.
+# fp32 multiplies on the ordinary cores keep their operands in registers: small tiles, many warps, nothing ahead.
 _IEEE: _Table = {
-    ("forward", "ieee", 32): Config(64, 32, 4, 2),
-    ("forward", "ieee", 64): Config(64, 32, 4, 2),
-    ("forward", "ieee", 128): Config(32, 32, 4, 2),
-    ("forward", "ieee", 256): Config(16, 32, 4, 1),
-    ("dk_dv", "ieee", 32): Config(32, 32, 4, 2),
-    ("dk_dv", "ieee", 64): Config(32, 32, 4, 2),
-    ("dk_dv", "ieee", 128): Config(16, 32, 4, 1),
-    ("dk_dv", "ieee", 256): Config(16, 16, 4, 1),
-    ("dq", "ieee", 32): Config(32, 32, 4, 2),
-    ("dq", "ieee", 64): Config(32, 32, 4, 2),
-    ("dq", "ieee", 128): Config(32, 16, 4, 1),
-    ("dq", "ieee", 256): Config(16, 16, 4, 1),
+    ("forward", "ieee", 32): Config(64, 32, 8, 1),
+    ("forward", "ieee", 64): Config(64, 32, 8, 1),
+    ("forward", "ieee", 128): Config(32, 32, 8, 1),
+    ("forward", "ieee", 256): Config(16, 32, 8, 1),
+    ("dk_dv", "ieee", 32): Config(32, 32, 8, 1),
+    ("dk_dv", "ieee", 64): Config(32, 32, 8, 1),
+    ("dk_dv", "ieee", 128): Config(32, 32, 8, 1),
+    ("dk_dv", "ieee", 256): Config(16, 32, 8, 1),
+    ("dq", "ieee", 32): Config(32, 32, 8, 1),
+    ("dq", "ieee", 64): Config(32, 32, 8, 1),
+    ("dq", "ieee", 128): Config(16, 32, 8, 1),
+    ("dq", "ieee", 256): Config(16, 32, 8, 1),
 }
 
 # sm_80: 163 KiB of shared memory a program.
@@ -114,8 +117,8 @@ def config_for(
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
     if block[1] >= 32:
         block_n = max(block_n, 32)  # a word of bits is not split
-    # A warp for every 16 x 16 scores is as many as a small tile can use.
-    num_warps = min(chosen.num_warps, max(1, block_m * block_n // 256))
+    # What a mask with small blocks cuts down has less for many warps to do.
+    num_warps = min(chosen.num_warps, max(1, block_m * block_n // _SCORES_A_WARP[arithmetic]))
     return Config(block_m, block_n, num_warps, chosen.num_stages)
 
 

@@ -7,21 +7,31 @@ ones with their bits.
 import triton
 import triton.language as tl
 
-from sparseflash.kernels.tile import ITEM, cut_at_length, live_scores, load_tokens, store_tokens
+from sparseflash.kernels.tile import (
+    ITEM,
+    accumulate,
+    cut_at_length,
+    decay,
+    exponentials,
+    live_scores,
+    load_tokens,
+    store_tokens,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
-@triton.jit(do_not_specialize=["heads", "group", "q_len", "k_len", "row_tiles", "qk_scale"])
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "k_len", "row_tiles", "qk_scale", "one"])
 def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], [B, Hq, Nq] contiguous
-    maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum in base 2, and one over the sum
+    maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum raw score, and one over the sum
     work_ptr,  # [B * Hq * row_tiles, ITEM]: see plan.py
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed; the bits
     lengths_ptr,  # [B] if HAS_LENGTHS
     qk_scale,  # scale / ln 2, not negative
+    one,  # 1.0: see accumulate
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
@@ -52,6 +62,7 @@ def forward_kernel(
         full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K)
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
+    # If KEEP, m_i is the maximum of the raw scores, else of the scaled ones.
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
@@ -63,14 +74,15 @@ def forward_kernel(
         next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-        # The scale is positive, so the maximum may be taken before it; what is left is one fused multiply-add.
-        m_new = tl.maximum(m_i, tl.max(scores, 1) * qk_scale)
-        p = tl.exp2(scores * qk_scale - m_new[:, None])
-        alpha = tl.exp2(m_i - m_new)
+        # The scale is not negative, so the maximum may be taken before it.
+        highest = tl.max(scores, 1)
+        m_new = tl.maximum(m_i, highest if KEEP else highest * qk_scale)
+        p = exponentials(scores, m_new[:, None], qk_scale, KEEP)
+        alpha = decay(m_i, m_new, qk_scale, KEEP)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
         m_i = m_new
 
     next_block, next_tile = masked_block, masked_tile
@@ -87,7 +99,9 @@ def forward_kernel(
         next_block = tl.load(index_ptr + at)
         next_tile = tl.load(tile_ptr + at)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION) * qk_scale
+        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        if not KEEP:
+            scores = scores * qk_scale
         live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
         if HAS_LENGTHS:
             live = live & (first_k + tl.arange(0, BLOCK_N) < length)[None, :]
@@ -95,12 +109,16 @@ def forward_kernel(
         m_new = tl.maximum(m_i, tl.max(scores, 1))
         # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(scores - m_safe[:, None])
-        alpha = tl.exp2(m_i - m_safe)
+        if KEEP:
+            scores = tl.where(live, scores, m_safe[:, None])  # -inf * 0 is NaN
+            p = tl.where(live, exponentials(scores, m_safe[:, None], qk_scale, True), 0.0)
+        else:
+            p = tl.exp2(scores - m_safe[:, None])
+        alpha = decay(m_i, m_safe, qk_scale, KEEP)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
         m_i = m_new
 
     rows = first_q + tl.arange(0, BLOCK_M)
@@ -108,8 +126,10 @@ def forward_kernel(
     if HAS_LENGTHS:
         empty = empty | (rows >= length)
     total = tl.where(empty, 1.0, l_i)
+    maximum = tl.where(empty, 0.0, m_i)
     out = tl.where(empty[:, None], 0.0, acc / total[:, None])
-    lse = tl.where(empty, float("-inf"), (m_i + tl.log2(total)) * LN2)
+    lse = ((maximum * qk_scale if KEEP else maximum) + tl.log2(total)) * LN2
+    lse = tl.where(empty, float("-inf"), lse)
     store_tokens(
         out_ptr, out.to(out_ptr.dtype.element_ty), batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M
     )
@@ -117,5 +137,5 @@ def forward_kernel(
     tl.store(lse_ptr + at, lse, mask=rows < q_len)
     if KEEP:
         # lse is rounded, which costs a probability recomputed from it more digits than fp32 arithmetic does.
-        tl.store(maximum_ptr + at, tl.where(empty, float("inf"), m_i), mask=rows < q_len)
-        tl.store(inverse_ptr + at, 1.0 / total, mask=rows < q_len)
+        tl.store(maximum_ptr + at, maximum, mask=rows < q_len)
+        tl.store(inverse_ptr + at, tl.where(empty, 0.0, 1.0 / total), mask=rows < q_len)

@@ -20,7 +20,7 @@ from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
 
 LOG2E = 1.4426950408889634
-_DELTA_TOKENS = 64
+_DELTA_TOKENS = 32
 # Making descriptors costs the host about 15 us a call, which pays once the kernel runs for longer than that.
 _PRODUCTS_FOR_DESCRIPTORS = 10_000_000_000
 
@@ -42,7 +42,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     maximum, inverse = _halves(kept)
     launch.run(
         *launch.tokens(q, k, v), out, lse, maximum, inverse, side.work, side.index, side.tile, side.words,
-        problem.lengths, problem.scale * LOG2E, *launch.numbers,
+        problem.lengths, problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
@@ -55,13 +55,20 @@ def backward(
     if lse2 is None:
         lse2 = torch.empty_like(lse)
     delta = torch.empty_like(lse)
-    row_gradients(out, lse, kept, dout, dlse, lse2, delta)
+    row_gradients(problem, out, lse, kept, dout, dlse, lse2, delta)
     key_gradients(problem, q, k, v, dout, lse2, inverse, delta, dk, dv)
     query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dq)
 
 
 def row_gradients(
-    out: Tensor, lse: Tensor, kept: Tensor, dout: Tensor, dlse: Tensor | None, lse2: Tensor, delta: Tensor
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    lse2: Tensor,
+    delta: Tensor,
 ) -> None:
     """Writes what the two passes need of each query: `delta`, and `lse2` unless it was kept."""
     batch, heads, q_len, dim = out.shape
@@ -70,7 +77,7 @@ def row_gradients(
         delta_kernel[(batch * heads * row_tiles,)](
             out, dout, lse, dlse, lse2, delta, heads, q_len, row_tiles, _strides(out), _strides(dout),
             DV=dim, PADDED_DV=_padded(dim), BLOCK_M=_DELTA_TOKENS, HAS_DLSE=dlse is not None,
-            KEPT=kept.numel() > 0, num_warps=4,
+            KEPT=kept.numel() > 0, PRECISION="tf32" if problem.tf32 else "ieee", num_warps=4,
         )  # fmt: skip
 
 
@@ -83,7 +90,7 @@ def key_gradients(
     side = launch.side
     launch.run(
         *launch.tokens(q, k, v, dout), lse2, inverse, delta, dk, dv, side.work, side.index, side.tile, side.words,
-        problem.lengths, problem.scale, problem.scale * LOG2E, *launch.numbers,
+        problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
@@ -96,7 +103,7 @@ def query_gradients(
     side = launch.side
     launch.run(
         *launch.tokens(q, k, v, dout), lse2, inverse, delta, dq, side.work, side.index, side.tile, side.words,
-        problem.lengths, problem.scale, problem.scale * LOG2E, *launch.numbers,
+        problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
@@ -129,7 +136,7 @@ class _Launch:
             *map(_strides, (q, k, v, *rest)),
             dim, v_dim, _padded(dim), _padded(v_dim), *problem.block, config.block_m, config.block_n,
             problem.lengths is not None, q.dtype == torch.float32, self.descriptors,
-            "tf32" if arithmetic == "tf32" else "ieee",
+            "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision
         )  # fmt: skip
         self.grid = (len(self.side.work), 1, 1)
         self.device = q.device

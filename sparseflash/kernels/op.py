@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
@@ -63,7 +65,7 @@ def _problem(
         plan = dense_plan(q_heads, k.shape[1], tokens, block, q.device)
     else:
         plan = plan_of(indptr, indices, tile, words, pattern, q_heads, k.shape[1], tokens, block)
-    return launch.Problem(plan, lengths, block, scale, _tf32())
+    return launch.Problem(plan, lengths, block, scale, q.dtype == torch.float32 and _tf32())
 
 
 def _tf32() -> bool:
@@ -74,9 +76,8 @@ def _tf32() -> bool:
     return bool(matmul.allow_tf32)
 
 
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: TRITON_INTERPRET=1 when they were imported."""
-    return isinstance(forward_kernel, InterpretedFunction)
+# TRITON_INTERPRET=1 when the kernels were imported.
+_INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -92,7 +93,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension; its strides are {x.stride()}. Call .contiguous()."
             )
-    if interpreted():
+    if _INTERPRETED:
         if q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bf16 wrongly without a word; use fp16 or fp32 with it.")
         return
@@ -101,11 +102,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise', or set "
             "TRITON_INTERPRET=1 before the first import to run the kernel slowly in Triton's interpreter."
         )
+    _check_device(q.device)
+
+
+@lru_cache
+def _check_device(device: torch.device) -> None:
     if torch.version.hip is not None:
         raise RuntimeError("the triton backend is not tested on AMD GPUs; use backend='blockwise'.")
-    capability = torch.cuda.get_device_capability(q.device)
+    capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST:
         raise RuntimeError(
             "the triton backend needs compute capability 8.0 (Ampere) or newer; "
-            f"{torch.cuda.get_device_name(q.device)} has {capability[0]}.{capability[1]}. Use backend='blockwise'."
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. Use backend='blockwise'."
         )

@@ -79,6 +79,42 @@ def live_scores(
 
 
 @triton.jit
+def accumulate(a, b, acc, one, PRECISION: tl.constexpr):
+    """acc + a b.
+
+    In full fp32 the product is summed by itself first, so that rounding errors grow with the root of the tiles, not of
+    the tokens. `one` is 1.0 in a way that the compiler cannot know: it would make one long sum of the two again.
+    """
+    if PRECISION == "ieee":
+        return acc + tl.dot(a, b, input_precision=PRECISION) * one
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr):
+    """2^(scores * qk_scale - maximum), with the maximum in units of raw scores if PRECISE, else already scaled.
+
+    Scaling first is one fused multiply-add a score. It rounds numbers the size of the score, which half precision does
+    not notice; in fp32 the difference is taken first, and what is rounded is small.
+    """
+    if PRECISE:
+        return tl.exp2((scores - maximum) * qk_scale)
+    else:
+        return tl.exp2(scores * qk_scale - maximum)
+
+
+@triton.jit
+def decay(old_maximum, new_maximum, qk_scale, PRECISE: tl.constexpr):
+    """The factor by which sums taken relative to the old maximum count relative to the new one; 0 if there was none."""
+    if PRECISE:
+        first = old_maximum == float("-inf")  # and -inf * 0 would be NaN
+        return tl.where(first, 0.0, tl.exp2(tl.where(first, 0.0, old_maximum - new_maximum) * qk_scale))
+    else:
+        return tl.exp2(old_maximum - new_maximum)
+
+
+@triton.jit
 def count_below(index_ptr, start, stop, limit):
     """How many of the increasing block numbers index[start:stop] are below `limit`."""
     CHUNK: tl.constexpr = 128

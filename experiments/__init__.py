@@ -1,0 +1,1 @@
+"""Experiments on sparseflash, each run as ``python -m experiments.<name>``; the library imports none."""

@@ -1,0 +1,12 @@
+"""Entry point of ``python -m experiments.lra``."""
+
+import os
+
+if __name__ == "__main__":  # worker processes of the generator import this module under another name
+    # Before PyTorch is loaded. Threads that spin while they wait slow a run down twentyfold as soon as the
+    # machine has anything else to do, and gain little when it has not.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+    from experiments.lra.cli import app
+
+    app(prog_name="python -m experiments.lra")

@@ -1,0 +1,43 @@
+"""What one gets on a task without computing anything: a result means something only above these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.lra.cache import Examples
+from experiments.lra.data import Data
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A rule fitted on the training split and applied to the test split."""
+
+    rule: str
+    accuracy: float
+    loss: float  # cross-entropy in nats of the rule's class frequencies
+
+
+def baselines(data: Data) -> list[Baseline]:
+    """For ListOps: the majority class, and the best answer given only the first token, the root operator."""
+    return [
+        fit("majority class", groups_of(data.train, False), groups_of(data.test, False), data),
+        fit("root operator", groups_of(data.train, True), groups_of(data.test, True), data),
+    ]
+
+
+def groups_of(examples: Examples, by_first_token: bool) -> NDArray[np.uint8]:
+    """What the rule may look at in each example: its first token, or nothing."""
+    return examples.first_ids if by_first_token else np.zeros(len(examples), np.uint8)
+
+
+def fit(rule: str, train_groups: NDArray[np.uint8], test_groups: NDArray[np.uint8], data: Data) -> Baseline:
+    """The rule that answers with the most frequent class of the example's group."""
+    counts = np.ones((data.task.vocabulary, data.task.classes))  # one of each, so that no class has chance 0
+    np.add.at(counts, (train_groups, data.train.labels), 1)
+    chances = counts / counts.sum(1, keepdims=True)
+    accuracy = float((counts.argmax(1)[test_groups] == data.test.labels).mean())
+    loss = float(-np.log(chances[test_groups, data.test.labels]).mean())
+    return Baseline(rule, accuracy, loss)

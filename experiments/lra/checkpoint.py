@@ -1,0 +1,128 @@
+"""Checkpoints: weights, optimiser state and random states, in safetensors files of bounded size.
+
+    <run>/checkpoint-00000500/
+        part-01-of-03.safetensors ...   tensors named model.*, optimizer.<parameter>.*, random.*
+        state.json                      step, seconds of training, the format
+
+A checkpoint is written under another name and renamed when it is whole, so one that exists is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FORMAT = 1
+# Below the 16 MiB that some stores allow a file. A tensor that is larger still has a file of its own.
+PART_BYTES = 15 * 2**20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int  # steps done
+    seconds: float  # of training, over all its sessions
+
+
+def save(run: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """Write a checkpoint into the run's folder, then remove older ones. One of the same step is already the same."""
+    target = run / f"checkpoint-{progress.step:08}"
+    if target.exists():
+        return target
+    for left_by_a_kill in run.glob(".checkpoint-*"):
+        shutil.rmtree(left_by_a_kill)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collect(model, optimizer)}
+    unfinished = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=run))
+    try:
+        parts = list(split(tensors, PART_BYTES))
+        for number, part in enumerate(parts, start=1):
+            save_file(part, unfinished / f"part-{number:02}-of-{len(parts):02}.safetensors")
+        state = {"format": FORMAT, **asdict(progress)}
+        (unfinished / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        unfinished.chmod(0o755)  # mkdtemp makes it private
+        os.replace(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for older in checkpoints(run)[:-1]:
+        shutil.rmtree(older)
+    return target
+
+
+def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Put a checkpoint's state into a model and its optimiser, and set the random states."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    if state.pop("format") != FORMAT:
+        raise ValueError(f"{checkpoint} must have the checkpoint format {FORMAT}; written by another version")
+    tensors: dict[str, Tensor] = {}
+    for part in sorted(checkpoint.glob("part-*.safetensors")):
+        tensors |= load_file(part)
+    model.load_state_dict(under("model", tensors))
+    names = parameter_names(model, optimizer)
+    optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+    return Progress(**state)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    return sorted(run.glob("checkpoint-*"))
+
+
+def remove(run: Path) -> None:
+    """Delete all checkpoints of a run."""
+    for checkpoint in checkpoints(run):
+        shutil.rmtree(checkpoint)
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a checkpoint with their names, in a fixed order."""
+    for name, tensor in model.state_dict().items():
+        yield f"model.{name}", tensor
+    names = parameter_names(model, optimizer)
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, tensor in values.items():
+            yield f"optimizer.{names[index]}.{key}", tensor
+    yield "random.cpu", torch.get_rng_state()
+    if next(model.parameters()).is_cuda:
+        yield "random.cuda", torch.cuda.get_rng_state()
+
+
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """The optimiser's number of each parameter -> the model's name for it."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names[parameter] for index, parameter in enumerate(parameters)}
+
+
+def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with the prefix, without it."""
+    start = f"{prefix}."
+    return {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def split(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive groups of at most `limit` bytes, names and all."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        need = tensor.nbytes + len(name) + 128  # its entry in the file's header takes about 100 bytes
+        if part and size + need > limit:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
+        size += need
+    yield part

@@ -1,0 +1,204 @@
+"""The command line: options only. What they do is in train.py, generate.py and demo.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from experiments.lra import demo
+from experiments.lra.config import DEFAULTS, HELP, PRESETS, Config, configure, resumed
+from experiments.lra.data import Data, load
+from experiments.lra.generate import LABEL, Settings, available_cores, generate
+from experiments.lra.progress import TrainingBar, counting_bar
+from experiments.lra.report import print_result
+from experiments.lra.train import Run, saved_run
+
+DATA = Path("data/lra")
+RUNS = Path("runs/lra")
+
+app = typer.Typer(
+    help="Long Range Arena with block-sparse attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+
+def option(name: str) -> Any:
+    """An option that sets a field of Config; None where the user leaves it out, so that a preset counts."""
+    default = DEFAULTS[name]
+    return typer.Option(help=HELP[name], show_default="no limit" if default is None else str(default))
+
+
+def count_option(name: str) -> Any:
+    """An option of `generate`, described as the field of Config that asks `train` for the same data."""
+    return typer.Option(help=HELP[name].removeprefix("Generated data: ").capitalize())
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Settings to start from, which other options change: {', '.join(PRESETS)}. "
+            "demo trains with four masks and compares them.",
+            show_default="none",
+        ),
+    ] = None,
+    task: Annotated[str | None, option("task")] = None,
+    mask: Annotated[str | None, option("mask")] = None,
+    block: Annotated[int | None, option("block")] = None,
+    window: Annotated[int | None, option("window")] = None,
+    depth: Annotated[int | None, option("depth")] = None,
+    width: Annotated[int | None, option("width")] = None,
+    heads: Annotated[int | None, option("heads")] = None,
+    mlp: Annotated[int | None, option("mlp")] = None,
+    dropout: Annotated[float | None, option("dropout")] = None,
+    pool: Annotated[str | None, option("pool")] = None,
+    positions: Annotated[str | None, option("positions")] = None,
+    steps: Annotated[int | None, option("steps")] = None,
+    minutes: Annotated[float | None, option("minutes")] = None,
+    batch: Annotated[int | None, option("batch")] = None,
+    max_tokens: Annotated[int | None, option("max_tokens")] = None,
+    lr: Annotated[float | None, option("lr")] = None,
+    warmup: Annotated[int | None, option("warmup")] = None,
+    schedule: Annotated[str | None, option("schedule")] = None,
+    weight_decay: Annotated[float | None, option("weight_decay")] = None,
+    clip: Annotated[float | None, option("clip")] = None,
+    seed: Annotated[int | None, option("seed")] = None,
+    device: Annotated[str | None, option("device")] = None,
+    precision: Annotated[str | None, option("precision")] = None,
+    eval_every: Annotated[int | None, option("eval_every")] = None,
+    eval_examples: Annotated[int | None, option("eval_examples")] = None,
+    checkpoint_every: Annotated[int | None, option("checkpoint_every")] = None,
+    log_every: Annotated[int | None, option("log_every")] = None,
+    longer_than: Annotated[int | None, option("longer_than")] = None,
+    shorter_than: Annotated[int | None, option("shorter_than")] = None,
+    train_examples: Annotated[int | None, option("train_examples")] = None,
+    val_examples: Annotated[int | None, option("val_examples")] = None,
+    test_examples: Annotated[int | None, option("test_examples")] = None,
+    data_seed: Annotated[int | None, option("data_seed")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the task's files, released or generated.",
+            show_default=f"generated as needed, below {DATA}",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run.", show_default=f"{RUNS}/<task>-<mask>-seed<seed>"),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest checkpoint in --out, with the run's settings."),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that --out already holds.")] = False,
+    pause_after: Annotated[
+        float | None,
+        typer.Option(
+            help="Save and stop after this many minutes of this session; --resume goes on.",
+            show_default="never",
+        ),
+    ] = None,
+) -> None:
+    """Train a classifier, test it, and write its metrics. A preset changes the defaults below."""
+    settings = {field.name for field in fields(Config)}
+    chosen = {name: value for name, value in context.params.items() if name in settings and value is not None}
+    with short_errors():
+        if resume:
+            if preset or overwrite:
+                raise ValueError("--resume keeps the run's settings: leave out --preset and --overwrite")
+            if out is None:
+                raise ValueError("--resume needs --out, the folder of the run")
+            saved, saved_data = saved_run(out)
+            config = resumed(saved, chosen)
+            # Generated data is what its folder's name says: where that is gone, it is generated again.
+            if data is None and (saved_data.is_dir() or saved_data.name != config.generator.folder_name):
+                data = saved_data
+        else:
+            config = configure(preset, chosen)
+        found = find_data(config, data)
+        if preset == "demo":
+            if pause_after is not None:
+                raise ValueError("the demo has no --pause-after: it takes less than three minutes")
+            names = (config.mask,) if "mask" in chosen else demo.MASKS
+            exact = demo.run(config, found, out or RUNS / "demo", console, names=names)
+            raise typer.Exit(0 if exact else 1)
+        folder = out or RUNS / default_name(config)
+        run = Run(config, found, folder, resume=resume, overwrite=overwrite, report=lambda record: bar.show(record))
+        console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
+        deadline = time.monotonic() + 60 * pause_after if pause_after is not None else float("inf")
+        with TrainingBar(console, config.mask, run.progress) as bar:
+            metrics = run.train(pause=lambda step: time.monotonic() > deadline)
+    if metrics is None:
+        console.print(f"Paused at step {run.step}; go on with: train --resume --out {run.folder}")
+    else:
+        print_result(console, metrics, run.folder / "metrics.json")
+
+
+@app.command("generate")
+def generate_command(
+    out: Annotated[Path, typer.Option(help="The data's own folder is made in this one.")] = DATA,
+    longer_than: Annotated[int, count_option("longer_than")] = Settings.longer_than,
+    shorter_than: Annotated[int, count_option("shorter_than")] = Settings.shorter_than,
+    train: Annotated[int, count_option("train_examples")] = Settings.train,
+    val: Annotated[int, count_option("val_examples")] = Settings.val,
+    test: Annotated[int, count_option("test_examples")] = Settings.test,
+    seed: Annotated[int, count_option("data_seed")] = Settings.seed,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; the files do not depend on it.", show_default="all cores"),
+    ] = None,
+) -> None:
+    """Write ListOps data by the published generator, in the published format.
+
+    Lengths are in tokens, parentheses not counted.
+    """
+    with short_errors():
+        folder = generated(Settings(longer_than, shorter_than, train, val, test, seed), out, workers)
+    console.print(f"Generated data (not the released files): {folder}", soft_wrap=True)
+
+
+def generated(settings: Settings, parent: Path, workers: int | None = None) -> Path:
+    """The folder of some generated data, written under a progress bar if it is missing."""
+    if (parent / settings.folder_name / LABEL).exists():
+        return parent / settings.folder_name
+    name = f"Generating ListOps on {workers or available_cores()} cores"
+    with counting_bar(console, name, sum(settings.sizes)) as progress:
+        return generate(settings, parent, workers=workers, progress=progress)
+
+
+def find_data(config: Config, folder: Path | None) -> Data:
+    """The data in the folder that the user named, or else generated data, made if it is missing.
+
+    A named folder is never filled: whoever asks for the released files must not get others.
+    """
+    return load(config.task, generated(config.generator, DATA) if folder is None else folder)
+
+
+def default_name(config: Config) -> str:
+    """The folder name of a run: its task, mask and seed."""
+    mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
+    return f"{config.task}-{mask}-seed{config.seed}"
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """Show what the user can correct as one line, and anything else with its traceback."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, FileExistsError, FloatingPointError) as error:
+        errors.print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,115 @@
+"""The demo: draw four masks, train with each, check each for exactness, and compare them in a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments.lra import exactness, masks, picture
+from experiments.lra.baselines import baselines
+from experiments.lra.batches import Shape, collate
+from experiments.lra.config import Config
+from experiments.lra.data import Data
+from experiments.lra.exactness import ALLOWED, Exactness
+from experiments.lra.files import write_json
+from experiments.lra.progress import TrainingBar
+from experiments.lra.train import Run
+
+MASKS = ("dense", "local", "butterfly", "experiments.lra.custom_mask:beacons")
+CHECKED_EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    metrics: dict[str, Any]
+    exactness: Exactness
+
+
+def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple[str, ...] = MASKS) -> bool:
+    """Run the whole demo into the folder `out`, replacing an earlier one; whether every mask was exact."""
+    shape = Shape.fit(config.max_tokens, cls=config.pool == "cls", block=config.block)
+    built = {short(name): masks.build(name, shape.length, block=config.block, window=config.window) for name in names}
+    drawn = picture.draw(built, out / "masks.png")
+    console.print(f"The masks: {drawn}", soft_wrap=True)
+    outcomes = [train_one(replace(config, mask=name), data, out, console) for name in names]
+    results = out / "demo.json"
+    write_json(results, [asdict(outcome) for outcome in outcomes])
+    console.print(table(outcomes, data))
+    for line in verdicts(outcomes, data):
+        console.print(line)
+    console.print(f"Picture of the masks: {drawn}\nAll numbers: {results}", soft_wrap=True)
+    return all(outcome.exactness.holds for outcome in outcomes)
+
+
+def train_one(config: Config, data: Data, out: Path, console: Console) -> Outcome:
+    """Train with one mask, then check the trained model's attention on test examples."""
+    name = short(config.mask)
+    training = Run(config, data, out / name, overwrite=True, report=lambda record: bar.show(record))
+    with TrainingBar(console, f"{name:9}", training.progress) as bar:
+        metrics = training.train()
+    assert metrics is not None  # nothing pauses it
+    batch = collate(data.test, np.arange(min(CHECKED_EXAMPLES, len(data.test))), training.shape)
+    return Outcome(name, metrics, exactness.check(training.model, batch.to(training.device), config))
+
+
+def short(name: str) -> str:
+    """A mask's name for tables and folders: of module:function the function."""
+    return name.rpartition(":")[2]
+
+
+def table(outcomes: list[Outcome], data: Data) -> Table:
+    """Masks and baselines, at most 80 characters wide."""
+    first = outcomes[0].metrics
+    made = "generated" if data.generated else "released"
+    steps = sorted(outcome.metrics["steps"] for outcome in outcomes)
+    result = Table(
+        title=f"ListOps ({made}), {first['length']} tokens, {first['device']}",
+        caption=(
+            "error: largest deviation of the output and the gradients of attention\n"
+            "from dense attention in fp64, on the trained model's own q, k and v,\n"
+            "relative to the largest value; plain: that of dense attention in the\n"
+            f"model's precision; loss: nats, from the first tenth of {steps[0]} to {steps[-1]} training\n"
+            "steps to the test split; accuracy: test split"
+        ),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
+    result.add_column("mask", no_wrap=True)
+    for column in ("density", "error", "plain", "tokens/s", "loss", "accuracy"):
+        result.add_column(column, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        metrics, exact = outcome.metrics, outcome.exactness
+        result.add_row(
+            outcome.name,
+            f"{100 * metrics['density']:.1f} %",
+            f"{exact.ours:.1e}" if exact.holds else f"[red]{exact.ours:.1e}[/red]",
+            f"{exact.plain:.1e}",
+            f"{metrics['tokens_per_s']:,.0f}",
+            f"{metrics['first_loss']:.2f} → {metrics['test_loss']:.2f}",
+            f"{100 * metrics['test_accuracy']:.1f} %",
+        )
+    result.add_section()
+    for baseline in baselines(data):
+        numbers = (f"{baseline.loss:.2f}", f"{100 * baseline.accuracy:.1f} %")
+        result.add_row(baseline.rule, "", "", "", "", *numbers, style="dim")
+    return result
+
+
+def verdicts(outcomes: list[Outcome], data: Data) -> list[str]:
+    """What the demo is to show, and whether it did."""
+    inexact = [outcome.name for outcome in outcomes if not outcome.exactness.holds]
+    prior = baselines(data)[0].loss
+    unlearnt = [outcome.name for outcome in outcomes if outcome.metrics["test_loss"] >= prior]
+    exact = f"[green]Exact:[/green] every mask is within {ALLOWED:g} times the plain implementation's error."
+    learnt = f"[green]Learnt:[/green] every test loss is below that of the class frequencies, {prior:.2f} nats."
+    return [
+        exact if not inexact else f"[red]Not exact:[/red] {', '.join(inexact)}.",
+        learnt if not unlearnt else f"[yellow]Not learnt in this time:[/yellow] {', '.join(unlearnt)}.",
+    ]

@@ -1,0 +1,98 @@
+"""Is attention exact on a model's own tensors? Forward and gradients against dense attention in fp64.
+
+The yardstick is what a plain dense implementation in the tensors' own precision loses to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.lra.batches import Batch
+from experiments.lra.config import Config
+from experiments.lra.model import Classifier, Layer
+from experiments.lra.step import forward, precision
+from sparseflash import BlockMask, attention
+
+ALLOWED = 2.0  # times the plain implementation's error
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One attention call of a training step."""
+
+    q: Tensor  # [B, H, N, D], and k, v and dout alike
+    k: Tensor
+    v: Tensor
+    dout: Tensor  # gradient of the loss in the output
+    mask: BlockMask
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Largest errors, each relative to its tensor's largest value; the worst of output, dq, dk and dv."""
+
+    ours: float
+    plain: float
+    rounding: float  # of one result, half a unit in the last place
+
+    @property
+    def holds(self) -> bool:
+        return self.ours <= ALLOWED * (self.plain + self.rounding)
+
+
+def check(model: Classifier, batch: Batch, config: Config) -> Exactness:
+    """Capture the first layer's attention in a forward and backward pass over the batch, and judge it."""
+    call = capture(model, batch, config)
+    truth = dense(call, torch.float64)
+    ours = [error(x, exact) for x, exact in zip(sparse(call), truth)]
+    plain = [error(x, exact) for x, exact in zip(dense(call, call.q.dtype), truth)]
+    return Exactness(max(ours), max(plain), torch.finfo(call.q.dtype).eps / 2)
+
+
+def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
+    """q, k, v and the output's gradient in the first layer; in the last, only what is pooled gets one."""
+    layer = model.layers[0]
+    assert isinstance(layer, Layer)
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    hooks = [
+        layer.attention.register_forward_pre_hook(lambda module, args: inputs.append(args[0])),
+        layer.attention.out.register_forward_pre_hook(lambda module, args: outputs.append(args[0])),
+    ]
+    try:
+        loss = F.cross_entropy(forward(model, batch, config), batch.labels)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    (dout,) = torch.autograd.grad(loss, outputs)  # [B, N, W]
+    with torch.no_grad(), precision(batch.ids.device, config):
+        q, k, v = layer.attention.project(inputs[0])
+    dout = dout.unflatten(-1, (layer.attention.heads, -1)).transpose(1, 2)  # [B, H, N, D]
+    return Captured(q, k, v, dout, model.masks[0].with_lengths(batch.lengths))
+
+
+def sparse(call: Captured) -> list[Tensor]:
+    """Output, dq, dk, dv of the library, as the model calls it."""
+    q, k, v = leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
+    out = attention(q, k, v, call.mask)
+    return [out.detach(), *torch.autograd.grad(out, leaves, call.dout)]
+
+
+def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
+    """The same by the textbook, without the library: all scores, softmax over the live ones."""
+    q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v)]
+    live = call.mask.to_dense()  # bool [B, 1, N, N]
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~live, -torch.inf).softmax(-1)
+    # A padded query has no live score: its softmax is NaN and its output 0 by definition.
+    out = weights.masked_fill(~live.any(-1, keepdim=True), 0.0) @ v
+    return [out.detach(), *torch.autograd.grad(out, leaves, call.dout.to(dtype))]
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """The largest deviation, relative to the largest exact value."""
+    return ((x.double() - exact).abs().max() / exact.abs().max()).item()

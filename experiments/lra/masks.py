@@ -1,0 +1,69 @@
+"""From the name on the command line to the mask of a run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sparseflash import BlockMask, masks
+
+NAMES = ("dense", "local", "butterfly")
+
+
+def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
+    """The mask of `length` queries and keys, on the CPU.
+
+    name: "dense", "local" (|q - k| <= window // 2), "butterfly", or a function of one's own, as
+        "module:function" or "path/to/file.py:function", called with (length, block=block).
+    Raises ValueError where the name gives no such mask.
+    """
+    if name == "dense":
+        return BlockMask.dense(length, block=block)
+    if name == "local":
+        return masks.local(length, window, block=block)
+    if name == "butterfly":
+        return masks.butterfly(length, block=block)
+    if ":" not in name:
+        raise ValueError(f"the mask must be {', '.join(NAMES)}, module:function or file.py:function; got {name!r}")
+    mask = load_function(name)(length, block=block)
+    if not isinstance(mask, BlockMask):
+        raise ValueError(f"{name} must return a BlockMask; got {type(mask).__name__}")
+    if (mask.q_len, mask.k_len) != (length, length):
+        raise ValueError(f"{name} must return a mask of {length} queries and keys; got {mask.q_len} and {mask.k_len}")
+    return mask
+
+
+def load_function(name: str) -> Callable[..., object]:
+    """The function behind "module:function" or "path/to/file.py:function"."""
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"the mask must be given as module:function or file.py:function; got {name!r}")
+    if place.endswith(".py"):
+        module = load_file(Path(place))
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            # A module that exists and itself lacks something is the user's own error, shown as it is.
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise
+            raise ValueError(f"the mask's module {place!r} was not found; got {name!r}") from None
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"{place} must define a function {attribute}(q_len, *, block); it has none")
+    found: Callable[..., object] = function
+    return found
+
+
+def load_file(path: Path) -> object:
+    """Run a Python file as a module."""
+    spec = importlib.util.spec_from_file_location(f"mask_file_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ValueError(f"the mask's file {path} does not exist")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling look a module up by its name
+    spec.loader.exec_module(module)
+    return module

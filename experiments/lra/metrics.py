@@ -1,0 +1,66 @@
+"""The result of a run, with all that is needed to judge and repeat it."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import statistics
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import sparseflash
+from experiments.lra.baselines import baselines
+from experiments.lra.config import as_dict
+
+if TYPE_CHECKING:
+    from experiments.lra.train import Run
+
+
+def final_metrics(run: Run) -> dict[str, Any]:
+    """Plain values for a JSON file. Losses are mean cross-entropies in nats, times in seconds."""
+    trained, test = run.log.of_kind("train"), run.log.of_kind("test")[-1]
+    tenth = max(1, len(trained) // 10)  # a single line of the log is noisy
+    return {
+        "task": run.data.task.name,
+        "generated_data": run.data.generated,
+        "mask": run.config.mask,
+        "density": run.mask.density,
+        "length": run.shape.length,
+        "test_accuracy": test["accuracy"],
+        "test_loss": test["loss"],
+        "test_examples": test["examples"],
+        "baselines": [asdict(baseline) for baseline in baselines(run.data)],
+        "first_loss": statistics.fmean(record["loss"] for record in trained[:tenth]),
+        "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
+        "steps": run.step,
+        "training_seconds": run.seconds,
+        "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # padding not counted
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "config": as_dict(run.config),
+        "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),
+        "device": device_name(run.device),
+        "versions": versions(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's and how many threads were used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes the result."""
+    found = {"python": platform.python_version(), "numpy": np.__version__, "torch": str(torch.__version__)}
+    found["sparseflash"] = sparseflash.__version__
+    try:
+        found["triton"] = version("triton")
+    except PackageNotFoundError:  # there is none for this platform
+        found["triton"] = "none"
+    return found

@@ -1,0 +1,31 @@
+"""The result of a run as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
+    """Test accuracy beside what one gets without computing anything."""
+    source = "generated data" if metrics["generated_data"] else "released data"
+    table = Table(title=f"{metrics['task']} ({source}), {metrics['test_examples']} test examples")
+    for column in ("", "accuracy", "loss (nats)"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row(f"{metrics['mask']} mask", f"{metrics['test_accuracy']:.3f}", f"{metrics['test_loss']:.3f}")
+    add_baselines(table, metrics)
+    console.print(table)
+    console.print(
+        f"{metrics['steps']} steps in {metrics['training_seconds']:.0f} s, "
+        f"{metrics['tokens_per_s']:,.0f} tokens/s on {metrics['device']}; "
+        f"density {metrics['density']:.3f}; {metrics['parameters']:,} parameters"
+    )
+    console.print(f"Metrics: {path}", soft_wrap=True)
+
+
+def add_baselines(table: Table, metrics: dict[str, Any]) -> None:
+    for baseline in metrics["baselines"]:
+        table.add_row(baseline["rule"], f"{baseline['accuracy']:.3f}", f"{baseline['loss']:.3f}", style="dim")

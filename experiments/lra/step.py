@@ -1,0 +1,97 @@
+"""One training step and one evaluation: what both need of a model, a batch and the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.lra.batches import Batch
+from experiments.lra.config import Config
+from experiments.lra.data import Task
+from experiments.lra.model import Classifier
+from sparseflash import BlockMask
+
+
+def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
+    """The classifier of a run, with weights from the run's seed, on the mask's device."""
+    torch.manual_seed(config.seed)
+    model = Classifier(
+        [mask] * config.depth,
+        vocabulary=task.vocabulary,
+        classes=task.classes,
+        width=config.width,
+        heads=config.heads,
+        mlp=config.mlp,
+        dropout=config.dropout,
+        pool=config.pool,
+        positions=config.positions,
+    )
+    return model.to(mask.device)
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW; only the matrices decay, not norms, biases, embeddings and positions."""
+    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    chosen = set(matrices)
+    others = [parameter for parameter in model.parameters() if parameter not in chosen]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=matrices[0].is_cuda)
+
+
+def training_step(
+    model: Classifier, optimizer: torch.optim.Optimizer, batch: Batch, config: Config, lr: float
+) -> tuple[Tensor, Tensor]:
+    """Change the weights by one step; the batch's mean loss and number of right answers, on the device."""
+    model.train()
+    logits = forward(model, batch, config)
+    loss = F.cross_entropy(logits, batch.labels)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    if config.clip > 0:
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return loss.detach(), (logits.argmax(-1) == batch.labels).sum()
+
+
+def forward(model: Classifier, batch: Batch, config: Config) -> Tensor:
+    """Logits [B, C] in fp32."""
+    with precision(batch.ids.device, config):
+        logits: Tensor = model(batch.ids, batch.lengths)
+    return logits.float()
+
+
+def precision(device: torch.device, config: Config) -> torch.autocast:
+    """Where matrix products run in bfloat16, if the settings say so."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
+@dataclass(frozen=True)
+class Score:
+    loss: float  # mean cross-entropy, nats
+    accuracy: float
+    examples: int
+
+
+@torch.inference_mode()
+def evaluate(model: Classifier, batches: Iterable[Batch], config: Config, device: torch.device) -> Score:
+    """Loss and accuracy over some batches."""
+    model.eval()
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    right = torch.zeros((), dtype=torch.int64, device=device)
+    examples = 0
+    for batch in batches:
+        batch = batch.to(device)
+        logits = forward(model, batch, config)
+        loss += F.cross_entropy(logits, batch.labels, reduction="sum")
+        right += (logits.argmax(-1) == batch.labels).sum()
+        examples += len(batch.labels)
+    return Score(loss.item() / examples, right.item() / examples, examples)

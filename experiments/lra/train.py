@@ -1,0 +1,214 @@
+"""Train one model: the loop, its log, its checkpoints and its final metrics.
+
+<run>/config.json   the settings, and which data they were used on
+<run>/log.jsonl     loss, accuracy and speed over the steps
+<run>/checkpoint-*  the newest state; see checkpoint.py
+<run>/metrics.json  the result, when the run is complete
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.lra import checkpoint, masks, schedule
+from experiments.lra.batches import Batch, Shape, evaluation_batches, training_batches
+from experiments.lra.config import Config, as_dict
+from experiments.lra.data import Data
+from experiments.lra.files import write_json
+from experiments.lra.metrics import final_metrics
+from experiments.lra.runlog import Record, RunLog
+from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
+
+
+class Run:
+    """A training run in a folder, from its first step or from its newest checkpoint.
+
+    report: called with every record of the log as it is written.
+    Raises FileExistsError where the folder holds a run and neither `resume` nor `overwrite` is set.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: Data,
+        folder: Path,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        report: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        self.config, self.data, self.folder, self.report = config, data, folder, report
+        self.device = find_device(config.device)
+        self.shape = Shape.fit(config.max_tokens, cls=config.pool == "cls", block=config.block)
+        self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
+        self.model = build_model(config, data.task, self.mask.to(self.device))
+        self.optimizer = build_optimizer(config, self.model)
+        self.step, self.seconds = 0, 0.0
+        self._prepare_folder(resume, overwrite)
+        self.log = RunLog(folder / "log.jsonl", self.step if resume else None)
+        self.window = Window(self.device)
+
+    def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
+        saved = self.folder / "config.json"
+        used: dict[str, Any] = {"examples": [len(self.data.train), len(self.data.val), len(self.data.test)]}
+        if resume:
+            check_same_data(json.loads(saved.read_text())["data"], used)
+            if found := checkpoint.checkpoints(self.folder):
+                progress = checkpoint.load(found[-1], self.model, self.optimizer)
+                self.step, self.seconds = progress.step, progress.seconds
+        elif saved.exists():
+            if not overwrite:
+                raise FileExistsError(
+                    f"{self.folder} holds a run; go on with it by --resume, replace it by --overwrite, or "
+                    "choose another folder with --out"
+                )
+            checkpoint.remove(self.folder)
+            (self.folder / "metrics.json").unlink(missing_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        used |= {"folder": str(self.data.folder), "generated": self.data.generated}
+        write_json(saved, {"config": as_dict(self.config), "data": used})
+
+    def train(self, pause: Callable[[int], bool] = lambda step: False) -> dict[str, Any] | None:
+        """Train to the end, test, and return the final metrics.
+
+        pause: asked after every step; where it says yes, the run is saved and None is returned.
+        """
+        config = self.config
+        batches = training_batches(self.data.train, self.shape, config.batch, config.seed, self.step)
+        self.window = Window(self.device)
+        while self.progress() < 1:
+            lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, self.progress())
+            batch = next(batches).to(self.device)
+            self.window.add(batch, *training_step(self.model, self.optimizer, batch, config, lr))
+            self.step += 1
+            paused = pause(self.step)
+            validates = self.step % config.eval_every == 0
+            saves = self.step % config.checkpoint_every == 0 or paused
+            if self.step % config.log_every == 0 or validates or saves:
+                self._close_window(lr)
+            if validates:
+                self._evaluate("val")
+            if saves:
+                self._save()
+            if paused:
+                return None
+            if validates or saves:
+                self.window = Window(self.device)  # its clock starts only now
+        if self.window.steps:
+            self._close_window(lr)
+        self._save()
+        self._evaluate("test")
+        metrics = final_metrics(self)
+        write_json(self.folder / "metrics.json", metrics)
+        return metrics
+
+    def progress(self) -> float:
+        """The part of the run that is done, by its steps or its time, whichever is further."""
+        by_step = self.step / self.config.steps
+        if self.config.minutes is None:
+            return by_step
+        return max(by_step, (self.seconds + self.window.elapsed()) / (60 * self.config.minutes))
+
+    def _close_window(self, lr: float) -> None:
+        seconds = self.window.finish()
+        self.seconds += seconds
+        loss = self.window.loss.item() / self.window.steps
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} at step {self.step}; lower --lr (now {self.config.lr:g}) or raise "
+                f"--warmup (now {self.config.warmup})"
+            )
+        record = {
+            "kind": "train",
+            "step": self.step,
+            "loss": loss,
+            "accuracy": self.window.right.item() / self.window.examples,
+            "lr": lr,
+            "tokens_per_s": self.window.tokens / seconds,
+            "seconds": self.seconds,
+        }
+        self._record(record)
+        self.window = Window(self.device)
+
+    def _evaluate(self, kind: str) -> None:
+        """Score the validation or the test split and log it."""
+        test = kind == "test"
+        examples = self.data.test if test else self.data.val
+        limit = len(examples) if test else self.config.eval_examples
+        batches = evaluation_batches(examples, self.shape, self.config.batch, limit)
+        score = evaluate(self.model, batches, self.config, self.device)
+        self._record({"kind": kind, "step": self.step, **vars(score)})
+
+    def _record(self, record: Record) -> None:
+        self.log.write(record)
+        self.report(record)
+
+    def _save(self) -> None:
+        checkpoint.save(self.folder, checkpoint.Progress(self.step, self.seconds), self.model, self.optimizer)
+
+
+class Window:
+    """Sums over the steps since the last line of the log, kept on the device so that no step waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.loss = torch.zeros((), device=device)
+        self.right = torch.zeros((), dtype=torch.int64, device=device)
+        self.steps = self.examples = self.tokens = 0
+        self.started = time.perf_counter()
+
+    def add(self, batch: Batch, loss: torch.Tensor, right: torch.Tensor) -> None:
+        self.loss += loss
+        self.right += right
+        self.steps += 1
+        self.examples += len(batch.labels)
+        self.tokens += batch.live_tokens
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    def finish(self) -> float:
+        """Seconds from the first step until the device has done the last one."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.elapsed()
+
+
+def find_device(name: str) -> torch.device:
+    """The device behind a name; "auto" is a GPU if PyTorch sees one. Raises ValueError if it is missing."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"PyTorch sees {torch.cuda.device_count()} GPUs here; got the device {name!r}")
+    return device
+
+
+def check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to resume on other data than the run began with."""
+    if saved["examples"] != now["examples"]:
+        raise ValueError(
+            f"a resumed run must see the same data: it began with {saved['examples']} examples (train, val, "
+            f"test) from {saved['folder']}; got {now['examples']}"
+        )
+
+
+def saved_run(folder: Path) -> tuple[Config, Path]:
+    """The settings and the data folder of the run in a folder; raises FileNotFoundError where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no run to resume in {folder}")
+    saved = json.loads(path.read_text())
+    return Config(**saved["config"]), Path(saved["data"]["folder"])

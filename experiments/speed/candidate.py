@@ -1,0 +1,143 @@
+"""An implementation on its way to a time: built, run once, judged. Each pass is judged by itself."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf, isnan
+
+import torch
+from torch import Tensor
+
+from experiments.speed import check, timing
+from experiments.speed.cases import BACKWARD, CALL, FORWARD, Case
+from experiments.speed.patterns import Pattern
+from experiments.speed.peers.runner import Inputs, Peer, Runner, Unavailable
+from experiments.speed.report import DIFFERS, FAILED, OK, SKIPPED, WRONG
+
+# What must be right for a pass to be timed: the output of a call without gradients, or of one with them and
+# theirs.
+RESULTS_OF_PASS = {FORWARD: ("inference",), CALL: ("inference",), BACKWARD: check.NAMES}
+
+
+@dataclass
+class Candidate:
+    """One implementation in one case. A pass without an entry in `verdicts` is well."""
+
+    case: Case
+    name: str
+    runner: Runner | None = None
+    backward: Callable[[], object] | None = None  # on a retained graph
+    results: dict[str, Tensor] = field(default_factory=dict)  # [B, H, N, D]
+    first_call_s: dict[str, float] = field(default_factory=dict)  # seconds, by pass
+    verdicts: dict[str, tuple[str, str]] = field(default_factory=dict)  # status and reason, by pass
+    errors: dict[str, float] = field(default_factory=dict)  # in units of the yardstick, by pass
+    differences: dict[str, float] = field(default_factory=dict)  # from ours, relative, by pass
+
+    def status(self, direction: str) -> str:
+        """OK while the pass may be timed."""
+        return self.verdicts.get(direction, (OK, ""))[0]
+
+    def fail(self, failure: Exception, *passes: str) -> None:
+        """Marks the passes with the failure's first line; the end of its trace goes to the error stream."""
+        if isinstance(failure, Unavailable):
+            verdict = (SKIPPED, str(failure))
+        else:
+            first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+            first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # folders say nothing to a reader elsewhere
+            verdict = (FAILED, f"{type(failure).__name__}: {first}"[:200])
+            trace = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
+            print(f"{self.case.name}, {self.name} {passes}:\n{trace[-1500:]}", file=sys.stderr, flush=True)
+        self.verdicts.update(dict.fromkeys(passes, verdict))
+
+
+@contextmanager
+def inference(runner: Runner) -> Iterator[None]:
+    """The runner's context, without gradients."""
+    with runner.context(), torch.no_grad():
+        yield
+
+
+def _run_without_gradients(
+    candidate: Candidate, runner: Runner, direction: str, device: torch.device
+) -> None:
+    with inference(runner):
+        seconds, out = timing.first_call(runner.inference(), device)
+    candidate.first_call_s[direction] = seconds
+    candidate.results["inference"] = runner.to_bhnd(out)
+
+
+def _run_backward(candidate: Candidate, runner: Runner, device: torch.device) -> None:
+    given = runner.inputs
+    with runner.context():
+        forward_s, out = timing.first_call(runner.forward, device)
+
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, (given.q, given.k, given.v), given.dout, retain_graph=True)
+
+        backward_s, gradients = timing.first_call(backward, device)
+    # Both: torch.compile may make the backward kernels when the forward runs, or when the backward does.
+    candidate.first_call_s[BACKWARD] = forward_s + backward_s
+    candidate.backward = backward
+    results = zip(check.NAMES, (out.detach(), *gradients))
+    candidate.results.update({name: runner.to_bhnd(tensor) for name, tensor in results})
+
+
+def prepare(
+    name: str, peer: Peer, case: Case, live: Pattern, inputs: Inputs, device: torch.device
+) -> Candidate:
+    """Builds the implementation and runs each pass once, which compiles it; keeps results and graph."""
+    candidate = Candidate(case, name)
+    try:
+        runner = candidate.runner = peer(case, live, inputs)
+    except Exception as failure:
+        candidate.fail(failure, *case.passes)
+        return candidate
+    for direction in case.passes:
+        try:
+            check.poison(inputs.q, 2)
+            if direction == BACKWARD:
+                _run_backward(candidate, runner, device)
+            else:
+                _run_without_gradients(candidate, runner, direction, device)
+        except Exception as failure:
+            candidate.fail(failure, direction)
+    return candidate
+
+
+def _worst(values: Mapping[str, float], names: tuple[str, ...]) -> str:
+    """The name of the largest value, NaN above all."""
+    return max(names, key=lambda name: inf if isnan(values[name]) else values[name])
+
+
+def verify(candidate: Candidate, inputs: Inputs, live: Pattern, heads: list[tuple[int, int]]) -> None:
+    """Compares the results with fp64 on `heads`; a pass with an error above the yardstick is WRONG."""
+    if not candidate.results:
+        return
+    ratios = check.error_ratios(candidate.results, inputs, live, heads)
+    for direction in candidate.case.passes:
+        if candidate.status(direction) != OK:
+            continue
+        name = _worst(ratios, RESULTS_OF_PASS[direction])
+        candidate.errors[direction] = ratios[name]
+        if not ratios[name] <= 1:
+            reason = f"the error of {name} is {ratios[name]:.3g} times the yardstick"
+            candidate.verdicts[direction] = (WRONG, reason)
+
+
+def compare(candidate: Candidate, ours: Candidate, dtype: torch.dtype) -> None:
+    """A pass of a peer that computes something else than ours, which was verified, DIFFERS."""
+    for direction in candidate.case.passes:
+        if candidate.status(direction) != OK or ours.status(direction) != OK:
+            continue
+        names = RESULTS_OF_PASS[direction]
+        values = {name: check.difference(candidate.results[name], ours.results[name]) for name in names}
+        name = _worst(values, names)
+        candidate.differences[direction] = values[name]
+        if not values[name] <= check.SAME_FUNCTION[dtype]:
+            reason = f"{name} differs from ours by {values[name]:.2g}, relative"
+            candidate.verdicts[direction] = (DIFFERS, reason)

@@ -1,0 +1,329 @@
+"""Hypothesis strategies: masks and attention problems, every size bounded by a parameter.
+
+Structure is drawn (styles, lengths, heads, dtypes); bulk values come from a drawn seed, so that drawing and shrinking
+stay quick. A drawn mask or problem is a recipe: its repr is a few plain values, and pasted into a test after
+`from strategies import *` it builds the same thing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
+
+from sparseflash import BlockMask, masks
+
+# What one tile of a dense mask may hold. "random" differs from tile to tile; the others recur, and deduplicate.
+TILES = ("full", "random", "dead", "lower", "upper", "repeated", "single")
+# Rows or columns of scores that are emptied afterwards: some single ones, and one run of them.
+HOLES = ("none", "rows", "columns", "both")
+RULES = ("near", "far", "documents", "strided", "queries", "keys", "nothing")
+LAYOUTS = ("contiguous", "tokens first", "sliced")
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def blocks(values: Sequence[int] = (16, 32, 64)) -> SearchStrategy[tuple[int, int]]:
+    """`(block_q, block_k)`, as often rectangular as not."""
+    square = st.sampled_from(values).map(lambda block: (block, block))
+    return square | st.tuples(st.sampled_from(values), st.sampled_from(values))
+
+
+_blocks = blocks  # for where a parameter hides the name
+
+
+def lengths(most: int, block: int = 16) -> SearchStrategy[int]:
+    """1 to `most` tokens, half of them awkward: 1, whole blocks, one more and one less."""
+    edges = {multiple + step for multiple in range(0, most + 2, block) for step in (-1, 0, 1)}
+    return st.sampled_from(sorted(edge for edge in edges if 1 <= edge <= most)) | st.integers(1, most)
+
+
+# ---------------------------------------------------------------------- dense masks
+
+
+def dense_mask(
+    *,
+    q_len: int,
+    k_len: int,
+    block: tuple[int, int],
+    patterns: Sequence[Sequence[str]],
+    heads: Sequence[Sequence[int]],
+    holes: str,
+    seed: int,
+) -> Tensor:
+    """Bool `[B, H, Nq, Nk]`. `patterns`: for each one the kinds of tile to choose from (a kind listed twice is twice
+    as likely); `heads[b][h]`: the number of the pattern that head h of batch element b uses."""
+    rng = np.random.default_rng(seed)
+    made = np.stack([_one_pattern(rng, q_len, k_len, block, kinds, holes) for kinds in patterns])
+    return torch.from_numpy(made[np.array(heads)])
+
+
+def _one_pattern(
+    rng: np.random.Generator, q_len: int, k_len: int, block: tuple[int, int], kinds: Sequence[str], holes: str
+) -> np.ndarray:
+    block_q, block_k = block
+    rows, cols = -(-q_len // block_q), -(-k_len // block_k)
+    single = np.zeros(block, dtype=bool)
+    single[rng.integers(block_q), rng.integers(block_k)] = True
+    every = np.ones(block, dtype=bool)
+    of_kind = {
+        "dead": ~every,
+        "full": every,
+        "random": every,  # replaced below
+        "lower": np.tril(every),
+        "upper": np.triu(every, 1),
+        "repeated": rng.random(block) < 0.3,
+        "single": single,
+    }
+    which = rng.integers(len(kinds), size=(rows, cols))
+    grid = np.stack([of_kind[kind] for kind in kinds])[which]  # [Mq, Mk, block_q, block_k]
+    is_random = np.array([kind == "random" for kind in kinds])[which]
+    grid[is_random] = rng.random((is_random.sum(), block_q, block_k)) < rng.choice([0.05, 0.5, 0.95])
+    dense = grid.transpose(0, 2, 1, 3).reshape(rows * block_q, cols * block_k)[:q_len, :k_len].copy()
+    if holes in ("rows", "both"):
+        dense[_hole(rng, q_len, block_q)] = False
+    if holes in ("columns", "both"):
+        dense[:, _hole(rng, k_len, block_k)] = False
+    return dense
+
+
+def _hole(rng: np.random.Generator, length: int, block: int) -> np.ndarray:
+    chosen = rng.random(length) < 0.1
+    start = rng.integers(length)
+    chosen[start : start + rng.integers(1, 2 * block + 1)] = True
+    return chosen
+
+
+def _leading(size: int) -> SearchStrategy[int]:
+    """A leading dimension of that size, or now and then 1: shared."""
+    return st.sampled_from([size, size, 1])
+
+
+@st.composite
+def _dense_arguments(
+    draw: DrawFn, q_len: int, k_len: int, batch: int, heads: int, block: tuple[int, int]
+) -> dict[str, Any]:
+    rows, cols = draw(_leading(batch)), draw(_leading(heads))
+    patterns = min(draw(st.sampled_from([1, 2, 2, 3])), rows * cols)
+    uses = st.lists(st.integers(0, patterns - 1), min_size=cols, max_size=cols)
+    kinds = st.lists(st.sampled_from(TILES), min_size=1, max_size=5)
+    return {
+        "q_len": q_len,
+        "k_len": k_len,
+        "block": block,
+        "patterns": draw(st.lists(kinds, min_size=patterns, max_size=patterns)),
+        "heads": draw(st.lists(uses, min_size=rows, max_size=rows)),
+        "holes": draw(st.sampled_from(HOLES)),
+        "seed": draw(SEEDS),
+    }
+
+
+def dense_masks(q_len: int, k_len: int, batch: int, heads: int, block: tuple[int, int]) -> SearchStrategy[Tensor]:
+    """Bool `[B or 1, H or 1, Nq, Nk]`, made of tiles of that block: dead, full, random, triangular and repeated ones,
+    empty rows and columns, everything dead, everything live, heads and batch elements that share a pattern."""
+    return _dense_arguments(q_len, k_len, batch, heads, block).map(lambda drawn: dense_mask(**drawn))
+
+
+# ---------------------------------------------------------------------- block masks
+
+
+def rule(name: str, number: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A predicate for `BlockMask.from_function`, from one of RULES and a number of tokens of at least 1."""
+    return {
+        "near": lambda q, k: (q - k).abs() < number,
+        "far": lambda q, k: (q - k).abs() >= number,
+        "documents": lambda q, k: (q // number == k // number) & (k <= q),
+        "strided": lambda q, k: (q + 3 * k) % number == 0,
+        "queries": lambda q, k: q % number == 0,
+        "keys": lambda q, k: k % number == 0,
+        "nothing": lambda q, k: (q < 0) & (k < 0),
+    }[name]
+
+
+def _from_dense(*, block: tuple[int, int], **arguments: Any) -> BlockMask:
+    return BlockMask.from_dense(dense_mask(block=block, **arguments), block=block)
+
+
+def _from_layout(
+    *, q_len: int, k_len: int, block: tuple[int, int], heads: Sequence[Sequence[int]], share: float, seed: int
+) -> BlockMask:
+    rows, cols = -(-q_len // block[0]), -(-k_len // block[1])
+    rng = np.random.default_rng(seed)
+    made = rng.random((1 + max(map(max, heads)), rows, cols)) < share
+    return BlockMask.from_layout(made[np.array(heads)], block=block, q_len=q_len, k_len=k_len)
+
+
+def _from_function(*, q_len: int, k_len: int, block: tuple[int, int], rule_name: str, number: int) -> BlockMask:
+    return BlockMask.from_function(rule(rule_name, number), q_len, k_len, block=block)
+
+
+BUILDERS: dict[str, Callable[..., BlockMask]] = {
+    "from_dense": _from_dense,
+    "from_layout": _from_layout,
+    "from_function": _from_function,
+    "dense": BlockMask.dense,
+    "causal": masks.causal,
+    "local": masks.local,
+    "butterfly": masks.butterfly,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a mask is built: a name of BUILDERS, its arguments, and the lengths given afterwards."""
+
+    builder: str
+    arguments: dict[str, Any]
+    lengths: tuple[int, ...] | None = None
+
+    def mask(self) -> BlockMask:
+        mask = BUILDERS[self.builder](**self.arguments)
+        return mask if self.lengths is None else mask.with_lengths(torch.tensor(self.lengths, dtype=torch.int64))
+
+
+@st.composite
+def recipes(draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 1, heads: int = 1) -> Recipe:
+    """Recipes of masks that fit an attention of `batch` elements and `heads` query heads."""
+    # from_dense first and twice: it reaches every structure, and failures shrink towards it.
+    builder = draw(st.sampled_from(["from_dense", *BUILDERS]))
+    block = draw(_blocks(blocks))
+    if builder == "butterfly":
+        block = (block[0], block[0])
+    q_len = draw(lengths(most_tokens, block[0]))
+    k_len = q_len
+    if builder not in ("local", "butterfly"):
+        k_len = draw(st.just(q_len) | lengths(most_tokens, block[1]))
+    sizes = {"q_len": q_len, "k_len": k_len, "block": block}
+    if builder == "from_dense":
+        arguments = draw(_dense_arguments(q_len, k_len, batch, heads, block))
+    elif builder == "from_layout":
+        rows, cols = draw(_leading(batch)), draw(_leading(heads))
+        uses = st.lists(st.integers(0, 2), min_size=cols, max_size=cols)
+        share = draw(st.sampled_from([0.5, 0.0, 0.1, 1.0]))
+        uses = draw(st.lists(uses, min_size=rows, max_size=rows))
+        arguments = sizes | {"heads": uses, "share": share, "seed": draw(SEEDS)}
+    elif builder == "from_function":
+        arguments = sizes | {"rule_name": draw(st.sampled_from(RULES)), "number": draw(lengths(most_tokens, block[1]))}
+    elif builder == "local":
+        window = draw(lengths(2 * most_tokens, block[1]))
+        arguments = {"q_len": q_len, "window": window, "causal": draw(st.booleans()), "block": block}
+    elif builder == "butterfly":
+        most = (-(-q_len // block[0]) - 1).bit_length()
+        factors = draw(st.none() | st.integers(0, most))
+        arguments = {"q_len": q_len, "block": block[0], "factors": factors, "causal": draw(st.booleans())}
+    else:
+        arguments = sizes
+    # Each sequence: nothing, all of the queries or of the keys, a part, or more than there is.
+    longest = max(q_len, k_len)
+    one = st.sampled_from([q_len, k_len, 0, longest + 7]) | st.integers(0, longest)
+    given = st.lists(one, min_size=batch, max_size=batch).map(tuple)
+    return Recipe(builder, arguments, draw(st.none() | st.none() | given))
+
+
+def block_masks(
+    most_tokens: int = 160, blocks: Sequence[int] = (16, 32, 64), batch: int = 1, heads: int = 1
+) -> SearchStrategy[BlockMask]:
+    """Masks of every constructor and of the library, with lengths now and then, for an attention of `batch` elements
+    and `heads` query heads."""
+    return recipes(most_tokens, blocks, batch, heads).map(Recipe.mask)
+
+
+# ---------------------------------------------------------------------- problems
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The inputs of one attention, forward and backward."""
+
+    recipe: Recipe | None  # of the mask; None: attention without a mask
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    dim: int
+    v_dim: int
+    dtype: torch.dtype
+    scale: float | None
+    layout: str  # one of LAYOUTS
+    seed: int
+
+    @cached_property
+    def mask(self) -> BlockMask | None:
+        return None if self.recipe is None else self.recipe.mask()
+
+    def tensors(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`(q, k, v, dout, dlse)`: the same values on every device, and in every dtype up to rounding. q, k and v are
+        leaves that require gradients; dlse is fp32, fp64 for fp64."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = (
+            (self.batch, self.heads, self.q_len, self.dim),
+            (self.batch, self.kv_heads, self.k_len, self.dim),
+            (self.batch, self.kv_heads, self.k_len, self.v_dim),
+            (self.batch, self.heads, self.q_len, self.v_dim),
+        )
+        values = [torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes]
+        dlse = torch.randn(shapes[0][:3], generator=generator, dtype=torch.float64)
+        q, k, v, dout = (laid_out(x.to(device), self.layout) for x in values)
+        dlse = dlse.to(device, torch.promote_types(self.dtype, torch.float32))
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, dlse
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The values of `x [B, H, N, D]` with the strides of one of LAYOUTS."""
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "tokens first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    # Starts one element into its buffer, so off any alignment wider than an element; what lies around the values is
+    # NaN, so that reading it shows.
+    buffer = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+    buffer[..., 1:-2] = x
+    return buffer[..., 1:-2]
+
+
+@st.composite
+def problems(
+    draw: DrawFn,
+    most_tokens: int,
+    head_dims: Sequence[int],
+    value_dims: Sequence[int],
+    blocks: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    most_heads: int = 4,
+    most_batch: int = 2,
+) -> Problem:
+    """Attention problems: masks of every kind or none, grouped heads, dtypes, scales, memory layouts."""
+    batch, heads = draw(st.integers(1, most_batch)), draw(st.integers(1, most_heads))
+    kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    recipe = None
+    if draw(st.integers(0, 7)) == 7:
+        q_len = draw(lengths(most_tokens, blocks[0]))
+        k_len = draw(st.just(q_len) | lengths(most_tokens, blocks[0]))
+    else:
+        recipe = draw(recipes(most_tokens, blocks, batch, heads))
+        q_len = recipe.arguments["q_len"]
+        k_len = recipe.arguments.get("k_len", q_len)
+    return Problem(
+        recipe=recipe,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        k_len=k_len,
+        dim=draw(st.sampled_from(head_dims)),
+        v_dim=draw(st.sampled_from(value_dims)),
+        dtype=draw(st.sampled_from(dtypes)),
+        scale=draw(st.none() | st.sampled_from([1.0, 0.05, 0.3, -0.2, 0.0])),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        seed=draw(SEEDS),
+    )

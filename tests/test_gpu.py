@@ -1,0 +1,119 @@
+"""What only a GPU can show: the same bits every time, more than 2^31 elements, no waiting for the device."""
+
+import pytest
+import torch
+
+from sparseflash import BlockMask, attention, masks
+
+pytestmark = pytest.mark.gpu
+
+
+def inputs(*shape, dtype=torch.bfloat16, kv_heads=None, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    batch, heads, tokens, dim = shape
+    sizes = [(batch, heads, tokens, dim), *[(batch, kv_heads or heads, tokens, dim)] * 2]
+    return [torch.randn(s, generator=generator, device="cuda", dtype=dtype).requires_grad_() for s in sizes]
+
+
+def forward_and_backward(q, k, v, mask):
+    out, lse = attention(q, k, v, mask, return_lse=True)
+    live = lse.isfinite()
+    return (out.detach(), lse.detach(), *torch.autograd.grad(out.float().square().sum() + lse[live].sum(), (q, k, v)))
+
+
+def mask_with_empty_rows_and_columns(tokens):
+    generator = torch.Generator().manual_seed(1)
+    layout = torch.rand(4, -(-tokens // 64), -(-tokens // 64), generator=generator) < 0.2
+    layout[:, ::5] = False
+    layout[:, :, ::7] = False
+    return BlockMask.from_layout(layout, block=64, q_len=tokens, k_len=tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_twenty_runs_give_the_same_bits_and_no_nan(dim, dtype):
+    tokens = 4000
+    mask = mask_with_empty_rows_and_columns(tokens).to("cuda")
+    tensors = inputs(2, 4, tokens, dim, dtype=dtype, kv_heads=2)
+    first = forward_and_backward(*tensors, mask)
+    assert (first[1] == -torch.inf).any(), "the mask must have empty rows for this test to mean anything"
+    for name, x in zip(("out", "dq", "dk", "dv"), (first[0], *first[2:]), strict=True):
+        assert x.isfinite().all(), name
+    for _ in range(19):
+        for a, b in zip(first, forward_and_backward(*tensors, mask), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+def test_tensors_of_more_than_two_to_the_31_elements(layout):
+    heads, tokens, dim = 66, 262_144, 128
+    assert heads * tokens * dim > 2**31
+    shape = (1, heads, tokens, dim) if layout == "heads first" else (1, tokens, heads, dim)
+    mask = masks.local(tokens, 100).to("cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    if layout == "tokens first":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v, mask, return_lse=True)
+    (dq, dk, dv) = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    # The last head lies past 2^31 elements; alone it does not, and must give the same.
+    last = [x[:, -1:].detach().contiguous().requires_grad_() for x in (q, k, v)]
+    want, want_lse = attention(*last, mask, return_lse=True)
+    want_gradients = torch.autograd.grad(want, last, torch.ones_like(want))
+    assert torch.equal(out[:, -1:], want)
+    assert torch.equal(lse[:, -1:], want_lse)
+    for a, b in zip((dq, dk, dv), want_gradients, strict=True):
+        assert torch.equal(a[:, -1:], b)
+
+
+def test_a_step_with_new_lengths_waits_for_nothing():
+    q, k, v = inputs(4, 2, 1000, 64)
+    base = masks.butterfly(1000, block=64).to("cuda")
+    lengths = torch.randint(1, 1001, (4,), device="cuda")
+    attention(q, k, v, base.with_lengths(lengths)).sum().backward()  # compiles and plans
+    try:
+        with pytest.warns(UserWarning, match="prototype"):
+            torch.cuda.set_sync_debug_mode("error")
+        attention(q, k, v, base.with_lengths(lengths // 2)).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode(0)
+
+
+def test_a_mask_made_on_the_gpu_equals_the_one_made_on_the_cpu():
+    dense = torch.rand(2, 3, 300, 200) < 0.3
+    dense[:, :, 50:150] = False
+    assert BlockMask.from_dense(dense.cuda(), block=32) == BlockMask.from_dense(dense, block=32)
+
+
+def test_a_mask_on_another_device_is_refused():
+    q, k, v = inputs(1, 1, 256, 64)
+    with pytest.raises(ValueError, match=r"mask must be on q's device cuda:0; it is on cpu.*mask\.to\(q\.device\)"):
+        attention(q, k, v, masks.causal(256))
+
+
+def test_autocast_runs_the_kernel_in_half_precision():
+    q, k, v = inputs(1, 2, 256, 64, dtype=torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = attention(q, k, v, masks.causal(256).to("cuda"))
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), masks.causal(256).to("cuda")))
+
+
+def test_dense_attention_equals_pytorchs_own():
+    q, k, v = inputs(2, 4, 1000, 128, dtype=torch.float16)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(attention(q, k, v), want, atol=2e-3, rtol=0)
+
+
+def test_compiles_with_inductor_into_one_graph_with_gradients():
+    mask = masks.local(512, 200).to("cuda")
+
+    def loss(q, k, v):
+        return attention(q * 2, k, v, mask).float().square().mean()
+
+    tensors = inputs(1, 2, 512, 64)
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*tensors), tensors)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-6)

@@ -1,0 +1,157 @@
+"""The command line: options reach the run, presets give way to them, and mistakes are answered in one line."""
+
+import json
+import re
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.lra import cli, demo
+from experiments.lra.config import DEFAULTS, HELP, PRESETS, configure, resumed
+from experiments.lra.generate import Settings, generate
+from test_lra_train import DATA, TINY
+
+OPTIONS = {name: value for name, value in vars(TINY).items() if value != DEFAULTS[name]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return generate(DATA, tmp_path_factory.mktemp("data"), workers=1)
+
+
+def call(*words, **options):
+    """Run a command; option names with underscores, as fields of Config."""
+    words = list(map(str, words))
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return CliRunner().invoke(cli.app, words)
+
+
+def test_train_trains_and_reports_beside_the_baselines(folder, tmp_path):
+    result = call("train", data=folder, out=tmp_path / "run", **OPTIONS)
+    assert result.exit_code == 0, result.output
+    assert "listops (generated data), 24 test examples" in result.output
+    assert re.search(r"majority class +│? *0\.\d+", result.output)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["config"] == vars(TINY)
+
+
+def test_train_pauses_and_resumes(folder, tmp_path):
+    result = call("train", data=folder, out=tmp_path, pause_after=0, **OPTIONS)
+    assert result.exit_code == 0, result.output
+    assert "Paused at step 1" in result.output
+    result = call("train", "--resume", out=tmp_path)  # the run knows its data
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 11
+
+
+def test_train_generates_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"longer_than": 10, "shorter_than": 60, "train_examples": 40, "val_examples": 5, "test_examples": 5}
+    result = call("train", **{**OPTIONS, **sizes, "steps": 1})
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "data/lra/listops-generated-10-60-40-5-5-seed0/generator.json").exists()
+    run = tmp_path / "runs/lra/listops-butterfly-seed0"
+    assert (run / "metrics.json").exists()
+    shutil.rmtree(tmp_path / "data")
+    result = call("train", "--resume", out=run, steps=2)  # the data can be generated again
+    assert result.exit_code == 0, result.output
+    assert json.loads((run / "metrics.json").read_text())["steps"] == 2
+
+
+def test_generate_says_where_and_that_it_generated(tmp_path):
+    result = call("generate", out=tmp_path, longer_than=10, shorter_than=40, train=30, val=5, test=5, workers=1)
+    assert result.exit_code == 0, result.output
+    assert "Generated data (not the released files)" in result.output
+    assert (tmp_path / Settings(10, 40, 30, 5, 5).folder_name / "generated_train.tsv").exists()
+
+
+def test_demo_trains_all_masks_and_compares_them(folder, tmp_path):
+    options = {name: value for name, value in OPTIONS.items() if name != "mask"}
+    result = call("train", preset="demo", data=folder, out=tmp_path, **{**options, "steps": 3})
+    assert result.exit_code == 0, result.output
+    for word in ("dense", "local", "butterfly", "beacons", "majority class", "root operator", "Exact:", "masks.png"):
+        assert word in result.output
+    assert (tmp_path / "masks.png").exists()
+    outcomes = json.loads((tmp_path / "demo.json").read_text())
+    assert [outcome["name"] for outcome in outcomes] == ["dense", "local", "butterfly", "beacons"]
+    again = call("train", preset="demo", mask="local", data=folder, out=tmp_path, **{**options, "steps": 2})
+    assert again.exit_code == 0, again.output
+    assert len(json.loads((tmp_path / "demo.json").read_text())) == 1
+
+
+def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.lra.exactness.ALLOWED", 0.01)
+    options = {name: value for name, value in OPTIONS.items() if name != "mask"}
+    result = call("train", preset="demo", mask="local", data=folder, out=tmp_path, **{**options, "steps": 1})
+    assert result.exit_code == 1
+    assert "Not exact: local." in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mask", "butterfyl"], "the mask must be dense, local, butterfly, module:function or file.py:function"),
+        (["--mask", "no_such_module:mask"], "the mask's module 'no_such_module' was not found"),
+        (["--preset", "huge"], "the preset must be one of lra, modern, demo; got 'huge'"),
+        (["--task", "chess"], "task must be one of listops; got 'chess'"),
+        (["--device", "tpu"], "the device must be auto, cpu, cuda or cuda:<number>; got 'tpu'"),
+        (["--width", "30", "--heads", "4"], "width must be a multiple of heads"),
+        (["--batch", "65"], "at most the number of training examples, 64; got 65"),
+        (["--resume"], "there is no run to resume in"),
+        (["--resume", "--preset", "lra"], "--resume keeps the run's settings: leave out --preset and --overwrite"),
+        (["--preset", "demo", "--pause-after", "1"], "the demo has no --pause-after"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(folder, tmp_path, words, message):
+    result = call("train", *words, data=folder, out=tmp_path / "run")
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_missing_data_is_not_replaced_by_generated_data(tmp_path):
+    result = call("train", data=tmp_path / "nowhere", out=tmp_path / "run")
+    assert result.exit_code == 1
+    assert "nowhere does not exist; place basic_train.tsv" in result.output
+    result = call("generate", out=tmp_path, longer_than=5, shorter_than=6)
+    assert result.exit_code == 1
+    assert "strictly between the bounds" in result.output
+
+
+def test_every_setting_is_an_option_with_help_and_default():
+    result = CliRunner().invoke(cli.app, ["train", "--help"], terminal_width=200)
+    for name in HELP:
+        assert f"--{name.replace('_', '-')}" in result.output
+    assert result.output.count("[default:") >= len(HELP)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_valid_and_give_way_to_options(preset):
+    assert configure(preset, {}).steps == PRESETS[preset]["steps"]
+    assert configure(preset, {"steps": 7, "mask": "dense"}).steps == 7
+
+
+def test_resumed_runs_keep_their_settings():
+    assert resumed(TINY, {"steps": 20, "device": "auto"}).steps == 20
+    with pytest.raises(ValueError, match="must keep its settings: --max-tokens was 40, got 41"):
+        resumed(TINY, {"max_tokens": 41})
+
+
+def test_the_modern_presets_checkpoint_fits_four_files():
+    """Weights and two moments in fp32, in files below 16 MiB."""
+    from experiments.lra.batches import Shape
+    from experiments.lra.data import LISTOPS
+    from experiments.lra.step import build_model
+    from sparseflash import BlockMask
+
+    config = configure("modern", {})
+    length = Shape.fit(config.max_tokens, cls=True, block=config.block).length
+    model = build_model(config, LISTOPS, BlockMask.dense(length, block=config.block))
+    size = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert 30e6 < size < 4 * 15 * 2**20
+
+
+def test_demo_masks_can_be_built():
+    assert [demo.short(name) for name in demo.MASKS] == ["dense", "local", "butterfly", "beacons"]

@@ -1,0 +1,184 @@
+"""Loading the released format, and batches in an order that a resumed run finds again."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.lra import tokens
+from experiments.lra.baselines import baselines
+from experiments.lra.batches import Shape, collate, evaluation_batches, rows_of_step, training_batches
+from experiments.lra.cache import Examples, open_examples
+from experiments.lra.data import load
+from experiments.lra.generate import Settings, generate
+
+RELEASED = (
+    b"Source\tTarget\r\n"
+    b"( ( ( [MAX 3 ) 4 ) ] )\t4\r\n"
+    b"( ( ( ( [SM 2 ) ( ( ( [MIN 7 ) 5 ) ] ) ) 9 ) ] )\t6\r\n"
+    b"( ( ( [MED 1 ) 8 ) ] )\t4\r\n"
+)
+
+
+@pytest.fixture
+def released(tmp_path):
+    folder = tmp_path / "lra_release" / "listops-1000"
+    folder.mkdir(parents=True)
+    for split in ("train", "val", "test"):
+        (folder / f"basic_{split}.tsv").write_bytes(RELEASED)
+    return folder
+
+
+def test_released_files_are_read_from_any_level_of_the_archive(released):
+    for folder in (released, released.parent, released.parent.parent):
+        data = load("listops", folder)
+        assert not data.generated
+        assert [tokens.decode(bytes(example)) for example in data.train] == [
+            ["[MAX", "3", "4", "]"],
+            ["[SM", "2", "[MIN", "7", "5", "]", "9", "]"],
+            ["[MED", "1", "8", "]"],
+        ]
+        assert data.test.labels.tolist() == [4, 6, 4]
+
+
+def test_unix_line_ends_are_read_too(released):
+    path = released / "basic_val.tsv"
+    path.write_bytes(RELEASED.replace(b"\r\n", b"\n"))
+    assert len(load("listops", released).val) == 3
+
+
+def test_generated_files_are_known_as_generated(tmp_path):
+    folder = generate(Settings(10, 40, 20, 5, 5), tmp_path, workers=1)
+    data = load("listops", folder)
+    assert data.generated
+    assert (len(data.train), len(data.val), len(data.test)) == (20, 5, 5)
+
+
+def test_cache_is_mapped_from_disk_and_follows_the_file(released):
+    path = released / "basic_train.tsv"
+    first = open_examples(path)
+    assert isinstance(first.ids, np.memmap)
+    assert len(list((released / "tokens").iterdir())) == 1
+    assert open_examples(path).ids.tolist() == first.ids.tolist()
+    path.write_bytes(RELEASED + b"( ( ( [SM 3 ) 4 ) ] )\t7\r\n")
+    assert len(open_examples(path)) == 4
+    os.utime(path, ns=(0, 0))
+    open_examples(path)
+    assert len(list((released / "tokens").iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"( ( ( [MAX 3 ) 44 ) ] )\t4\r\n", "line 5 of .*basic_train.tsv is not a ListOps example"),
+        (b"( ( ( [MAX 3 ) 4 ) ] )\t11\r\n", "has the class b'11' where one digit must stand"),
+        (b"( ( ( [MAX 3 ) 4 ) ] )\r\n", "line 5 of"),
+    ],
+)
+def test_a_bad_line_is_named(released, line, message):
+    (released / "basic_train.tsv").write_bytes(RELEASED + line)
+    with pytest.raises(ValueError, match=message):
+        load("listops", released)
+    assert not list(released.glob("tokens/*train*"))  # nothing half-read is kept
+
+
+def test_wrong_header_and_empty_file_are_named(released):
+    (released / "basic_train.tsv").write_bytes(b"a\tb\r\n")
+    with pytest.raises(ValueError, match="must begin with the header Source<tab>Target; got b'a"):
+        load("listops", released)
+    (released / "basic_train.tsv").write_bytes(b"Source\tTarget\r\n")
+    with pytest.raises(ValueError, match="at least one example"):
+        load("listops", released)
+
+
+def test_missing_files_are_named_with_what_to_do(released, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist; place basic_train.tsv"):
+        load("listops", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds no ListOps files; place basic_train.tsv"):
+        load("listops", tmp_path / "empty")
+    (released / "basic_val.tsv").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks basic_val.tsv; place"):
+        load("listops", released)
+    with pytest.raises(ValueError, match="the task must be one of listops; got 'chess'"):
+        load("chess", released)
+
+
+def test_generated_files_without_their_label_are_refused(tmp_path):
+    folder = generate(Settings(10, 40, 20, 5, 5), tmp_path, workers=1)
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "generator.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"generated files without their generator.json"):
+        load("listops", tmp_path / "copy")
+
+
+def examples(lengths):
+    """Examples whose tokens tell which example they belong to."""
+    ids = np.concatenate([np.full(length, 1 + index % 15, np.uint8) for index, length in enumerate(lengths)])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return Examples(ids, starts, (np.arange(len(lengths)) % 10).astype(np.uint8))
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 40), st.booleans())
+def test_batches_are_padded_to_whole_blocks(lengths, max_tokens, cls):
+    shape = Shape.fit(max_tokens, cls=cls, block=16)
+    batch = collate(examples(lengths), np.arange(len(lengths)), shape)
+    assert shape.length % 16 == 0
+    assert 0 <= shape.length - max_tokens - cls < 16
+    assert batch.ids.shape == (len(lengths), shape.length)
+    assert batch.lengths.tolist() == [min(length, max_tokens) + cls for length in lengths]
+    assert batch.live_tokens == sum(batch.lengths.tolist())
+    for row, length in enumerate(batch.lengths.tolist()):
+        assert (batch.ids[row, :length] != tokens.PADDING).all()
+        assert (batch.ids[row, length:] == tokens.PADDING).all()
+        assert (batch.ids[row, 0] == tokens.CLS) == cls
+
+
+@given(st.integers(1, 40), st.integers(1, 10), st.integers(0, 5))
+def test_an_epoch_sees_every_example_once(count, batch, seed):
+    batch = min(batch, count)
+    steps = count // batch
+    epochs = [
+        np.concatenate([rows_of_step(count, batch, seed, epoch * steps + step) for step in range(steps)])
+        for epoch in range(2)
+    ]
+    for rows in epochs:
+        assert len(set(rows.tolist())) == steps * batch
+    if count > 20:
+        assert epochs[0].tolist() != epochs[1].tolist()
+
+
+@given(st.integers(0, 30))
+def test_batches_can_be_picked_up_at_any_step(first_step):
+    data, shape = examples([5] * 20), Shape(16, 10, False)
+    whole = training_batches(data, shape, 3, 1, 0)
+    for _ in range(first_step):
+        next(whole)
+    resumed = training_batches(data, shape, 3, 1, first_step)
+    for _ in range(8):
+        assert torch.equal(next(whole).ids, next(resumed).ids)
+
+
+def test_evaluation_sees_the_first_examples_in_order():
+    batches = list(evaluation_batches(examples([5] * 10), Shape(16, 10, False), 4, limit=7))
+    assert [batch.labels.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6]]
+    everything = evaluation_batches(examples([5] * 10), Shape(16, 10, False), 4, limit=100)
+    assert sum(len(batch.labels) for batch in everything) == 10
+
+
+def test_batch_larger_than_the_data_is_refused():
+    with pytest.raises(ValueError, match="at most the number of training examples, 3; got 4"):
+        rows_of_step(3, 4, 0, 0)
+
+
+def test_baselines_are_fitted_on_train_and_scored_on_test(released):
+    (released / "basic_test.tsv").write_bytes(
+        b"Source\tTarget\r\n( ( ( [MAX 3 ) 5 ) ] )\t5\r\n( ( ( [SM 1 ) 5 ) ] )\t6\r\n"
+    )
+    majority, root = baselines(load("listops", released))
+    assert (majority.rule, majority.accuracy) == ("majority class", 0.0)  # the majority of train is 4
+    assert (root.rule, root.accuracy) == ("root operator", 0.5)  # [SM -> 6 was seen in train

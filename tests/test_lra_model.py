@@ -1,0 +1,153 @@
+"""The classifier: it learns, it does not see padding, and its pooling, positions and schedule are as stated."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.lra import exactness, schedule
+from experiments.lra.batches import Batch
+from experiments.lra.config import Config
+from experiments.lra.data import LISTOPS
+from experiments.lra.model import POOLS, POSITIONS, Classifier, pool, sinusoids
+from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
+from sparseflash import BlockMask, masks
+
+TINY = Config(block=16, depth=2, width=32, heads=2, mlp=32, dropout=0.0, lr=3e-3, clip=1.0)
+CPU = torch.device("cpu")
+
+
+def fake_batch(rows: int = 6, length: int = 48, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 16, (rows, length), generator=generator)
+    lengths = torch.randint(length // 3, length, (rows,), generator=generator, dtype=torch.int32)
+    ids[torch.arange(length) >= lengths[:, None]] = 0
+    return Batch(ids, lengths, torch.arange(rows) % 10, int(lengths.sum()))
+
+
+def model_with(mask: BlockMask, **changes) -> Classifier:
+    return build_model(Config(**{**vars(TINY), **changes}), LISTOPS, mask)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_steps_on_one_batch_lower_its_loss(pool):
+    batch = fake_batch()
+    model = model_with(masks.butterfly(48, block=16), pool=pool)
+    optimizer = build_optimizer(TINY, model)
+    losses = [training_step(model, optimizer, batch, TINY, TINY.lr)[0].item() for _ in range(12)]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_step_returns_loss_and_right_answers():
+    batch = fake_batch()
+    model = model_with(masks.local(48, 8, block=16))
+    before = evaluate(model, [batch], TINY, CPU)
+    loss, right = training_step(model, build_optimizer(TINY, model), batch, TINY, lr=0.0)
+    after = evaluate(model, [batch, batch], TINY, CPU)
+    assert loss.item() == pytest.approx(before.loss, rel=1e-5)
+    assert right.item() == round(before.accuracy * 6)
+    assert (after.loss, after.accuracy) == pytest.approx((before.loss, before.accuracy))  # lr 0 moved nothing
+    assert after.examples == 12
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_padding_is_not_seen(pool, positions):
+    batch = fake_batch()
+    model = model_with(BlockMask.dense(48, block=16), pool=pool, positions=positions).eval()
+    other = batch.ids.clone()
+    other[torch.arange(48) >= batch.lengths[:, None]] = 7
+    assert torch.equal(model(batch.ids, batch.lengths), model(other, batch.lengths))
+
+
+def test_each_layer_has_its_own_mask():
+    def reach(per_layer: list[BlockMask]) -> Tensor:
+        """Which tokens the first position's logits depend on."""
+        torch.manual_seed(0)
+        sizes = {"vocabulary": 17, "classes": 10, "width": 8, "heads": 1, "mlp": 8, "dropout": 0.0}
+        model = Classifier(per_layer, **sizes, pool="first", positions="learned")
+        model(torch.ones(1, 48, dtype=torch.int64), torch.tensor([48])).sum().backward()
+        return model.positions.grad.abs().sum(1) > 0
+
+    diagonal = BlockMask.from_function(lambda q, k: q == k, 48, block=16)
+    one_away = BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, 48, block=16)
+    ten_away = BlockMask.from_function(lambda q, k: ((q - k).abs() == 10) | (q == k), 48, block=16)
+    assert reach([diagonal, diagonal]).nonzero().squeeze(1).tolist() == [0]
+    assert reach([ten_away, one_away]).nonzero().squeeze(1).tolist() == [0, 1, 10, 11]
+
+
+def test_pooling_reads_live_positions_only():
+    x = torch.tensor([[[1.0, -5.0], [3.0, -7.0], [100.0, 100.0]]])
+    lengths = torch.tensor([2])
+    assert pool(x, lengths, "cls").tolist() == pool(x, lengths, "first").tolist() == [[1.0, -5.0]]
+    assert pool(x, lengths, "mean").tolist() == [[2.0, -6.0]]
+    assert pool(x, lengths, "max").tolist() == [[3.0, -5.0]]
+
+
+def test_sinusoidal_positions_are_distinct_and_as_large_as_the_embedding():
+    positions = sinusoids(500, 32)
+    assert torch.cdist(positions, positions).fill_diagonal_(1).min() > 0.1
+    assert positions.norm(dim=1) == pytest.approx(torch.ones(500), abs=1e-5)
+    with pytest.raises(ValueError, match="even width; got 33"):
+        sinusoids(4, 33)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 30, "heads": 4}, "width must be a multiple of heads; got width 30, heads 4"),
+        ({"pool": "sum"}, "pool must be one of cls, first, mean, max; got 'sum'"),
+        ({"positions": "none"}, "positions must be one of learned, sinusoidal; got 'none'"),
+        ({"schedule": "step"}, "schedule must be one of constant, cosine, rsqrt; got 'step'"),
+        ({"precision": "fp8"}, "precision must be fp32 or bf16; got 'fp8'"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"minutes": 0.0}, "minutes must be more than 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        model_with(BlockMask.dense(48, block=16), **changes)
+
+
+def test_only_matrices_decay():
+    model = model_with(BlockMask.dense(48, block=16))
+    decaying, others = build_optimizer(Config(weight_decay=0.3), model).param_groups
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    assert all(parameter.ndim == 2 for parameter in decaying["params"])
+    assert len(decaying["params"]) + len(others["params"]) == len(list(model.parameters()))
+    assert model.embedding.weight in set(others["params"])
+
+
+def test_schedules():
+    assert [schedule.factor("constant", step, 4, 0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert schedule.factor("cosine", 50, 4, 0.5) == pytest.approx(0.5)
+    assert schedule.factor("cosine", 50, 4, 1.2) == 0
+    # The Long Range Arena writes 0.05 / sqrt(step) with a warm-up of 1000.
+    assert 0.05 / math.sqrt(1000) * schedule.factor("rsqrt", 3999, 1000, 0) == pytest.approx(0.05 / math.sqrt(4000))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_is_exact_on_the_models_tensors(precision):
+    config = Config(**{**vars(TINY), "precision": precision})
+    model = model_with(masks.butterfly(80, block=16), pool="mean")
+    batch = fake_batch(length=80)
+    result = exactness.check(model, batch, config)
+    assert result.holds
+    assert 0 < result.ours < (1e-5 if precision == "fp32" else 0.1)
+    call = exactness.capture(model, batch, config)
+    assert call.q.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
+    assert call.dout.abs().sum((1, 3)).count_nonzero() == batch.live_tokens  # every live query has a gradient
+
+
+def test_a_wrong_result_is_not_called_exact(monkeypatch):
+    right = exactness.sparse
+
+    def wrong(call):
+        out, *gradients = right(call)
+        out[0, 0, 0, 0] += 1e-3
+        return [out, *gradients]
+
+    monkeypatch.setattr(exactness, "sparse", wrong)
+    assert not exactness.check(model_with(masks.butterfly(48, block=16)), fake_batch(), TINY).holds

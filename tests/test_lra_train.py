@@ -1,0 +1,252 @@
+"""Training runs: logs, metrics, checkpoints, and that a killed and resumed run gives the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from experiments.lra import checkpoint
+from experiments.lra.config import Config
+from experiments.lra.data import load
+from experiments.lra.generate import Settings, generate
+from experiments.lra.runlog import RunLog, read
+from experiments.lra.train import Run, find_device, saved_run
+
+DATA = Settings(10, 60, train=64, val=16, test=24)
+TINY = Config(
+    mask="butterfly", block=16, window=16, depth=2, width=32, heads=2, mlp=32, dropout=0.1, batch=8, max_tokens=40,
+    lr=3e-3, warmup=2, steps=11, eval_every=4, checkpoint_every=3, log_every=2, device="cpu",
+)  # fmt: skip
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    """A copy of the run's weights."""
+    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return load("listops", generate(DATA, tmp_path_factory.mktemp("data"), workers=1))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run from its first step to its end: the run, its metrics, its weights."""
+    run = Run(TINY, data, tmp_path_factory.mktemp("whole") / "run")
+    metrics = run.train()
+    return run, metrics, weights(run)
+
+
+def without_times(records):
+    return [{key: value for key, value in each.items() if key not in ("seconds", "tokens_per_s")} for each in records]
+
+
+def test_a_run_leaves_its_log_metrics_and_newest_checkpoint(data, whole):
+    run, metrics, _ = whole
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "checkpoint-00000011", "config.json", "log.jsonl", "metrics.json",
+    ]  # fmt: skip
+    records = read(run.folder / "log.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "train"] == [2, 3, 4, 6, 8, 9, 10, 11]
+    assert [record["step"] for record in records if record["kind"] == "val"] == [4, 8]
+    assert [record["step"] for record in records if record["kind"] == "test"] == [11]
+    assert json.loads((run.folder / "metrics.json").read_text()) == metrics
+    assert saved_run(run.folder) == (TINY, data.folder)
+
+
+def test_metrics_hold_what_a_result_needs(whole):
+    run, metrics, _ = whole
+    assert metrics["generated_data"] is True
+    assert metrics["test_examples"] == 24
+    assert [baseline["rule"] for baseline in metrics["baselines"]] == ["majority class", "root operator"]
+    assert metrics["density"] == run.mask.density < 1
+    assert metrics["length"] == 48  # 40 tokens and [CLS], in blocks of 16
+    assert metrics["steps"] == 11
+    assert metrics["parameters"] == sum(parameter.numel() for parameter in run.model.parameters())
+    assert metrics["versions"]["torch"] == torch.__version__
+    assert "CPU" in metrics["device"]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 7, 10])
+def test_a_paused_and_resumed_run_gives_the_same_bits(data, whole, tmp_path, stop):
+    first = Run(TINY, data, tmp_path)
+    assert first.train(pause=lambda step: step == stop) is None
+    torch.manual_seed(99)  # whatever happens in between
+    second = Run(TINY, data, tmp_path, resume=True)
+    assert second.step == stop
+    metrics = second.train()
+    run, expected, bits = whole
+    assert same_bits(weights(second), bits)
+    assert metrics["test_loss"] == expected["test_loss"]
+    kinds = ("val", "test")
+    ours, theirs = ([r for r in without_times(each.log.records) if r["kind"] in kinds] for each in (second, run))
+    assert ours == theirs
+
+
+def test_a_run_killed_between_checkpoints_gives_the_same_bits(data, whole, tmp_path):
+    def die(step):
+        if step == 8:  # the newest checkpoint is that of step 6
+            raise RuntimeError("killed")
+        return False
+
+    with pytest.raises(RuntimeError, match="killed"):
+        Run(TINY, data, tmp_path).train(pause=die)
+    resumed = Run(TINY, data, tmp_path, resume=True)
+    assert resumed.step == 6
+    resumed.train()
+    run, _, bits = whole
+    assert same_bits(weights(resumed), bits)
+    assert without_times(resumed.log.records) == without_times(run.log.records)
+
+
+def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
+    config = replace(TINY, steps=10**6, checkpoint_every=5, eval_every=10**6)
+    script = (
+        "import sys; from pathlib import Path; from experiments.lra.config import Config\n"
+        "from experiments.lra.data import load; from experiments.lra.train import Run\n"
+        f"Run(Config(**{vars(config)!r}), load('listops', Path(sys.argv[1])), Path(sys.argv[2])).train()"
+    )
+    command = [sys.executable, "-c", script, str(data.folder), str(tmp_path / "run")]
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 60
+        while not checkpoint.checkpoints(tmp_path / "run"):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    killed = Run(config, data, tmp_path / "run", resume=True)
+    assert killed.step > 0 and killed.step % 5 == 0
+    uninterrupted = Run(replace(config, checkpoint_every=10**6), data, tmp_path / "other")
+    uninterrupted.train(pause=lambda step: step == killed.step)
+    assert same_bits(weights(killed), weights(uninterrupted))
+
+
+def test_a_finished_run_can_be_prolonged(data, whole, tmp_path):
+    config = replace(TINY, schedule="constant")
+    Run(replace(config, steps=4), data, tmp_path / "short").train()
+    longer = Run(config, data, tmp_path / "short", resume=True)
+    longer.train()
+    straight = Run(config, data, tmp_path / "straight")
+    straight.train()
+    assert same_bits(weights(longer), weights(straight))
+
+
+def test_a_run_ends_with_its_time(data, tmp_path):
+    run = Run(replace(TINY, steps=10**6, minutes=0.01, schedule="cosine"), data, tmp_path)
+    metrics = run.train()
+    assert 0.6 <= metrics["training_seconds"] < 6
+    assert run.log.of_kind("train")[-1]["lr"] < 0.2 * TINY.lr  # the schedule ended with it
+
+
+def test_seeds_matter(data, whole, tmp_path):
+    other = Run(replace(TINY, seed=1, steps=2), data, tmp_path)
+    other.train()
+    assert not same_bits(weights(other), whole[2])
+
+
+def test_a_folder_with_a_run_is_not_written_over_unasked(data, tmp_path):
+    short = replace(TINY, steps=2)
+    Run(short, data, tmp_path).train()
+    with pytest.raises(FileExistsError, match="holds a run; go on with it by --resume, replace it by --overwrite"):
+        Run(short, data, tmp_path)
+    again = Run(replace(short, steps=1), data, tmp_path, overwrite=True)
+    assert not (tmp_path / "metrics.json").exists()
+    again.train()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-00000001"]
+    assert again.log.of_kind("train")[-1]["step"] == 1
+
+
+def test_resuming_needs_a_run_and_the_same_data(data, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no run to resume in"):
+        saved_run(tmp_path / "nothing")
+    Run(replace(TINY, steps=1), data, tmp_path / "run").train()
+    with pytest.raises(ValueError, match=r"must see the same data: it began with \[64, 16, 24\] .* got \[16, 16, 24\]"):
+        Run(TINY, replace(data, train=data.val), tmp_path / "run", resume=True)
+
+
+def test_a_diverging_run_says_what_to_change(data, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"the loss is nan at step \d+; lower --lr \(now 1e\+30\)"):
+        Run(replace(TINY, lr=1e30, warmup=1, clip=0.0), data, tmp_path).train()
+
+
+def test_unknown_devices_are_refused():
+    assert find_device("auto").type in ("cpu", "cuda")
+    with pytest.raises(ValueError, match="the device must be auto, cpu, cuda or cuda:<number>; got 'tpu'"):
+        find_device("tpu")
+    with pytest.raises(ValueError, match="got 'meta'"):
+        find_device("meta")
+    with pytest.raises(ValueError, match=r"PyTorch sees \d+ GPUs here; got the device 'cuda:99'"):
+        find_device("cuda:99")
+
+
+def test_checkpoint_files_stay_below_their_limit_and_lose_nothing(data, whole, monkeypatch, tmp_path):
+    run, _, bits = whole
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
+    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
+    parts = sorted(saved.glob("part-*.safetensors"))
+    assert len(parts) > 3
+    assert all(path.stat().st_size <= 20_000 for path in parts)
+    names = [name for part in parts for name in load_file(part)]
+    assert len(names) == len(set(names))
+    other = Run(replace(TINY, seed=5), data, tmp_path / "other")
+    assert checkpoint.load(saved, other.model, other.optimizer) == checkpoint.Progress(5, 1.5)
+    assert same_bits(weights(other), bits)
+    ours, theirs = (r.optimizer.state_dict()["state"] for r in (other, run))
+    assert all(torch.equal(ours[i][key], theirs[i][key]) for i in theirs for key in theirs[i])
+
+
+def test_a_tensor_above_the_limit_has_a_file_of_its_own():
+    tensors = {"small": torch.zeros(2), "large": torch.zeros(1000), "last": torch.zeros(2)}
+    assert [list(part) for part in checkpoint.split(tensors, 600)] == [["small"], ["large"], ["last"]]
+
+
+def test_checkpoints_of_another_format_are_refused(whole, tmp_path):
+    run, _, _ = whole
+    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
+    (saved / "state.json").write_text('{"format": 0, "step": 5, "seconds": 1.5}')
+    with pytest.raises(ValueError, match="must have the checkpoint format 1"):
+        checkpoint.load(saved, run.model, run.optimizer)
+
+
+def test_a_failing_save_keeps_the_older_checkpoint(whole, monkeypatch, tmp_path):
+    run, _, _ = whole
+    older = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(tmp_path, checkpoint.Progress(6, 2.0), run.model, run.optimizer)
+    assert list(tmp_path.iterdir()) == [older]
+
+
+def test_what_a_kill_left_half_written_is_removed(whole, tmp_path):
+    run, _, _ = whole
+    (tmp_path / ".checkpoint-abc").mkdir()
+    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
+    assert checkpoint.checkpoints(tmp_path) == list(tmp_path.iterdir()) == [saved]
+
+
+def test_a_log_drops_what_a_resumed_run_will_write_again(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = RunLog(path, None)
+    for step in (1, 2, 3):
+        log.write({"kind": "train", "step": step})
+    with open(path, "a") as file:
+        file.write('{"kind": "tra')  # cut short by a kill
+    again = RunLog(path, 2)
+    assert [record["step"] for record in again.records] == [1, 2]
+    again.write({"kind": "val", "step": 2})
+    assert read(path) == [{"kind": "train", "step": 1}, {"kind": "train", "step": 2}, {"kind": "val", "step": 2}]

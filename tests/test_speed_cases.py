@@ -1,0 +1,86 @@
+"""The masks, shapes and operation counts of the speed benchmark."""
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.speed import patterns
+from experiments.speed.cases import BACKWARD, CALL, CASES, FORWARD, Case, select, useful_flops
+from experiments.speed.patterns import KINDS, block_mask, pattern
+
+
+@pytest.mark.parametrize(
+    ("kind", "percent"),
+    [("dense", 100.0), ("butterfly", 6.25), ("local", 6.9), ("bigbird", 7.6), ("random12", 12.9)],
+)
+def test_layouts_of_128_blocks_have_the_stated_densities(kind: str, percent: float) -> None:
+    layout = patterns.LAYOUTS[kind](128)
+    assert 100 * layout.mean() == pytest.approx(percent, abs=0.06)
+    assert layout.diagonal().all()
+
+
+def test_drawn_layouts_are_the_same_every_time() -> None:
+    assert np.array_equal(patterns.random(64), patterns.random(64))
+    assert np.array_equal(patterns.bigbird(64), patterns.bigbird(64))
+
+
+def test_bigbird_has_its_global_rows_and_columns_and_three_drawn_blocks_a_row() -> None:
+    layout = patterns.bigbird(32)
+    assert layout[:2].all() and layout[:, :2].all()
+    drawn = layout & ~patterns.local(32, 1)
+    assert (drawn[2:, 2:].sum(1) <= 3).all() and drawn[2:, 2:].sum() > 32
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pattern_and_library_mask_keep_the_same_scores(kind: str, block: int) -> None:
+    length = 512
+    idx = torch.arange(length)
+    truth = pattern(kind, length, block)
+    live = truth.live(idx[:, None], idx[None, :])
+    assert live.sum() == truth.kept
+    assert torch.equal(live, block_mask(kind, length, block).to_dense()[0, 0])
+    assert live.any(1).all()  # the plain attention of check.py relies on it
+
+
+@pytest.mark.parametrize(("kind", "reach"), [("window64", 64), ("window256", 256)])
+def test_windows_follow_their_element_rule(kind: str, reach: int) -> None:
+    idx = torch.arange(640)
+    truth = pattern(kind, 640, 128)
+    expected = (idx[:, None] - idx[None, :]).abs() <= reach
+    assert torch.equal(truth.live(idx[:, None], idx[None, :]), expected)
+    assert not (truth.full & truth.partial).any()
+
+
+def test_useful_flops_count_kept_scores_only() -> None:
+    case = Case("x", "causal", 2, 3, 256, 64)
+    kept = pattern("causal", 256, 128).kept
+    assert kept == 256 * 257 // 2
+    assert useful_flops(case, kept, FORWARD) == 4 * 64 * kept * 3 * 2
+    assert useful_flops(case, kept, BACKWARD) == 2.5 * useful_flops(case, kept, FORWARD)
+
+
+def test_case_names_are_unique_and_lengths_are_whole_blocks() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all(case.length % case.block == 0 and case.kind in KINDS for case in CASES)
+
+
+def test_quick_is_the_six_masks_at_both_head_dimensions() -> None:
+    quick = select("*", quick=True)
+    assert len(quick) == 12
+    assert {(case.length, case.head_dim, case.heads) for case in quick} == {(16384, 128, 16), (16384, 64, 32)}
+
+
+def test_globs_select_cases() -> None:
+    chosen = select("call-*, d64-dense", quick=False)
+    assert [case.name for case in chosen] == ["call-dense", "call-causal", "d64-dense"]
+    assert chosen[0].passes == (CALL,)
+    with pytest.raises(ValueError, match="--cases must match at least one of call-dense"):
+        select("nothing", quick=False)
+
+
+def test_unknown_kinds_and_ragged_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="kind must be one of causal"):
+        pattern("spiral", 256, 128)
+    with pytest.raises(ValueError, match="length must be a multiple of the block; got 200"):
+        pattern("dense", 200, 128)
