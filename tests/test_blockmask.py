@@ -218,6 +218,15 @@ def test_a_pattern_of_one_head_may_recur_in_another_batch_element():
     assert torch.equal(mask.to_dense(), dense)
 
 
+def test_heads_that_differ_only_in_the_row_of_a_tile_are_distinct():
+    layout = torch.zeros(3, 2, 2, dtype=torch.bool)
+    layout[0, 0, 1] = layout[1, 1, 1] = layout[2, 0, 1] = True
+    mask = BlockMask.from_layout(layout, block=16)
+    assert mask.pattern.tolist() == [[0, 1, 0]]
+    assert mask.indptr.tolist() == [0, 1, 1, 1, 2] and mask.indices.tolist() == [1, 1]
+    mask.validate()
+
+
 def test_a_mask_without_live_scores_stores_no_tile():
     for mask in (
         BlockMask.from_dense(torch.zeros(2, 40, 50, dtype=torch.bool), block=16),
@@ -309,6 +318,14 @@ def test_borders_of_chunks_leave_no_trace(monkeypatch, scores, pairs):
     assert_same(BlockMask.from_function(chunked, *shape, block=(16, 32)), whole)
     assert len(chunked.sizes) > 5
     assert max(chunked.sizes) <= max(scores, 16 * 32)
+
+
+def test_borders_of_chunks_leave_no_trace_in_candidates(monkeypatch):
+    layout = masks.butterfly(200, block=16).to_dense()[0, 0, ::16, ::16]
+    whole = BlockMask.from_function(rule("near", 90), 200, block=16, candidates=layout)
+    monkeypatch.setattr(building, "_PAIRS_AT_ONCE", 30)  # two block rows
+    for candidates in (layout, lambda i, j: layout[i, j]):
+        assert_same(BlockMask.from_function(rule("near", 90), 200, block=16, candidates=candidates), whole)
 
 
 class LargestTensor(TorchDispatchMode):

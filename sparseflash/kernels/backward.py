@@ -24,20 +24,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def delta_kernel(
     out_ptr, dout_ptr,  # [B, Hq, Nq, DV]
     lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous; dlse_ptr None if no gradient comes through lse
-    lse2_ptr,  # [B, Hq, Nq] contiguous, written unless KEPT
-    delta_ptr,  # [B, Hq, Nq] contiguous, written
+    lse2_ptr, delta_ptr,  # [B, Hq, Nq] contiguous, written
     heads, q_len, row_tiles,
     out_strides, dout_strides,
-    DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr, KEPT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(out * dout) - dlse, and lse in base 2; for queries without keys 0 and +inf.
 
     With lse2 = +inf the other kernels get p = exp2(s - inf) = 0 for such a query without asking.
-
-    Where one key has nearly all the weight, the gradient of its score is the difference of two nearly equal numbers, dp
-    and delta. In fp32 both must be products of the same kind, with the same rounding, or their difference is noise that
-    a plain implementation does not have; so delta is the diagonal of a matrix product there.
     """
     batch_head = tl.program_id(0) // row_tiles
     first_q = tl.program_id(0) % row_tiles * BLOCK_M
@@ -47,18 +41,12 @@ def delta_kernel(
     rows = first_q + tl.arange(0, BLOCK_M)
     at = tl.cast(batch_head, tl.int64) * q_len + rows
     lse = tl.load(lse_ptr + at, mask=rows < q_len, other=float("-inf"))
-    if KEPT:
-        token = tl.arange(0, BLOCK_M)
-        products = tl.dot(out, dout.T, input_precision=PRECISION)
-        delta = tl.sum(tl.where(token[:, None] == token[None, :], products, 0.0), 1)
-    else:
-        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)
     empty = lse == float("-inf")
     tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=rows < q_len)
-    if not KEPT:
-        tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=rows < q_len)
+    tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=rows < q_len)
 
 
 @triton.jit
@@ -79,7 +67,11 @@ def key_gradients(
     else:
         lse2 = tl.load(lse2_ptr + rows)
         delta = tl.load(delta_ptr + rows)
-    scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+    # In full fp32 the products are those of dq_kernel, to the bit, so that dp errs as the delta does that it meets.
+    if PRECISION == "ieee":
+        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION).T
+    else:
+        scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
     p = exponentials(scores, lse2[None, :], qk_scale, KEPT)
     if KEPT:
         inverse = tl.load(inverse_ptr + rows, mask=rows < q_len, other=0.0)[None, :]
@@ -89,7 +81,10 @@ def key_gradients(
         p = tl.where(live, p, 0.0)
     dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA)
     dv = accumulate(p.to(dout_tile.dtype), dout_tile, dv, one, PRECISION)
-    dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
+    if PRECISION == "ieee":
+        dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION).T
+    else:
+        dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     dk = accumulate(ds.to(q_tile.dtype), q_tile, dk, one, PRECISION)
     return dk, dv
@@ -179,16 +174,22 @@ def dk_dv_kernel(
 def dq_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
     lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
-    dq_ptr,  # [B, Hq, Nq, D], written
+    dq_ptr,  # [B, Hq, Nq, D], written unless DELTA
+    dlse_ptr,  # [B, Hq, Nq] contiguous, or None; used if DELTA
     work_ptr,  # as in the forward
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
     scale, qk_scale, one, heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, KEPT: tl.constexpr, DELTA: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries."""
+    """dQ of one tile of queries; or, if DELTA, its delta = rowsum(p * dp) - dlse, written where the next run reads it.
+
+    Where few keys have nearly all the weight, the gradient of a score is the difference of nearly equal numbers, dp and
+    delta. In half precision rowsum(out * dout) is as good a delta as any. In fp32 its rounding would be noise that a
+    plain implementation does not have, so there delta is summed from the same dp that it is subtracted from.
+    """
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
     item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
@@ -214,7 +215,10 @@ def dq_kernel(
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
     dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, TMA)
     lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=float("inf"))
-    delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
+    if DELTA:
+        delta = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
     if KEPT:
         inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
@@ -229,8 +233,11 @@ def dq_kernel(
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
+        if DELTA:
+            delta += tl.sum(p * dp, 1)
+        else:
+            ds = p * (dp - delta[:, None])
+            dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
     next_block, next_tile = masked_block, masked_tile
     if HAS_LENGTHS:
@@ -256,8 +263,19 @@ def dq_kernel(
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         p = tl.where(live, p, 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
+        if DELTA:
+            delta += tl.sum(p * dp, 1)
+        else:
+            ds = p * (dp - delta[:, None])
+            dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
-    dq = dq * scale
-    store_tokens(dq_ptr, dq.to(dq_ptr.dtype.element_ty), batch, head, first_q, q_len, dq_strides, D, PADDED_D, BLOCK_M)
+    if DELTA:
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + row + rows, mask=rows < q_len, other=0.0)
+        delta = tl.where(inverse > 0.0, delta, 0.0)  # no live key: dlse may be NaN
+        tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
+    else:
+        dq = dq * scale
+        store_tokens(
+            dq_ptr, dq.to(dq_ptr.dtype.element_ty), batch, head, first_q, q_len, dq_strides, D, PADDED_D, BLOCK_M
+        )

@@ -22,7 +22,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
-@triton.jit(do_not_specialize=["heads", "group", "q_len", "k_len", "row_tiles", "qk_scale", "one"])
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "k_len", "row_tiles", "scale", "qk_scale", "one"])
 def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], [B, Hq, Nq] contiguous
@@ -30,7 +30,7 @@ def forward_kernel(
     work_ptr,  # [B * Hq * row_tiles, ITEM]: see plan.py
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed; the bits
     lengths_ptr,  # [B] if HAS_LENGTHS
-    qk_scale,  # scale / ln 2, not negative
+    scale, qk_scale,  # not negative; scale / ln 2
     one,  # 1.0: see accumulate
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
@@ -128,7 +128,10 @@ def forward_kernel(
     total = tl.where(empty, 1.0, l_i)
     maximum = tl.where(empty, 0.0, m_i)
     out = tl.where(empty[:, None], 0.0, acc / total[:, None])
-    lse = ((maximum * qk_scale if KEEP else maximum) + tl.log2(total)) * LN2
+    if KEEP:
+        lse = maximum * scale + tl.log2(total) * LN2
+    else:
+        lse = (maximum + tl.log2(total)) * LN2
     lse = tl.where(empty, float("-inf"), lse)
     store_tokens(
         out_ptr, out.to(out_ptr.dtype.element_ty), batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M

@@ -20,7 +20,7 @@ from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
 
 LOG2E = 1.4426950408889634
-_DELTA_TOKENS = 32
+_DELTA_TOKENS = 64
 # Making descriptors costs the host about 15 us a call, which pays once the kernel runs for longer than that.
 _PRODUCTS_FOR_DESCRIPTORS = 10_000_000_000
 
@@ -42,7 +42,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     maximum, inverse = _halves(kept)
     launch.run(
         *launch.tokens(q, k, v), out, lse, maximum, inverse, side.work, side.index, side.tile, side.words,
-        problem.lengths, problem.scale * LOG2E, 1.0, *launch.numbers,
+        problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
@@ -51,33 +51,25 @@ def backward(
     dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes `dq`, `dk` and `dv`."""
+    delta = torch.empty_like(lse)
     lse2, inverse = _halves(kept)
     if lse2 is None:
         lse2 = torch.empty_like(lse)
-    delta = torch.empty_like(lse)
-    row_gradients(problem, out, lse, kept, dout, dlse, lse2, delta)
+        row_gradients(out, lse, dout, dlse, lse2, delta)
+    else:
+        query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dq, dlse, only_delta=True)
     key_gradients(problem, q, k, v, dout, lse2, inverse, delta, dk, dv)
-    query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dq)
+    query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dq, None, only_delta=False)
 
 
-def row_gradients(
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    kept: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    lse2: Tensor,
-    delta: Tensor,
-) -> None:
-    """Writes what the two passes need of each query: `delta`, and `lse2` unless it was kept."""
+def row_gradients(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, lse2: Tensor, delta: Tensor) -> None:
+    """Writes what the two passes need of each query, in half precision: `lse2` and `delta`."""
     batch, heads, q_len, dim = out.shape
     row_tiles = -(-q_len // _DELTA_TOKENS)
-    with _on(out):
+    with _on_device(out.device):
         delta_kernel[(batch * heads * row_tiles,)](
             out, dout, lse, dlse, lse2, delta, heads, q_len, row_tiles, _strides(out), _strides(dout),
-            DV=dim, PADDED_DV=_padded(dim), BLOCK_M=_DELTA_TOKENS, HAS_DLSE=dlse is not None,
-            KEPT=kept.numel() > 0, PRECISION="tf32" if problem.tf32 else "ieee", num_warps=4,
+            DV=dim, PADDED_DV=_padded(dim), BLOCK_M=_DELTA_TOKENS, HAS_DLSE=dlse is not None, num_warps=4,
         )  # fmt: skip
 
 
@@ -96,13 +88,13 @@ def key_gradients(
 
 def query_gradients(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
-    delta: Tensor, dq: Tensor,
+    delta: Tensor, dq: Tensor, dlse: Tensor | None, *, only_delta: bool,
 ) -> None:  # fmt: skip
-    """Writes `dq`."""
-    launch = _prepared("dq", problem, q, k, v, dout, dq)
+    """Writes `dq`, or, if `only_delta`, `delta`."""
+    launch = _prepared("delta" if only_delta else "dq", problem, q, k, v, dout, dq, has_dlse=dlse is not None)
     side = launch.side
     launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dq, side.work, side.index, side.tile, side.words,
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dq, dlse, side.work, side.index, side.tile, side.words,
         problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
@@ -110,7 +102,8 @@ def query_gradients(
 class _Launch:
     """One kernel, ready for tensors of one layout."""
 
-    def __init__(self, kernel: Kernel, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+    def __init__(self, name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        kernel: Kernel = "dq" if name == "delta" else name  # type: ignore[assignment]
         self.kernel = _KERNELS[kernel]
         capability = capability_of(q.device)
         arithmetic = arithmetic_of(q.dtype, problem.tf32)
@@ -135,7 +128,8 @@ class _Launch:
             -(-k_len // config.block_n) if columns else -(-q_len // config.block_m),
             *map(_strides, (q, k, v, *rest)),
             dim, v_dim, _padded(dim), _padded(v_dim), *problem.block, config.block_m, config.block_n,
-            problem.lengths is not None, q.dtype == torch.float32, self.descriptors,
+            problem.lengths is not None, q.dtype == torch.float32,
+            *([name == "delta"] if kernel == "dq" else []), self.descriptors,
             "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision
         )  # fmt: skip
         self.grid = (len(self.side.work), 1, 1)
@@ -167,25 +161,21 @@ class _Launch:
 _KERNELS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
 
 
-def _prepared(kernel: Kernel, problem: Problem, *tensors: Tensor) -> _Launch:
+def _prepared(name: str, problem: Problem, *tensors: Tensor, has_dlse: bool = False) -> _Launch:
     # What a compiled kernel is specialised to: strides, and whether addresses are multiples of 16 bytes. All other
     # arrays come from our own allocations, which are.
     key = (
-        kernel, problem.tf32, problem.lengths is None, tensors[0].dtype, tensors[2].shape[-1],
+        name, has_dlse, problem.tf32, problem.lengths is None, tensors[0].dtype, tensors[2].shape[-1],
         *[x.stride() for x in tensors], *[x.data_ptr() % 16 for x in tensors],
     )  # fmt: skip
     launch: _Launch | None = problem.plan.launches.get(key)
     if launch is None:
-        launch = problem.plan.launches[key] = _Launch(kernel, problem, *tensors)
+        launch = problem.plan.launches[key] = _Launch(name, problem, *tensors)
     return launch
 
 
 def _halves(kept: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return (kept[0], kept[1]) if kept.numel() else (None, None)
-
-
-def _on(x: Tensor) -> AbstractContextManager[None]:
-    return _on_device(x.device)
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[None]:
