@@ -720,6 +720,11 @@ def stored_twice():
     )
 
 
+def one_tile(row, col):
+    """32 x 32 in blocks of 16, one of them full."""
+    return BlockMask.from_tiles(torch.tensor([row]), torch.tensor([col]), 32, block=16)
+
+
 def replace(make=window):
     """`replace()(field=change, ...)`: how to break a mask by changing some of its arrays."""
 
@@ -754,8 +759,8 @@ BROKEN = [
     (r"scores past q_len or k_len must be dead", replace()(bits=lambda m: changed(m.bits, (3, 8, 0), 1))),
     (r"scores past q_len or k_len must be dead", replace()(bits=lambda m: changed(m.bits, (3, 0, 0), 1 << 8))),
     (r"scores past q_len or k_len must be dead", replace()(bits=lambda m: changed(m.bits, (3, 15, 0), 1 << 15))),
-    (r"scores past q_len or k_len must be dead", replace(lambda: BlockMask.dense(32, block=16))(q_len=lambda m: 31)),
-    (r"scores past q_len or k_len must be dead", replace(lambda: BlockMask.dense(32, block=16))(k_len=lambda m: 31)),
+    (r"scores past q_len or k_len must be dead", replace(lambda: one_tile(1, 0))(q_len=lambda m: 31)),
+    (r"scores past q_len or k_len must be dead", replace(lambda: one_tile(0, 1))(k_len=lambda m: 31)),
     (r"pattern must lie in 0\.\.1", replace(two_patterns)(pattern=lambda m: int32([[0, 2]]))),
     (r"pattern must lie in 0\.\.1", replace(two_patterns)(pattern=lambda m: int32([[-1, 1]]))),
     (r"patterns must be numbered as they first appear", replace(two_patterns)(pattern=lambda m: int32([[1, 0]]))),

@@ -79,6 +79,19 @@ def test_band_keeps_an_interval_of_distances(q_len, k_len, lowest, highest, shif
     assert_keeps(band(q_len, k_len, lowest, highest, shift=shift, block=block), live)
 
 
+@pytest.mark.parametrize("block", [(16, 16), (16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize(("q_len", "k_len"), [(70, 70), (64, 96), (80, 37)])
+def test_band_keeps_the_right_scores_wherever_its_edges_cut_the_tiles(q_len, k_len, block):
+    q, k = grid(q_len, k_len)
+    for lowest in range(-40, 40):
+        # One distance, less than a tile, just what makes a tile full, more; with a shift to either side.
+        for width, shift in ((0, 0), (11, -50), (block[0] + block[1] - 2, 50), (90, -13)):
+            highest = lowest + width
+            mask = band(q_len, k_len, lowest, highest, shift=shift, block=block)
+            live = (lowest <= q + shift - k) & (q + shift - k <= highest)
+            assert torch.equal(mask.to_dense()[0, 0], live), (lowest, highest, shift)
+
+
 # ---------------------------------------------------------------------- butterfly
 
 
@@ -214,10 +227,16 @@ def test_butterfly_refuses_rectangular_blocks():
         masks.butterfly(100, block=(16, 32))
 
 
-@pytest.mark.parametrize(("factors", "causal"), [(-1, False), (4, False), (4, True)])
-def test_butterfly_refuses_factors_that_its_blocks_do_not_have(factors, causal):
-    with pytest.raises(ValueError, match=f"factors must lie between 0 and 3 for 7 blocks of 16; got {factors}"):
-        masks.butterfly(100, block=16, factors=factors, causal=causal)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (7, 3), (8, 3), (9, 4)])
+def test_butterfly_refuses_factors_that_its_blocks_do_not_have(count, most, causal):
+    for factors in (-1, most + 1):
+        message = f"factors must lie between 0 and {most} for {count} blocks of 16; got {factors}"
+        with pytest.raises(ValueError, match=message):
+            masks.butterfly(16 * count, block=16, factors=factors, causal=causal)
+    assert masks.butterfly(16 * count, block=16, factors=most, causal=causal) == masks.butterfly(
+        16 * count, block=16, causal=causal
+    )
 
 
 def test_butterfly_refuses_factors_that_are_no_integer():

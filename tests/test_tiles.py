@@ -129,5 +129,5 @@ def test_ids_are_renumbered_as_they_first_appear(ids):
 def test_a_rectangle_is_live_in_its_first_rows_and_columns(block, data):
     live_q, live_k = data.draw(st.integers(0, block[0])), data.draw(st.integers(0, block[1]))
     words = tiles.rectangle(*block, live_q, live_k, torch.device("cpu"))
-    expected = [[q < live_q and k < live_k for k in range(block[1])] for q in range(block[0])]
-    assert tiles.unpack(words, block[1]).tolist() == expected
+    expected = (torch.arange(block[0]) < live_q)[:, None] & (torch.arange(block[1]) < live_k)
+    assert torch.equal(tiles.unpack(words, block[1]), expected)

@@ -62,7 +62,7 @@ def key_gradients(
     rows = first_q + tl.arange(0, BLOCK_M)
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA)
     if MASKED:
-        lse2 = tl.load(lse2_ptr + rows, mask=rows < q_len, other=float("inf"))
+        lse2 = tl.load(lse2_ptr + rows, mask=rows < q_len, other=0.0 if KEPT else float("inf"))
         delta = tl.load(delta_ptr + rows, mask=rows < q_len, other=0.0)
     else:
         lse2 = tl.load(lse2_ptr + rows)
@@ -214,7 +214,7 @@ def dq_kernel(
     row = tl.cast(batch_head, tl.int64) * q_len
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
     dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, TMA)
-    lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=float("inf"))
+    lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0 if KEPT else float("inf"))
     if DELTA:
         delta = tl.zeros([BLOCK_M], tl.float32)
     else:

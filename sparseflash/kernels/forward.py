@@ -127,11 +127,13 @@ def forward_kernel(
         empty = empty | (rows >= length)
     total = tl.where(empty, 1.0, l_i)
     maximum = tl.where(empty, 0.0, m_i)
-    out = tl.where(empty[:, None], 0.0, acc / total[:, None])
     if KEEP:
+        out = tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
         lse = maximum * scale + tl.log2(total) * LN2
     else:
+        out = acc / total[:, None]
         lse = (maximum + tl.log2(total)) * LN2
+    out = tl.where(empty[:, None], 0.0, out)
     lse = tl.where(empty, float("-inf"), lse)
     store_tokens(
         out_ptr, out.to(out_ptr.dtype.element_ty), batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M
@@ -141,4 +143,8 @@ def forward_kernel(
     if KEEP:
         # lse is rounded, which costs a probability recomputed from it more digits than fp32 arithmetic does.
         tl.store(maximum_ptr + at, maximum, mask=rows < q_len)
-        tl.store(inverse_ptr + at, tl.where(empty, 0.0, 1.0 / total), mask=rows < q_len)
+        tl.store(
+            inverse_ptr + at,
+            tl.where(empty, 0.0, tl.div_rn(tl.full([BLOCK_M], 1.0, tl.float32), total)),
+            mask=rows < q_len,
+        )
