@@ -29,23 +29,30 @@ def largest_error(got, truth):
     return (got - truth)[~infinite].abs().max().item() if not infinite.all() else 0.0
 
 
-def error_in_yardsticks(got, truth, plain_error):
+def error_in_yardsticks(got, truth, plain_error, magnitude=0.0):
     """The largest error of `got` against `truth`, in units of what is allowed; at most 1 is exact.
 
     Allowed is twice `plain_error`, the largest error of the same computation done plainly in the same dtype, plus the
-    distance from the largest true value to the next number of got's dtype.
+    distance to the next number of got's dtype at the largest true value, or at `magnitude` if that is larger: the size
+    of the numbers that are summed, where what they sum to is small.
     """
     error = largest_error(got, truth)
     if error == 0.0:
         return 0.0
     finite = truth.detach().double().masked_fill(truth.isinf(), 0.0)
-    allowed = 2 * plain_error + torch.finfo(got.dtype).eps * finite.abs().max().item()
+    largest = max(finite.abs().max().item(), magnitude)
+    allowed = 2 * plain_error + torch.finfo(got.dtype).eps * largest
     return error / allowed if allowed > 0.0 else math.inf
 
 
-def assert_exact(got, truth, plain_errors, label):
-    """Every result of `got` is within its yardstick; `label` goes to the record of a long run."""
-    ratios = {name: error_in_yardsticks(*xs) for name, *xs in zip(NAMES, got, truth, plain_errors, strict=True)}
+def assert_exact(got, truth, plain_errors, label, score_magnitude=0.0):
+    """Every result of `got` is within its yardstick; `label` goes to the record of a long run.
+
+    `score_magnitude`, the largest sum of absolute products that makes a score, is the magnitude of lse.
+    """
+    magnitudes = [score_magnitude if name == "lse" else 0.0 for name in NAMES]
+    rows = zip(NAMES, got, truth, plain_errors, magnitudes, strict=True)
+    ratios = {name: error_in_yardsticks(*xs) for name, *xs in rows}
     _record(label, ratios)
     too_far = {name: round(ratio, 3) for name, ratio in ratios.items() if not ratio <= 1.0}
     assert not too_far, f"error in yardsticks, at most 1 allowed: {too_far}"

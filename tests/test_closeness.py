@@ -53,3 +53,9 @@ def test_the_assertion_names_what_is_too_far():
     assert_exact(good, Results(*[TRUTH] * 5), [0.0] * 5, {})
     with pytest.raises(AssertionError, match="dk"):
         assert_exact(good._replace(dk=TRUTH.float() + 1), Results(*[TRUTH] * 5), [0.0] * 5, {})
+
+
+def test_a_small_sum_of_large_numbers_is_judged_by_their_size():
+    got = off_by(0.0, 0.0, 8 * EPS)
+    assert error_in_yardsticks(got, TRUTH, 0.0) > 1.0
+    assert error_in_yardsticks(got, TRUTH, 0.0, magnitude=16.0) == pytest.approx(0.5)

@@ -90,7 +90,15 @@ def check(problem, backend, device="cpu", arithmetic=None):
         "tokens": max(problem.q_len, problem.k_len),
         "problem": repr(problem),
     }
-    assert_exact(got, truth, plain_errors(problem, device, arithmetic), label)
+    assert_exact(got, truth, plain_errors(problem, device, arithmetic), label, score_magnitude(problem))
+
+
+def score_magnitude(problem):
+    """The largest `|scale| * sum |q| |k|` of any score."""
+    q, k = (x.detach().double().abs() for x in problem.tensors()[:2])
+    k = k.repeat_interleave(problem.heads // problem.kv_heads, dim=1)
+    scale = problem.dim**-0.5 if problem.scale is None else abs(problem.scale)
+    return scale * (q @ k.mT).max().item()
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def key_gradients(
         scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION).T
     else:
         scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
-    p = exponentials(scores, lse2[None, :], qk_scale, KEPT)
+    p = exponentials(scores, lse2[None, :], qk_scale, KEPT, PRECISION)
     if KEPT:
         inverse = tl.load(inverse_ptr + rows, mask=rows < q_len, other=0.0)[None, :]
         p = tl.where(inverse > 0.0, p * inverse, 0.0)
@@ -229,7 +229,7 @@ def dq_kernel(
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-        p = exponentials(scores, lse2[:, None], qk_scale, KEPT)
+        p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
@@ -258,7 +258,7 @@ def dq_kernel(
         live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
         if HAS_LENGTHS:
             live = live & (first_k + tl.arange(0, BLOCK_N) < length)[None, :]
-        p = exponentials(scores, lse2[:, None], qk_scale, KEPT)
+        p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         p = tl.where(live, p, 0.0)

@@ -77,7 +77,7 @@ def forward_kernel(
         # The scale is not negative, so the maximum may be taken before it.
         highest = tl.max(scores, 1)
         m_new = tl.maximum(m_i, highest if KEEP else highest * qk_scale)
-        p = exponentials(scores, m_new[:, None], qk_scale, KEEP)
+        p = exponentials(scores, m_new[:, None], qk_scale, KEEP, PRECISION)
         alpha = decay(m_i, m_new, qk_scale, KEEP)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -111,7 +111,7 @@ def forward_kernel(
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         if KEEP:
             scores = tl.where(live, scores, m_safe[:, None])  # -inf * 0 is NaN
-            p = tl.where(live, exponentials(scores, m_safe[:, None], qk_scale, True), 0.0)
+            p = tl.where(live, exponentials(scores, m_safe[:, None], qk_scale, True, PRECISION), 0.0)
         else:
             p = tl.exp2(scores - m_safe[:, None])
         alpha = decay(m_i, m_safe, qk_scale, KEEP)

@@ -92,16 +92,36 @@ def accumulate(a, b, acc, one, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr):
+def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
     """2^(scores * qk_scale - maximum), with the maximum in units of raw scores if PRECISE, else already scaled.
 
     Scaling first is one fused multiply-add a score. It rounds numbers the size of the score, which half precision does
     not notice; in fp32 the difference is taken first, and what is rounded is small.
     """
     if PRECISE:
-        return tl.exp2((scores - maximum) * qk_scale)
+        exponent = (scores - maximum) * qk_scale
+        if PRECISION == "ieee":
+            return exp2_rounded(exponent)
+        else:
+            return tl.exp2(exponent)
     else:
         return tl.exp2(scores * qk_scale - maximum)
+
+
+@triton.jit
+def exp2_rounded(x):
+    """2^x to within an ulp: the hardware's is twice as far off, and exact for whole numbers only."""
+    whole = tl.floor(x + 0.5)
+    fraction = x - whole  # in [-1/2, 1/2]: the Taylor series of degree 7 errs by 5e-9
+    series = 1.5252733804e-05
+    series = series * fraction + 1.5403530393e-04
+    series = series * fraction + 1.3333558146e-03
+    series = series * fraction + 9.6181291076e-03
+    series = series * fraction + 5.5504108665e-02
+    series = series * fraction + 2.4022650696e-01
+    series = series * fraction + 6.9314718056e-01
+    series = series * fraction + 1.0
+    return series * tl.exp2(whole)
 
 
 @triton.jit
