@@ -50,13 +50,7 @@ def pytest_collection_modifyitems(config, items):
     else:
         import torch
 
-        reason = (
-            "needs a CUDA device"
-            if not torch.cuda.is_available()
-            else "runs in the interpreter: leave out -m gpu"
-        )
-        skipped = [
-            item for item in items if not (torch.cuda.is_available() and item.get_closest_marker("gpu"))
-        ]
+        reason = "needs a CUDA device" if not torch.cuda.is_available() else "runs in the interpreter: leave out -m gpu"
+        skipped = [item for item in items if not (torch.cuda.is_available() and item.get_closest_marker("gpu"))]
     for item in skipped:
         item.add_marker(pytest.mark.skip(reason=reason))

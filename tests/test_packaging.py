@@ -21,9 +21,7 @@ def python(*arguments, cwd, path=None):
     env |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     if path is not None:
         env["PYTHONPATH"] = str(path)
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def succeed(*arguments, **options):

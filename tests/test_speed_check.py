@@ -93,17 +93,13 @@ def test_ours_is_right_and_timed(kind: str, dtype: torch.dtype) -> None:
     ],
     ids=["scaled", "shifted", "one row missing", "one row NaN"],
 )
-def test_a_wrong_output_is_marked_and_not_timed(
-    change: Callable[[Tensor], Tensor], dtype: torch.dtype
-) -> None:
+def test_a_wrong_output_is_marked_and_not_timed(change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     rows = run_case(replace(CASE, dtype=dtype), changed(change), {"same": ours}, OPTIONS)
     assert statuses(rows) == {(OURS, FORWARD): WRONG, (OURS, BACKWARD): WRONG}
     assert all(row.ms is None and "times the yardstick" in row.reason for row in rows)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda grad: grad * 1.05, lambda grad: grad * float("nan")], ids=["scaled", "NaN"]
-)
+@pytest.mark.parametrize("change", [lambda grad: grad * 1.05, lambda grad: grad * float("nan")], ids=["scaled", "NaN"])
 def test_a_wrong_gradient_stops_the_backward_only(change: Callable[[Tensor], Tensor]) -> None:
     rows = run_case(CASE, with_gradient(change), {"same": ours}, OPTIONS)
     assert statuses(rows) == {(OURS, FORWARD): OK, ("same", FORWARD): OK, (OURS, BACKWARD): WRONG}
@@ -136,9 +132,7 @@ def test_a_peer_may_fail_be_absent_or_differ_and_the_others_go_on(capsys: pytest
         assert found["failing", way] == FAILED and found["absent", way] == SKIPPED
         assert found["other", way] == DIFFERS and found["same", way] == found[OURS, way] == OK
     assert found["half", FORWARD] == OK and found["half", BACKWARD] == DIFFERS
-    assert {row.reason for row in rows if row.peer == "failing"} == {
-        "RuntimeError: no kernel in file.py and/or"
-    }
+    assert {row.reason for row in rows if row.peer == "failing"} == {"RuntimeError: no kernel in file.py and/or"}
     assert all((row.ratio is not None) == (row.status == OK and row.peer != OURS) for row in rows)
     assert "and/or\nand more" in capsys.readouterr().err
 

@@ -31,9 +31,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_every_case_runs_on_a_cpu_and_leaves_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_case_runs_on_a_cpu_and_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--device",
         "cpu",
@@ -60,9 +58,7 @@ def test_every_case_runs_on_a_cpu_and_leaves_its_files(
     assert "- commit: abc123" in text and f"- torch: {torch.__version__}" in text
     assert "| d64-butterfly | 50.00% |" in text
     shown = capsys.readouterr().out
-    assert (
-        f"[{len(CASES)}/{len(CASES)}]" in shown and "longest first backward of ours" in shown.splitlines()[-1]
-    )
+    assert f"[{len(CASES)}/{len(CASES)}]" in shown and "longest first backward of ours" in shown.splitlines()[-1]
 
 
 def test_options_that_cannot_be_served_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

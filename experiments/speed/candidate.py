@@ -62,9 +62,7 @@ def inference(runner: Runner) -> Iterator[None]:
         yield
 
 
-def _run_without_gradients(
-    candidate: Candidate, runner: Runner, direction: str, device: torch.device
-) -> None:
+def _run_without_gradients(candidate: Candidate, runner: Runner, direction: str, device: torch.device) -> None:
     with inference(runner):
         seconds, out = timing.first_call(runner.inference(), device)
     candidate.first_call_s[direction] = seconds
@@ -87,9 +85,7 @@ def _run_backward(candidate: Candidate, runner: Runner, device: torch.device) ->
     candidate.results.update({name: runner.to_bhnd(tensor) for name, tensor in results})
 
 
-def prepare(
-    name: str, peer: Peer, case: Case, live: Pattern, inputs: Inputs, device: torch.device
-) -> Candidate:
+def prepare(name: str, peer: Peer, case: Case, live: Pattern, inputs: Inputs, device: torch.device) -> Candidate:
     """Builds the implementation and runs each pass once, which compiles it; keeps results and graph."""
     candidate = Candidate(case, name)
     try:

@@ -77,9 +77,7 @@ def error_ratio(result: Tensor, plain: Tensor, truth: Tensor) -> float:
     unit = torch.finfo(plain.dtype).eps
     error, plain_error = (result.double() - truth).abs(), (plain.double() - truth).abs()
     largest = error.max() / (2 * plain_error.max() + unit * truth.abs().max())
-    rms = error.square().mean().sqrt() / (
-        2 * plain_error.square().mean().sqrt() + unit * truth.square().mean().sqrt()
-    )
+    rms = error.square().mean().sqrt() / (2 * plain_error.square().mean().sqrt() + unit * truth.square().mean().sqrt())
     return float(torch.maximum(largest, rms))  # maximum, unlike max(), keeps a NaN
 
 

@@ -103,9 +103,7 @@ def causal(length: int, block: int) -> Pattern:
     """k <= q, to the element."""
     i, j = np.indices((length // block,) * 2)
     kept = length * (length + 1) // 2
-    return Pattern(
-        length, block, torch.from_numpy(i > j), torch.from_numpy(i == j), kept, lambda q, k: k <= q
-    )
+    return Pattern(length, block, torch.from_numpy(i > j), torch.from_numpy(i == j), kept, lambda q, k: k <= q)
 
 
 def window(length: int, block: int, reach: int) -> Pattern:
@@ -160,7 +158,5 @@ def block_mask(kind: str, length: int, block: int) -> BlockMask:
     if kind == "butterfly":
         return masks.butterfly(length, block=block)
     if kind in WINDOWS:
-        return masks.local(
-            length, 2 * WINDOWS[kind], block=block
-        )  # a window of w keys sees |q - k| <= w // 2
+        return masks.local(length, 2 * WINDOWS[kind], block=block)  # a window of w keys sees |q - k| <= w // 2
     return BlockMask.from_layout(pattern(kind, length, block).full, block=block)

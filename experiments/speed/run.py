@@ -39,9 +39,7 @@ def make_inputs(case: Case, options: Options) -> Inputs:
     """Normal random q, k, v and output gradient, [B, H, N, D]."""
     generator = torch.Generator(options.device).manual_seed(options.seed)
     shape = (case.batch, case.heads, case.length, case.head_dim)
-    q, k, v, dout = (
-        torch.randn(shape, generator=generator, device=options.device, dtype=case.dtype) for _ in range(4)
-    )
+    q, k, v, dout = (torch.randn(shape, generator=generator, device=options.device, dtype=case.dtype) for _ in range(4))
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 

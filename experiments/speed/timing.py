@@ -63,9 +63,7 @@ def first_call(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
     return time.perf_counter() - begin, result
 
 
-def _series(
-    call: Callable[[], object], count: int, device: torch.device, flush: torch.Tensor | None
-) -> list[float]:
+def _series(call: Callable[[], object], count: int, device: torch.device, flush: torch.Tensor | None) -> list[float]:
     if flush is None:
         return [first_call(call, device)[0] * 1e3 for _ in range(count)]
     begins = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
@@ -80,9 +78,7 @@ def _series(
     return [begin.elapsed_time(end) for begin, end in zip(begins, ends)]
 
 
-def in_turns(
-    calls: Mapping[str, Timed], device: torch.device, *, rounds: int, round_ms: float
-) -> dict[str, Timing]:
+def in_turns(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, round_ms: float) -> dict[str, Timing]:
     """The time of each call: `rounds` series of about `round_ms` milliseconds each, in turns."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     timings = {name: Timing() for name in calls}
@@ -110,9 +106,7 @@ def _loop(call: Callable[[], object], count: int) -> None:
         call()
 
 
-def of_single_calls(
-    calls: Mapping[str, Timed], device: torch.device, *, rounds: int, count: int
-) -> dict[str, Timing]:
+def of_single_calls(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, count: int) -> dict[str, Timing]:
     """Host time of a call, in turns: loops of `count` calls, then a synchronisation, over their number."""
     timings = {name: Timing() for name in calls}
     for _ in range(rounds):

@@ -51,9 +51,7 @@ class Runner:
 
     def inference(self) -> Callable[[], Tensor]:
         """A call on inputs that require no grad."""
-        return partial(
-            self.call, *(tensor.detach() for tensor in (self.inputs.q, self.inputs.k, self.inputs.v))
-        )
+        return partial(self.call, *(tensor.detach() for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)))
 
 
 Peer = Callable[[Case, Pattern, Inputs], Runner]
