@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.building import Candidates, Live, Part, arrays_of, tiles_of_dense, tiles_of_function
+from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
 from sparseflash.checks import Block, block_pair, boolean, check_block_count, token_counts
 from sparseflash.counting import live_scores
 from sparseflash.csr import columns_of, derived, may_vary_in_size, row_of_entry
@@ -167,9 +167,11 @@ class BlockMask:
         with them. It is evaluated tile by tile, on about 8 million scores at a time, never on the whole `N x N`
         matrix: memory is bounded, time is in proportion to the tiles looked at. `k_len` defaults to `q_len`.
 
-        `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, or a function of broadcastable
-        block indices `(i, j)` that returns bools. A tile that is no candidate is dead whatever `live` says of it: that
-        the candidates cover every live score is the caller's contract, and is not checked.
+        `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
+        block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int
+        tensors `[E]` in any order, each tile once, which makes time go with the live tiles alone. A tile that is no
+        candidate is dead whatever `live` says of it: that the candidates cover every live score is the caller's
+        contract, and is not checked.
 
         `device`: where the positions lie, and so where `live` runs and the mask is built; the CPU by default.
 
@@ -211,23 +213,18 @@ class BlockMask:
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-        rows, cols = rows.to(torch.int64), cols.to(torch.int64)
+        rows, cols = tile_list(rows, cols, -(-q_len // block_q), -(-k_len // block_k))
         tile = torch.zeros_like(rows) if tile is None else tile.to(torch.int64)
-        if rows.ndim != 1 or rows.shape != cols.shape or rows.shape != tile.shape:
-            raise ValueError(
-                f"rows, cols and tile must have one shape [E]; got {list(rows.shape)}, {list(cols.shape)} "
-                f"and {list(tile.shape)}."
-            )
+        if rows.shape != tile.shape:
+            raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
         if live is None:
             live = torch.zeros(0, block_q, block_k, dtype=torch.bool, device=rows.device)
         if live.shape[1:] != (block_q, block_k) or live.dtype != torch.bool:
             raise ValueError(
                 f"live must be a bool tensor [T, {block_q}, {block_k}]; got {live.dtype} {list(live.shape)}."
             )
-        row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-        for name, ids, stop in (("rows", rows, row_blocks), ("cols", cols, col_blocks), ("tile", tile, len(live) + 1)):
-            if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < stop):
-                raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(ids.min())}..{int(ids.max())}.")
+        if tile.numel() and not (int(tile.min()) >= 0 and int(tile.max()) <= len(live)):
+            raise ValueError(f"tile must lie in 0..{len(live)}; got {int(tile.min())}..{int(tile.max())}.")
         return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, tiles.pack(live))], 1, 1)
 
     @classmethod

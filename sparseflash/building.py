@@ -14,7 +14,8 @@ SCORES_AT_ONCE = 1 << 23  # predicates are evaluated on this many scores at a ti
 _PAIRS_AT_ONCE = 1 << 22  # block pairs a candidate function sees at a time
 
 Live = Callable[[Tensor, Tensor], Tensor]
-Candidates = Tensor | Callable[[Tensor, Tensor], Tensor]
+# A block layout, a function of block indices, or a list of tiles: block rows and block columns.
+Candidates = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor, Tensor], Tensor]
 
 # The tiles of one pattern: block rows, block columns, and for each tile 0 (full) or t (the words t - 1).
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -46,7 +47,10 @@ def tiles_of_function(
 ) -> Part:
     """The tiles of a predicate; see `BlockMask.from_function`."""
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    if candidates is not None and not callable(candidates):
+    if isinstance(candidates, tuple):
+        rows, cols = tile_list(*candidates, row_blocks, col_blocks)
+        candidates = rows.to(device), cols.to(device)
+    elif candidates is not None and not callable(candidates):
         candidates = boolean(candidates, "candidates").to(device)
         if candidates.ndim != 2:
             raise ValueError(f"candidates must have shape [Mq, Mk]; got {list(candidates.shape)}.")
@@ -63,10 +67,25 @@ def tiles_of_function(
     return i, j, tile, words
 
 
+def tile_list(rows: Tensor, cols: Tensor, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
+    """A list of tiles in int64, checked to lie in the matrix."""
+    if rows.ndim != 1 or rows.shape != cols.shape:
+        raise ValueError(f"rows and cols must have one shape [E]; got {list(rows.shape)} and {list(cols.shape)}.")
+    for name, ids, stop in (("rows", rows, row_blocks), ("cols", cols, col_blocks)):
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"{name} must be an integer tensor; got {ids.dtype}.")
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < stop):
+            raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(ids.min())}..{int(ids.max())}.")
+    return rows.to(torch.int64), cols.to(torch.int64)
+
+
 def _candidate_pairs(
     candidates: Candidates | None, row_blocks: int, col_blocks: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the block rows and columns to look at, a bounded number of block rows at a time."""
+    """Yields the block rows and columns to look at: a bounded number of block rows at a time, or the list."""
+    if isinstance(candidates, tuple):
+        yield candidates
+        return
     all_cols = torch.arange(col_blocks, device=device)
     for rows in torch.arange(row_blocks, device=device).split(max(1, _PAIRS_AT_ONCE // col_blocks)):
         if candidates is None:

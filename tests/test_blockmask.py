@@ -282,7 +282,7 @@ def test_candidates_limit_where_a_predicate_is_asked(drawn, seed):
     layout = torch.from_numpy(np.random.default_rng(seed).random(shape) < 0.5)
     inside = layout.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:q_len, :k_len]
     near = (torch.arange(q_len)[:, None] - torch.arange(k_len)).abs() < 20
-    for candidates in (layout, layout.numpy(), lambda i, j: layout[i, j]):
+    for candidates in (layout, layout.numpy(), lambda i, j: layout[i, j], tuple(layout.nonzero().flip(0).T)):
         live = Recorder(lambda q, k: (q - k).abs() < 20, (q_len, k_len))
         mask = BlockMask.from_function(live, q_len, k_len, block=block, candidates=candidates)
         assert torch.equal(live.asked, inside)
@@ -324,7 +324,7 @@ def test_borders_of_chunks_leave_no_trace_in_candidates(monkeypatch):
     layout = masks.butterfly(200, block=16).to_dense()[0, 0, ::16, ::16]
     whole = BlockMask.from_function(rule("near", 90), 200, block=16, candidates=layout)
     monkeypatch.setattr(building, "_PAIRS_AT_ONCE", 30)  # two block rows
-    for candidates in (layout, lambda i, j: layout[i, j]):
+    for candidates in (layout, lambda i, j: layout[i, j], layout.nonzero(as_tuple=True)):
         assert_same(BlockMask.from_function(rule("near", 90), 200, block=16, candidates=candidates), whole)
 
 
@@ -960,17 +960,17 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
         (
             lambda: BlockMask.from_tiles(ZERO, torch.tensor([0, 1]), 64, block=16),
             ValueError,
-            r"rows, cols and tile must have one shape \[E\]; got \[1\], \[2\] and \[1\]",
+            r"rows and cols must have one shape \[E\]; got \[1\] and \[2\]",
         ),
         (
             lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, tile=torch.tensor([0, 0])),
             ValueError,
-            r"rows, cols and tile must have one shape \[E\]; got \[1\], \[1\] and \[2\]",
+            r"rows and tile must have one shape \[E\]; got \[1\] and \[2\]",
         ),
         (
             lambda: BlockMask.from_tiles(ZERO[0], ZERO[0], 64, block=16),
             ValueError,
-            r"rows, cols and tile must have one shape \[E\]; got \[\], \[\] and \[\]",
+            r"rows and cols must have one shape \[E\]; got \[\] and \[\]",
         ),
         (
             lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, live=YES[None]),
@@ -999,6 +999,21 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
         ),
         (
             lambda: BlockMask.from_tiles(torch.tensor([0, 1, 0]), torch.tensor([2, 0, 2]), 64, block=16),
+            ValueError,
+            r"a tile must not be listed twice",
+        ),
+        (
+            lambda: BlockMask.from_tiles(ZERO.float(), ZERO, 64, block=16),
+            TypeError,
+            r"rows must be an integer tensor; got torch\.float32",
+        ),
+        (
+            lambda: BlockMask.from_function(lambda q, k: k <= q, 64, block=16, candidates=(ZERO, ZERO + 4)),
+            ValueError,
+            r"cols must lie in 0\.\.3; got 4\.\.4",
+        ),
+        (
+            lambda: BlockMask.from_function(lambda q, k: k <= q, 64, block=16, candidates=(ZERO[[0, 0]], ZERO[[0, 0]])),
             ValueError,
             r"a tile must not be listed twice",
         ),
