@@ -48,6 +48,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
     words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if q.numel() == 0 or k.numel() == 0:
+        return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
     mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
     q_tiles, k_tiles, v_tiles = mask.cut(q, block_q), mask.cut(k, block_k), mask.cut(v, block_k)
     out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, block_q, Dv]
@@ -74,6 +76,8 @@ def _backward(
     pattern: Tensor | None, lengths: Tensor | None,
     block_q: int, block_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
     q_tiles, k_tiles, v_tiles = mask.cut(q, block_q), mask.cut(k, block_k), mask.cut(v, block_k)
     dout_tiles = mask.cut(dout, block_q)

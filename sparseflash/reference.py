@@ -24,7 +24,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: fl
     if mask is not None:
         scores = scores.masked_fill(~mask.to_dense(), -torch.inf)
     if k.shape[2] == 0:
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))
+        return scores @ v, q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))  # an empty sum: zeros
     highest = scores.detach().amax(-1, keepdim=True)
     # Where no key is live the maximum is -inf, and -inf - -inf is NaN; any finite number gives exp(-inf) = 0 instead.
     weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))

@@ -162,11 +162,12 @@ _KERNELS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel,
 
 
 def _prepared(name: str, problem: Problem, *tensors: Tensor, has_dlse: bool = False) -> _Launch:
-    # What a compiled kernel is specialised to: strides, and whether addresses are multiples of 16 bytes. All other
-    # arrays come from our own allocations, which are.
+    # All that a compiled kernel is specialised to and the plan does not say: head dims, which strides do not tell of
+    # slices; strides; and whether addresses are multiples of 16 bytes. All other arrays come from our own allocations,
+    # which are.
     key = (
-        name, has_dlse, problem.tf32, problem.lengths is None, tensors[0].dtype, tensors[2].shape[-1],
-        *[x.stride() for x in tensors], *[x.data_ptr() % 16 for x in tensors],
+        name, has_dlse, problem.tf32, problem.lengths is None, tensors[0].dtype,
+        tensors[0].shape[-1], tensors[2].shape[-1], *[x.stride() for x in tensors], *[x.data_ptr() % 16 for x in tensors],
     )  # fmt: skip
     launch: _Launch | None = problem.plan.launches.get(key)
     if launch is None:

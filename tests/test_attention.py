@@ -1,0 +1,313 @@
+"""`attention()`: what follows from its definition, on every backend, and what it refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparseflash import BlockMask, attention, masks
+from strategies import SEEDS, Problem, dense_masks, problems
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKENDS = ["reference", "blockwise", "triton"]
+# The interpreter takes about a hundred times as long as the others.
+FEWER = settings(max_examples=max(1, settings().max_examples // 4))
+CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+
+
+def small_problems(dtypes=(torch.float32,)):
+    return problems(most_tokens=50, head_dims=(16, 24), value_dims=(16, 20), blocks=(16, 32), dtypes=dtypes)
+
+
+def tensors(q_len, k_len=None, *, heads=2, kv_heads=None, dim=16, v_dim=None, batch=1, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    k_len, kv_heads, v_dim = k_len or q_len, kv_heads or heads, v_dim or dim
+    shapes = (batch, heads, q_len, dim), (batch, kv_heads, k_len, dim), (batch, kv_heads, k_len, v_dim)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+# ---------------------------------------------------------------------- what follows from the definition
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "dense mask"])
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (40, 40), (37, 70), (64, 31)])
+def test_with_every_score_live_it_is_pytorchs_attention(backend, masked, q_len, k_len):
+    q, k, v = (x.requires_grad_() for x in tensors(q_len, k_len, heads=4, kv_heads=2, v_dim=24))
+    mask = BlockMask.dense(q_len, k_len, block=32) if masked else None
+    out = attention(q, k, v, mask, backend=backend)
+    want = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(out, want, **CLOSE)
+    weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (out, want))):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+@FEWER
+def test_values_of_one_give_one_where_a_query_has_keys(backend, data):
+    problem = data.draw(small_problems())
+    q, k, v = problem.tensors()[:3]
+    out, lse = attention(q, k, torch.ones_like(v), problem.mask, scale=problem.scale, return_lse=True, backend=backend)
+    want = lse.isfinite().to(out.dtype).unsqueeze(-1).expand_as(out)
+    torch.testing.assert_close(out, want, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data(), seed=SEEDS)
+@FEWER
+def test_two_halves_of_a_mask_merge_by_their_lse(backend, data, seed):
+    q_len, k_len = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 50))
+    live = data.draw(dense_masks(q_len, k_len, 1, 2, (16, 16)))
+    one = torch.rand(live.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    q, k, v = tensors(q_len, k_len, seed=seed)
+
+    def run(live):
+        return attention(q, k, v, BlockMask.from_dense(live, block=16), return_lse=True, backend=backend)
+
+    (whole, whole_lse), (a, a_lse), (b, b_lse) = run(live), run(live & one), run(live & ~one)
+    lse = torch.logaddexp(a_lse, b_lse)
+    torch.testing.assert_close(lse, whole_lse, **CLOSE)
+    parts = [(x - lse).exp().nan_to_num(0.0).unsqueeze(-1) for x in (a_lse, b_lse)]  # -inf - -inf: no key at all
+    torch.testing.assert_close(parts[0] * a + parts[1] * b, whole, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data(), seed=SEEDS)
+@FEWER
+def test_permuting_tokens_permutes_the_result(backend, data, seed):
+    q_len, k_len = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 50))
+    live = data.draw(dense_masks(q_len, k_len, 1, 2, (16, 16)))
+    generator = torch.Generator().manual_seed(seed)
+    new_q, new_k = (torch.randperm(n, generator=generator) for n in (q_len, k_len))
+    q, k, v = tensors(q_len, k_len, seed=seed)
+    out = attention(q, k, v, BlockMask.from_dense(live, block=16), backend=backend)
+    shuffled = BlockMask.from_dense(live[:, :, new_q][:, :, :, new_k], block=16)
+    got = attention(q[:, :, new_q], k[:, :, new_k], v[:, :, new_k], shuffled, backend=backend)
+    torch.testing.assert_close(got, out[:, :, new_q], **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data(), seed=SEEDS)
+@FEWER
+def test_permuting_heads_and_batch_elements_permutes_the_result(backend, data, seed):
+    length = data.draw(st.integers(1, 40))
+    live = data.draw(dense_masks(length, length, 2, 3, (16, 16))).expand(2, 3, -1, -1)
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads = torch.randperm(2, generator=generator), torch.randperm(3, generator=generator)
+    q, k, v = tensors(length, heads=3, batch=2, seed=seed)
+    out = attention(q, k, v, BlockMask.from_dense(live, block=16), backend=backend)
+    shuffled = BlockMask.from_dense(live[batch][:, heads], block=16)
+    got = attention(*(x[batch][:, heads] for x in (q, k, v)), shuffled, backend=backend)
+    assert torch.equal(got, out[batch][:, heads])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_grouped_head_reads_the_key_head_of_its_group(backend):
+    q, k, v = tensors(30, heads=6, kv_heads=2)
+    want = attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), backend=backend)
+    torch.testing.assert_close(attention(q, k, v, backend=backend), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [0.0, -0.7, 3.0])
+def test_any_scale_multiplies_the_scores(backend, scale):
+    q, k, v = tensors(40)
+    want = scaled_dot_product_attention(q, k, v, scale=scale)
+    torch.testing.assert_close(attention(q, k, v, scale=scale, backend=backend), want, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_mask_gives_zeros_and_zero_gradients(backend):
+    q, k, v = (x.requires_grad_() for x in tensors(40))
+    mask = BlockMask.from_dense(torch.zeros(40, 40, dtype=torch.bool), block=16)
+    out, lse = attention(q, k, v, mask, return_lse=True, backend=backend)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("batch", "q_len", "k_len"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0)])
+def test_nothing_to_do_is_done(backend, batch, q_len, k_len):
+    q, v = torch.randn(batch, 2, q_len, 16), torch.randn(batch, 2, k_len, 24)
+    q, k, v = (x.requires_grad_() for x in (q, torch.randn(batch, 2, k_len, 16), v))
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
+    assert out.shape == (batch, 2, q_len, 24)
+    assert lse.shape == (batch, 2, q_len)
+    if k_len == 0:
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+    for gradient, x in zip(torch.autograd.grad(out.sum(), (q, k, v), allow_unused=True, materialize_grads=True),
+                           (q, k, v)):  # fmt: skip
+        assert gradient.shape == x.shape
+        assert (gradient == 0).all()
+
+
+def test_blockwise_takes_gradients_that_gradcheck_confirms():
+    live = torch.rand(20, 24, generator=torch.Generator().manual_seed(0)) < 0.4
+    live[3] = False
+    mask = BlockMask.from_dense(live, block=16)
+    inputs = [x.requires_grad_() for x in tensors(20, 24, heads=2, kv_heads=1, dim=3, v_dim=2, dtype=torch.float64)]
+    has_keys = live.any(1)
+
+    def function(q, k, v):
+        out, lse = attention(q, k, v, mask, return_lse=True)
+        return out, lse[..., has_keys]
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_cpu_tensors_go_to_blockwise_by_default():
+    q, k, v = tensors(40)
+    mask = masks.local(40, 9, block=16)
+    assert torch.equal(attention(q, k, v, mask), attention(q, k, v, mask, backend="blockwise"))
+    with torch.profiler.profile() as profile:
+        attention(q, k, v, mask)
+    names = {event.key for event in profile.key_averages()}
+    assert "sparseflash::blockwise_inference" in names
+
+
+# ---------------------------------------------------------------------- what it refuses
+
+Q = torch.zeros(2, 4, 32, 16)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (([1.0], Q, Q), TypeError, r"q must be a tensor; got list"),
+        ((Q, None, Q), TypeError, r"k must be a tensor; got NoneType"),
+        ((Q, Q, Q[0]), ValueError, r"v must have shape \[batch, heads, tokens, head dim\]; got \[4, 32, 16\]"),
+        ((Q.int(), Q, Q), TypeError, r"q must have a floating dtype; got torch\.int32"),
+        ((Q.bool(), Q, Q), TypeError, r"q must have a floating dtype; got torch\.bool"),
+        ((Q.to(torch.complex64), Q, Q), TypeError, r"q must have a floating dtype; got torch\.complex64"),
+        ((Q, Q.to("meta"), Q), ValueError, r"q, k and v must be on one device; q is on cpu, k is on meta"),
+        ((Q, Q[:1], Q), ValueError, r"q, k and v must have one batch size; q has 2, k has 1"),
+        ((Q, Q[:, :2], Q), ValueError, r"k and v must have the same heads and tokens; got \[2, 32\] and \[4, 32\]"),
+        ((Q, Q, Q[:, :, :30]), ValueError, r"k and v must have the same heads and tokens; got \[4, 32\] and \[4, 30\]"),
+        ((Q, Q[..., :8], Q), ValueError, r"q and k must have the same head dim; got 16 and 8"),
+        ((Q[..., :0], Q[..., :0], Q), ValueError, r"head dims must be at least 1; got D = 0 and Dv = 16"),
+        ((Q, Q[:, :3], Q[:, :3]), ValueError, r"must be a multiple of the number of key heads; got 4 and 3"),
+        ((Q, Q[:, :0], Q[:, :0]), ValueError, r"must be a multiple of the number of key heads; got 4 and 0"),
+        ((Q, Q.half(), Q), TypeError, r"q, k and v must have one dtype; got torch\.float32, torch\.float16"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(inputs, error, message):
+    with pytest.raises(error, match=message):
+        attention(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(32, 32, dtype=torch.bool), TypeError, r"mask must be a BlockMask or None; got Tensor.*from_dense"),
+        (masks.causal(33), ValueError, r"is for 33 queries and 33 keys, got 32 and 32"),
+        (masks.causal(32, 64), ValueError, r"is for 32 queries and 64 keys, got 32 and 32"),
+        (BlockMask.from_dense(torch.rand(3, 1, 32, 32) < 0.5), ValueError, r"mask must be for 1 or 2 batch.*for 3"),
+        (BlockMask.from_dense(torch.rand(1, 2, 32, 32) < 0.5), ValueError, r"mask must be for 1 or 4 heads.*for 2"),
+        (masks.causal(32).with_lengths(torch.tensor([1, 2, 3])), ValueError, r"q's 2 batch elements; it has 3"),
+        (
+            masks.causal(32).to("meta"),
+            ValueError,
+            r"mask must be on q's device cpu; it is on meta\. Move it once: mask",
+        ),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_that_do_not_fit_are_refused(backend, mask, error, message):
+    with pytest.raises(error, match=message):
+        attention(Q, Q, Q, mask, backend=backend)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(
+        ValueError, match=r"backend must be one of 'triton', 'blockwise', 'reference', or None; got 'x'"
+    ):
+        attention(Q, Q, Q, backend="x")
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_refused(scale):
+    with pytest.raises(ValueError, match=r"scale must be finite; got (nan|inf)"):
+        attention(Q, Q, Q, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ((Q.double(),) * 3, TypeError, r"takes fp16, bf16 and fp32; got torch\.float64\. backend='blockwise' takes"),
+        ((Q.bfloat16(),) * 3, TypeError, r"interpreter computes bf16 wrongly"),
+        ((Q[..., :8],) * 3, ValueError, r"head dims from 16 to 256; got D = 8"),
+        ((Q, Q, Q.repeat(1, 1, 1, 17)), ValueError, r"head dims from 16 to 256; got Dv = 272"),
+        (
+            (Q, Q, Q.mT.contiguous().mT),
+            ValueError,
+            r"v must be contiguous in its last dimension.*Call \.contiguous\(\)",
+        ),
+    ],
+)
+def test_what_only_the_kernel_does_not_take_is_refused(inputs, error, message):
+    with pytest.raises(error, match=message):
+        attention(*inputs, backend="triton")
+
+
+def run_without_the_interpreter(program):
+    """Triton chooses its mode when it is imported, so another mode is another process."""
+    prelude = "import os; os.environ.pop('TRITON_INTERPRET', None)\nimport torch, sparseflash\nq = torch.zeros(1, 1, 32, 16)\n"
+    done = subprocess.run([sys.executable, "-c", prelude + program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cpu_tensors_without_the_interpreter_are_refused():
+    shown = run_without_the_interpreter("""
+try:
+    sparseflash.attention(q, q, q, backend="triton")
+except RuntimeError as error:
+    print(error)
+""")
+    assert "the triton backend runs on NVIDIA GPUs; got tensors on cpu." in shown
+    assert "backend='blockwise'" in shown
+    assert "TRITON_INTERPRET=1" in shown
+
+
+def test_without_triton_its_backend_says_so_and_the_others_run():
+    shown = run_without_the_interpreter("""
+import sys
+sys.modules["triton"] = None  # what makes `import triton` fail as if it were not installed
+sparseflash.attention(q, q, q)
+try:
+    sparseflash.attention(q, q, q, backend="triton")
+except RuntimeError as error:
+    print(error)
+""")
+    assert "backend='triton' needs the package triton, which is not installed: pip install triton" in shown
+
+
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch):
+    from sparseflash.kernels.op import _check_device
+
+    _check_device.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(RuntimeError, match=r"needs compute capability 8\.0 \(Ampere\) or newer; Tesla T4 has 7\.5"):
+        _check_device(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    _check_device(torch.device("cuda", 0))
+    _check_device.cache_clear()
+
+
+def test_a_problem_prints_as_what_makes_it_again():
+    assert isinstance(eval(repr(tiny())), Problem)
+
+
+def tiny():
+    return Problem(None, 1, 1, 1, 3, 4, 16, 16, torch.float32, None, "contiguous", 0)
