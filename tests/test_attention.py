@@ -1,5 +1,6 @@
 """`attention()`: what follows from its definition, on every backend, and what it refuses."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -261,8 +262,11 @@ def test_what_only_the_kernel_does_not_take_is_refused(inputs, error, message):
 
 def run_without_the_interpreter(program):
     """Triton chooses its mode when it is imported, so another mode is another process."""
-    prelude = "import os; os.environ.pop('TRITON_INTERPRET', None)\nimport torch, sparseflash\nq = torch.zeros(1, 1, 32, 16)\n"
-    done = subprocess.run([sys.executable, "-c", prelude + program], cwd=ROOT, capture_output=True, text=True)
+    prelude = "import torch, sparseflash\nq = torch.zeros(1, 1, 32, 16)\n"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + program], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from closeness import Results, assert_exact, largest_error
 from sparseflash import attention
-from strategies import problems
+from strategies import Problem, Recipe, problems
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -126,6 +126,46 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
     )
     with loads(way):
         check(problem, "triton")
+
+
+def spread_out(dim, dtype, seed=0):
+    """A problem with full and partial tiles, a ragged end, empty rows and padding, larger than any tile."""
+    arguments = {"q_len": 200, "k_len": 200, "block": (128, 128), "patterns": [["full", "random", "dead", "lower"]],
+                 "heads": [[0, 0]], "holes": "both", "seed": seed}  # fmt: skip
+    return Problem(
+        Recipe("from_dense", arguments, (200, 141)), batch=2, heads=2, kv_heads=1, q_len=200, k_len=200, dim=dim,
+        v_dim=dim, dtype=dtype, scale=None, layout="tokens first", seed=seed,
+    )  # fmt: skip
+
+
+# The tables for architectures that are not here run here all the same; only the time they take means nothing.
+_OTHER_TABLES = [((8, 0), "half"), ((8, 0), "tf32"), ((8, 0), "ieee"), ((8, 6), "half")]
+
+
+@contextlib.contextmanager
+def table_of(capability):
+    from sparseflash.kernels import launch
+
+    with mock.patch.object(launch, "capability_of", lambda device: capability):
+        yield
+
+
+@pytest.mark.parametrize(("capability", "arithmetic"), _OTHER_TABLES, ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_configurations_of_other_architectures_are_exact(capability, arithmetic, dim):
+    """In the interpreter, where TF32 is fp32."""
+    problem = spread_out(dim, torch.float16 if arithmetic == "half" else torch.float32)
+    with table_of(capability), tf32(arithmetic == "tf32"):
+        check(problem, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("capability", "arithmetic"), _OTHER_TABLES, ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_configurations_of_other_architectures_are_exact_on_the_gpu(capability, arithmetic, dim):
+    problem = spread_out(dim, torch.bfloat16 if arithmetic == "half" else torch.float32)
+    with table_of(capability), tf32(arithmetic == "tf32"):
+        check(problem, "triton", "cuda", {"half": "bfloat16", "ieee": "float32"}.get(arithmetic, arithmetic))
 
 
 @contextlib.contextmanager

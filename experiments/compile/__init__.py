@@ -1,0 +1,1 @@
+"""What the compiler makes of the kernels, for any architecture, without a GPU."""

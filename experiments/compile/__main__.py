@@ -1,0 +1,76 @@
+"""`python -m experiments.compile`: registers, spills and shared memory of the kernels, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes a program
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    arch: Annotated[list[int] | None, typer.Option(help="90 for compute capability 9.0; may be repeated.")] = None,
+    dim: Annotated[list[int] | None, typer.Option(help="Head dim; may be repeated.")] = None,
+    arithmetic: Annotated[
+        list[str] | None, typer.Option(help="bfloat16, float16, tf32 or float32; may be repeated.")
+    ] = None,
+    block: Annotated[int, typer.Option(help="Tokens a tile of the mask.")] = 128,
+    lengths: Annotated[bool, typer.Option(help="With a mask that has lengths (padding).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON a kernel instead of a table.")] = False,
+) -> None:
+    """Compile the kernels for an architecture that need not be here, and show what they use.
+
+    registers: a thread; spilled: bytes a thread, for want of registers; shared: bytes of shared memory a program.
+    Exits with 1 if a kernel asks for more shared memory than the architecture has. Takes seconds a kernel, minutes for
+    fp32 at large head dims.
+    """
+    os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported, which is below
+    from experiments.compile.report import compile_all
+
+    console = Console()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("arch", "arithmetic", "kernel", "loads"):
+        table.add_column(column, no_wrap=True)
+    for column in ("D", "registers", "spilled", "shared"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("notes")
+    over = []
+    with console.status("compiling", spinner="line") as status:
+        for a in arch or [90]:
+            for kind in arithmetic or ["bfloat16"]:
+                for d in dim or [64, 128]:
+                    for descriptors in (True, False) if a >= 90 and kind != "float32" else (False,):
+                        status.update(f"sm_{a} {kind} D={d} {'descriptors' if descriptors else 'pointers'}")
+                        for r in compile_all(a, kind, d, block=block, descriptors=descriptors, lengths=lengths):
+                            limit = SHARED_LIMITS.get(a)
+                            too_much = limit is not None and r.shared > limit
+                            if too_much:
+                                over.append(r)
+                            if as_json:
+                                print(json.dumps(asdict(r)), flush=True)
+                            notes = [
+                                *([f"over the limit of {limit}"] if too_much else []),
+                                *(["serialised wgmma"] if r.serialised else []),
+                            ]
+                            table.add_row(
+                                f"sm_{a}", kind, r.kernel, "descriptors" if descriptors else "pointers",
+                                str(r.dim), str(r.registers), str(r.spilled), str(r.shared), ", ".join(notes),
+                            )  # fmt: skip
+    if not as_json:
+        console.print(table)
+    if over:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

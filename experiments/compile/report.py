@@ -1,0 +1,156 @@
+"""Compiles the kernels as a launch would, for an architecture that need not be here, and asks ptxas what came out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sparseflash import masks
+from sparseflash.kernels import launch
+from sparseflash.kernels.plan import plan_of
+
+TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled kernel."""
+
+    arch: int  # 90 for compute capability 9.0
+    kernel: str
+    arithmetic: str
+    dim: int
+    block: int
+    descriptors: bool
+    lengths: bool
+    registers: int  # a thread
+    spilled: int  # bytes a thread writes to memory for want of registers
+    shared: int  # bytes of shared memory a program
+    wgmma: int  # Hopper's asynchronous matrix instructions in the code
+    serialised: bool  # ptxas could not keep those asynchronous
+
+
+class _NoDevice:
+    """Stands in for the CUDA driver: answers what a compilation asks."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_all(
+    arch: int, arithmetic: str, dim: int, *, block: int = 128, descriptors: bool = False, lengths: bool = False
+) -> list[Report]:
+    """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`."""
+    with _compiling_for(arch, descriptors) as compiled:
+        _launch_all(arithmetic, dim, block, lengths)
+    return [
+        _report(name, kernel, arch, arithmetic, dim, block, descriptors, lengths)
+        for name, kernel in compiled
+        if name != "delta_kernel"  # a sum over rows; nothing to tune
+    ]
+
+
+@contextmanager
+def _compiling_for(arch: int, descriptors: bool) -> Iterator[list[tuple[str, Any]]]:
+    """Launches compile for that architecture and run nothing; yields `(name, compiled kernel)` as they come."""
+    compiled: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append((self.fn.__name__, kernel))
+        return None
+
+    with (
+        mock.patch.object(driver, "_active", _NoDevice(arch)),
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(launch, "capability_of", lambda device: divmod(arch, 10)),
+        mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", 0 if descriptors else 1 << 62),
+    ):
+        yield compiled
+
+
+def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool) -> None:
+    dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
+    q, k, v, out, dout, dq, dk, dv = (torch.empty(1, 2, TOKENS, dim, dtype=dtype) for _ in range(8))
+    lse, dlse = torch.empty(1, 2, TOKENS), torch.empty(1, 2, TOKENS)
+    kept = torch.empty((2, 1, 2, TOKENS) if dtype == torch.float32 else (0,))
+    mask = masks.causal(TOKENS, block=block)
+    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
+    plan = plan_of(*arrays, (1, 2), 2, (TOKENS, TOKENS), (block, block))
+    stops = torch.tensor([100], dtype=torch.int32) if lengths else None
+    problem = launch.Problem(plan, stops, (block, block), dim**-0.5, arithmetic == "tf32")
+    launch.forward(problem, q, k, v, out, lse, kept)
+    launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
+
+
+def _report(
+    name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, descriptors: bool, lengths: bool
+) -> Report:
+    ptx = kernel.asm["ptx"]
+    said = _ptxas(ptx, arch)
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    if registers is None or spilled is None:
+        raise RuntimeError(f"ptxas did not say what {name} uses: {said}")
+    return Report(
+        arch=arch,
+        kernel=name.removesuffix("_kernel"),
+        arithmetic=arithmetic,
+        dim=dim,
+        block=block,
+        descriptors=descriptors,
+        lengths=lengths,
+        registers=int(registers[1]),
+        spilled=int(spilled[1]),
+        shared=kernel.metadata.shared,
+        wgmma=ptx.count("wgmma.mma_async"),
+        serialised=re.search(r"C75\d\d", said) is not None,
+    )
+
+
+def _ptxas(ptx: str, arch: int) -> str:
+    target = re.search(r"\.target (\w+)", ptx)
+    if target is None:
+        raise RuntimeError("the PTX names no target")
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [
+            get_ptxas(arch).path,
+            "-v",
+            "--gpu-name",
+            target[1],
+            str(source),
+            "-o",
+            str(Path(scratch) / "kernel.cubin"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"ptxas refused the kernel: {done.stderr}")
+    return done.stderr

@@ -1,0 +1,1 @@
+"""How exact the drawn cases of a test run were: from the records that the tests leave to a table."""

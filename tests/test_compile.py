@@ -1,0 +1,41 @@
+"""The kernels through the real compiler, which needs no GPU: what a tuning must not lose without being noticed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def reports(*arguments):
+    """Triton compiles or interprets, as it was told when it was imported: so this is another process."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "experiments.compile", "--json", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_on_hopper_nothing_is_spilled_or_serialised_at_head_dim_64():
+    found = reports("--arch", "90", "--dim", "64")
+    assert [(r["kernel"], r["descriptors"]) for r in found] == [
+        (kernel, descriptors) for descriptors in (True, False) for kernel in ("forward", "dk_dv", "dq")
+    ]
+    for r in found:
+        assert r["wgmma"] > 0, r
+        assert r["spilled"] == 0, r
+        assert not r["serialised"], r
+
+
+@pytest.mark.parametrize("arch", [80, 86, 120])
+def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch):
+    found = reports("--arch", str(arch), "--dim", "128", "--arithmetic", "float16")
+    assert {r["kernel"] for r in found} == {"forward", "dk_dv", "dq"}  # and exit status 0: within the limit
+
+
+def test_padding_compiles_too():
+    assert len(reports("--arch", "90", "--dim", "80", "--lengths")) == 6
