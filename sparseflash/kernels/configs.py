@@ -70,16 +70,16 @@ _AMPERE: _Table = {
     ("dq", "tf32", 32): Config(64, 32, 4, 2),
     ("dq", "tf32", 64): Config(64, 32, 4, 1),
     ("dq", "tf32", 128): Config(32, 32, 4, 1),
-    ("dq", "tf32", 256): Config(32, 16, 4, 1),
+    ("dq", "tf32", 256): Config(16, 32, 4, 1),
     **_IEEE,
 }
 
-# sm_86, sm_89, sm_120: 99 KiB of shared memory a program. D = 256 in full fp32 has to stay very small.
+# sm_86, sm_89, sm_120: 99 KiB of shared memory a program.
 _CONSUMER: _Table = {
     **_AMPERE,
     ("forward", "half", 256): Config(32, 32, 4, 1),
     ("dk_dv", "half", 256): Config(16, 32, 4, 1),
-    ("dq", "half", 256): Config(32, 16, 4, 1),
+    ("dk_dv", "tf32", 256): Config(16, 16, 4, 1),
 }
 
 # sm_90, with tensor descriptors.
@@ -115,10 +115,10 @@ def config_for(
     table = _table(capability, descriptors)
     chosen = table[kernel, arithmetic, max(padded_dim, 32)]
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
-    if block[1] >= 32:
-        block_n = max(block_n, 32)  # a word of bits is not split
-    # What a mask with small blocks cuts down has less for many warps to do.
-    num_warps = min(chosen.num_warps, max(1, block_m * block_n // _SCORES_A_WARP[arithmetic]))
+    # What a mask with small blocks cuts down has less for many warps to do; but the accumulators of the widest heads
+    # fill the registers of four warps, however few the tokens.
+    fewest = 4 if padded_dim > 128 else 1
+    num_warps = min(chosen.num_warps, max(fewest, block_m * block_n // _SCORES_A_WARP[arithmetic]))
     return Config(block_m, block_n, num_warps, chosen.num_stages)
 
 

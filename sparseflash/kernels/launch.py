@@ -114,10 +114,14 @@ class _Launch:
         (heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape[1:], k.shape[1:3], v.shape[-1]
         loaded = (q, k, v) if kernel == "forward" else (q, k, v, rest[0])
         products = problem.plan.tiles_total * problem.block[0] * problem.block[1] * (dim + v_dim)
-        # Full fp32 is multiplied from registers, where tiles that come through shared memory only cost more of them.
+        # Full fp32 is multiplied from registers, where tiles that come through shared memory only cost more of them. So
+        # are tiles too small for the matrix instructions that read shared memory, and all where there are none; wide
+        # heads cannot afford that.
+        from_shared = capability[0] in (9, 10) and min(problem.block) >= 64
+        from_registers = arithmetic == "ieee" or (_padded(max(dim, v_dim)) > 128 and not from_shared)
         self.descriptors = (
             capability >= (9, 0)
-            and arithmetic != "ieee"
+            and not from_registers
             and products >= _PRODUCTS_FOR_DESCRIPTORS
             and all(map(_can_describe, loaded))
         )

@@ -55,15 +55,18 @@ def live_scores(
 ):  # fmt: skip
     """Which scores of the TILE_M x TILE_N patch at (first_q, first_k) of a mask tile are live; all, if tile is 0.
 
-    One word is loaded for 32 scores and spread by shifts: loading it once a score is 3 to 6 times slower.
+    One word is loaded for its scores, mostly 32, and spread by shifts: loading it once a score is 3 to 6 times slower.
     """
-    BITS: tl.constexpr = min(BLOCK_K, 32)
-    WORDS: tl.constexpr = BLOCK_K // BITS
+    STORED: tl.constexpr = min(BLOCK_K, 32)
+    BITS: tl.constexpr = min(TILE_N, 32)
+    WORDS: tl.constexpr = BLOCK_K // STORED
     q = first_q % BLOCK_Q + tl.arange(0, TILE_M)
-    word = first_k % BLOCK_K // BITS + tl.arange(0, TILE_N // BITS)
+    word = first_k % BLOCK_K // STORED + tl.arange(0, TILE_N // BITS)
     number = tl.maximum(tile, 1) - 1 if MAY_BE_FULL else tile - 1
     tile_ptr = words_ptr + tl.cast(number, tl.int64) * (BLOCK_Q * WORDS)
     shift = tl.arange(0, BITS)
+    if BITS < STORED:  # a patch narrower than a word
+        shift += first_k % STORED
     if TRANSPOSED:
         words = tl.load(tile_ptr + (word[:, None] + q[None, :] * WORDS))
         if MAY_BE_FULL:
