@@ -63,7 +63,7 @@ def main(
                                 *(["serialised wgmma"] if r.serialised else []),
                             ]
                             table.add_row(
-                                f"sm_{a}", kind, r.kernel, "descriptors" if descriptors else "pointers",
+                                f"sm_{a}", kind, r.kernel, "descriptors" if r.descriptors else "pointers",
                                 str(r.dim), str(r.registers), str(r.spilled), str(r.shared), ", ".join(notes),
                             )  # fmt: skip
     if not as_json:

@@ -65,11 +65,14 @@ class _NoDevice:
 def compile_all(
     arch: int, arithmetic: str, dim: int, *, block: int = 128, descriptors: bool = False, lengths: bool = False
 ) -> list[Report]:
-    """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`."""
+    """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
+
+    `descriptors`: the launcher is to use them where it can.
+    """
     with _compiling_for(arch, descriptors) as compiled:
         _launch_all(arithmetic, dim, block, lengths)
     return [
-        _report(name, kernel, arch, arithmetic, dim, block, descriptors, lengths)
+        _report(name, kernel, arch, arithmetic, dim, block, lengths)
         for name, kernel in compiled
         if name != "delta_kernel"  # a sum over rows; nothing to tune
     ]
@@ -109,9 +112,7 @@ def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool) -> None:
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
 
 
-def _report(
-    name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, descriptors: bool, lengths: bool
-) -> Report:
+def _report(name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, lengths: bool) -> Report:
     ptx = kernel.asm["ptx"]
     said = _ptxas(ptx, arch)
     registers = re.search(r"Used (\d+) registers", said)
@@ -124,7 +125,7 @@ def _report(
         arithmetic=arithmetic,
         dim=dim,
         block=block,
-        descriptors=descriptors,
+        descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline
         lengths=lengths,
         registers=int(registers[1]),
         spilled=int(spilled[1]),
