@@ -407,11 +407,13 @@ class BlockMask:
 
         Waits for the device. Derived once and kept, so comparing, hashing and printing a loose mask pay once.
 
-        >>> scores = torch.tensor([[0.9, 0.1, 0.3], [0.2, 0.8, 0.5], [0.1, 0.7, 0.4]])
+        >>> scores = torch.tensor([[0.9, 0.0, 0.0], [0.2, 0.8, 0.0], [0.1, -torch.inf, -torch.inf]])
         >>> from sparseflash import masks
         >>> chosen = masks.top_k_blocks(scores, 2, q_len=96, block=32, causal=True)
-        >>> len(chosen.indices), chosen.canonical().indices.tolist()  # room for two blocks a row, and what is there
-        (6, [0, 0, 1, 1, 2])
+        >>> chosen.indptr.tolist(), chosen.indices.tolist()  # room for five tiles, the last of which it does not need
+        ([0, 1, 3, 4], [0, 0, 1, 0, 2])
+        >>> chosen.canonical().indices.tolist()
+        [0, 0, 1, 0]
         """
         if not self.loose:
             return self

@@ -142,7 +142,7 @@ def canonical_arrays(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The canonical `(indptr, indices, tile, bits)` of the tiles of several patterns, and the number of each pattern.
 
-    `rows`, `cols`, `tile`: int64 `[E]`, in any order, with `row = p * Mq + i` and tile 0 for full, t for `words[t - 1]`.
+    `rows`, `cols`, `tile`: int64 `[E]`, in any order, with `row = p * Mq + i`; tile 0 is full, t has `words[t - 1]`.
     """
     row_blocks = -(-q_len // block_q)
     indptr, indices, kinds, bits = _assemble(q_len, k_len, block_q, block_k, rows, cols, tile, words, patterns)

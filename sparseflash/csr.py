@@ -30,9 +30,7 @@ def row_of_entry(indptr: Tensor, count: int) -> Tensor:
     Entries at or past `indptr[-1]`, the room of a loose mask, get the number past the last row, so they sort last.
     """
     rows = torch.arange(len(indptr), device=indptr.device)
-    return torch.repeat_interleave(
-        rows, indptr.diff(append=indptr.new_full((1,), count)).long(), output_size=count
-    )
+    return torch.repeat_interleave(rows, indptr.diff(append=indptr.new_full((1,), count)).long(), output_size=count)
 
 
 def stored_tiles(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
