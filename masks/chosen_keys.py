@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def selected_keys(
     The mask is loose and made without waiting for the device, in memory for the tiles that there may be: a block row
     meets at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; 17 MB a head at 16,384 tokens
     if causal. `most` bounds the tiles of a row, which bounds memory and work; a row that meets more **loses** those
-    that are named least often (of equals, the later ones). Working memory is bounded, too: choices are packed about 16
+    with the fewest chosen keys (of equals, the later ones). Working memory is bounded, too: choices are packed about 16
     million at a time.
 
     Source: DeepSeek-V3.2's sparse attention (2025; K = 2048 keys a query), NSA (Yuan et al., 2025, section 3.3.2), MoBA
@@ -126,8 +126,15 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
     most = min(cols if most is None else at_least(most, "most", "tiles", 1), cols)
     width = tiles.words_per_row(block_k)
 
+    if not distinct:
+        indices = _without_repetitions(indices)
+
+    def words() -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        return _words(indices, of, span)
+
+    once = list(words()) if indices.numel() * max(1, span // min(block_k, tiles.WORD)) <= _AT_ONCE else None
     named = torch.zeros(patterns * rows * cols, dtype=torch.int32, device=indices.device)
-    for tile, _, value in _words(indices, of, span):
+    for tile, _, value in once or words():
         named.scatter_add_(0, tile, (value != 0).to(torch.int32))
     named = named.view(batch, heads, rows, cols)
     kept = named > 0
@@ -139,7 +146,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
     room = patterns * of.room(min(most, choices * block_q * max(1, span // block_k)))
     found = compact(kept, room)
     bits = torch.zeros(room * block_q * width, dtype=torch.int32, device=indices.device)
-    for tile, word, value in _words(indices if distinct else _without_repetitions(indices), of, span):
+    for tile, word, value in once or words():
         # Distinct bits never carry, so the sum is their union. What is not kept adds 0, somewhere.
         value = value * kept_flat[tile]
         bits.scatter_add_(0, found.number[tile].clamp_(min=0) * (block_q * width) + word, value)
@@ -176,7 +183,7 @@ def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tens
     for some, q in zip(indices.split(queries_at_once, 2), every_q.split(queries_at_once), strict=True):
         some = some.to(torch.int64)
         exists = (some >= 0) & (some < runs)
-        start = torch.where(exists, some, 0) * span
+        start = some.masked_fill(~exists, 0) * span
         if span >= in_word:
             value = exists.to(torch.int32) * tiles.full_word(block_k)
         else:

@@ -249,6 +249,25 @@ def test_the_kernel_is_exact_on_the_gpu(dtype):
     run()
 
 
+def test_torch_compile_does_not_compile_again_for_a_loose_mask():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(q, k, v, mask):
+        return attention(q * 2, k, v, mask, backend="blockwise").sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=count, fullgraph=True)
+    q, k, v = torch.randn(3, 1, 2, 100, 16)
+    mask = masks.local(100, 30, block=16)
+    for given_mask in (mask, loosen(mask, seed=0), loosen(mask, seed=1)):
+        torch.testing.assert_close(compiled(q, k, v, given_mask), step(q, k, v, mask), rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 1
+
+
 def of_dead_tiles_only():
     """Block row 0 has two tiles, both dead; row 1 a dead one before a full one."""
     arrays = {"indptr": [0, 2, 4], "indices": [0, 1, 0, 1, 1], "tile": [1, 1, 1, 0, 0], "pattern": [[0]]}

@@ -8,6 +8,7 @@ _WAITING = (
     "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "unique_dim",
     "_unique", "_unique2", "unique_consecutive", "bincount", "lift_fresh",
 )  # fmt: skip
+_STARTING_NOTHING = ("detach", "empty", "new_empty", "empty_like", "_unsafe_view", "promote_types")
 
 
 class NoWaiting(TorchDispatchMode):
@@ -29,7 +30,7 @@ class NoWaiting(TorchDispatchMode):
             or (name == "repeat_interleave" and kwargs.get("output_size") is None)
         )
         assert not waits, f"{func} would wait for the device"
-        self.started += not (func.is_view or name in ("detach", "empty", "new_empty", "_unsafe_view", "empty_like"))
+        self.started += not (func.is_view or name in _STARTING_NOTHING)
         return func(*args, **kwargs)
 
 
