@@ -98,7 +98,7 @@ def loose_mask(frame: Frame, kept: Kept, tile: Tensor, bits: Tensor, heads: tupl
     pattern = torch.arange(batch * count, dtype=torch.int32, device=tile.device).view(batch, count, 1)
     return BlockMask(
         frame.q_len, frame.k_len, *frame.block, kept.indptr, kept.indices, tile, bits,
-        pattern.expand(-1, -1, group).reshape(batch, count * group), loose=True,
+        pattern.expand(-1, -1, group).reshape(batch, count * group).contiguous(), loose=True,
     )  # fmt: skip
 
 

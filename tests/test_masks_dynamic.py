@@ -179,6 +179,13 @@ def test_mass_never_keeps_what_scores_nothing(drawn, mass, seed):
         assert torch.equal(dense, expected)
 
 
+def test_no_score_is_as_high_as_that_of_a_block_that_is_always_kept():
+    scores = torch.tensor([[torch.inf, torch.inf, torch.inf, torch.nan]])
+    always = {"q_len": 16, "k_len": 64, "block": 16, "local_blocks": 1}  # the last one
+    assert masks.top_k_blocks(scores, 2, **always).canonical().indices.tolist() == [0, 3]
+    assert masks.mass_blocks(scores, 0.5, **always).canonical().indices.tolist() == [0, 1, 3]
+
+
 def test_equal_blocks_are_kept_from_the_first():
     mask = masks.mass_blocks(torch.zeros(1, 8), 0.5, q_len=16, k_len=128, block=16)
     assert mask.canonical().indices.tolist() == [0, 1, 2, 3]
@@ -441,6 +448,7 @@ def test_heads_of_a_group_share_a_pattern():
     mask = masks.top_k_blocks(scores, 2, q_len=64, block=16, group=2)
     assert mask.pattern.tolist() == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
     assert torch.equal(mask.to_dense()[:, ::2], masks.top_k_blocks(scores, 2, q_len=64, block=16).to_dense())
+    assert masks.top_k_blocks(scores[0, 0], 2, q_len=64, block=16, group=8).pattern.tolist() == [[0] * 8]
 
 
 def test_scores_of_half_precision_choose_as_they_are():
