@@ -17,8 +17,9 @@ from sparseflash import tiles
 from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
 from sparseflash.checks import Block, block_pair, boolean, check_block_count, token_counts
 from sparseflash.counting import live_scores
-from sparseflash.csr import columns_of, derived, may_vary_in_size, row_of_entry
+from sparseflash.csr import columns_of, derived, may_vary_in_size, stored_tiles
 from sparseflash.invariants import check_arrays, validate
+from sparseflash.loose import canonical_arrays_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,6 +42,9 @@ class BlockMask:
     Empty tiles are not stored, full ones have `tile == 0`, equal partial tiles and equal patterns are stored once, in
     order of first appearance, and ragged ends are partial tiles. So equal masks have equal arrays, and `==` and `hash`
     compare those, wherever they lie (`lengths` included). A mask is immutable: never write to its arrays.
+
+    `loose`: a mask made on the GPU at every step cannot be canonical, because counting waits for the device. Its arrays
+    are safe to run, no more (see `sparseflash.loose`); `canonical()` gives the mask whose arrays keep all of the rules.
 
     Example, a window of three keys over 40 tokens in blocks of 16 (two distinct partial tiles on each side of the
     diagonal, one on it, and the ragged last row and column):
@@ -72,6 +76,7 @@ class BlockMask:
     bits: Tensor
     pattern: Tensor
     lengths: Tensor | None = None
+    loose: bool = field(default=False, kw_only=True)
     # The bits as one row with a dead tile behind them. The operator gets this form: its size never is 0 or 1, the
     # sizes for which torch.compile would specialise.
     words: Tensor = field(init=False)
@@ -268,7 +273,7 @@ class BlockMask:
         clamped = lengths.to(torch.int64).clamp(0, max(self.q_len, self.k_len)).to(torch.int32)
         mask = BlockMask(
             self.q_len, self.k_len, self.block_q, self.block_k,
-            self.indptr, self.indices, self.tile, self.bits, self.pattern, clamped,
+            self.indptr, self.indices, self.tile, self.bits, self.pattern, clamped, loose=self.loose,
         )  # fmt: skip
         object.__setattr__(mask, "indices", self.indices)  # and with them all that is derived from the arrays
         return mask
@@ -308,6 +313,7 @@ class BlockMask:
         """The transpose: `(indptr [P * Mk + 1], indices [nnz], tile [nnz])` of the block columns, all int32.
 
         The tiles themselves are not transposed: `bits[tile - 1]` still has queries as rows. Derived once and kept.
+        Those of a loose mask have as much room as its rows.
         """
         return columns_of(self.indptr, self.indices, self.tile, *self.blocks)
 
@@ -324,6 +330,8 @@ class BlockMask:
         return float(cache[key])
 
     def __repr__(self) -> str:
+        if self.loose:
+            return f"{repr(self.canonical())[:-1]}, loose)"
         full = int((self.tile == 0).sum())
         distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
         block = f"{self.block_q}" if self.block_q == self.block_k else f"{self.block_q} x {self.block_k}"
@@ -349,13 +357,15 @@ class BlockMask:
             return True
         if self._numbers() != other._numbers():
             return False
-        mine, theirs = self._arrays(), other._arrays()
+        mine, theirs = self.canonical()._arrays(), other.canonical()._arrays()
         return all(
             (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b.to(a.device)))
             for a, b in zip(mine, theirs, strict=True)
         )
 
     def __hash__(self) -> int:
+        if self.loose:
+            return hash(self.canonical())
         cache = derived(self.indices)
         if "digest" not in cache:
             digest = hashlib.blake2b(digest_size=8)
@@ -379,8 +389,8 @@ class BlockMask:
         return self  # immutable: copying a model shares its masks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Cloned arrays travel without what was derived from them.
-        arrays = tuple(None if a is None else a.clone() for a in self._arrays())
+        # Cloned arrays travel without what was derived from them, and without the room of a loose mask.
+        arrays = tuple(None if a is None else a.clone() for a in self.canonical()._arrays())
         return BlockMask, (*self._numbers(), *arrays)
 
     # ------------------------------------------------------------------ what one does with it
@@ -390,7 +400,28 @@ class BlockMask:
         arrays = tuple(None if a is None else a.to(device) for a in self._arrays())
         if all(a is b for a, b in zip(arrays, self._arrays(), strict=True)):
             return self
-        return BlockMask(*self._numbers(), *arrays)  # type: ignore[arg-type]
+        return BlockMask(*self._numbers(), *arrays, loose=self.loose)  # type: ignore[arg-type]
+
+    def canonical(self) -> BlockMask:
+        """The mask with the same live scores whose arrays keep all rules; itself, unless it is `loose`.
+
+        Waits for the device. Derived once and kept, so comparing, hashing and printing a loose mask pay once.
+
+        >>> scores = torch.tensor([[0.9, 0.0, 0.0], [0.2, 0.8, 0.0], [0.1, -torch.inf, -torch.inf]])
+        >>> from sparseflash import masks
+        >>> chosen = masks.top_k_blocks(scores, 2, q_len=96, block=32, causal=True)
+        >>> chosen.indptr.tolist(), chosen.indices.tolist()  # room for five tiles, the last of which it does not need
+        ([0, 1, 3, 4], [0, 0, 1, 0, 2])
+        >>> chosen.canonical().indices.tolist()
+        [0, 0, 1, 0]
+        """
+        if not self.loose:
+            return self
+        cache = derived(self.indices)
+        if "canonical" not in cache:
+            cache["canonical"] = BlockMask(*self._numbers(), *canonical_arrays_of(self))
+        mask: BlockMask = cache["canonical"]
+        return mask if self.lengths is None else mask.with_lengths(self.lengths)
 
     def to_dense(self) -> Tensor:
         """Bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live. For tests, pictures: `N x N` memory."""
@@ -399,9 +430,9 @@ class BlockMask:
         dense = torch.zeros(
             patterns * row_blocks, col_blocks, self.block_q, self.block_k, dtype=torch.bool, device=device
         )
-        rows = row_of_entry(self.indptr, len(self.indices))
+        rows, cols, tile = stored_tiles(self)
         choices = torch.cat([dense.new_ones(1, self.block_q, self.block_k), tiles.unpack(self.bits, self.block_k)])
-        dense[rows, self.indices.long()] = choices[self.tile.long()]
+        dense[rows, cols] = choices[tile]
         dense = dense.reshape(patterns, row_blocks, col_blocks, self.block_q, self.block_k).transpose(2, 3)
         dense = dense.reshape(patterns, row_blocks * self.block_q, col_blocks * self.block_k)
         live = dense[:, : self.q_len, : self.k_len][self.pattern.long()]  # [B or 1, Hq or 1, Nq, Nk]
@@ -415,7 +446,7 @@ class BlockMask:
         """Checks every invariant of the arrays, in O(nnz + T) and with host synchronisation; returns the mask.
 
         Raises ValueError that names the first invariant broken: a mask from an unknown source that passes is safe to
-        run (no index out of range) and canonical (`==` and `hash` mean what they say).
+        run (no index out of range) and canonical (`==` and `hash` mean what they say); a loose one is safe to run.
         """
         validate(self)
         return self

@@ -129,20 +129,34 @@ def arrays_of(
         tile.append(torch.where(t > 0, t + offset, t))
         offset += len(part_words)
     words = torch.cat([part[3] for part in parts])
-    indptr, indices, kinds, bits = _assemble(
+    *arrays, pattern = canonical_arrays(
         q_len, k_len, block_q, block_k, torch.cat(rows), torch.cat(cols), torch.cat(tile), words, len(parts)
     )
+    indptr, indices, kinds, bits = arrays
+    return indptr, indices, kinds, bits, pattern.view(batch, heads)
+
+
+def canonical_arrays(
+    q_len: int, k_len: int, block_q: int, block_k: int, rows: Tensor, cols: Tensor, tile: Tensor, words: Tensor,
+    patterns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The canonical `(indptr, indices, tile, bits)` of the tiles of several patterns, and the number of each pattern.
+
+    `rows`, `cols`, `tile`: int64 `[E]`, in any order, with `row = p * Mq + i`; tile 0 is full, t has `words[t - 1]`.
+    """
+    row_blocks = -(-q_len // block_q)
+    indptr, indices, kinds, bits = _assemble(q_len, k_len, block_q, block_k, rows, cols, tile, words, patterns)
     keep, pattern = distinct_patterns(indptr, indices, kinds, row_blocks)
-    if len(keep) < len(parts):
+    if len(keep) < patterns:
         # The first copy of each pattern stays, so the numbers of the partial tiles stay those of first appearance.
         starts = indptr[::row_blocks].tolist()
-        counts = indptr.diff().view(len(parts), row_blocks)[keep].reshape(-1)
+        counts = indptr.diff().view(patterns, row_blocks)[keep].reshape(-1)
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         indices = torch.cat([indices[starts[p] : starts[p + 1]] for p in keep])
         kinds = torch.cat([kinds[starts[p] : starts[p + 1]] for p in keep])
     return (
         indptr.to(torch.int32), indices.to(torch.int32), kinds.to(torch.int32),
-        bits.contiguous(), torch.tensor(pattern, dtype=torch.int32, device=indices.device).view(batch, heads),
+        bits.contiguous(), torch.tensor(pattern, dtype=torch.int32, device=indices.device),
     )  # fmt: skip
 
 

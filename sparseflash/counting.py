@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.building import SCORES_AT_ONCE
-from sparseflash.csr import row_of_entry
+from sparseflash.csr import stored_tiles
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -20,24 +20,28 @@ def live_scores(mask: BlockMask) -> float:
     row_blocks = mask.blocks[0]
     patterns = (len(mask.indptr) - 1) // row_blocks
     a_tile = torch.cat([mask.bits.new_tensor([mask.block_q * mask.block_k]).long(), tiles.live_scores(mask.bits)])
-    rows = row_of_entry(mask.indptr, len(mask.indices))
+    stored = stored_tiles(mask)
     if mask.lengths is None:
+        rows, _, tile = stored
         per_pattern = torch.zeros(patterns, dtype=torch.int64, device=mask.device)
-        per_pattern.index_add_(0, rows // row_blocks, a_tile[mask.tile.long()])
+        per_pattern.index_add_(0, rows // row_blocks, a_tile[tile])
         return float(per_pattern[mask.pattern.long()].double().mean())
     batch = mask.shape[0]
     pattern = mask.pattern.expand(batch, -1)
     total = 0.0
     for b, stop in enumerate(mask.lengths.tolist()):
-        per_pattern = _live_scores_to(mask, stop, rows, a_tile, patterns)
+        per_pattern = _live_scores_to(mask, stop, stored, a_tile, patterns)
         total += float(per_pattern[pattern[b].long()].double().mean())
     return total / max(batch, 1)
 
 
-def _live_scores_to(mask: BlockMask, stop: int, rows: Tensor, a_tile: Tensor, patterns: int) -> Tensor:
+def _live_scores_to(
+    mask: BlockMask, stop: int, stored: tuple[Tensor, Tensor, Tensor], a_tile: Tensor, patterns: int
+) -> Tensor:
     """Live scores of each pattern among the first `stop` queries and keys: int64 `[P]`."""
     row_blocks = mask.blocks[0]
-    i, j, tile = rows % row_blocks, mask.indices.long(), mask.tile.long()
+    rows, j, tile = stored
+    i = rows % row_blocks
     inside = ((i + 1) * mask.block_q <= stop) & ((j + 1) * mask.block_k <= stop)
     cut = ~inside & (i * mask.block_q < stop) & (j * mask.block_k < stop)
     count = torch.zeros(patterns, dtype=torch.int64, device=mask.device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
 
 
 def derived(indices: Tensor) -> dict[Any, Any]:
@@ -22,9 +25,18 @@ def derived(indices: Tensor) -> dict[Any, Any]:
 
 
 def row_of_entry(indptr: Tensor, count: int) -> Tensor:
-    """The row of each stored entry: int64 `[count]`, without asking the device for anything."""
-    rows = torch.arange(len(indptr) - 1, device=indptr.device)
-    return torch.repeat_interleave(rows, indptr.diff().long(), output_size=count)
+    """The row of each entry: int64 `[count]`, without asking the device for anything.
+
+    Entries at or past `indptr[-1]`, the room of a loose mask, get the number past the last row, so they sort last.
+    """
+    rows = torch.arange(len(indptr), device=indptr.device)
+    return torch.repeat_interleave(rows, indptr.diff(append=indptr.new_full((1,), count)).long(), output_size=count)
+
+
+def stored_tiles(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
+    """`(row, column, tile)` of every stored tile, int64 `[nnz]`, with `row = p * Mq + i`; waits for a loose mask."""
+    count = int(mask.indptr[-1]) if mask.loose else len(mask.indices)
+    return row_of_entry(mask.indptr, count), mask.indices[:count].long(), mask.tile[:count].long()
 
 
 def columns_of(

@@ -1,0 +1,137 @@
+"""What every choice at run time shares: the tiles there are to choose from, and the loose mask of those kept.
+
+Nothing here waits for the device: what depends on lengths and blocks alone is made on the CPU once, and what depends on
+the choice lies in arrays whose size is known beforehand.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import integer
+from sparseflash.csr import row_of_entry
+
+
+class Frame(NamedTuple):
+    """The tiles that may be chosen, on the device of the choice."""
+
+    q_len: int
+    k_len: int
+    block: tuple[int, int]
+    open: Tensor  # bool [Mq, Mk]: the tile may be chosen
+    forced: Tensor  # bool [Mq, Mk]: it always is
+    kind: Tensor  # int32 [Mq * Mk]: what is live in it if it is, as `BlockMask.tile`
+    bits: Tensor  # int32 [T, block_q, words]
+    open_in_row: np.ndarray  # int64 [Mq]
+    forced_in_row: int  # the most of any row
+
+    def room(self, most: int) -> int:
+        """Tiles of a pattern if every row keeps as many as it can, `most` at most."""
+        return int(np.minimum(self.open_in_row, most).sum())
+
+
+@lru_cache(maxsize=32)
+def frame(
+    q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
+) -> Frame:
+    """All tiles or those of `masks.causal`. Forced: `sink` first ones, and those nearer than `local` to the diagonal.
+
+    The diagonal is aligned at the bottom right; a block row may cross it in several tiles, which are all at distance 0.
+    """
+    block_q, block_k = block
+    shift = k_len - q_len
+    i, j = torch.arange(-(-q_len // block_q))[:, None], torch.arange(-(-k_len // block_k))
+    first, last = i * block_q + shift, (i * block_q + block_q).clamp(max=q_len) - 1 + shift  # keys on the diagonal
+    inside = (i * block_q + block_q <= q_len) & (j * block_k + block_k <= k_len)
+    open_ = (j * block_k <= last) if causal else torch.ones_like(inside)
+    full = inside & (j * block_k + block_k - 1 <= first) if causal else inside
+    rows, cols = (open_ & ~full).nonzero(as_tuple=True)
+    edges = BlockMask.from_function(
+        lambda q, k: (k <= q + shift) | (not causal), q_len, k_len, block=block, candidates=(rows, cols)
+    )
+    kind = torch.zeros_like(inside, dtype=torch.int32)
+    kind[row_of_entry(edges.indptr, len(edges.indices)), edges.indices.long()] = edges.tile
+    own = torch.div(first, block_k, rounding_mode="floor"), torch.div(last, block_k, rounding_mode="floor")
+    near = (j > own[0] - local) & (j < own[1] + (1 if causal else local))
+    forced = open_ & ((j < sink) | (near & (local > 0)))
+
+    def there(x: Tensor) -> Tensor:
+        # The copy need not be finished when this returns: the kernels that read it are queued behind it.
+        return x.to(device, non_blocking=True)
+
+    return Frame(
+        q_len, k_len, block, there(open_), there(forced), there(kind.view(-1)), there(edges.bits),
+        open_.sum(1).numpy(), int(forced.sum(1).max()),
+    )  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """The kept tiles of all patterns in CSR, with room."""
+
+    indptr: Tensor  # int32 [P * Mq + 1]
+    indices: Tensor  # int32 [room]
+    place: Tensor  # int64 [room], number of the tile in [P, Mq, Mk]; the last one's in the room that is not used
+    number: Tensor  # int64 [P * Mq * Mk], for each tile that is kept its place in `indices`
+
+
+def compact(kept: Tensor, room: int) -> Kept:
+    """The kept tiles of `kept`, bool `[B, H, Mq, Mk]`, of which at most `room` are True."""
+    cols = kept.shape[-1]
+    running = kept.reshape(-1).cumsum(0)
+    indptr = torch.nn.functional.pad(running.view(-1, cols)[:, -1], (1, 0)).to(torch.int32)
+    # Looked up, not written: then the unused room is the same at every run, too.
+    wanted = torch.arange(1, room + 1, device=kept.device)
+    place = torch.searchsorted(running, wanted).clamp_(max=len(running) - 1)
+    return Kept(indptr, (place % cols).to(torch.int32), place, running - 1)
+
+
+def loose_mask(frame: Frame, kept: Kept, tile: Tensor, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
+    """The mask of kept tiles: pattern b * H + h is that of `group` query heads, for `heads = (B, H)`."""
+    batch, count = heads
+    pattern = torch.arange(batch * count, dtype=torch.int32, device=tile.device).view(batch, count, 1)
+    return BlockMask(
+        frame.q_len, frame.k_len, *frame.block, kept.indptr, kept.indices, tile, bits,
+        pattern.expand(-1, -1, group).reshape(batch, count * group).contiguous(), loose=True,
+    )  # fmt: skip
+
+
+def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:
+    """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` a row, each with what the frame lets live."""
+    batch, heads, rows, cols = kept.shape
+    found = compact(kept, batch * heads * frame.room(most))
+    return loose_mask(frame, found, frame.kind[found.place % (rows * cols)], frame.bits, (batch, heads), group)
+
+
+def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
+    """What is chosen by, as `[B, H, *axes]` and without a gradient."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(values).__name__}.")
+    is_integer = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    if not (values.is_floating_point() if floating else is_integer):
+        raise TypeError(f"{name} must have {'a floating' if floating else 'an integer'} dtype; got {values.dtype}.")
+    if values.ndim not in (2, 3, 4) or 0 in values.shape:
+        raise ValueError(
+            f"{name} must have shape [{axes}], [H, {axes}] or [B, H, {axes}], none of them 0; got {list(values.shape)}."
+        )
+    return values.detach().reshape((1,) * (4 - values.ndim) + values.shape)
+
+
+def at_least(value: int, name: str, unit: str, least: int) -> int:
+    """An integer parameter with a lower bound."""
+    value = integer(value, name, unit)
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}.")
+    return value
+
+
+def full_words(frame: Frame) -> Tensor:
+    """The bits of every kind, the full one (0) included: int32 `[1 + T, block_q, words]`."""
+    full = frame.bits.new_full((1, *frame.bits.shape[1:]), tiles.full_word(frame.block[1]))
+    return torch.cat([full, frame.bits])

@@ -1,0 +1,157 @@
+"""Blocks chosen by their scores, at every step if need be: the best k of a row, or as many as hold a share of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, block_pair, check_block_count, token_counts
+from sparseflash.masks.chosen import Frame, as_heads, at_least, frame, mask_of_blocks
+
+# Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
+_SHARE_UNITS = float(1 << 40)
+
+
+@torch.no_grad()
+def top_k_blocks(
+    scores: Tensor, k: int, *, q_len: int, k_len: int | None = None, block: Block = 128, causal: bool = False,
+    sink_blocks: int = 0, local_blocks: int = 0, group: int = 1,
+) -> BlockMask:  # fmt: skip
+    """The k blocks of keys with the highest scores, for every block of queries.
+
+    Score (q, t) of head h with `i = q // block_q`, `j = t // block_k` is live iff
+
+        scores[b, h, i, j] is among the k highest of row i   (and, if causal, t <= q + k_len - q_len)
+
+    where, if causal, only tiles with a score at or before the diagonal count. A row that has fewer than k keeps them
+    all. Of equal scores the first block wins. A block that scores -inf or NaN is never chosen.
+
+    `sink_blocks` first blocks, and the blocks nearer than `local_blocks` to the diagonal (1: those that cross it), are
+    always among the k, whatever they score: MoBA and NSA count them in like this. The diagonal runs from the bottom
+    right, as in `masks.causal`.
+
+    `scores`: floating `[Mq, Mk]`, `[H, Mq, Mk]` or `[B, H, Mq, Mk]`, one a tile, as `pooled_scores` gives them; `group`
+    query heads share what one head of `scores` chooses. `q_len`, `k_len` (by default `q_len`) and `block` in tokens,
+    `k`, `sink_blocks` and `local_blocks` in blocks. The choice passes no gradient on.
+
+    The mask is loose (see `BlockMask`) and lies on the device of `scores`, with room for k tiles a row: nothing waits
+    for the device, so it can be made at every step. The same scores give the same mask, also when activation
+    checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call, and kept: choose
+    outside of what `torch.compile` compiles, which would make it again at every step (the mask is then an argument).
+
+    Source: top-k over pooled scores in MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025)
+    and, with learned scores, SeerAttention (Gao et al., 2024); SpargeAttn has it beside `mass_blocks`. MoBA (Lu et al.,
+    2025), NSA (Yuan et al., 2025) and Quest (Tang et al., 2024) let every query choose for itself:
+    `top_k_keys(span=...)`.
+
+    Raises ValueError if the scores are not one a tile, or k is less than 1 or than the blocks that a row always keeps.
+
+        k = 2, causal, local_blocks = 1
+        scores         mask
+        .9 .3 .5 .1    \\ . . .
+        .2 .8 .7 .4    X \\ . .
+        .1 .6 .2 .9    . X \\ .
+        .5 .3 .4 .0    X . . \\
+
+    >>> from sparseflash.masks import pooled_scores
+    >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
+    >>> mask = top_k_blocks(pooled_scores(q, k, block=64), 4, q_len=1000, block=64, causal=True, local_blocks=1)
+    >>> mask.shape, len(mask.indices), bool(mask.to_dense().triu(1).any())
+    ((1, 4, 1000, 1000), 232, False)
+    """
+    scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)
+    most = min(_enough(k, "k", of), scores.shape[-1])
+    order, _, usable = _ranked(scores, of)
+    kept = torch.zeros_like(usable).scatter_(-1, order[..., :most], True) & usable
+    return mask_of_blocks(of, kept, most, at_least(group, "group", "query heads", 1))
+
+
+@torch.no_grad()
+def mass_blocks(
+    scores: Tensor, mass: float, *, q_len: int, k_len: int | None = None, block: Block = 128, causal: bool = False,
+    sink_blocks: int = 0, local_blocks: int = 0, most: int | None = None, group: int = 1,
+) -> BlockMask:  # fmt: skip
+    """The fewest blocks of keys that hold a share `mass` of the softmax of each row of scores.
+
+    With p = softmax of row i over the blocks that may be chosen (if causal, those with a score at or before the
+    diagonal), in descending order, blocks are kept as long as those before them hold less than `mass`:
+
+        block r of the order is live iff  p_1 + ... + p_(r-1) < mass
+
+    `sink_blocks` and `local_blocks`, as in `top_k_blocks`, come first in that order, and what they hold counts, as in
+    XAttention; other systems add such blocks afterwards. Of equal blocks the first comes first. A row keeps at most
+    `most` blocks (default: all there are), which is also the room that the mask has: a smaller one takes less memory
+    and time, and bounds the work of a step. `mass=1` keeps every block that does not score -inf or NaN.
+
+    `scores` are logits, as `pooled_scores` gives them, shaped as for `top_k_blocks`; of probabilities take the `log()`.
+    Shares are added in units of 2^-40, exactly, so the choice is the same at every run. For the rest see
+    `top_k_blocks`.
+
+    Source: the threshold tau of XAttention (Xu et al., 2025, section 2.2; over sums along antidiagonals), tau of
+    SpargeAttn (Zhang et al., 2025; over pooled scores), gamma of FlexPrefill (Lai et al., 2025).
+
+    Raises ValueError unless `0 < mass <= 1`, and if `most` is less than the blocks that a row always keeps.
+
+    >>> p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    >>> [mass_blocks(p.log(), m, q_len=16, k_len=64, block=16).density for m in (0.4, 0.7, 0.9, 1.0)]
+    [0.25, 0.5, 0.75, 1.0]
+    """
+    scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)
+    mass = _share(mass)
+    cols = scores.shape[-1]
+    most = cols if most is None else min(_enough(most, "most", of), cols)
+    order, clean, usable = _ranked(scores, of)
+    weights = torch.softmax(clean, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    # NaN: no block of the row may be chosen by its score.
+    units = (weights.nan_to_num(0.0) * _SHARE_UNITS).to(torch.int64).gather(-1, order)
+    running = units.cumsum(-1)
+    wanted = (running - units) < running[..., -1:].double() * mass
+    if mass == 1.0:  # blocks of weight 0, too
+        wanted = torch.ones_like(wanted)
+    kept = torch.zeros_like(usable).scatter_(-1, order[..., :most], wanted[..., :most])
+    kept = (kept | of.forced) & usable
+    return mask_of_blocks(of, kept, most, at_least(group, "group", "query heads", 1))
+
+
+def _checked(
+    scores: Tensor, q_len: int, k_len: int | None, block: Block, causal: bool, sink_blocks: int, local_blocks: int
+) -> tuple[Tensor, Frame]:
+    block_q, block_k = block_pair(block)
+    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+    scores = as_heads("scores", scores, "Mq, Mk", floating=True)
+    check_block_count("scores", scores, q_len, k_len, block_q, block_k)
+    sink, local = (
+        at_least(value, name, "blocks", 0)
+        for value, name in ((sink_blocks, "sink_blocks"), (local_blocks, "local_blocks"))
+    )
+    return scores, frame(q_len, k_len, (block_q, block_k), bool(causal), sink, local, scores.device)
+
+
+def _enough(value: int, name: str, of: Frame) -> int:
+    value = at_least(value, name, "blocks", 1)
+    if value < of.forced_in_row:
+        raise ValueError(
+            f"{name} must be at least the {of.forced_in_row} blocks that sink_blocks and local_blocks keep in some "
+            f"row; got {value}."
+        )
+    return value
+
+
+def _share(mass: Any) -> float:
+    if isinstance(mass, bool) or not isinstance(mass, int | float):
+        raise TypeError(f"mass must be a number; got {mass!r}.")
+    if not 0 < mass <= 1:
+        raise ValueError(f"mass must be above 0 and at most 1; got {mass}.")
+    return float(mass)
+
+
+def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    """The columns of each row, forced ones first, then by score; the scores, -inf where none; which may be kept."""
+    scored = of.open & (scores > -torch.inf)  # not so NaN
+    # Finite, so that no score is as high as a forced block, and the softmax has no inf - inf.
+    clean = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill_(~scored, -torch.inf)
+    order = clean.masked_fill(of.forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    return order, clean, scored | of.forced

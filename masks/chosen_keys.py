@@ -1,0 +1,202 @@
+"""Keys chosen by each query for itself: an element mask from the numbers of the keys, or of runs of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.masks.chosen import Frame, as_heads, at_least, compact, frame, full_words, loose_mask
+
+_AT_ONCE = 1 << 24  # chosen words, or scores, that are looked at together
+
+
+@torch.no_grad()
+def selected_keys(
+    indices: Tensor, k_len: int, *, block: Block = 128, span: int = 1, causal: bool = False, most: int | None = None,
+    group: int = 1,
+) -> BlockMask:  # fmt: skip
+    """Every query sees the keys whose numbers it is given.
+
+    Score (q, t) of head h is live iff
+
+        t // span is in indices[b, h, q]   (and, if causal, t <= q + k_len - q_len)
+
+    `indices`: int `[Nq, K]`, `[H, Nq, K]` or `[B, H, Nq, K]`, in any order, with repetitions or not. A number that
+    names no key, such as -1, chooses nothing: fill up with it where a query has fewer than K. (A number too large is
+    no error either: asking the GPU would take longer than making the mask.) `span`: keys that one number stands for, a
+    power of two; 1 for keys, 64 for NSA's selected blocks, the chunk of MoBA. `group` query heads share what one head
+    of `indices` chooses. `k_len`, `block` in tokens. The choice passes no gradient on.
+
+    **The kernel still walks tiles**: a tile in which one score is live costs as much as a full one. Per-query choices
+    save time only where neighbouring queries agree, or where K and `span` are such that the K runs of `block_q` queries
+    meet few tiles. `mask.density` against live tiles says which (`repr(mask)` shows both).
+
+    The mask is loose and made without waiting for the device, in memory for the tiles that there may be: a block row
+    meets at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; 17 MB a head at 16,384 tokens
+    if causal. `most` bounds the tiles of a row, which bounds memory and work; a row that meets more **loses** those
+    with the fewest chosen keys (of equals, the later ones). Working memory is bounded, too: choices are packed about 16
+    million at a time.
+
+    Source: DeepSeek-V3.2's sparse attention (2025; K = 2048 keys a query), NSA (Yuan et al., 2025, section 3.3.2), MoBA
+    (Lu et al., 2025, section 2.2).
+
+    Raises ValueError if `span` is no power of two or `most` is less than 1.
+
+    >>> mask = selected_keys(torch.tensor([[0, 2], [1, -1], [2, 0], [3, 3]]), 4, block=16)
+    >>> mask.to_dense()[0, 0].int().tolist()
+    [[1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]
+    """
+    indices = as_heads("indices", indices, "Nq, K", floating=False)
+    of = _checked(indices.shape[2], k_len, block, causal, indices.device)
+    return _selected(indices, of, _span(span), most, group, distinct=False)
+
+
+@torch.no_grad()
+def top_k_keys(
+    scores: Tensor, k: int, *, k_len: int, block: Block = 128, span: int = 1, causal: bool = False,
+    most: int | None = None, group: int = 1,
+) -> BlockMask:  # fmt: skip
+    """Every query sees the k keys, or the k runs of `span` keys, that score highest for it.
+
+    Score (q, t) of head h is live iff
+
+        scores[b, h, q, t // span] is among the k highest of row q   (and, if causal, t <= q + k_len - q_len)
+
+    where, if causal, only runs that begin at or before the query count. A query with fewer than k keeps them all. Of
+    equal scores the first wins; -inf and NaN are never chosen. What must be chosen, such as the query's own run in
+    MoBA, gets the score +inf.
+
+    `scores`: floating `[Nq, R]`, `[H, Nq, R]` or `[B, H, Nq, R]`, with `R = ceil(k_len / span)`. With `span=1` they are
+    `Nq x Nk` numbers, and sorting those may take longer than dense attention: where something cheaper has chosen
+    already, give its choice to `selected_keys`, whose docstring says the rest, what such masks cost above all.
+
+    Raises ValueError if the scores do not have R columns or k is less than 1.
+
+    >>> q, k = torch.randn(2, 256, 16), torch.randn(2, 256, 16)
+    >>> runs = k.unflatten(1, (-1, 32)).mean(2)  # MoBA: the means of chunks of 32 keys
+    >>> mask = top_k_keys(q @ runs.transpose(1, 2), 2, k_len=256, block=64, span=32)
+    >>> mask.density
+    0.25
+    """
+    scores = as_heads("scores", scores, "Nq, R", floating=True)
+    k, span = at_least(k, "k", "keys", 1), _span(span)
+    q_len, runs = scores.shape[2:]
+    of = _checked(q_len, k_len, block, causal, scores.device)
+    if runs != -(-of.k_len // span):
+        raise ValueError(
+            f"scores must have {-(-of.k_len // span)} columns for {of.k_len} keys in runs of {span}; got {runs}."
+        )
+    chosen = []
+    starts = torch.arange(runs, device=scores.device) * span
+    last_key = torch.arange(q_len, device=scores.device)[:, None] + (of.k_len - q_len)
+    rows_at_once = max(1, _AT_ONCE // (scores.shape[0] * scores.shape[1] * runs))
+    for some, last in zip(scores.split(rows_at_once, 2), last_key.split(rows_at_once), strict=True):
+        usable = some > -torch.inf
+        if causal:
+            usable &= starts <= last
+        order = some.masked_fill(~usable, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+        chosen.append(order.masked_fill_(~usable.gather(-1, order), -1))
+    return _selected(torch.cat(chosen, 2), of, span, most, group, distinct=True)
+
+
+def _checked(q_len: int, k_len: int, block: Block, causal: bool, device: torch.device) -> Frame:
+    pair = block_pair(block)
+    q_len, k_len = token_counts(q_len, k_len)
+    return frame(q_len, k_len, pair, bool(causal), 0, 0, device)
+
+
+def _span(span: int) -> int:
+    span = at_least(span, "span", "keys", 1)
+    if span & (span - 1):
+        raise ValueError(f"span must be a power of two; got {span}.")
+    return span
+
+
+def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: int, *, distinct: bool) -> BlockMask:
+    """The mask of `indices [B, H, Nq, K]`; `distinct` promises that a query names no key twice."""
+    group = at_least(group, "group", "query heads", 1)
+    batch, heads, _, choices = indices.shape
+    (rows, cols), (block_q, block_k) = of.open.shape, of.block
+    patterns = batch * heads
+    most = min(cols if most is None else at_least(most, "most", "tiles", 1), cols)
+    width = tiles.words_per_row(block_k)
+
+    if not distinct:
+        indices = _without_repetitions(indices)
+
+    def words() -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        return _words(indices, of, span)
+
+    once = list(words()) if indices.numel() * max(1, span // min(block_k, tiles.WORD)) <= _AT_ONCE else None
+    named = torch.zeros(patterns * rows * cols, dtype=torch.int32, device=indices.device)
+    for tile, _, value in once or words():
+        named.scatter_add_(0, tile, (value != 0).to(torch.int32))
+    named = named.view(batch, heads, rows, cols)
+    kept = named > 0
+    if most < cols:
+        best = named.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+        kept &= torch.zeros_like(kept).scatter_(-1, best, True)
+    kept_flat = kept.view(-1)
+
+    room = patterns * of.room(min(most, choices * block_q * max(1, span // block_k)))
+    found = compact(kept, room)
+    bits = torch.zeros(room * block_q * width, dtype=torch.int32, device=indices.device)
+    for tile, word, value in once or words():
+        # Distinct bits never carry, so the sum is their union. What is not kept adds 0, somewhere.
+        value = value * kept_flat[tile]
+        bits.scatter_add_(0, found.number[tile].clamp_(min=0) * (block_q * width) + word, value)
+    bits = bits.view(room, block_q, width)
+    # Where neighbours agree, tiles are full, and the kernel does not look at their bits.
+    full = (bits == tiles.full_word(block_k)).flatten(1).all(1)
+    number = torch.arange(1, room + 1, dtype=torch.int32, device=indices.device)
+    return loose_mask(of, found, number.masked_fill_(full, 0), bits, (batch, heads), group)
+
+
+def _without_repetitions(indices: Tensor) -> Tensor:
+    """The numbers of each query in order, with -1 for those that came before."""
+    indices = indices.sort(-1).values
+    again = torch.nn.functional.pad(indices[..., 1:] == indices[..., :-1], (1, 0))
+    return indices.masked_fill(again, -1)
+
+
+def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The chosen words, a bounded number at a time: `(tile, word, value)`, flat.
+
+    `tile`: its number in `[B, H, Mq, Mk]`, int64; `word`: the number of the word in the tile, int64; `value`: its bits,
+    int32, 0 where nothing is live.
+    """
+    batch, heads, q_len, choices = indices.shape
+    (rows, cols), (block_q, block_k) = of.open.shape, of.block
+    device = indices.device
+    in_word, width = min(block_k, tiles.WORD), tiles.words_per_row(block_k)
+    runs, words_in_run = -(-of.k_len // span), max(1, span // in_word)
+    pattern = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
+    step = torch.arange(words_in_run, device=device)
+    kinds = full_words(of).view(-1)
+    queries_at_once = max(1, _AT_ONCE // (batch * heads * choices * words_in_run))
+    every_q = torch.arange(q_len, device=device)[:, None]
+    for some, q in zip(indices.split(queries_at_once, 2), every_q.split(queries_at_once), strict=True):
+        some = some.to(torch.int64)
+        exists = (some >= 0) & (some < runs)
+        start = some.masked_fill(~exists, 0) * span
+        if span >= in_word:
+            value = exists.to(torch.int32) * tiles.full_word(block_k)
+        else:
+            value = (exists.to(torch.int32) * ((1 << span) - 1)) << (start % in_word).to(torch.int32)
+        word = (start // in_word).unsqueeze(-1) + step  # [B, H, some, K, words_in_run], of the row of all keys
+        value = value.unsqueeze(-1).expand(word.shape)
+        col = word // width
+        # The last run may go past the last tile.
+        value = value.masked_fill(col >= cols, 0)
+        place = (q // block_q).unsqueeze(-1) * cols + col.clamp_(max=cols - 1)
+        word = (q % block_q).unsqueeze(-1) * width + word % width
+        # Live is what the frame lets live: past the ends and the diagonal, nothing.
+        value = value & kinds[of.kind[place].long() * (block_q * width) + word]
+        value = value.masked_fill_(~of.open.view(-1)[place], 0)
+        tile = pattern.unsqueeze(-1) * (rows * cols) + place
+        yield tile.reshape(-1), word.reshape(-1), value.reshape(-1)

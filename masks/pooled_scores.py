@@ -1,0 +1,82 @@
+"""Pooled scores: how much a block of queries attends to a block of keys, from the means of both."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparseflash.checks import Block, block_pair
+
+
+@torch.no_grad()
+def pooled_scores(
+    q: Tensor, k: Tensor, *, block: Block = 128, scale: float | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """Block scores `[B, Hq, Mq, Mk]` from mean-pooled queries and keys, to choose blocks by.
+
+        score(i, j) = scale * mean(q[t] for t in block i) . mean(k[t] for t in block j)
+
+    which is the mean of the raw scores of the tile. `softmax` over j is the usual estimate of the attention that each
+    block gets; it is a good one where the tokens of a block resemble one another, and says little where they do not.
+    A ragged last block is the mean of the tokens that it has.
+
+    `q [B, Hq, Nq, D]`, `k [B, Hkv, Nk, D]`, with Hq a multiple of Hkv (query head h reads key head `h // (Hq // Hkv)`);
+    `block` in tokens; `scale` is `1 / sqrt(D)` by default. `lengths`: int `[B]`, tokens of each sequence: only those
+    are averaged, and blocks of keys with none of them score -inf, so they are never chosen (give the mask the lengths,
+    too: `mask.with_lengths`). The scores are fp32 (fp64 for fp64), under autocast as well, and carry no gradient: a
+    choice has none. Nothing here waits for the device.
+
+    Source: MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025), SpargeAttn (Zhang et al.,
+    2025; it keeps blocks whose tokens do not resemble one another dense). SeerAttention (Gao et al., 2024) learns the
+    pooling; Quest (Tang et al., 2024) bounds the scores by minima and maxima instead.
+
+    Raises ValueError for tensors or lengths of other shapes.
+
+    >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
+    >>> pooled_scores(q, k, block=64).shape
+    torch.Size([1, 4, 16, 16])
+    """
+    block_q, block_k = block_pair(block)
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating tensor [batch, heads, tokens, head dim]; got {got}.")
+    batch, heads, _, dim = q.shape
+    kv_heads = k.shape[1]
+    if k.shape[0] != batch or k.shape[3] != dim or 0 in q.shape or 0 in k.shape or heads % kv_heads:
+        raise ValueError(
+            "q and k must have one batch size, one head dim and query heads a multiple of the key heads, and no "
+            f"dimension of 0; got {list(q.shape)} and {list(k.shape)}."
+        )
+    if lengths is not None and lengths.shape != (batch,):
+        raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")
+    with torch.autocast(q.device.type, enabled=False):
+        q_mean, k_mean = _means(q, block_q, lengths), _means(k, block_k, lengths)
+        q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another
+        scores = (q_mean * (1.0 / math.sqrt(dim) if scale is None else scale)) @ k_mean.transpose(-1, -2)
+    scores = scores.view(batch, heads, -1, k_mean.shape[2])
+    if lengths is not None:
+        starts = torch.arange(k_mean.shape[2], device=k.device) * block_k
+        scores = scores.masked_fill(starts >= lengths.view(-1, 1, 1, 1), -torch.inf)
+    return scores
+
+
+def _means(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
+    """The mean of each block of tokens: `[B, H, N, D]` to `[B, H, ceil(N / block), D]`; 0 where there is no token."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    length = x.shape[2]
+    whole = length // block * block
+    if lengths is None:
+        parts = [x[:, :, :whole].unflatten(2, (-1, block)).mean(3, dtype=dtype)] if whole else []
+        if whole < length:
+            parts.append(x[:, :, whole:].mean(2, keepdim=True, dtype=dtype))
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+    tokens = torch.arange(length, device=x.device)
+    x = x.masked_fill((tokens >= lengths.view(-1, 1))[:, None, :, None], 0.0)
+    x = torch.nn.functional.pad(x, (0, 0, 0, -length % block)).unflatten(2, (-1, block)).sum(3, dtype=dtype)
+    starts = torch.arange(x.shape[2], device=x.device) * block
+    # The end of x cuts the last block, as the sequence's length does.
+    count = (lengths.clamp(max=length).view(-1, 1) - starts).clamp(1, block)
+    return x / count[:, None, :, None]

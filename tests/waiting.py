@@ -1,0 +1,42 @@
+"""Finds on the CPU what would make the host wait for a GPU, and counts what a GPU would have to start."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What asks for a value, or makes a tensor whose size depends on values.
+_WAITING = (
+    "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "unique_dim",
+    "_unique", "_unique2", "unique_consecutive", "bincount", "lift_fresh",
+)  # fmt: skip
+_STARTING_NOTHING = ("detach", "empty", "new_empty", "empty_like", "_unsafe_view", "promote_types")
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises AssertionError at an operation that would make the host wait, if its tensors lay on a GPU.
+
+    `started` counts the others, views left out: about the kernels that a GPU would start.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.started = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        waits = (
+            name in _WAITING
+            or (name.startswith("index") and any(is_bool(i) for i in indices_of(name, args)))
+            or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+        )
+        assert not waits, f"{func} would wait for the device"
+        self.started += not (func.is_view or name in _STARTING_NOTHING)
+        return func(*args, **kwargs)
+
+
+def indices_of(name, args):
+    return args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+
+
+def is_bool(index):
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
