@@ -1,0 +1,159 @@
+"""Masks over a grid in which a query sees, on every axis, a range of key coordinates: windows of every kind.
+
+Nothing is looked at twice: blocks of tokens that are translates of one another, with windows that are too, see the same
+places and hold the same bits. In a tiled order of an image nearly all blocks are such translates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.building import SCORES_AT_ONCE, arrays_of
+from sparseflash.checks import Block, block_pair
+from sparseflash.masks.grid import block_shapes, checked_order, coordinates, cut, strides
+
+_CELLS_AT_ONCE = 1 << 22  # keys listed at a time: some 100 MB of temporaries
+
+
+class Range(NamedTuple):
+    """What each coordinate x of an axis sees: `first[x], first[x] + step, ..., last[x]`, never nothing.
+
+    `first`, `last`: int `[side]`, coordinates of the axis; `last - first` is a multiple of `step`.
+    """
+
+    first: Tensor
+    last: Tensor
+    step: int = 1
+
+
+def within_ranges(
+    shape: tuple[int, ...], ranges: Sequence[Range], *, order: Tensor | None = None, block: Block = 128
+) -> BlockMask:
+    """Query q sees key k iff on every axis the coordinate of k is in the range of that of q. One `Range` an axis."""
+    block_q, block_k = block_pair(block)
+    count = math.prod(shape)
+    order = checked_order(order, count)
+    places = coordinates(shape, order)
+    key_shapes, key_shape, key_corners = block_shapes(places, block_k)
+    # Of a query nothing matters but the range that it sees: [N, axes, (first, last)].
+    sees = torch.stack(
+        [torch.stack([r.first, r.last], -1).to(torch.int32)[places[:, axis]] for axis, r in enumerate(ranges)], 1
+    )
+    query_corners = cut(places, block_q)[:, 0]
+    relative = cut(sees, block_q) - query_corners[:, None, :, None]
+    windows, window = tiles.deduplicate(relative.flatten(2))
+    windows = windows.unflatten(2, (len(shape), 2))
+    steps = [r.step for r in ranges]
+    rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)
+    # Tiles of the same window, key shape and offset between the two hold the same bits.
+    offset = key_corners[cols] - query_corners[rows]
+    alike, representative = _alike(window[rows], key_shape[cols], offset, shape)
+    words = [
+        tiles.pack(_live(windows[window[rows[some]]], key_shapes[key_shape[cols[some]]] + offset[some, None], steps))
+        for some in representative.split(max(1, SCORES_AT_ONCE // (block_q * block_k)))
+    ]
+    part = (rows, cols, alike + 1, torch.cat(words))
+    return BlockMask(count, count, block_q, block_k, *arrays_of(count, count, block_q, block_k, [part], 1, 1))
+
+
+def _alike(window: Tensor, key_shape: Tensor, offset: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A number for each tile, the same for tiles that hold the same bits, and the first tile of each number."""
+    code = _number(window * (int(key_shape.max()) + 1) + key_shape)
+    for axis, side in enumerate(shape):
+        code = _number(code * (2 * side) + offset[:, axis] + side)
+    return tiles.number_by_first_appearance(code)
+
+
+def _number(code: Tensor) -> Tensor:
+    """0, 1, ... for the distinct codes. By sorting: on codes as regular as these torch.unique is ten times slower."""
+    ordered, order = code.sort()
+    number = torch.unique_consecutive(ordered, return_inverse=True)[1]
+    return torch.empty_like(number).scatter_(0, order, number)
+
+
+def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:
+    """Bool `[E, block_q, block_k]` of int32 windows `[E, block_q, axes, 2]` and places of keys `[E, block_k, axes]`."""
+    live = None
+    for axis, step in enumerate(steps):
+        first, last = window[:, :, axis, 0, None], window[:, :, axis, 1, None]
+        place = keys[:, None, :, axis]
+        inside = (place >= first) & (place <= last)
+        if step > 1:
+            inside &= (place - first) % step == 0
+        live = inside if live is None else live & inside
+    assert live is not None
+    return live
+
+
+def _tiles_seen(
+    shape: tuple[int, ...], windows: Tensor, window: Tensor, corners: Tensor, steps: list[int], order: Tensor | None,
+    block_k: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The tiles with a live score, once each, in row-major order."""
+    col_blocks = -(-math.prod(shape) // block_k)
+    block_of = torch.arange(math.prod(shape)) // block_k  # the key block of a place, numbered in row-major order
+    if order is not None:
+        block_of = torch.empty_like(order).scatter_(0, order, block_of)
+    start, cells = _places_seen(shape, windows, steps)
+    base = (corners.long() * torch.tensor(strides(shape))).sum(1)
+    counts = start.diff()[window]
+    found = []
+    for rows in _in_portions(counts):
+        many = counts[rows]
+        row = torch.repeat_interleave(rows, many)
+        within = torch.arange(len(row)) - torch.repeat_interleave(many.cumsum(0) - many, many)
+        key = row * col_blocks + block_of[base[row] + cells[start[window[row]] + within]]
+        # Neighbouring places lie in one block mostly, and dropping those first is cheaper than sorting them.
+        found.append(torch.unique_consecutive(torch.unique_consecutive(key).sort().values))
+    tile = torch.cat(found)
+    return tile // col_blocks, tile % col_blocks
+
+
+def _in_portions(counts: Tensor) -> Iterator[Tensor]:
+    """Block rows in order, so many at a time that what they list is bounded."""
+    portion = (counts.cumsum(0) - counts) // _CELLS_AT_ONCE
+    _, sizes = torch.unique_consecutive(portion, return_counts=True)
+    yield from torch.arange(len(counts)).split(sizes.tolist())
+
+
+def _places_seen(shape: tuple[int, ...], windows: Tensor, steps: list[int]) -> tuple[Tensor, Tensor]:
+    """What a block with these windows sees: of windows w the places `cells[start[w] : start[w + 1]]`, as distances in
+    row-major order from the place of its corner."""
+    axes = len(shape)
+    lowest = windows[..., 0].amin(1)  # [W, axes], from the corner
+    # Room for one step more, which the differences below may fill; a multiple of the step.
+    extent = [
+        -(-int((windows[:, :, axis, 1].amax(1) - lowest[:, axis]).max() + 1 + step) // step) * step
+        for axis, step in enumerate(steps)
+    ]
+    jumps = strides(tuple(extent))
+    steps_apart = torch.tensor(strides(shape))
+    counts, cells = [], []
+    for some in torch.arange(len(windows)).split(max(1, _CELLS_AT_ONCE // math.prod(extent))):
+        # +1 where a window starts on an axis and -1 one step past its end, for all combinations of starts and ends;
+        # summed along each axis in turn, that counts the windows over each place.
+        covered = torch.zeros(len(some), math.prod(extent), dtype=torch.int32)
+        first = (windows[some, :, :, 0] - lowest[some, None]).long()
+        past = (windows[some, :, :, 1] - lowest[some, None]).long() + torch.tensor(steps)
+        for corner in range(1 << axes):
+            ends = [corner >> axis & 1 for axis in range(axes)]
+            at = sum((past if end else first)[:, :, axis] * jumps[axis] for axis, end in enumerate(ends))
+            assert isinstance(at, Tensor)
+            covered.scatter_add_(1, at, torch.full_like(at, (-1) ** sum(ends), dtype=torch.int32))
+        covered = covered.view(len(some), *extent)
+        for axis, step in enumerate(steps):
+            split = covered.unflatten(axis + 1, (extent[axis] // step, step))
+            covered = split.cumsum(axis + 1, dtype=torch.int32).flatten(axis + 1, axis + 2)
+        which, *place = (covered > 0).nonzero(as_tuple=True)
+        at = torch.stack(place, 1) + lowest[some[which]]
+        counts.append(torch.bincount(which, minlength=len(some)))
+        cells.append((at * steps_apart).sum(1))
+    start = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(counts).cumsum(0)])
+    return start, torch.cat(cells)
