@@ -7,11 +7,17 @@ if __name__ != "sparseflash.masks":
     raise ImportError("import the pattern library as sparseflash.masks, not as masks.")
 
 from sparseflash.masks import order as order
+from sparseflash.masks.axial import axial as axial
+from sparseflash.masks.bigbird import bigbird as bigbird
+from sparseflash.masks.bigbird import deepspeed_bigbird as deepspeed_bigbird
 from sparseflash.masks.butterfly import butterfly as butterfly
 from sparseflash.masks.causal import causal as causal
+from sparseflash.masks.dilated_grid import dilated_grid as dilated_grid
+from sparseflash.masks.expander import expander as expander
 from sparseflash.masks.local import local as local
 from sparseflash.masks.neighborhood import neighborhood as neighborhood
+from sparseflash.masks.random_blocks import random_blocks as random_blocks
 from sparseflash.masks.sliding_tiles import sliding_tiles as sliding_tiles
 from sparseflash.masks.swin import swin as swin
 
-__all__ = ["butterfly", "causal", "local", "neighborhood", "order", "sliding_tiles", "swin"]
+__all__ = ["axial", "bigbird", "butterfly", "causal", "deepspeed_bigbird", "dilated_grid", "expander", "local", "neighborhood", "order", "random_blocks", "sliding_tiles", "swin"]

@@ -1,6 +1,41 @@
-"""Orders of the tokens of a grid: row-major, by tiles, Morton (Z), Hilbert, by residue.
+"""Orders of the tokens of a grid (image, video): row-major, by tiles, Morton, Hilbert, by residue.
 
-WRITE
+An order is a permutation, int64 `[N]`: token t of the new sequence is token `order[t]` of the grid in row-major order.
+The drawings show at each place of a grid its number in the new sequence.
+
+Attention does not care how tokens are ordered, if q, k, v and the mask are ordered alike; its cost does. In row-major
+order a block of tokens is a piece of a line, and its window reaches into blocks of many lines. Where a block is a
+compact piece of the image, the same scores lie in fewer tiles, so there is less to compute. The live tiles (share of
+live scores in them) of a window of 13 x 13 on an image of 128 x 128 tokens, the same 1.03 % of all scores each time:
+
+>>> from sparseflash.masks import neighborhood
+>>> image = (128, 128)
+>>> for block, tile in (128, (8, 16)), (64, (8, 8)):
+...     orders = {"row-major": None, "tiles": tiles(image, tile), "Morton": morton(image), "Hilbert": hilbert(image)}
+...     for name, order in orders.items():
+...         mask = neighborhood(image, 13, order=order, block=block)
+...         live = len(mask.indices)
+...         share = mask.density * 128**4 / (live * block**2)
+...         print(f"block {block:3}  {name:9}  {live:5} tiles  {share:4.0%} live")
+block 128  row-major   1664 tiles   10% live
+block 128  tiles       1012 tiles   17% live
+block 128  Morton      1012 tiles   17% live
+block 128  Hilbert      966 tiles   17% live
+block  64  row-major   6656 tiles   10% live
+block  64  tiles       2116 tiles   32% live
+block  64  Morton      2116 tiles   32% live
+block  64  Hilbert     2116 tiles   32% live
+
+The patterns over grids take an order and build the mask in it. The tensors are permuted once, at the model's input, and
+back at its end; here, attention in the order of tiles is the reordered attention in row-major order:
+
+>>> from sparseflash import attention
+>>> order = tiles((8, 8), 4)
+>>> x = torch.randn(3, 1, 2, 64, 16, dtype=torch.float64)  # q, k, v: [B, H, N, D]
+>>> out = attention(*x, neighborhood((8, 8), 3, block=16))
+>>> permuted = attention(*x[:, :, :, order], neighborhood((8, 8), 3, order=order, block=16))
+>>> torch.allclose(permuted, out[:, :, order]) and torch.allclose(permuted[:, :, inverse(order)], out)
+True
 """
 
 from __future__ import annotations
@@ -75,15 +110,15 @@ def hilbert(shape: Sequence[int]) -> Tensor:
     On other side lengths: the order of the tokens on the curve through the enclosing cube of a power of two; it then
     jumps where the curve leaves the grid. Any number of axes. Source: Skilling, Programming the Hilbert curve, 2004.
 
-        4 x 4       0  1 14 15
-                    3  2 13 12
-                    4  7  8 11
-                    5  6  9 10
+        4 x 4       0  3  4  5
+                    1  2  7  6
+                   14 13  8  9
+                   15 12 11 10
 
     Raises ValueError if the curve through the enclosing cube has more than 2^62 places.
 
     >>> hilbert((4, 4)).tolist()
-    [0, 1, 5, 4, 8, 12, 13, 9, 10, 14, 15, 11, 7, 6, 2, 3]
+    [0, 4, 5, 1, 2, 3, 7, 6, 10, 11, 15, 14, 13, 9, 8, 12]
     """
     sides = grid_shape(shape)
     bits, axes = (max(sides) - 1).bit_length(), len(sides)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.building import SCORES_AT_ONCE, arrays_of
 from sparseflash.checks import Block, block_pair
+from sparseflash.masks.alike import from_alike
 from sparseflash.masks.grid import block_shapes, checked_order, coordinates, cut, strides
 
 _CELLS_AT_ONCE = 1 << 22  # keys listed at a time: some 100 MB of temporaries
@@ -54,28 +54,13 @@ def within_ranges(
     rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)
     # Tiles of the same window, key shape and offset between the two hold the same bits.
     offset = key_corners[cols] - query_corners[rows]
-    alike, representative = _alike(window[rows], key_shape[cols], offset, shape)
-    words = [
-        tiles.pack(_live(windows[window[rows[some]]], key_shapes[key_shape[cols[some]]] + offset[some, None], steps))
-        for some in representative.split(max(1, SCORES_AT_ONCE // (block_q * block_k)))
-    ]
-    part = (rows, cols, alike + 1, torch.cat(words))
-    return BlockMask(count, count, block_q, block_k, *arrays_of(count, count, block_q, block_k, [part], 1, 1))
+    codes = [window[rows], key_shape[cols], *(offset + torch.tensor(shape)).unbind(1)]
 
+    def live(some: Tensor) -> Tensor:
+        keys = key_shapes[key_shape[cols[some]]] + offset[some, None]
+        return _live(windows[window[rows[some]]], keys, steps)
 
-def _alike(window: Tensor, key_shape: Tensor, offset: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A number for each tile, the same for tiles that hold the same bits, and the first tile of each number."""
-    code = _number(window * (int(key_shape.max()) + 1) + key_shape)
-    for axis, side in enumerate(shape):
-        code = _number(code * (2 * side) + offset[:, axis] + side)
-    return tiles.number_by_first_appearance(code)
-
-
-def _number(code: Tensor) -> Tensor:
-    """0, 1, ... for the distinct codes. By sorting: on codes as regular as these torch.unique is ten times slower."""
-    ordered, order = code.sort()
-    number = torch.unique_consecutive(ordered, return_inverse=True)[1]
-    return torch.empty_like(number).scatter_(0, order, number)
+    return from_alike(count, count, rows, cols, codes, live, block=(block_q, block_k))
 
 
 def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:

@@ -59,7 +59,7 @@ def swin(
     >>> swin((64, 64), 8, order=order.tiles((64, 64), 8), block=64)
     BlockMask(4096 x 4096, blocks of 64, 64 tiles: 64 full + 0 partial, density 1.56 %)
     >>> swin((64, 64), 8, shift=4, order=order.tiles((64, 64), 8), block=64)
-    BlockMask(4096 x 4096, blocks of 64, 529 tiles: 0 full + 529 partial (9 distinct), density 1.37 %)
+    BlockMask(4096 x 4096, blocks of 64, 484 tiles: 0 full + 484 partial (9 distinct), density 1.37 %)
     """
     sides = grid_shape(shape)
     windows = per_axis(window, sides, "window", "tokens")
