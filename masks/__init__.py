@@ -20,4 +20,18 @@ from sparseflash.masks.random_blocks import random_blocks as random_blocks
 from sparseflash.masks.sliding_tiles import sliding_tiles as sliding_tiles
 from sparseflash.masks.swin import swin as swin
 
-__all__ = ["axial", "bigbird", "butterfly", "causal", "deepspeed_bigbird", "dilated_grid", "expander", "local", "neighborhood", "order", "random_blocks", "sliding_tiles", "swin"]
+__all__ = [
+    "axial",
+    "bigbird",
+    "butterfly",
+    "causal",
+    "deepspeed_bigbird",
+    "dilated_grid",
+    "expander",
+    "local",
+    "neighborhood",
+    "order",
+    "random_blocks",
+    "sliding_tiles",
+    "swin",
+]

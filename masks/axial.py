@@ -56,7 +56,7 @@ def axial(shape: Sequence[int], *, order: Tensor | None = None, block: Block = 1
     query_shapes, query_shape, query_corners = block_shapes(places, block_q)
     key_shapes, key_shape, key_corners = block_shapes(places, block_k)
     meeting = (_lines(places, sides, block_q) @ _lines(places, sides, block_k).T).tocoo()
-    rows, cols = (torch.from_numpy(ids).long() for ids in meeting.coords)
+    rows, cols = (torch.from_numpy(ids).long() for ids in (meeting.row, meeting.col))
     # How far apart two blocks lie on an axis matters only if they have a coordinate there in common.
     (first_q, last_q), (first_k, last_k) = (cut(places, b).aminmax(dim=1) for b in (block_q, block_k))
     common = (first_q[rows] <= last_k[cols]) & (first_k[cols] <= last_q[rows])
@@ -82,4 +82,6 @@ def _lines(places: Tensor, shape: tuple[int, ...], block: int) -> sparse.csr_arr
     line = (token - places * steps + torch.arange(len(shape)) * len(places)).reshape(-1)
     of_block = torch.arange(len(places)).repeat_interleave(len(shape)) // block
     size = (-(-len(places) // block), len(shape) * len(places))
-    return sparse.coo_array((torch.ones(len(line), dtype=torch.bool).numpy(), (of_block.numpy(), line.numpy())), size).tocsr()
+    return sparse.coo_array(
+        (torch.ones(len(line), dtype=torch.bool).numpy(), (of_block.numpy(), line.numpy())), size
+    ).tocsr()

@@ -15,14 +15,14 @@ def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0
 
         i in {0, nb - 1}  or  j in {0, nb - 1}  or  |i - j| <= 1  or  j in R(i)
 
-    where R(i) are `random_blocks` distinct blocks, neither global nor in the window of i, drawn for each block and head.
-    Block 1 never draws block nb - 2, nor the reverse, so that every block draws from nb - 5.
+    where R(i) are `random_blocks` distinct blocks, neither global nor in the window of i, drawn for each block and
+    head. Block 1 never draws block nb - 2, nor the reverse, so that every block draws from nb - 5.
 
     Source: BigBird (Zaheer et al., 2020), appendix D, and its code (google-research/bigbird, core/attention.py,
-    `get_single_block_row_attention`; defaults: 3 random blocks of 64 tokens). Which of the allowed blocks are drawn
-    differs there: lengths 1024, 3072 and 4096 draw from the first 1024 tokens only, others as a plan says that takes
-    the first 2 * random_blocks + 5 blocks. Here every allowed block is as likely. Hugging Face runs full attention if there
-    are at most 5 + 2 * random_blocks blocks. DeepSpeed's pattern of the same name is another: `deepspeed_bigbird`.
+    `get_single_block_row_attention`; defaults: 3 random blocks of 64 tokens). Here every allowed block is as likely.
+    That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from the first
+    `2 * random_blocks + 5` blocks, or as a plan of the caller says. Hugging Face runs full attention where there are at
+    most that many blocks. DeepSpeed's pattern of the same name is another one: `deepspeed_bigbird`.
 
     `q_len` and `block` in tokens, `random_blocks` in blocks; with `heads` above 1 the mask is for that many query
     heads. The same seed gives the same mask on every machine. Raises ValueError if `random_blocks` is negative or
@@ -77,12 +77,12 @@ def deepspeed_bigbird(
 
         |i - j| <= window_blocks // 2  or  i < global_blocks  or  j < global_blocks  or  j in R(i)
 
-    and `k <= q` besides, if causal. R(i) are `random_blocks` distinct blocks, of all, or of those up to i if causal; some
-    may lie in the window or be global, so rows differ in length. Against BigBird as published (`bigbird`): the
-    last block is not global, the window and the number of global blocks are parameters, random blocks may overlap.
+    and `k <= q` besides, if causal. R(i) are `random_blocks` distinct blocks, drawn from all, or from those up to i if
+    causal; they may lie in the window or be global. Unlike in BigBird as published (`bigbird`) the last block is not
+    global, random blocks may overlap the rest, and the window and the number of global blocks are parameters.
 
-    Where we differ from DeepSpeed: its `attention="unidirectional"` is causal by blocks only, and leaves the triangle in
-    the diagonal blocks to another mask; ours is causal to the token. It then fails where a block row has fewer than
+    Where we differ from DeepSpeed: its `attention="unidirectional"` is causal by blocks only, and leaves the triangle
+    in the diagonal blocks to another mask; ours is causal to the token. It fails where a block row has fewer than
     `random_blocks` to draw from (the first rows); ours takes those there are. It needs lengths that are a multiple of
     the block. `heads=H` is its `different_layout_per_head`; without it all heads share one layout.
 

@@ -30,7 +30,8 @@ def dilated_grid(
     `order=order.residues(shape, dilation)` tokens that see one another are neighbours, and the mask is block-diagonal.
 
     `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `dilation` in tokens, one value or
-    one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block` in tokens.
+    one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block` in
+    tokens.
 
         2 x 4, dilation 2
         X . X . . . . .

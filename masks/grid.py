@@ -1,4 +1,4 @@
-"""Grids of tokens, for patterns over images and video: their shape, the coordinates of each token, the shapes of blocks.
+"""Grids of tokens, for patterns over images and video: shapes, the coordinates of tokens, blocks that are alike.
 
 A grid `(height, width)` or `(frames, height, width)`, or of any number of axes, holds its tokens in row-major order,
 the last axis fastest, or in a given order (`sparseflash.masks.order`).

@@ -75,7 +75,9 @@ def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     sides = grid_shape(shape)
     size = torch.tensor(per_axis(tile, sides, "tile", "tokens"))
     places = coordinates(sides).long()
-    number = (places // size * torch.tensor(strides(tuple(-(-sides[a] // int(size[a])) for a in range(len(sides)))))).sum(1)
+    number = (
+        places // size * torch.tensor(strides(tuple(-(-sides[a] // int(size[a])) for a in range(len(sides)))))
+    ).sum(1)
     return torch.argsort(number, stable=True)  # within a tile, row-major as before
 
 

@@ -45,8 +45,10 @@ def random_blocks(
         X . . . . . X X               . X . . X . \\ .
         X . . . . X . X               . X . . X . . \\
 
-    >>> random_blocks(16_384, 3, heads=4)
-    BlockMask(16384 x 16384, blocks of 128, 2048 tiles: 2048 full + 0 partial, density 3.12 %, 4 patterns for 1 x 4 (batch x heads))
+    >>> random_blocks(16_384, 3)
+    BlockMask(16384 x 16384, blocks of 128, 512 tiles: 512 full + 0 partial, density 3.12 %)
+    >>> random_blocks(16_384, 3, heads=4).shape
+    (1, 4, 16384, 16384)
     """
     q_len, block, blocks = block_count(q_len, block)
     count = at_least(count, 0, "count", "blocks")
@@ -73,10 +75,10 @@ def block_count(q_len: Any, block: Any) -> tuple[int, int, int]:
 
 def at_least(value: Any, least: int, name: str, unit: str) -> int:
     """An integer argument with a lower bound."""
-    value = integer(value, name, unit)
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}.")
-    return value
+    number = integer(value, name, unit)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}; got {number}.")
+    return number
 
 
 def generator(seed: Any) -> np.random.Generator:

@@ -21,7 +21,7 @@ def swin(
     order: Tensor | None = None,
     block: Block = 128,
 ) -> BlockMask:
-    """Tokens of a grid see the tokens of their own window; the windows tile the grid, cut at `shift` and every `window`.
+    """Tokens of a grid see the tokens of their own window; the grid is cut at `shift` and every `window`.
 
     Score (q, k) is live iff on every axis, with the coordinates q and k there,
 
