@@ -23,7 +23,7 @@ def from_alike(
     int64 `[S]`, at most one of each kind, and returns bool `[S, block_q, block_k]`. Scores past the ends are dropped.
     """
     block_q, block_k = block_pair(block)
-    alike, count_of_kinds = _number(codes)
+    alike, count_of_kinds = number(codes)
     representative = torch.zeros(count_of_kinds, dtype=torch.int64).scatter_(0, alike, torch.arange(len(rows)))
     words, kinds, count = [], [], 0
     for some in representative.split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
@@ -35,19 +35,19 @@ def from_alike(
     return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1))
 
 
-def _number(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
+def number(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
     """A number for each combination of codes that occurs, 0, 1, ..., and how many there are."""
-    number, count = torch.zeros_like(codes[0], dtype=torch.int64), 1
+    numbers, count = torch.zeros_like(codes[0], dtype=torch.int64), 1
     for code in codes:
         values = int(code.max()) + 1
-        code = number * values + code  # does not overflow: numbers stay below that of the tiles
+        code = numbers * values + code  # does not overflow: numbers stay below that of the tiles
         if count * values <= 4 * len(code):
             occurs = torch.zeros(count * values, dtype=torch.bool)
             occurs[code] = True
-            number = (occurs.cumsum(0) - 1)[code]
+            numbers = (occurs.cumsum(0) - 1)[code]
         else:  # by sorting: on codes as regular as these torch.unique is ten times slower
             ordered, order = code.sort()
             ranks = torch.unique_consecutive(ordered, return_inverse=True)[1]
-            number = torch.empty_like(order).scatter_(0, order, ranks)
-        count = int(number.max()) + 1
-    return number, count
+            numbers = torch.empty_like(order).scatter_(0, order, ranks)
+        count = int(numbers.max()) + 1
+    return numbers, count

@@ -12,6 +12,7 @@ from grids import all_axes, in_order, orders, shapes
 from sparseflash import BlockMask, masks
 from sparseflash.masks import order
 from sparseflash.masks.grid import coordinates
+from sparseflash.masks.ranges import _box_side
 from strategies import blocks
 from test_masks import assert_keeps
 
@@ -124,6 +125,44 @@ def test_a_stride_of_the_window_is_blocked_attention():
 def test_a_causal_neighborhood_on_every_axis_never_sees_a_later_token():
     live = masks.neighborhood((4, 5, 6), 3, causal=True, block=16).to_dense()[0, 0]
     assert not live.triu(1).any() and live.diagonal().all()
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda shape: None,
+        lambda shape: order.tiles(shape, 8),
+        lambda shape: order.tiles(shape, (5, 7)),
+        order.morton,
+        order.hilbert,
+        lambda shape: order.residues(shape, 2),
+    ],
+    ids=["row_major", "tiles", "ragged_tiles", "morton", "hilbert", "residues"],
+)
+@pytest.mark.parametrize("shape", [(64, 48), (37, 65)], ids=str)
+def test_neighborhood_keeps_its_rule_on_images_of_many_blocks(shape, by):
+    options = (5, 2, 3, False), (8, 1, 2, True)
+    window, stride, dilation, causal = zip(*options)
+    chosen = by(shape)
+    mask = masks.neighborhood(
+        shape, window, stride=stride, dilation=dilation, causal=causal, order=chosen, block=(64, 32)
+    )
+    live = all_axes(shape, [natten_axis(n, *option) for n, option in zip(shape, options)], chosen)
+    assert torch.equal(mask.validate().to_dense()[0, 0], live)
+
+
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(0, 5), st.integers(0, 2), st.data())
+def test_boxes_are_as_long_as_the_pieces_that_share_a_block(lines, side, log, axis, data):
+    pieces = data.draw(st.lists(st.integers(0, 1), min_size=(side >> log) + 1, max_size=(side >> log) + 1))
+    block_of = torch.tensor(pieces).repeat_interleave(1 << log)[:side].repeat(lines, 1, 1).movedim(-1, axis)
+    length = _box_side(block_of, axis)
+    assert length & (length - 1) == 0
+
+    def shared(length):
+        return all(len(set(chunk.tolist())) == 1 for chunk in block_of.movedim(axis, -1)[0, 0].split(length))
+
+    assert shared(length) and length >= min(1 << log, 1 << (side - 1).bit_length())
+    assert length >= side or not shared(2 * length)
 
 
 # ---------------------------------------------------------------------- swin, sliding tiles
