@@ -1,0 +1,87 @@
+"""Axial attention: every token of a grid sees the lines through it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, block_pair
+from sparseflash.masks.alike import from_alike
+from sparseflash.masks.grid import block_shapes, checked_order, coordinates, cut, grid_shape, strides
+
+
+def axial(shape: Sequence[int], *, order: Tensor | None = None, block: Block = 128) -> BlockMask:
+    """Every token of a grid sees its own row and its own column: the tokens that differ from it on one axis at most.
+
+    Score (q, k) is live iff the coordinates of q and k
+
+        differ on at most one axis
+
+    so a token sees `sum(shape) - axes + 1` keys, itself included, and two layers reach everything on an image.
+
+    Source: xformers' `axial_nd_pattern`, in one softmax. Axial attention as published (Ho et al., 2019; Axial-DeepLab,
+    Wang et al., 2020) alternates the axes between layers or heads, or adds their outputs; each axis alone is `swin`
+    with a window of one line, as `swin((height, width), (1, width))` for the rows.
+
+    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `order`: token t of the mask is
+    token `order[t]` of the grid in row-major order. `block` in tokens. Columns cross every line: in row-major order
+    the live tiles grow as N^1.5, and any order of compact blocks has several times fewer.
+
+        3 x 3
+        X X X X . . X . .
+        X X X . X . . X .
+        X X X . . X . . X
+        X . . X X X X . .
+        . X . X X X . X .
+        . . X X X X . . X
+        X . . X . . X X X
+        . X . . X . X X X
+        . . X . . X X X X
+
+    >>> axial((64, 64))
+    BlockMask(4096 x 4096, blocks of 128, 1024 tiles: 0 full + 1024 partial (2 distinct), density 3.1 %)
+    >>> from sparseflash.masks import order
+    >>> axial((64, 64), order=order.tiles((64, 64), (8, 16)))
+    BlockMask(4096 x 4096, blocks of 128, 352 tiles: 0 full + 352 partial (3 distinct), density 3.1 %)
+    """
+    block_q, block_k = block_pair(block)
+    sides = grid_shape(shape)
+    count = math.prod(sides)
+    places = coordinates(sides, checked_order(order, count))
+    query_shapes, query_shape, query_corners = block_shapes(places, block_q)
+    key_shapes, key_shape, key_corners = block_shapes(places, block_k)
+    meeting = (_lines(places, sides, block_q) @ _lines(places, sides, block_k).T).tocoo()
+    rows, cols = (torch.from_numpy(ids).long() for ids in (meeting.row, meeting.col))
+    # How far apart two blocks lie on an axis matters only if they have a coordinate there in common.
+    (first_q, last_q), (first_k, last_k) = (cut(places, b).aminmax(dim=1) for b in (block_q, block_k))
+    common = (first_q[rows] <= last_k[cols]) & (first_k[cols] <= last_q[rows])
+    apart = 3 * torch.tensor(sides, dtype=torch.int32)
+    offset = torch.where(common, key_corners[cols] - query_corners[rows], apart)
+    codes = [query_shape[rows], key_shape[cols], *(offset + torch.tensor(sides)).unbind(1)]
+
+    def live(some: Tensor) -> Tensor:
+        queries = query_shapes[query_shape[rows[some]]]
+        keys = key_shapes[key_shape[cols[some]]] + offset[some, None]
+        differ = torch.zeros(len(some), block_q, block_k, dtype=torch.uint8)
+        for axis in range(len(sides)):
+            differ += queries[:, :, None, axis] != keys[:, None, :, axis]
+        return differ <= 1
+
+    return from_alike(count, count, rows, cols, codes, live, block=(block_q, block_k))
+
+
+def _lines(places: Tensor, shape: tuple[int, ...], block: int) -> sparse.csr_array:
+    """Bool `[M, axes * N]`: the lines that the blocks have tokens of. A line is named by its axis and first token."""
+    steps = torch.tensor(strides(shape))
+    token = (places * steps).sum(1, keepdim=True)
+    line = (token - places * steps + torch.arange(len(shape)) * len(places)).reshape(-1)
+    of_block = torch.arange(len(places)).repeat_interleave(len(shape)) // block
+    size = (-(-len(places) // block), len(shape) * len(places))
+    return sparse.coo_array(
+        (torch.ones(len(line), dtype=torch.bool).numpy(), (of_block.numpy(), line.numpy())), size
+    ).tocsr()

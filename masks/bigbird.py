@@ -1,0 +1,136 @@
+"""BigBird: a window, global blocks and random blocks; the published pattern, and DeepSpeed's of the same name."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.masks.random_blocks import Integers, at_least, block_count, from_layouts, generator, subsets
+
+
+def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0, block: int = 64) -> BlockMask:
+    """BigBird's block pattern: first and last block global, a window of three blocks, `random_blocks` random ones.
+
+    Score (q, k) with `i = q // block`, `j = k // block` and `nb` blocks is live iff
+
+        i in {0, nb - 1}  or  j in {0, nb - 1}  or  |i - j| <= 1  or  j in R(i)
+
+    where R(i) are `random_blocks` distinct blocks, neither global nor in the window of i, drawn for each block and
+    head. Block 1 never draws block nb - 2, nor the reverse, so that every block draws from nb - 5.
+
+    Source: BigBird (Zaheer et al., 2020), appendix D, and its code (google-research/bigbird, core/attention.py,
+    `get_single_block_row_attention`; defaults: 3 random blocks of 64 tokens). Here every allowed block is as likely.
+    That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from the first
+    `2 * random_blocks + 5` blocks, or as a plan of the caller says. Hugging Face runs full attention where there are at
+    most that many blocks. DeepSpeed's pattern of the same name is another one: `deepspeed_bigbird`.
+
+    `q_len` and `block` in tokens, `random_blocks` in blocks; with `heads` above 1 the mask is for that many query
+    heads. The same seed gives the same mask on every machine. Raises ValueError if `random_blocks` is negative or
+    exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
+
+        9 blocks, 1 random block, seed 0
+        X X X X X X X X X
+        X X X . . . X . X
+        X X X X . . X . X
+        X . X X X . X . X
+        X . X X X X . . X
+        X . X . X X X . X
+        X X . . . X X X X
+        X . X . . . X X X
+        X X X X X X X X X
+
+    >>> bigbird(4096)
+    BlockMask(4096 x 4096, blocks of 64, 622 tiles: 622 full + 0 partial, density 15.2 %)
+    """
+    q_len, block, blocks = block_count(q_len, block)
+    most = max(blocks - 5, 0)
+    random_blocks = at_least(random_blocks, 0, "random_blocks", "blocks")
+    if random_blocks > most:
+        raise ValueError(
+            f"random_blocks must not exceed {most} (blocks outside window and global ones) for {blocks} blocks of "
+            f"{block}; got {random_blocks}."
+        )
+    heads = at_least(heads, 1, "heads", "heads")
+    draw = generator(seed)
+    i = np.arange(blocks)
+    inner = i[1:-1]
+    # What each inner row may draw: from `first` on, without the window; as many for every row.
+    first = np.where(inner == blocks - 2, 2, 1)
+    window = np.maximum(inner - 1, first)
+    wide = np.where((inner == 1) | (inner == blocks - 2), 2, 3)
+    layouts = []
+    for _ in range(heads):
+        rows, picks = subsets(draw, np.full(len(inner), most), random_blocks)
+        cols = first[rows] + picks
+        cols += np.where(cols >= window[rows], wide[rows], 0)
+        layouts.append(_with_window_and_global(blocks, inner[rows], cols, reach=1, ends=(i[:1], i[-1:])))
+    return from_layouts(q_len, layouts, causal=False, block=block)
+
+
+def deepspeed_bigbird(
+    q_len: int, random_blocks: int = 1, window_blocks: int = 3, global_blocks: int = 1, *, heads: int = 1,
+    causal: bool = False, seed: int = 0, block: int = 128,
+) -> BlockMask:  # fmt: skip
+    """DeepSpeed's `BigBirdSparsityConfig`: a window, the first blocks global, random blocks that may fall anywhere.
+
+    Score (q, k) with `i = q // block`, `j = k // block` is live iff
+
+        |i - j| <= window_blocks // 2  or  i < global_blocks  or  j < global_blocks  or  j in R(i)
+
+    and `k <= q` besides, if causal. R(i) are `random_blocks` distinct blocks, drawn from all, or from those up to i if
+    causal; they may lie in the window or be global. Unlike in BigBird as published (`bigbird`) the last block is not
+    global, random blocks may overlap the rest, and the window and the number of global blocks are parameters.
+
+    Where we differ from DeepSpeed: its `attention="unidirectional"` is causal by blocks only, and leaves the triangle
+    in the diagonal blocks to another mask; ours is causal to the token. It fails where a block row has fewer than
+    `random_blocks` to draw from (the first rows); ours takes those there are. It needs lengths that are a multiple of
+    the block. `heads=H` is its `different_layout_per_head`; without it all heads share one layout.
+
+    Source: DeepSpeed, ops/sparse_attention/sparsity_config.py (0.12 to 0.16). The arguments are its
+    `num_random_blocks`, `num_sliding_window_blocks` and `num_global_blocks`, all in blocks; its block is 16.
+
+    `q_len` and `block` in tokens. The same seed gives the same mask on every machine. Raises ValueError if a number of
+    blocks is negative or exceeds the blocks there are, `seed` is negative or `heads` not positive.
+
+        8 blocks, 1 random block, seed 0     causal
+        X X X X X X X X                      \\ . . . . . . .
+        X X X . . X . .                      X \\ . . . . . .
+        X X X X X . . .                      X X \\ . . . . .
+        X . X X X . . .                      X . X \\ . . . .
+        X . X X X X . .                      X X . X \\ . . .
+        X . . . X X X .                      X X . . X \\ . .
+        X . . . . X X X                      X . . . . X \\ .
+        X . . . . . X X                      X . . . . . X \\
+
+    >>> deepspeed_bigbird(4096, block=64)
+    BlockMask(4096 x 4096, blocks of 64, 372 tiles: 372 full + 0 partial, density 9.08 %)
+    """
+    q_len, block, blocks = block_count(q_len, block)
+    given = {"random_blocks": random_blocks, "window_blocks": window_blocks, "global_blocks": global_blocks}
+    for name, value in given.items():
+        if not at_least(value, 0, name, "blocks") <= blocks:
+            raise ValueError(f"{name} must not exceed the {blocks} blocks of {block} tokens; got {value}.")
+    heads = at_least(heads, 1, "heads", "heads")
+    draw = generator(seed)
+    i = np.arange(blocks)
+    layouts = []
+    for _ in range(heads):
+        rows, cols = subsets(draw, i + 1 if causal else np.full(blocks, blocks), random_blocks)
+        layouts.append(_with_window_and_global(blocks, rows, cols, window_blocks // 2, ends=(i[:global_blocks],)))
+    return from_layouts(q_len, layouts, causal=causal, block=block)
+
+
+def _with_window_and_global(
+    blocks: int, rows: Integers, cols: Integers, reach: int, ends: tuple[Integers, ...]
+) -> tuple[Integers, Integers]:
+    """Tiles and those of a window and of the rows and columns in `ends`; some more than once."""
+    i = np.arange(blocks)
+    all_rows, all_cols = [rows], [cols]
+    for step in range(-reach, reach + 1):
+        inside = i[(i + step >= 0) & (i + step < blocks)]
+        all_rows.append(inside)
+        all_cols.append(inside + step)
+    for chosen in ends:
+        all_rows += [np.repeat(chosen, blocks), np.tile(i, len(chosen))]
+        all_cols += [np.tile(i, len(chosen)), np.repeat(chosen, blocks)]
+    return np.concatenate(all_rows), np.concatenate(all_cols)

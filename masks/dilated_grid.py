@@ -1,0 +1,74 @@
+"""Dilated attention over a grid: every token sees every k-th token of each axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, block_pair
+from sparseflash.masks.alike import from_alike
+from sparseflash.masks.grid import checked_order, coordinates, cut, grid_shape, per_axis, strides
+
+
+def dilated_grid(
+    shape: Sequence[int], dilation: int | Sequence[int], *, order: Tensor | None = None, block: Block = 128
+) -> BlockMask:
+    """Every token of a grid sees the grid from its own place on, taken every `dilation` tokens on each axis.
+
+    Score (q, k) is live iff on every axis, with the coordinates q and k there,
+
+        (q - k) % dilation == 0
+
+    near or far: 1 / dilation^axes of all scores. With a window as well it is `neighborhood(..., dilation=)`.
+
+    Source: xformers' `dilated_2d_pattern`. In row-major order nearly all live tiles are partial; with
+    `order=order.residues(shape, dilation)` tokens that see one another are neighbours, and the mask is block-diagonal.
+
+    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `dilation` in tokens, one value or
+    one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block` in
+    tokens.
+
+        2 x 4, dilation 2
+        X . X . . . . .
+        . X . X . . . .
+        X . X . . . . .
+        . X . X . . . .
+        . . . . X . X .
+        . . . . . X . X
+        . . . . X . X .
+        . . . . . X . X
+
+    >>> from sparseflash.masks import order
+    >>> dilated_grid((64, 64), 4)
+    BlockMask(4096 x 4096, blocks of 128, 512 tiles: 0 full + 512 partial (1 distinct), density 6.25 %)
+    >>> dilated_grid((64, 64), 4, order=order.residues((64, 64), 4))
+    BlockMask(4096 x 4096, blocks of 128, 64 tiles: 64 full + 0 partial, density 6.25 %)
+    """
+    block_q, block_k = block_pair(block)
+    sides = grid_shape(shape)
+    steps = per_axis(dilation, sides, "dilation", "tokens")
+    steps = tuple(min(step, side) for step, side in zip(steps, sides))
+    count, groups = math.prod(sides), math.prod(steps)
+    places = coordinates(sides, checked_order(order, count)).long()
+    group = (places % torch.tensor(steps) * torch.tensor(strides(steps))).sum(1).to(torch.int32)
+    queries, query = tiles.deduplicate(cut(group, block_q)[:, :, None])
+    keys, key = tiles.deduplicate(cut(group, block_k)[:, :, None])
+    # Blocks with the same sequence of groups are alike, and see one another if they have a group in common.
+    meet = _has(queries, groups) @ _has(keys, groups).T > 0
+    rows, cols = meet[query][:, key].nonzero(as_tuple=True)
+    codes = [query[rows], key[cols]]
+
+    def live(some: Tensor) -> Tensor:
+        return queries[query[rows[some]]] == keys[key[cols[some]]].transpose(1, 2)
+
+    return from_alike(count, count, rows, cols, codes, live, block=(block_q, block_k))
+
+
+def _has(sequences: Tensor, groups: int) -> Tensor:
+    """float32 `[S, groups]`: 1 where a block of this sequence `[S, block, 1]` has a token of the group."""
+    return torch.zeros(len(sequences), groups).scatter_(1, sequences[:, :, 0].long(), 1.0)

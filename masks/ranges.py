@@ -1,0 +1,172 @@
+"""Masks over a grid in which a query sees, on every axis, a range of key coordinates: windows of every kind.
+
+Nothing is looked at twice: blocks of tokens that are translates of one another, with windows that are too, see the same
+places and hold the same bits. In a tiled order of an image nearly all blocks are such translates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, block_pair
+from sparseflash.masks.alike import from_alike, number
+from sparseflash.masks.grid import block_shapes, checked_order, coordinates, cut, strides
+
+_BOXES_AT_ONCE = 1 << 22  # listed at a time: some 100 MB of temporaries
+
+
+class Range(NamedTuple):
+    """What each coordinate x of an axis sees: `first[x], first[x] + step, ..., last[x]`, never nothing.
+
+    `first`, `last`: int `[side]`, coordinates of the axis; `last - first` is a multiple of `step`.
+    """
+
+    first: Tensor
+    last: Tensor
+    step: int = 1
+
+
+def within_ranges(
+    shape: tuple[int, ...], ranges: Sequence[Range], *, order: Tensor | None = None, block: Block = 128
+) -> BlockMask:
+    """Query q sees key k iff on every axis the coordinate of k is in the range of that of q. One `Range` an axis."""
+    block_q, block_k = block_pair(block)
+    count = math.prod(shape)
+    order = checked_order(order, count)
+    places = coordinates(shape, order)
+    key_shapes, key_shape, key_corners = block_shapes(places, block_k)
+    # Of a query nothing matters but the range that it sees: [N, axes, (first, last)].
+    sees = torch.stack(
+        [torch.stack([r.first, r.last], -1).to(torch.int32)[places[:, axis]] for axis, r in enumerate(ranges)], 1
+    )
+    query_corners = cut(places, block_q)[:, 0]
+    relative = cut(sees, block_q) - query_corners[:, None, :, None]
+    windows, window = tiles.deduplicate(relative.flatten(2))
+    windows = windows.unflatten(2, (len(shape), 2))
+    steps = [r.step for r in ranges]
+    rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)
+    # Tiles of the same window, key shape and offset between the two hold the same bits.
+    offset = key_corners[cols] - query_corners[rows]
+    codes = [window[rows], key_shape[cols], *(offset + torch.tensor(shape)).unbind(1)]
+
+    def live(some: Tensor) -> Tensor:
+        keys = key_shapes[key_shape[cols[some]]] + offset[some, None]
+        return _live(windows[window[rows[some]]], keys, steps)
+
+    return from_alike(count, count, rows, cols, codes, live, block=(block_q, block_k))
+
+
+def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:
+    """Bool `[E, block_q, block_k]` of int32 windows `[E, block_q, axes, 2]` and places of keys `[E, block_k, axes]`."""
+    live = None
+    for axis, step in enumerate(steps):
+        first, last = window[:, :, axis, 0, None], window[:, :, axis, 1, None]
+        place = keys[:, None, :, axis]
+        inside = (place >= first) & (place <= last)
+        if step > 1:
+            inside &= (place - first) % step == 0
+        live = inside if live is None else live & inside
+    assert live is not None
+    return live
+
+
+def _tiles_seen(
+    shape: tuple[int, ...], windows: Tensor, window: Tensor, corners: Tensor, steps: list[int], order: Tensor | None,
+    block_k: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The tiles with a live score, once each, in row-major order."""
+    col_blocks = -(-math.prod(shape) // block_k)
+    block_of = torch.arange(math.prod(shape)) // block_k  # the key block of a place, numbered in row-major order
+    if order is not None:
+        block_of = torch.empty_like(order).scatter_(0, order, block_of)
+    # What is listed are not places but boxes of places that belong to one key block.
+    block_of = block_of.view(shape)
+    box = [_box_side(block_of, axis) for axis in range(len(shape))]
+    block_of = block_of[tuple(slice(None, None, side) for side in box)]
+    jumps = torch.tensor(strides(tuple(block_of.shape)))
+    sides = torch.tensor(box, dtype=torch.int32)
+    # Blocks with equal windows see the same boxes if they lie in the same way to the grid of boxes.
+    inside = corners % sides
+    kind, kinds = number([window, *inside.unbind(1)])
+    one = torch.zeros(kinds, dtype=torch.int64).scatter_(0, kind, torch.arange(len(kind)))
+    start, boxes = _boxes_seen(windows[window[one]] + inside[one, None, :, None], steps, sides, jumps)
+    base = (corners // sides * jumps).sum(1)
+    block_of, counts = block_of.reshape(-1), start.diff()[kind]
+    found = []
+    for rows in _in_portions(counts):
+        many = counts[rows]
+        row = torch.repeat_interleave(rows, many)
+        within = torch.arange(len(row)) - torch.repeat_interleave(many.cumsum(0) - many, many)
+        key = row * col_blocks + block_of[base[row] + boxes[start[kind[row]] + within]]
+        # Neighbouring boxes lie in one block often, and dropping those first is cheaper than sorting them.
+        found.append(torch.unique_consecutive(torch.unique_consecutive(key).sort().values))
+    tile = torch.cat(found)
+    return tile // col_blocks, tile % col_blocks
+
+
+def _box_side(block_of: Tensor, axis: int) -> int:
+    """The largest power of two such that aligned pieces of this length, along this axis, lie in one key block each."""
+    along, side = block_of.movedim(axis, -1), 1
+    while side < along.shape[-1]:
+        whole = along[..., : along.shape[-1] // (2 * side) * (2 * side)]
+        if not torch.equal(whole[..., :: 2 * side], whole[..., side :: 2 * side]):
+            break
+        rest = along[..., whole.shape[-1] :]
+        if rest.shape[-1] > side and not torch.equal(rest[..., 0], rest[..., side]):
+            break
+        side *= 2
+    return side
+
+
+def _in_portions(counts: Tensor) -> Iterator[Tensor]:
+    """Block rows in order, so many at a time that what they list is bounded."""
+    portion = (counts.cumsum(0) - counts) // _BOXES_AT_ONCE
+    _, sizes = torch.unique_consecutive(portion, return_counts=True)
+    yield from torch.arange(len(counts)).split(sizes.tolist())
+
+
+def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor) -> tuple[Tensor, Tensor]:
+    """`(start, boxes)`: windows w see the boxes `boxes[start[w] : start[w + 1]]`.
+
+    `windows` int32 `[W, block_q, axes, 2]`, in places from the box of the block's corner; the boxes are distances from
+    that one in row-major order, in which a step on each axis is `jumps`.
+    """
+    axes = len(steps)
+    lowest = windows[..., 0].amin(1)  # [W, axes], from the corner
+    # Room for one step more, which the differences below may fill; a multiple of the step.
+    extent = [
+        -(-int((windows[:, :, axis, 1].amax(1) - lowest[:, axis]).max() + 1 + step) // step) * step
+        for axis, step in enumerate(steps)
+    ]
+    to_place = strides(tuple(extent))
+    counts, boxes = [], []
+    for some in torch.arange(len(windows)).split(max(1, _BOXES_AT_ONCE // math.prod(extent))):
+        # +1 where a window starts on an axis and -1 one step past its end, for all combinations of starts and ends;
+        # summed along each axis in turn, that counts the windows over each place.
+        covered = torch.zeros(len(some), math.prod(extent), dtype=torch.int32)
+        first = (windows[some, :, :, 0] - lowest[some, None]).long()
+        past = (windows[some, :, :, 1] - lowest[some, None]).long() + torch.tensor(steps)
+        for corner in range(1 << axes):
+            ends = [corner >> axis & 1 for axis in range(axes)]
+            at = sum((past if end else first)[:, :, axis] * to_place[axis] for axis, end in enumerate(ends))
+            assert isinstance(at, Tensor)
+            covered.scatter_add_(1, at, torch.full_like(at, (-1) ** sum(ends), dtype=torch.int32))
+        covered = covered.view(len(some), *extent)
+        for axis, step in enumerate(steps):
+            split = covered.unflatten(axis + 1, (extent[axis] // step, step))
+            covered = split.cumsum(axis + 1, dtype=torch.int32).flatten(axis + 1, axis + 2)
+        which, *place = (covered > 0).nonzero(as_tuple=True)
+        box = (torch.div(torch.stack(place, 1) + lowest[some[which]], sides, rounding_mode="floor") * jumps).sum(1)
+        least, span = int(box.min()), int(box.max() - box.min()) + 1
+        seen = torch.unique_consecutive((which * span + box - least).sort().values)
+        counts.append(torch.bincount(seen // span, minlength=len(some)))
+        boxes.append(seen % span + least)
+    start = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(counts).cumsum(0)])
+    return start, torch.cat(boxes)

@@ -1,0 +1,69 @@
+"""Sliding tile attention: a window that moves over the tiles of a grid instead of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block
+from sparseflash.masks.grid import grid_shape, per_axis
+from sparseflash.masks.ranges import Range, within_ranges
+
+
+def sliding_tiles(
+    shape: Sequence[int],
+    window: int | Sequence[int],
+    tile: int | Sequence[int],
+    *,
+    order: Tensor | None = None,
+    block: Block = 128,
+) -> BlockMask:
+    """Every token of a grid sees the whole tiles around its own tile: `window` tokens an axis, in steps of `tile`.
+
+    Score (q, k) is live iff on every axis, with n = side / tile, w = window / tile, the tile coordinates i = q // tile
+    and j = k // tile there,
+
+        c - w // 2 <= j <= c + (w - 1) // 2    with    c = min(max(i, w // 2), n - 1 - (w - 1) // 2)
+
+    so the window is moved inwards at an edge, never cropped. It is `neighborhood` on the grid of tiles. With
+    `order=order.tiles(shape, tile)` and tiles of `block` tokens every live tile of the mask is full: there is no
+    partial tile to evaluate, which is the point of the pattern.
+
+    Source: Fast Video Generation with Sliding Tile Attention (Zhang et al., 2025), section 3. attention-gym's
+    `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid; FastVideo's kernel
+    counts windows in tiles and takes odd ones. Here windows count tokens, as in the paper, and there is no text.
+
+    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `window` and `tile` in tokens, one
+    value or one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block`
+    in tokens.
+
+    Raises ValueError if `tile` does not divide `window` and the side, or `window` exceeds the side.
+
+        5 tiles, window of 3
+        X X X . .
+        X X X . .
+        . X X X .
+        . . X X X
+        . . X X X
+
+    >>> from sparseflash.masks import order
+    >>> video, tile = (16, 32, 32), (4, 4, 8)
+    >>> sliding_tiles(video, (12, 12, 24), tile, order=order.tiles(video, tile))
+    BlockMask(16384 x 16384, blocks of 128, 3456 tiles: 3456 full + 0 partial, density 21.1 %)
+    """
+    sides = grid_shape(shape)
+    sizes = per_axis(tile, sides, "tile", "tokens")
+    windows = per_axis(window, sides, "window", "tokens")
+    ranges = []
+    for side, size, wide in zip(sides, sizes, windows):
+        if side % size or wide % size:
+            raise ValueError(f"tile must divide the side and the window; got {size} for {side} and {wide}.")
+        if wide > side:
+            raise ValueError(f"window must not exceed the side; got {wide} and {side}.")
+        most = side // size - wide // size
+        first = (torch.arange(side) // size - wide // size // 2).clamp(0, most) * size
+        ranges.append(Range(first, first + wide - 1))
+    return within_ranges(sides, ranges, order=order, block=block)

@@ -1,0 +1,74 @@
+"""Swin attention: a grid cut into windows, dense within each, and the same with the cuts shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block
+from sparseflash.masks.grid import grid_shape, per_axis
+from sparseflash.masks.ranges import Range, within_ranges
+
+
+def swin(
+    shape: Sequence[int],
+    window: int | Sequence[int],
+    *,
+    shift: int | Sequence[int] = 0,
+    order: Tensor | None = None,
+    block: Block = 128,
+) -> BlockMask:
+    """Tokens of a grid see the tokens of their own window; the grid is cut at `shift` and every `window`.
+
+    Score (q, k) is live iff on every axis, with the coordinates q and k there,
+
+        (q - shift) // window == (k - shift) // window          (rounded down, so the first window has shift tokens)
+
+    That is what Swin computes with a cyclic shift: it rolls the image by -shift, attends in windows, and masks pairs
+    of tokens in a window that the roll brought together (its regions 0 to 8, of the slices [0, -window), [-window,
+    -shift), [-shift, end) of each axis). Those left together are just the tokens between two cuts, so that
+    here nothing needs to be rolled, masked again, or rolled back. Swin alternates layers of shift 0 and window // 2.
+
+    Where `window` does not divide a side (less the shift) the last windows are smaller. Swin pads such images, and its
+    padding takes part in the softmax; here there is none. Nor is a window as large as the grid set unshifted, as
+    Swin's configuration does; pass `shift=0` there.
+
+    Source: Swin Transformer (Liu et al., 2021), section 3.2; for video, Video Swin (Liu et al., 2022). xformers'
+    `swin_attention_pattern` is the same for windows that divide the sides.
+
+    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `window` and `shift` in tokens, one
+    value or one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order;
+    with `order.tiles(shape, window)` and no shift the mask is block-diagonal. `block` in tokens.
+
+    Raises ValueError if `shift` is not between 0 and `window - 1`.
+
+        8 tokens, window 4      shift 2
+        X X X X . . . .         X X . . . . . .
+        X X X X . . . .         X X . . . . . .
+        X X X X . . . .         . . X X X X . .
+        X X X X . . . .         . . X X X X . .
+        . . . . X X X X         . . X X X X . .
+        . . . . X X X X         . . X X X X . .
+        . . . . X X X X         . . . . . . X X
+        . . . . X X X X         . . . . . . X X
+
+    >>> from sparseflash.masks import order
+    >>> swin((64, 64), 8, order=order.tiles((64, 64), 8), block=64)
+    BlockMask(4096 x 4096, blocks of 64, 64 tiles: 64 full + 0 partial, density 1.56 %)
+    >>> swin((64, 64), 8, shift=4, order=order.tiles((64, 64), 8), block=64)
+    BlockMask(4096 x 4096, blocks of 64, 484 tiles: 0 full + 484 partial (9 distinct), density 1.37 %)
+    """
+    sides = grid_shape(shape)
+    windows = per_axis(window, sides, "window", "tokens")
+    shifts = per_axis(shift, sides, "shift", "tokens", least=0)
+    for size, by in zip(windows, shifts):
+        if by >= size:
+            raise ValueError(f"shift must lie between 0 and window - 1; got {by} for a window of {size}.")
+    ranges = []
+    for side, size, by in zip(sides, windows, shifts):
+        start = torch.div(torch.arange(side) - by, size, rounding_mode="floor") * size + by
+        ranges.append(Range(start.clamp(min=0), (start + size - 1).clamp(max=side - 1)))
+    return within_ranges(sides, ranges, order=order, block=block)
