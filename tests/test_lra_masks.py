@@ -6,11 +6,13 @@ import torch
 import sparseflash.masks as library
 from experiments.lra import masks
 from experiments.lra.custom_mask import beacons
-from experiments.lra.picture import MEANINGS, draw, kinds
+from experiments.lra.picture import draw
 from sparseflash import BlockMask
+from sparseflash.draw import MEANINGS, kinds
 
 OWN = """
 from sparseflash import BlockMask
+from sparseflash.draw import MEANINGS, kinds
 def narrow(q_len, *, block):
     return BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, q_len, block=block)
 def shorter(q_len, *, block):

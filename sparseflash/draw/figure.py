@@ -52,6 +52,7 @@ def plot(
     elif elements and longest > MOST_ELEMENTS:
         raise ValueError(f"elements=True must have at most {MOST_ELEMENTS} queries and keys; got {longest}.")
     found = panels(mask, heads, batch)
+    meanings: list[tuple[str, str]] = []
     if ax is not None:
         if len(found) > 1:
             raise ValueError(
@@ -72,7 +73,6 @@ def plot(
     size = (side * min(1.0, 1 / shape), side * min(1.0, shape))
     figure = Figure(figsize=(cols * size[0] + 0.4, rows * size[1] + 1.2), dpi=130, layout="constrained")
     axes = list(figure.subplots(rows, cols, squeeze=False).flat)
-    meanings: list[tuple[str, str]] = []
     for panel, panel_axes in zip(drawn, axes):
         meanings += _draw(mask, panel, panel_axes, elements, cells)
     for unused in axes[len(drawn) :]:

@@ -14,7 +14,7 @@ from sparseflash.draw.panels import panels
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
-MOST_PANELS = 6
+MOST_PANELS = 4
 _SIDE = 240  # pixels of the longer side of a drawing
 _LEVELS = 16  # shares are rounded to sixteenths (up, so that no live cell turns empty): fewer colours, shorter paths
 

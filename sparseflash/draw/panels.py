@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from sparseflash.checks import integer
+from typing import TYPE_CHECKING, SupportsIndex
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -63,10 +62,10 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
 def _chosen(name: str, choice: Choice, count: int) -> list[int]:
     if choice is None:
         return list(range(count))
-    unit = "head" if name == "heads" else "batch element"
-    numbers = (
-        [integer(n, name, unit) for n in choice] if isinstance(choice, Iterable) else [integer(choice, name, unit)]
-    )
+    numbers = list(choice) if isinstance(choice, Iterable) else [choice]
+    if any(isinstance(n, bool) or not isinstance(n, SupportsIndex) for n in numbers):
+        raise TypeError(f"{name} must be an integer, several, or None; got {choice!r}.")
+    numbers = [operator.index(n) for n in numbers]
     if not numbers or not all(0 <= n < count for n in numbers):
         raise ValueError(f"{name} must be one or more of 0..{count - 1}; got {choice!r}.")
     return list(dict.fromkeys(numbers))
