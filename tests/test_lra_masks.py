@@ -84,6 +84,6 @@ def test_picture_tells_full_and_partial_tiles_apart(tmp_path):
     assert torch.equal(found >= 2, mask.to_dense()[0, 0])
     assert found[0, 99] == 0 and MEANINGS[0].startswith("empty")
     assert found[0, 31] == 1 and MEANINGS[1].endswith("dead score")
-    assert (kinds(BlockMask.dense(100, block=32)) == 3).all()
+    assert (kinds(BlockMask.dense(96, block=32)) == 3).all()
     path = draw({"local": mask, "dense": BlockMask.dense(100, block=32)}, tmp_path / "deeper" / "masks.png")
     assert path.read_bytes().startswith(b"\x89PNG")
