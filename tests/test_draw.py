@@ -386,10 +386,18 @@ def test_plot_draws_every_score_of_a_small_mask():
     live = mask.to_dense()[0, 0].numpy()
     assert np.array_equal((image == PARTIAL).all(-1) | (image == FULL).all(-1), live)
     assert legend_of(figure) == list(MEANINGS)
-    assert len(figure.axes[0].get_xticks(minor=True)) == 6  # the grid of tiles
     assert mask.plot(elements=False).axes[0].images[0].get_array().shape == (7, 7, 3)
     assert masks.local(300, 40, block=32).plot().axes[0].images[0].get_array().shape == (10, 10, 3)
     assert masks.local(300, 40, block=32).plot(elements=True).axes[0].images[0].get_array().shape == (300, 300, 3)
+
+
+def test_plot_has_a_grid_line_between_all_tiles_where_they_are_few():
+    (axes,) = masks.local(1024, 100, block=64).plot().axes
+    for axis in (axes.xaxis, axes.yaxis):
+        assert axis.get_ticklocs(minor=True).tolist() == list(range(0, 1025, 64))  # where the labels are, too
+        assert all(tick.gridline.get_visible() for tick in axis.get_minor_ticks())
+    (axes,) = masks.local(65 * 64, 100, block=64).plot().axes
+    assert len(axes.get_xticks(minor=True)) == 0
 
 
 def test_plot_has_a_panel_for_each_different_pattern():

@@ -71,7 +71,7 @@ def plot(
     rows = -(-len(drawn) // cols)
     shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)  # of a panel: height over width
     size = (side * min(1.0, 1 / shape), side * min(1.0, shape))
-    figure = Figure(figsize=(cols * size[0] + 0.4, rows * size[1] + 1.2), dpi=130, layout="constrained")
+    figure = Figure(figsize=(cols * size[0] + 0.4, rows * size[1] + 1.5), dpi=130, layout="constrained")
     axes = list(figure.subplots(rows, cols, squeeze=False).flat)
     for panel, panel_axes in zip(drawn, axes):
         meanings += _draw(mask, panel, panel_axes, elements, cells)
@@ -164,6 +164,7 @@ def _label(axis: Axis, length: int, block: int) -> None:
     at = sorted({round(length * quarter / 4) for quarter in range(5)})
     axis.set_ticks(at, _numbers(at))
     if -(-length // block) <= _MOST_GRID:
+        axis.remove_overlapping_locs = False  # a labelled tick must not take the grid line away
         axis.set_ticks(range(0, length + 1, block), minor=True)
 
 
