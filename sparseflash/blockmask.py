@@ -7,8 +7,9 @@ type, its invariants, its constructors and the way back to a dense matrix; nothi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from sparseflash.counting import live_scores
 from sparseflash.csr import columns_of, derived, may_vary_in_size, stored_tiles
 from sparseflash.invariants import check_arrays, validate
 from sparseflash.loose import canonical_arrays_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -441,6 +446,91 @@ class BlockMask:
             live = live & (torch.arange(self.q_len, device=device).view(-1, 1) < stop)
             live = live & (torch.arange(self.k_len, device=device) < stop)
         return live
+
+    def to_string(
+        self,
+        width: int | None = None,
+        *,
+        heads: int | Iterable[int] | None = None,
+        batch: int | Iterable[int] | None = None,
+        ascii: bool = False,
+    ) -> str:
+        """A drawing in characters, at most `width` columns wide (the terminal's width by default) under a summary line.
+
+        Queries run down, keys to the right, a cell two columns wide. Where there are more tiles than fit, a cell is a
+        square of 2 x 2, 4 x 4, ... tiles with their exact mean, from the list of tiles. `█`: nothing but full tiles;
+        `▓`, `▒`, `░`: at least 2/3, at least 1/3, less than 1/3 of the scores live; `·`: none. `ascii` draws with
+        `#*+-.` instead. `heads` and `batch` choose by number; each different pattern is drawn once, at most 16 of them.
+
+        Raises ValueError if width is below 2, or a head or batch element out of range.
+
+        >>> print(BlockMask.from_function(lambda q, k: k <= q, 500, block=64).to_string(40))
+        BlockMask(500 x 500, blocks of 64, 36 tiles: 21 full + 15 partial (3 distinct), density 50.1 %)
+        ▒▒··············
+        ██▒▒············
+        ████▒▒··········
+        ██████▒▒········
+        ████████▒▒······
+        ██████████▒▒····
+        ████████████▒▒··
+        ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▒▒
+        █ full  ▓▒░ partly live: 2/3, 1/3, less  · empty; a cell is 64 x 64 tokens
+        """
+        from sparseflash.draw.text import to_string
+
+        return to_string(self, width, heads=heads, batch=batch, ascii=ascii)
+
+    @overload
+    def plot(
+        self, ax: None = None, *, heads: int | Iterable[int] | None = None, batch: int | Iterable[int] | None = None,
+        elements: bool | None = None, cells: int = 512, legend: bool = True,
+    ) -> Figure: ...  # fmt: skip
+
+    @overload
+    def plot(
+        self, ax: Axes, *, heads: int | Iterable[int] | None = None, batch: int | Iterable[int] | None = None,
+        elements: bool | None = None, cells: int = 512, legend: bool = True,
+    ) -> Axes: ...  # fmt: skip
+
+    def plot(
+        self,
+        ax: Axes | None = None,
+        *,
+        heads: int | Iterable[int] | None = None,
+        batch: int | Iterable[int] | None = None,
+        elements: bool | None = None,
+        cells: int = 512,
+        legend: bool = True,
+    ) -> Figure | Axes:
+        """A picture by matplotlib: queries down, keys to the right, both in tokens.
+
+        Without `ax`, returns a new Figure with a panel for each different pattern (at most 16 of them) of the chosen
+        `heads` and `batch` elements, all by default. It belongs to no window and no pyplot state; save it with
+        `figure.savefig("mask.png")`. With `ax`, draws the one pattern chosen there and returns `ax`:
+        `mask.plot(plt.gca())`.
+
+        Full tiles are blue, partial ones orange and paler the fewer of their scores are live. Where there are more
+        than `cells` tiles a side, one cell shows a square of 2 x 2, 4 x 4, ... of them, tinted by the exact share of
+        live scores and with a hue in between where full and partial tiles meet; time goes with the live tiles, so a
+        million tokens are no trouble. `elements=True` draws every single score instead (the default up to 256 tokens;
+        possible up to 4096).
+
+        Needs the extra `plot`. Raises ImportError without matplotlib; ValueError for several patterns on one `ax`, a
+        head or batch element out of range, or `elements` of a long mask.
+
+        >>> figure = BlockMask.dense(4096).plot()
+        >>> figure.axes[0].get_xlabel(), figure.axes[0].get_title()
+        ('key (token)', '100 % live')
+        """
+        from sparseflash.draw.figure import plot
+
+        return plot(self, ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
+
+    def _repr_html_(self) -> str:
+        """The summary line and a small drawing, for notebooks; at most 64 KB, and needs no matplotlib."""
+        from sparseflash.draw.html import to_html
+
+        return to_html(self)
 
     def validate(self) -> BlockMask:
         """Checks every invariant of the arrays, in O(nnz + T) and with host synchronisation; returns the mask.

@@ -6,11 +6,13 @@ import torch
 import sparseflash.masks as library
 from experiments.lra import masks
 from experiments.lra.custom_mask import beacons
-from experiments.lra.picture import MEANINGS, draw, kinds
+from experiments.lra.picture import draw
 from sparseflash import BlockMask
+from sparseflash.draw import MEANINGS, kinds
 
 OWN = """
 from sparseflash import BlockMask
+from sparseflash.draw import MEANINGS, kinds
 def narrow(q_len, *, block):
     return BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, q_len, block=block)
 def shorter(q_len, *, block):
@@ -82,6 +84,6 @@ def test_picture_tells_full_and_partial_tiles_apart(tmp_path):
     assert torch.equal(found >= 2, mask.to_dense()[0, 0])
     assert found[0, 99] == 0 and MEANINGS[0].startswith("empty")
     assert found[0, 31] == 1 and MEANINGS[1].endswith("dead score")
-    assert (kinds(BlockMask.dense(100, block=32)) == 3).all()
+    assert (kinds(BlockMask.dense(96, block=32)) == 3).all()
     path = draw({"local": mask, "dense": BlockMask.dense(100, block=32)}, tmp_path / "deeper" / "masks.png")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,1 @@
+"""The pattern library as one page of pictures and one table of numbers."""

@@ -1,0 +1,118 @@
+"""The command line: gallery and table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments.patterns import flex, gallery, table
+from experiments.patterns.catalogue import PATTERNS, Pattern, select
+from experiments.patterns.measure import AT, BLOCK, Row, measure
+
+app = typer.Typer(
+    help="The pattern library as one page of pictures and one table of numbers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+Only = Annotated[list[str] | None, typer.Option("--only", help="A pattern's name; may be repeated. All by default.")]
+
+
+@app.command(name="gallery")
+def draw_gallery(
+    out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("runs/patterns/gallery.png"),
+    tokens: Annotated[int, typer.Option(help="Length of the masks drawn.")] = 1024,
+    block: Annotated[int, typer.Option(help="Tokens a tile side.")] = 32,
+    columns: Annotated[int, typer.Option(help="Pictures side by side.", min=1)] = 5,
+    elements: Annotated[
+        bool, typer.Option("--elements/--tiles", help="Draw every score, or tiles by their live share.")
+    ] = False,
+    only: Only = None,
+) -> None:
+    """Draw every pattern into one page."""
+    chosen = _chosen(only)
+    with _progress() as bar:
+        task = bar.add_task("drawing", total=len(chosen))
+        figure = gallery.page(
+            chosen, tokens, block, columns=columns, elements=elements, done=lambda pattern: bar.advance(task)
+        )
+    path = gallery.save(figure, out)
+    console.print(f"{len(chosen)} patterns, {path.stat().st_size / 1000:.0f} KB: {path}", soft_wrap=True)
+
+
+@app.command(name="table")
+def make_table(
+    out: Annotated[
+        Path | None, typer.Option(help="A Markdown file; the table goes between its two marks, or at its end.")
+    ] = None,
+    results: Annotated[
+        Path, typer.Option(help="JSON file of all rows: what --only leaves out stays as measured there.")
+    ] = Path("experiments/results/patterns.json"),
+    only: Only = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Length at which building is timed.", show_default="each pattern's own")
+    ] = None,
+    at: Annotated[int, typer.Option(help="Length at which density, tiles and layers are counted.")] = AT,
+    block: Annotated[int, typer.Option(help="Tokens a tile side.")] = BLOCK,
+    repeats: Annotated[int, typer.Option(help="Builds whose median time is taken.", min=1)] = 5,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Measure FlexAttention's create_block_mask too; slow.")
+    ] = True,
+    peer_seconds: Annotated[float, typer.Option(help="Longest that one build of FlexAttention may take.")] = 10.0,
+    peer_gigabytes: Annotated[float, typer.Option(help="Most memory that FlexAttention may take.")] = 8.0,
+) -> None:
+    """Measure every pattern; print the table, write it into a Markdown file."""
+    chosen = _chosen(only)
+    rows = table.load(results)
+    with _progress() as bar:
+        task = bar.add_task("", total=len(chosen))
+        for pattern in chosen:
+            bar.update(task, description=escape(pattern.name))
+            row = measure(pattern, tokens=tokens, at=at, block=block, repeats=repeats)
+            if peers and pattern.live is not None:
+                for mode in flex.MODES:
+                    bar.update(task, description=escape(f"{pattern.name}, FlexAttention {mode}"))
+                    peer = flex.longest(pattern.name, mode, block=block, seconds=peer_seconds, gigabytes=peer_gigabytes)
+                    row = replace(row, eager=peer) if mode == "eager" else replace(row, compiled=peer)
+            elif pattern.name in rows:
+                # Measured before, and not asked for now.
+                row = replace(row, eager=rows[pattern.name].eager, compiled=rows[pattern.name].compiled)
+            rows[pattern.name] = row
+            # After every pattern: a run that is cut short keeps what it measured.
+            table.save((rows[name] for name in _order(rows)), results)
+            bar.advance(task)
+    text = table.markdown([rows[name] for name in _order(rows)])
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    if out is not None:
+        table.put(text, out)
+        console.print(f"Table: {out}", soft_wrap=True)
+    console.print(f"All numbers: {results}", soft_wrap=True)
+
+
+def _order(rows: dict[str, Row]) -> list[str]:
+    """The names that the catalogue still has, in its order."""
+    return [pattern.name for pattern in PATTERNS if pattern.name in rows]
+
+
+def _chosen(names: list[str] | None) -> list[Pattern]:
+    try:
+        return select(names)
+    except ValueError as failure:
+        errors.print(f"[red]{escape(str(failure))}[/red]", soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console,
+        disable=not console.is_terminal,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""The live share of each cell of a coarse grid over a mask, from its list of live tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.csr import row_of_entry
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What `shares` found in R x C cells.
+
+    - `full`     float64 `[R, C]`: live scores that lie in full tiles, over the scores of the cell
+    - `partial`  float64 `[R, C]`: live scores that lie in partial tiles, over the scores of the cell
+    - `step`     tiles a cell, down and across
+    """
+
+    full: NDArray[np.float64]
+    partial: NDArray[np.float64]
+    step: tuple[int, int]
+
+    @property
+    def live(self) -> NDArray[np.float64]:
+        """Live scores over the scores of the cell, float64 `[R, C]`: 0 empty, 1 all live."""
+        return self.full + self.partial
+
+
+def shares(mask: BlockMask, pattern: int = 0, rows: int = 512, cols: int = 512, *, length: int | None = None) -> Shares:
+    """The live share of each cell of a grid of at most `rows` x `cols` cells, exactly, in the time of the live tiles.
+
+    A cell is a whole number of tiles, `step = (a, b)` of them down and across, each the smallest power of two that
+    makes the grid fit; so no cell cuts a tile, and structure in powers of two falls on the grid. The last row and
+    column of cells may hold fewer tiles. Scores past `q_len` or `k_len` do not exist and are not counted: a tile at
+    a ragged end can have share 1. It counts as partial nevertheless, as it does for kernels, because it is stored
+    with bits; so does a full tile that `length` cuts.
+
+    `pattern`: which one of the mask's. `length`: queries and keys at or past it are dead (padding). A batch
+    element's value in `mask.lengths` has to be given here: without it padding is not looked at.
+
+    >>> from sparseflash import BlockMask
+    >>> causal = BlockMask.from_function(lambda q, k: k <= q, 64, block=16)
+    >>> shares(causal, rows=2, cols=4).live
+    array([[0.765625, 0.265625, 0.      , 0.      ],
+           [1.      , 1.      , 0.765625, 0.265625]])
+    """
+    patterns = (len(mask.indptr) - 1) // mask.blocks[0]
+    if not 0 <= pattern < patterns:
+        raise ValueError(f"pattern must lie in 0..{patterns - 1}; got {pattern}.")
+    if rows < 1 or cols < 1:
+        raise ValueError(f"rows and cols must be at least 1 cell; got {rows} and {cols}.")
+    (row_blocks, col_blocks), step = mask.blocks, (_step(mask.blocks[0], rows), _step(mask.blocks[1], cols))
+    i, j, tile = tile_list(mask, pattern)
+    live, full = _live_scores(mask, i, j, tile, length)
+    shape = (-(-row_blocks // step[0]), -(-col_blocks // step[1]))
+    cell = (i // step[0] * shape[1] + j // step[1]).numpy()
+    # Counts stay below 2^53, so sums in float64 are exact.
+    weights = live.double().numpy()
+    in_all = np.bincount(cell, weights, minlength=shape[0] * shape[1]).reshape(shape)
+    in_full = np.bincount(cell, weights * full.numpy(), minlength=shape[0] * shape[1]).reshape(shape)
+    area = np.outer(
+        _tokens(shape[0], step[0] * mask.block_q, mask.q_len), _tokens(shape[1], step[1] * mask.block_k, mask.k_len)
+    )
+    return Shares(in_full / area, (in_all - in_full) / area, step)
+
+
+def tile_list(mask: BlockMask, pattern: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Block row, block column and kind of each tile of a pattern: int64 `[E]` on the CPU."""
+    row_blocks = mask.blocks[0]
+    indptr = mask.indptr[pattern * row_blocks : (pattern + 1) * row_blocks + 1].cpu()
+    span = slice(int(indptr[0]), int(indptr[-1]))
+    cols, tile = mask.indices[span].cpu().long(), mask.tile[span].cpu().long()
+    return row_of_entry(indptr, len(cols)), cols, tile
+
+
+def _step(blocks: int, most: int) -> int:
+    """The smallest power of two that packs so many blocks into at most `most` cells."""
+    return 1 << max(-(-blocks // most) - 1, 0).bit_length()
+
+
+def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
+    """Tokens of each cell along one side: `size`, but for the last."""
+    starts = np.arange(cells) * size
+    return np.minimum(length - starts, size).astype(np.float64)
+
+
+def _live_scores(mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
+    """Live scores of each tile, int64 `[E]`, and whether that is the whole tile."""
+    words = mask.bits.cpu()
+    words = torch.cat([words.new_full((1, *words.shape[1:]), tiles.full_word(mask.block_k)), words])
+    if length is None:
+        live = tiles.live_scores(words)[tile]
+        return live, live == mask.block_q * mask.block_k
+    # Padding leaves of a tile its first rows and columns: all of them, or those of the one row or column it cuts.
+    left_q = (length - i * mask.block_q).clamp(0, mask.block_q)
+    left_k = (length - j * mask.block_k).clamp(0, mask.block_k)
+    ends, which = torch.unique(torch.stack([left_q, left_k], 1), dim=0, return_inverse=True)
+    live = torch.zeros_like(tile)
+    for number, (end_q, end_k) in enumerate(ends.tolist()):
+        inside = tiles.rectangle(mask.block_q, mask.block_k, end_q, end_k, words.device)
+        here = which == number
+        used, kind = torch.unique(tile[here], return_inverse=True)
+        live[here] = tiles.live_scores(words[used] & inside)[kind]
+    return live, live == mask.block_q * mask.block_k

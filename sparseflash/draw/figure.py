@@ -1,0 +1,176 @@
+"""A mask as a matplotlib figure.
+
+Through matplotlib's object-oriented interface only: no backend is chosen, no global state touched, nothing shown.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparseflash.checks import integer
+from sparseflash.draw.cells import Shares, shares
+from sparseflash.draw.colours import DEAD_SCORE, EMPTY, FULL, GRID, PARTIAL, colours, hexadecimal
+from sparseflash.draw.panels import Choice, Panel, panels
+from sparseflash.draw.scores import MEANINGS, kinds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+    from sparseflash.blockmask import BlockMask
+
+MOST_PANELS = 16
+MOST_ELEMENTS = 4096  # tokens a side of a picture of every score
+_ELEMENTS_BY_DEFAULT = 256
+_MOST_GRID = 64  # tiles a side; finer lines would hide what they divide
+_PANEL_INCHES = 4.0
+
+
+def plot(
+    mask: BlockMask,
+    ax: Axes | None = None,
+    *,
+    heads: Choice = None,
+    batch: Choice = None,
+    elements: bool | None = None,
+    cells: int = 512,
+    legend: bool = True,
+) -> Figure | Axes:
+    """The picture that `BlockMask.plot` draws."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as failure:
+        raise ImportError("plot needs matplotlib: pip install sparseflash[plot]") from failure
+    if integer(cells, "cells", "cells a side") < 1:
+        raise ValueError(f"cells must be at least 1 a side; got {cells}.")
+    longest = max(mask.q_len, mask.k_len)
+    if elements is None:
+        elements = longest <= _ELEMENTS_BY_DEFAULT
+    elif elements and longest > MOST_ELEMENTS:
+        raise ValueError(f"elements=True must have at most {MOST_ELEMENTS} queries and keys; got {longest}.")
+    found = panels(mask, heads, batch)
+    meanings: list[tuple[str, str]] = []
+    if ax is not None:
+        if len(found) > 1:
+            raise ValueError(
+                f"ax must be None to draw {len(found)} different patterns; choose one with heads= and batch=."
+            )
+        meanings = _draw(mask, found[0], ax, elements, cells)
+        if legend:
+            # In a line below the labels, wherever the caller's layout puts the axes.
+            ax.legend(
+                handles=_patches(meanings), loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False
+            )
+        return ax
+    drawn = found[:MOST_PANELS]
+    side = _PANEL_INCHES if len(drawn) > 1 else 1.5 * _PANEL_INCHES
+    cols = min(len(drawn), 4)
+    rows = -(-len(drawn) // cols)
+    shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)  # of a panel: height over width
+    size = (side * min(1.0, 1 / shape), side * min(1.0, shape))
+    figure = Figure(figsize=(cols * size[0] + 0.4, rows * size[1] + 1.5), dpi=130, layout="constrained")
+    axes = list(figure.subplots(rows, cols, squeeze=False).flat)
+    for panel, panel_axes in zip(drawn, axes):
+        meanings += _draw(mask, panel, panel_axes, elements, cells)
+    for unused in axes[len(drawn) :]:
+        unused.remove()
+    left_out = f"; the first {MOST_PANELS} of {len(found)} patterns" if len(found) > MOST_PANELS else ""
+    figure.suptitle(
+        f"{mask.q_len:,} x {mask.k_len:,} tokens, tiles of {mask.block_q} x {mask.block_k}{left_out}", fontsize=11
+    )
+    if legend:
+        figure.legend(
+            handles=_patches(meanings), loc="outside lower center", ncols=2 if cols == 1 else 4, frameon=False
+        )
+    return figure
+
+
+def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) -> list[tuple[str, str]]:
+    """Draws one panel; returns the colours and meanings of its legend."""
+    down: float = mask.q_len
+    across: float = mask.k_len
+    if elements:
+        palette = np.array([EMPTY, DEAD_SCORE, PARTIAL, FULL], dtype=np.uint8)
+        scores = kinds(mask, panel.pattern, length=panel.length)
+        image, share = palette[scores], float((scores >= 2).mean())
+        meanings = [(hexadecimal(colour), meaning) for colour, meaning in zip(palette, MEANINGS)]
+    else:
+        found = shares(mask, panel.pattern, most, most, length=panel.length)
+        image, share = colours(found.full, found.partial), _mean(mask, found)
+        meanings = _meanings(mask, found)
+        # Cells past the ends lie outside of the axes.
+        down = image.shape[0] * found.step[0] * mask.block_q
+        across = image.shape[1] * found.step[1] * mask.block_k
+    # "antialiased" averages where there are more cells than pixels; "nearest" would lose thin lines there.
+    ax.imshow(image, extent=(0, across, down, 0), interpolation="antialiased", aspect="auto")
+    ax.set_xlim(0, mask.k_len)
+    ax.set_ylim(mask.q_len, 0)
+    shape = mask.q_len / mask.k_len
+    ax.set_box_aspect(min(max(shape, 0.25), 4.0))
+    ax.set_title(f"{panel.title}\n{_percent(share)} live" if panel.title else f"{_percent(share)} live", fontsize=10)
+    ax.set_xlabel("key (token)")
+    ax.set_ylabel("query (token)")
+    _label(ax.xaxis, mask.k_len, mask.block_k)
+    _label(ax.yaxis, mask.q_len, mask.block_q)
+    if max(mask.blocks) <= _MOST_GRID:
+        ax.grid(which="minor", color=GRID, linewidth=0.4)
+        ax.grid(which="major", visible=False)
+    ax.tick_params(which="minor", length=0)
+    return meanings
+
+
+def _mean(mask: BlockMask, found: Shares) -> float:
+    """The share of all scores that is live, from that of each cell."""
+    sides = []
+    for count, step, block, length in zip(
+        found.full.shape, found.step, (mask.block_q, mask.block_k), (mask.q_len, mask.k_len)
+    ):
+        sides.append(np.minimum(length - np.arange(count) * step * block, step * block) / length)
+    return float(sides[0] @ found.live @ sides[1])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _meanings(mask: BlockMask, found: Shares) -> list[tuple[str, str]]:
+    """Colours and meanings of the legend of a picture of tiles, or of cells of several tiles."""
+    one = found.step == (1, 1)
+    if one:
+        samples = [("full tile", 1.0, 0.0)]
+        samples += [(f"partial tile, {_percent(share)} live", 0.0, share) for share in (0.9, 0.1)]
+    else:
+        size = f"{found.step[0]} x {found.step[1]} tiles"
+        samples = [(f"{size}, all live", 1.0, 0.0), ("10 % live, in full tiles", 0.1, 0.0)]
+        samples += [("10 % live, in partial tiles", 0.0, 0.1)]
+    drawn = [s for s in samples if (s[1] and found.full.any()) or (s[2] and found.partial.any())]
+    samples = [("empty: skipped", 0.0, 0.0), *drawn]
+    rgb = colours(np.array([s[1] for s in samples]), np.array([s[2] for s in samples]))
+    return [(hexadecimal(colour), name) for colour, (name, _, _) in zip(rgb, samples)]
+
+
+def _patches(meanings: list[tuple[str, str]]) -> list[object]:
+    from matplotlib.patches import Patch
+
+    distinct = dict.fromkeys(meanings)
+    return [Patch(facecolor=colour, edgecolor="#999999", label=meaning) for colour, meaning in distinct]
+
+
+def _label(axis: Axis, length: int, block: int) -> None:
+    """Ticks in tokens at the quarters, and unlabelled ones between the tiles."""
+    at = sorted({round(length * quarter / 4) for quarter in range(5)})
+    axis.set_ticks(at, _numbers(at))
+    if -(-length // block) <= _MOST_GRID:
+        axis.remove_overlapping_locs = False  # a labelled tick must not take the grid line away
+        axis.set_ticks(range(0, length + 1, block), minor=True)
+
+
+def _numbers(ticks: list[int]) -> list[str]:
+    """Numbers of tokens as an axis shows them: 250, or 4K (of 1024) or 1M where all of them are round."""
+    if ticks[-1] < 2**13 or any(tick % 2**9 for tick in ticks):
+        return [f"{tick}" for tick in ticks]
+    unit, letter = (2**20, "M") if all(tick % 2**18 == 0 for tick in ticks) else (2**10, "K")
+    return [f"{tick / unit:g}{letter if tick else ''}" for tick in ticks]

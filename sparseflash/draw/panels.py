@@ -1,0 +1,107 @@
+"""Which pictures a mask needs: one for each pattern (and padded length) that its heads and batch elements use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, SupportsIndex
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
+
+Choice = int | Iterable[int] | None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: the number of its pattern, the tokens that are no padding (None: all), and who uses it."""
+
+    pattern: int
+    length: int | None
+    title: str  # "" if it is the only one
+
+
+def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[Panel]:
+    """The distinct pictures of these heads and batch elements (all by default), in order of first appearance.
+
+    Raises ValueError if a head or batch element is out of range, or none is chosen.
+
+    >>> import torch
+    >>> from sparseflash import BlockMask
+    >>> layout = torch.eye(4, dtype=torch.bool).repeat(4, 1, 1)
+    >>> layout[2] = True
+    >>> [panel.title for panel in panels(BlockMask.from_layout(layout, block=16))]
+    ['heads 0, 1, 3', 'head 2']
+    >>> panels(BlockMask.from_layout(layout, block=16), heads=3)
+    [Panel(pattern=0, length=None, title='head 3')]
+    """
+    all_batch, all_heads = mask.shape[:2]
+    chosen_heads = _chosen("heads", heads, all_heads)
+    chosen_batch = _chosen("batch", batch, all_batch)
+    pattern = mask.pattern.expand(all_batch, all_heads).tolist()
+    lengths = [None] * all_batch if mask.lengths is None else mask.lengths.tolist()
+    uses: dict[tuple[int, int | None], dict[int, list[int]]] = {}
+    for b in chosen_batch:
+        for h in chosen_heads:
+            uses.setdefault((pattern[b][h], lengths[b]), {}).setdefault(b, []).append(h)
+    # A picture of everything there is needs no title.
+    shown = [
+        (batch is not None or len(uses) > 1) and all_batch > 1,
+        (heads is not None or len(uses) > 1) and all_heads > 1,
+    ]
+    found = []
+    for (number, length), by_batch in uses.items():
+        title = _title(by_batch, chosen_batch, chosen_heads, [batch is not None, heads is not None], shown)
+        if length is not None:
+            title = f"{title} ({length:,} tokens)" if title else f"{length:,} tokens"
+        found.append(Panel(number, length, title))
+    return found
+
+
+def _chosen(name: str, choice: Choice, count: int) -> list[int]:
+    if choice is None:
+        return list(range(count))
+    numbers = list(choice) if isinstance(choice, Iterable) else [choice]
+    if any(isinstance(n, bool) or not isinstance(n, SupportsIndex) for n in numbers):
+        raise TypeError(f"{name} must be an integer, several, or None; got {choice!r}.")
+    numbers = [operator.index(n) for n in numbers]
+    if not numbers or not all(0 <= n < count for n in numbers):
+        raise ValueError(f"{name} must be one or more of 0..{count - 1}; got {choice!r}.")
+    return list(dict.fromkeys(numbers))
+
+
+def _title(
+    by_batch: dict[int, list[int]], batch: list[int], heads: list[int], asked: list[bool], shown: list[bool]
+) -> str:
+    """Who uses a picture: `heads 0-3`, `batch 1`, `batch 0, 2 · head 5`, or the list where it is no such product."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for b, of_head in by_batch.items():
+        groups.setdefault(tuple(of_head), []).append(b)
+    parts = []
+    for users, of_batch in groups.items():
+        names = []
+        # An axis is named where it is not all that was chosen, or where the caller chose.
+        if shown[0] and (asked[0] or len(of_batch) < len(batch)):
+            names.append(f"batch {_ranges(of_batch)}")
+        if shown[1] and (asked[1] or len(users) < len(heads)):
+            names.append(f"{'head' if len(users) == 1 else 'heads'} {_ranges(users)}")
+        parts.append(" · ".join(names))
+    most = 3
+    return "; ".join(parts[:most]) + (f"; and {len(parts) - most} more" if len(parts) > most else "")
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0, 2-5, 9`; shortened in the middle if there are very many."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    words = []
+    for first, last in runs:
+        words += (
+            [f"{first}"] if first == last else [f"{first}", f"{last}"] if last == first + 1 else [f"{first}-{last}"]
+        )
+    return ", ".join(words if len(words) <= 8 else [*words[:6], "...", words[-1]])

@@ -1,0 +1,56 @@
+"""Every score of a small mask, and what it is: for pictures that are exact to the element."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparseflash import tiles
+from sparseflash.draw.cells import tile_list
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
+
+MEANINGS = (
+    "empty tile: skipped",
+    "partial tile: dead score",
+    "partial tile: live score",
+    "full tile: all scores live",
+)
+
+
+def kinds(mask: BlockMask, pattern: int = 0, *, length: int | None = None) -> NDArray[np.uint8]:
+    """What each score is: uint8 `[q_len, k_len]`, the index of its meaning in `MEANINGS`. Takes `N x N` memory.
+
+    `pattern`, `length` as for `shares`. A tile that lies past `length` is empty, one that it cuts is partial.
+
+    >>> from sparseflash import BlockMask
+    >>> kinds(BlockMask.from_function(lambda q, k: k < 20, 4, 64, block=(16, 16)))[0, ::5].tolist()
+    [2, 2, 2, 2, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    """
+    (row_blocks, col_blocks), block_q, block_k = mask.blocks, mask.block_q, mask.block_k
+    i, j, tile = tile_list(mask, pattern)
+    bits = tiles.unpack(mask.bits.cpu(), block_k).to(torch.uint8)
+    choices = torch.cat([torch.full((1, block_q, block_k), 3, dtype=torch.uint8), 1 + bits])
+    grid = torch.zeros(row_blocks, block_q, col_blocks, block_k, dtype=torch.uint8)
+    grid[i, :, j] = choices[tile]
+    drawn = grid.view(row_blocks * block_q, col_blocks * block_k)[: mask.q_len, : mask.k_len]
+    if length is not None:
+        drawn = _padded(drawn, length, block_q, block_k)
+    found: NDArray[np.uint8] = drawn.numpy()
+    return found
+
+
+def _padded(drawn: torch.Tensor, length: int, block_q: int, block_k: int) -> torch.Tensor:
+    """Scores past the length are dead, and what is left of a full tile there is partial."""
+    q, k = torch.arange(drawn.shape[0])[:, None], torch.arange(drawn.shape[1])
+    first_q, first_k = q // block_q * block_q, k // block_k * block_k
+    inside = (q < length) & (k < length)
+    whole = (first_q + block_q <= length) & (first_k + block_k <= length)
+    past = (first_q >= length) | (first_k >= length)
+    drawn = torch.where(~whole & (drawn == 3), 2, drawn)
+    drawn = torch.where(~inside & (drawn == 2), 1, drawn)
+    return torch.where(past, 0, drawn).to(torch.uint8)
