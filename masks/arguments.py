@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparseflash.checks import block_pair, integer
-
-Positions = Sequence[int] | np.ndarray | Tensor
 
 
 def at_least(least: int, value: Any, name: str, unit: str) -> int:
@@ -24,14 +21,27 @@ def at_least(least: int, value: Any, name: str, unit: str) -> int:
     return number
 
 
-def positions(values: Any, name: str, stop: int) -> Tensor:
-    """Integers of `0 .. stop - 1` in any order, some perhaps twice, as a sorted int64 tensor `[E]` on the CPU."""
-    tensor = torch.as_tensor(values).cpu()
+def is_list(value: Any) -> bool:
+    """Whether `value` is a list, tensor or array of things, not one number."""
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+
+
+def integers(values: Any, name: str) -> Tensor:
+    """A list, 1-D tensor or 1-D array of integers as an int64 tensor `[E]` on the CPU."""
+    try:
+        tensor = torch.as_tensor(values).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a list of integers; got {values!r}.") from error
     if tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # an empty list has no type
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be a list of integers; got {tensor.dtype} of shape {list(tensor.shape)}.")
-    distinct: Tensor = torch.unique(tensor.to(torch.int64))
+    return tensor.to(torch.int64)
+
+
+def positions(values: Any, name: str, stop: int) -> Tensor:
+    """Integers of `0 .. stop - 1` in any order, some perhaps twice, as a sorted int64 tensor `[E]` on the CPU."""
+    distinct: Tensor = torch.unique(integers(values, name))
     if len(distinct) and not (int(distinct[0]) >= 0 and int(distinct[-1]) < stop):
         raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(distinct[0])}..{int(distinct[-1])}.")
     return distinct

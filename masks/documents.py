@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block
+from sparseflash.masks.arguments import integers
 from sparseflash.masks.spans import spans
 
 
@@ -59,10 +60,7 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
 
 
 def _sizes(lengths: Any, name: str) -> Tensor:
-    sizes = torch.as_tensor(lengths).cpu()
-    if sizes.ndim != 1 or sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
-        raise TypeError(f"{name} must be a list of integers; got {sizes.dtype} of shape {list(sizes.shape)}.")
-    sizes = sizes.to(torch.int64)
+    sizes = integers(lengths, name)
     if bool((sizes < 0).any()):
         raise ValueError(f"{name} must not be negative; got {int(sizes.min())}.")
     if int(sizes.sum()) == 0:

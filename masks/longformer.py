@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, integer, token_counts
-from sparseflash.masks.arguments import Positions, at_least, positions
+from sparseflash.checks import Block, token_counts
+from sparseflash.masks.arguments import at_least, is_list, positions
 from sparseflash.masks.spans import spans
 
 
-def longformer(
-    q_len: int, window: int, global_tokens: int | Positions, *, causal: bool = False, block: Block = 128
-) -> BlockMask:
+def longformer(q_len: int, window: int, global_tokens: Any, *, causal: bool = False, block: Block = 128) -> BlockMask:
     """A sliding window of `window` keys, and global tokens that see everything and are seen by everything.
 
     Score (q, k), with G the set of global tokens, is live iff
@@ -24,9 +24,9 @@ def longformer(
     Longformer's own code projects q, k and v of global tokens with separate weights, which is no matter of the mask.
     Source: Longformer (Beltagy et al., 2020), section 3.1; ETC (Ainslie et al., 2020) puts the global tokens first.
 
-    `q_len`, `window` (keys), `block` in tokens. `global_tokens`: a number g (the first g tokens), or the positions.
-    Every global token costs a row and a column of scores, and its block a row and a column of tiles. Raises ValueError
-    if `window` is not positive or a position lies outside of the sequence.
+    `q_len`, `window` (keys), `block` in tokens. `global_tokens`: a number g (the first g tokens), or a list (or 1-D
+    tensor, array) of positions. Every global token costs a row and a column of scores, and its block a row and a column
+    of tiles. Raises ValueError if `window` is not positive or a position lies outside of the sequence.
 
         window 3, global_tokens 1     causal, window 2, global_tokens [2]
         X X X X X                     X . . . .
@@ -41,20 +41,11 @@ def longformer(
     q_len, _ = token_counts(q_len, q_len)
     window = at_least(1, window, "window", "keys")
     marked = torch.zeros(q_len, dtype=torch.bool)
-    if _is_number(global_tokens):
-        count = at_least(0, global_tokens, "global_tokens", "tokens")
-        marked[:count] = True
-    else:
+    if is_list(global_tokens):
         marked[positions(global_tokens, "global_tokens", q_len)] = True
+    else:
+        marked[: at_least(0, global_tokens, "global_tokens", "tokens")] = True
     q = torch.arange(q_len)
     start, stop = (q - window + 1, q + 1) if causal else (q - window // 2, q + window // 2 + 1)
     limit = q + 1 if causal else None
     return spans(start, stop, q_len, limit=limit, rows=marked, cols=marked, block=block)
-
-
-def _is_number(value: object) -> bool:
-    try:
-        integer(value, "global_tokens", "tokens")
-    except TypeError:
-        return False
-    return True

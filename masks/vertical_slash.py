@@ -13,7 +13,7 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import arrays_of
 from sparseflash.checks import Block, block_pair, token_counts
-from sparseflash.masks.arguments import positions
+from sparseflash.masks.arguments import is_list, positions
 from sparseflash.masks.diagonals import tiles_at, words_at
 from sparseflash.masks.heads import cycle
 from sparseflash.masks.listing import between
@@ -71,7 +71,7 @@ def _heads(values: Any) -> list[Any]:
     """The list of each head."""
     if isinstance(values, Tensor | np.ndarray):
         return list(values) if values.ndim == 2 and len(values) else [values]
-    if isinstance(values, Sequence) and len(values) and all(hasattr(value, "__len__") for value in values):
+    if isinstance(values, Sequence) and len(values) and all(is_list(value) for value in values):
         return list(values)
     return [values]
 

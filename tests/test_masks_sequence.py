@@ -160,6 +160,7 @@ def test_one_document_is_dense_or_causal():
         (([1.5],), TypeError, r"lengths must be a list of integers; got torch.float32 of shape \[1\]"),
         ((100,), TypeError, r"lengths must be a list of integers; got torch.int64 of shape \[\]"),
         (([True],), TypeError, "lengths must be a list of integers; got torch.bool"),
+        ((["a"],), TypeError, r"lengths must be a list of integers; got \['a'\]"),
         (([3, 4], [3]), ValueError, "k_lengths must have one entry a document, 2 as lengths has; got 1"),
     ],
 )
@@ -637,7 +638,9 @@ REFUSED = [
     ("longformer(100, 0, 1)", "window must be at least 1 key; got 0"),
     ("longformer(100, 3, -1)", "global_tokens must be at least 0 tokens; got -1"),
     ("longformer(100, 3, [4, 100])", "global_tokens must lie in 0..99; got 4..100"),
-    ("longformer(100, 3, 1.5)", "global_tokens must be a list of integers; got torch.float32 of shape []"),
+    ("longformer(100, 3, 1.5)", "global_tokens must be an integer number of tokens; got 1.5"),
+    ("longformer(100, 3, [1.5])", "global_tokens must be a list of integers; got torch.float32 of shape [1]"),
+    ("longformer(100, 3, [1, [2]])", "global_tokens must be a list of integers; got [1, [2]]"),
     ("streaming(100, 0, 1)", "window must be at least 1 key; got 0"),
     ("streaming(100, 1, -1)", "sink must be at least 0 keys; got -1"),
     ("a_shape(100, -1, 3)", "sink must be at least 0 keys; got -1"),
@@ -691,3 +694,24 @@ def test_patterns_refuse_numbers_that_make_no_sense(call, message):
 def test_stored_bits_do_not_grow_with_the_length(name):
     build = (CAUSAL | CAUSAL_IN_BLOCKS)[name]
     assert len(build(2**14).bits) == len(build(2**11).bits)
+
+
+MILLION = {
+    "documents": lambda n: masks.documents([1000] * (n // 1000), causal=True),
+    "chunked": lambda n: masks.chunked(n, 4096),
+    "local": lambda n: masks.local(n, left=4095, right=0),
+    "dilated": lambda n: masks.dilated(n, 512, 8),
+    "longformer": lambda n: masks.longformer(n, 512, 16),
+    "streaming": lambda n: masks.streaming(n, 4096, 4),
+    "butterfly": lambda n: masks.butterfly(n, radix=4, global_blocks=4),
+    "butterfly_2d": lambda n: masks.butterfly_2d(1024, n // 1024),
+    "log_sparse": lambda n: masks.log_sparse(n, window=20),
+    "hierarchical": lambda n: masks.hierarchical(n),
+}
+
+
+@pytest.mark.parametrize("name", MILLION)
+def test_a_million_tokens_need_no_more_than_their_live_tiles(name):
+    mask = MILLION[name](2**20)
+    assert len(mask.tile) < 50 * 8192
+    assert mask.nbytes < 16e6
