@@ -10,6 +10,7 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.masks.listing import between
 
 
 def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int = 0, block: Block = 128) -> BlockMask:
@@ -21,9 +22,7 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
     first_col = torch.div(first_q + shift - highest, block_k, rounding_mode="floor").clamp(min=0)
     last_col = torch.div(last_q + shift - lowest, block_k, rounding_mode="floor").clamp(max=-(-k_len // block_k) - 1)
-    counts = (last_col - first_col + 1).clamp(min=0)
-    rows = torch.repeat_interleave(torch.arange(len(first_q)), counts)
-    cols = torch.arange(len(rows)) - (counts.cumsum(0) - counts - first_col)[rows]
+    rows, cols = between(first_col, last_col)
     # Tiles whose corners lie at the same distance hold the same scores.
     corner = rows * block_q + shift - cols * block_k
     full = (corner - (block_k - 1) >= lowest) & (corner + block_q - 1 <= highest)

@@ -1,42 +1,68 @@
-"""Butterfly attention: block i sees the blocks one butterfly factor away, so log2 many blocks reach all."""
+"""Butterfly attention: block i sees the blocks one butterfly factor away, so log many blocks reach all."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import block_pair, integer, token_counts
+from sparseflash.checks import integer, token_counts
+from sparseflash.masks.arguments import at_least, square_block
+from sparseflash.masks.listing import of_blocks
 
 
-def butterfly(q_len: int, *, block: int = 128, factors: int | None = None, causal: bool = False) -> BlockMask:
+def butterfly(
+    q_len: int, *, block: int = 128, factors: int | None = None, causal: bool = False, radix: int = 2,
+    strides: Sequence[int] | None = None, global_blocks: int = 0, layer: int | None = None,
+) -> BlockMask:  # fmt: skip
     """The flat block butterfly over the `nb = ceil(q_len / block)` blocks of a sequence.
 
-    Score (q, k) with `i = q // block`, `j = k // block` is live iff
+    Score (q, k) with `i = q // block`, `j = k // block` is live iff, for radix 2,
 
         bidirectional:  i == j  or  i XOR j is in {1, 2, 4, ..., 2^(factors - 1)}
         causal:         (i == j and k <= q)  or  i - j is in {1, 2, 4, ..., 2^(factors - 1)}
 
-    Partners past the end are dropped, so any length goes; the graph of blocks stays connected, and
-    `ceil(log2 nb)` layers reach everything. `factors` keeps the smallest strides only; by default there are all
-    `ceil(log2 nb)` of them. The causal form is the shift butterfly, because the lower triangle of the XOR form can
-    never reach most of the past: block i would reach only the blocks whose bits are a subset of i's, at any depth.
+    and for radix r, where a stride is `s = r^f`, for f below `factors`,
+
+        bidirectional:  i == j  or, for some s, i and j written in base r differ in the digit of s only
+        causal:         (i == j and k <= q)  or, for some s, i - j is in {s, 2 s, ..., (r - 1) s}
+
+    Partners past the end are dropped, so any length goes; the graph of blocks stays connected, and `ceil(log_r nb)`
+    layers reach everything (causal: everything past). The causal form is the shift butterfly, because the lower
+    triangle of the XOR form can never reach most of the past: block i would reach only the blocks whose bits are a
+    subset of i's, at any depth.
+
+    - `factors` keeps the smallest strides only; by default there are all `ceil(log_r nb)` of them. `strides` names
+      them instead, in blocks.
+    - `global_blocks`: the first so many block rows and columns are live too (causal: as far as `k <= q`), which stands
+      in for Pixelated Butterfly's low-rank term.
+    - `layer`: the staged form, one stride a layer: layer l has the blocks themselves and the stride number
+      `l % len(strides)`, in the order given: r blocks a row. Causal, or with nb a power of the radix, one round of
+      layers reaches everything; otherwise dropped partners may take it a second one. Without `layer`, every layer has
+      all strides.
 
     Source: the union of butterfly factors is Pixelated Butterfly's flat block butterfly (Chen et al., 2021, section
     3.2), which FlashAttention (Dao et al., 2022, section 3.3) uses for its block-sparse attention. Neither publishes
     the block size or the number of factors of its attention experiments, and the released code of the former defines
-    it for weight matrices: it needs a power of two and lets the tile absorb other lengths.
+    it for weight matrices: it needs a power of two and lets the tile absorb other lengths. It counts `global_size` in
+    elements. The staged form is a product of factors applied one after the other (Dao et al., 2019, "Learning fast
+    algorithms for linear transforms"), as in the butterfly attention of Dimension Mixer (2023).
 
-    `q_len` and `block` in tokens. Raises ValueError if `factors` is not between 0 and `ceil(log2 nb)`.
+    `q_len` and `block` in tokens, `strides` and `global_blocks` in blocks. Raises ValueError if `factors` is not
+    between 0 and `ceil(log_r nb)`, a stride is not one of that many powers of the radix, both are given, `radix` is
+    below 2, or `global_blocks` or `layer` is negative.
 
-        8 blocks      causal
-        X X X . X . . .    \\ . . . . . . .
-        X X . X . X . .    X \\ . . . . . .
-        X . X X . . X .    X X \\ . . . . .
-        . X X X . . . X    . X X \\ . . . .
-        X . . . X X X .    X . X X \\ . . .
-        . X . . X X . X    . X . X X \\ . .
-        . . X . X . X X    . . X . X X \\ .
-        . . . X . X X X    . . . X . X X \\
+        8 blocks           causal             radix 3            1 global block     layer 1
+        X X X . X . . .    \\ . . . . . . .    X X X X . . X .    X X X X X X X X    X . X . . . . .
+        X X . X . X . .    X \\ . . . . . .    X X X . X . . X    X X . X . X . .    . X . X . . . .
+        X . X X . . X .    X X \\ . . . . .    X X X . . X . .    X . X X . . X .    X . X . . . . .
+        . X X X . . . X    . X X \\ . . . .    X . . X X X X .    X X X X . . . X    . X . X . . . .
+        X . . . X X X .    X . X X \\ . . .    . X . X X X . X    X . . . X X X .    . . . . X . X .
+        . X . . X X . X    . X . X X \\ . .    . . X X X X . .    X X . . X X . X    . . . . . X . X
+        . . X . X . X X    . . X . X X \\ .    X . . X . . X X    X . X . X . X X    . . . . X . X .
+        . . . X . X X X    . . . X . X X \\    . X . . X . X X    X . . X . X X X    . . . . . X . X
 
     >>> butterfly(16_384)
     BlockMask(16384 x 16384, blocks of 128, 1024 tiles: 1024 full + 0 partial, density 6.25 %)
@@ -44,26 +70,69 @@ def butterfly(q_len: int, *, block: int = 128, factors: int | None = None, causa
     0.25
     >>> butterfly(1000, block=64, causal=True).to_dense().triu(1).any().item()
     False
+    >>> butterfly(16_384, radix=4, factors=1) == butterfly(16_384, radix=4, strides=[1])
+    True
+    >>> [butterfly(1024, layer=layer, block=128).indices[:2].tolist() for layer in range(4)]
+    [[0, 1], [0, 2], [0, 4], [0, 1]]
     """
-    if not isinstance(block, int):
-        raise TypeError(f"block must be an int (butterfly blocks are square); got {block!r}.")
-    block, _ = block_pair(block)
+    block = square_block(block, "butterfly")
     q_len, _ = token_counts(q_len, q_len)
+    radix = at_least(2, radix, "radix", "blocks")
+    global_blocks = at_least(0, global_blocks, "global_blocks", "blocks")
     count = -(-q_len // block)
-    most = max(count - 1, 0).bit_length()  # ceil(log2(count))
-    factors = most if factors is None else integer(factors, "factors", "strides")
-    if not 0 <= factors <= most:
-        raise ValueError(f"factors must lie between 0 and {most} for {count} blocks of {block}; got {factors}.")
+    chosen = _strides(count, block, radix, factors, strides)
+    if layer is not None:
+        layer = at_least(0, layer, "layer", "layers")
+        chosen = chosen[layer % len(chosen) :][:1] if chosen else []
+    i = torch.arange(count)
+    rows, cols = partners(count, chosen, radix, causal)
+    stripe = torch.arange(min(global_blocks, count))
+    along, across = i.repeat(len(stripe)), stripe.repeat_interleave(count)
+    return of_blocks(
+        torch.cat([rows, along, across]), torch.cat([cols, across, along]), q_len, causal=causal, block=block
+    )
+
+
+def powers(count: int, radix: int) -> list[int]:
+    """The strides 1, r, r^2, ... below `count`: as many as the base-r digits of `count - 1`.
+
+    >>> powers(9, 2), powers(9, 3), powers(1, 2)
+    ([1, 2, 4, 8], [1, 3], [])
+    """
+    found, stride = [], 1
+    while stride < count:
+        found.append(stride)
+        stride *= radix
+    return found
+
+
+def partners(count: int, strides: Sequence[int], radix: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Edges `(i, j)` between `count` nodes: each with itself and with its partners at each stride, powers of `radix`;
+    an edge of two strides comes twice."""
     i = torch.arange(count)
     rows, cols = [i], [i]
-    for factor in range(factors):
-        partner = i - (1 << factor) if causal else i ^ (1 << factor)
-        exists = (partner >= 0) & (partner < count)
-        rows.append(i[exists])
-        cols.append(partner[exists])
-    tile = live = None
-    if causal:
-        tile = torch.zeros(sum(map(len, rows)), dtype=torch.int64)
-        tile[:count] = 1
-        live = torch.ones(1, block, block, dtype=torch.bool).tril()
-    return BlockMask.from_tiles(torch.cat(rows), torch.cat(cols), q_len, block=block, tile=tile, live=live)
+    for stride in strides:
+        digit = i // stride % radix
+        for step in range(1, radix):
+            partner = i - step * stride if causal else i + ((digit + step) % radix - digit) * stride
+            exists = (partner >= 0) & (partner < count)
+            rows.append(i[exists])
+            cols.append(partner[exists])
+    return torch.cat(rows), torch.cat(cols)
+
+
+def _strides(count: int, block: int, radix: int, factors: int | None, strides: Sequence[int] | None) -> list[int]:
+    there = powers(count, radix)
+    if strides is None:
+        factors = len(there) if factors is None else integer(factors, "factors", "strides")
+        if not 0 <= factors <= len(there):
+            raise ValueError(
+                f"factors must lie between 0 and {len(there)} for {count} blocks of {block}; got {factors}."
+            )
+        return there[:factors]
+    if factors is not None:
+        raise ValueError(f"factors must not be given beside strides; got factors={factors} and strides={strides}.")
+    chosen = [integer(stride, "strides", "blocks") for stride in strides]
+    if not set(chosen) <= set(there):
+        raise ValueError(f"strides must be among {there} for {count} blocks of {block}, radix {radix}; got {chosen}.")
+    return chosen

@@ -1,40 +1,93 @@
-"""Sliding windows: every query sees the keys near its own position."""
+"""Sliding windows: every query sees the keys near its own position, all of them or every so-manieth."""
 
 from __future__ import annotations
 
+import torch
+
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, integer
+from sparseflash.checks import Block, token_counts
+from sparseflash.masks.arguments import at_least
 from sparseflash.masks.band import band
+from sparseflash.masks.diagonals import diagonals
 
 
-def local(q_len: int, window: int, *, causal: bool = False, block: Block = 128) -> BlockMask:
-    """A sliding window of `window` keys over a sequence of `q_len` tokens.
+def local(
+    q_len: int, window: int | None = None, *, causal: bool = False,
+    left: int | None = None, right: int | None = None, block: Block = 128,
+) -> BlockMask:  # fmt: skip
+    """A sliding window over a sequence of `q_len` tokens, of `window` keys or of so many to the left and right.
 
     Score (q, k) is live iff
 
         causal:         q - window < k <= q           (window keys, the query's own included)
         bidirectional:  |q - k| <= window // 2        (window keys if window is odd, window + 1 if it is even)
+        left, right:    q - left <= k <= q + right    (left + 1 + right keys)
 
     cropped at the ends of the sequence. Conventions differ between systems: Hugging Face, Sparse Transformer and this
     function count `window` keys in the causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym
-    see `w + 1`. Source: Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
+    see `w + 1`. `left` and `right` are FlashAttention's `window_size=(left, right)`. Source: Longformer (Beltagy et
+    al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
 
-    `q_len`, `window`, `block` in tokens. Raises ValueError if `window` is not positive.
+    `q_len`, `window`, `left`, `right`, `block` in tokens. Raises ValueError if `window` is not positive, if `left` or
+    `right` is negative, or unless there is either `window` or both of `left` and `right` (without `causal`).
 
-        causal, window 2     bidirectional, window 3
-        X . . .              X X . .
-        X X . .              X X X .
-        . X X .              . X X X
-        . . X X              . . X X
+        causal, window 2     bidirectional, window 3     left 2, right 1
+        X . . .              X X . .                     X X . .
+        X X . .              X X X .                     X X X .
+        . X X .              . X X X                     X X X X
+        . . X X              . . X X                     . X X X
 
     >>> local(4096, 256, block=64)
     BlockMask(4096 x 4096, blocks of 64, 314 tiles: 190 full + 124 partial (2 distinct), density 6.18 %)
     >>> local(4, 2, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    >>> local(4096, left=255, right=0) == local(4096, 256, causal=True)
+    True
     """
-    window = integer(window, "window", "keys")
-    if window < 1:
-        raise ValueError(f"window must be at least 1 key; got {window}.")
+    if left is not None or right is not None:
+        if window is not None or causal or left is None or right is None:
+            raise ValueError(
+                "local must have either window or both of left and right, without causal (right=0 is causal); got "
+                f"window={window}, causal={causal}, left={left}, right={right}."
+            )
+        left, right = at_least(0, left, "left", "keys"), at_least(0, right, "right", "keys")
+        return band(q_len, q_len, -right, left, block=block)
+    window = at_least(1, window, "window", "keys")
     if causal:
         return band(q_len, q_len, 0, window - 1, block=block)
     return band(q_len, q_len, -(window // 2), window // 2, block=block)
+
+
+def dilated(q_len: int, window: int, dilation: int, *, causal: bool = False, block: Block = 128) -> BlockMask:
+    """A sliding window of `window` keys that are `dilation` apart, so that it reaches `dilation` times as far.
+
+    Score (q, k) is live iff `(q - k) % dilation == 0` and
+
+        causal:         q - window * dilation < k <= q          (window keys, the query's own included)
+        bidirectional:  |q - k| <= (window // 2) * dilation     (window keys if window is odd, window + 1 if even)
+
+    With `dilation=1` it is `local`. `window` counts keys, as in Longformer; attention-gym's dilated window counts the
+    tokens that it spans. Tokens of different residues never meet, at any depth: combine dilations over the heads
+    (`masks.per_head`) or layers. Every tile is partial unless `dilation` is 1: a permutation of the tokens by their
+    residue makes it a window again. Source: Longformer (Beltagy et al., 2020), section 3.1.
+
+    `q_len`, `window` (keys), `dilation`, `block` in tokens. Raises ValueError if `window` or `dilation` is not
+    positive.
+
+        window 3, dilation 2    causal, window 2, dilation 3
+        X . X . .               X . . . .
+        . X . X .               . X . . .
+        X . X . X               . . X . .
+        . X . X .               X . . X .
+        . . X . X               . X . . X
+
+    >>> dilated(4096, 65, 4)
+    BlockMask(4096 x 4096, blocks of 128, 94 tiles: 0 full + 94 partial (3 distinct), density 1.56 %)
+    >>> dilated(4096, 65, 1) == local(4096, 65)
+    True
+    """
+    q_len, _ = token_counts(q_len, q_len)
+    window, dilation = at_least(1, window, "window", "keys"), at_least(1, dilation, "dilation", "tokens")
+    within = (q_len - 1) // dilation  # steps that stay in the sequence
+    farthest = min(window - 1 if causal else window // 2, within)
+    return diagonals(torch.arange(0 if causal else -farthest, farthest + 1) * dilation, q_len, block=block)

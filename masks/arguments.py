@@ -1,0 +1,61 @@
+"""Checks of what a caller gives to a pattern: numbers with a lower bound, positions, square blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.checks import block_pair, integer
+
+
+def at_least(least: int, value: Any, name: str, unit: str) -> int:
+    """`value` as an int that is not below `least`; `unit` in the plural."""
+    number = integer(value, name, unit)
+    if number < least:
+        raise ValueError(
+            f"{name} must be at least {least} {unit.removesuffix('s') if least == 1 else unit}; got {number}."
+        )
+    return number
+
+
+def is_list(value: Any) -> bool:
+    """Whether `value` is a list, tensor or array of things, not one number."""
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+
+
+def integers(values: Any, name: str) -> Tensor:
+    """A list, 1-D tensor or 1-D array of integers as an int64 tensor `[E]` on the CPU."""
+    try:
+        tensor = torch.as_tensor(values).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a list of integers; got {values!r}.") from error
+    if tensor.numel() == 0:
+        tensor = tensor.to(torch.int64)  # an empty list has no type
+    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be a list of integers; got {tensor.dtype} of shape {list(tensor.shape)}.")
+    return tensor.to(torch.int64)
+
+
+def positions(values: Any, name: str, stop: int) -> Tensor:
+    """Integers of `0 .. stop - 1` in any order, some perhaps twice, as a sorted int64 tensor `[E]` on the CPU."""
+    distinct: Tensor = torch.unique(integers(values, name))
+    if len(distinct) and not (int(distinct[0]) >= 0 and int(distinct[-1]) < stop):
+        raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(distinct[0])}..{int(distinct[-1])}.")
+    return distinct
+
+
+def square_block(block: Any, pattern: str) -> int:
+    """The block of a pattern that is defined on blocks, which are then square."""
+    if not isinstance(block, int):
+        raise TypeError(f"block must be an int ({pattern} blocks are square); got {block!r}.")
+    return block_pair(block)[0]
+
+
+def choice(value: Any, name: str, choices: Sequence[str]) -> str:
+    """`value` if it is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
+    return str(value)

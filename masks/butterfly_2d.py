@@ -1,0 +1,136 @@
+"""The butterfly of an image: the Kronecker product of one over its rows and one over its columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, block_pair, integer, token_counts
+from sparseflash.masks.arguments import at_least
+from sparseflash.masks.butterfly import partners, powers
+from sparseflash.masks.kinds import by_kind
+
+Pair = int | tuple[int, int]
+
+
+def butterfly_2d(
+    height: int, width: int, *, cell: Pair = 1, factors: Pair | None = None, radix: int = 2, block: Block = 128
+) -> BlockMask:
+    """A butterfly over the rows of an image and one over its columns: a query sees what both see.
+
+    The tokens are the pixels, row by row: token q is pixel `(q // width, q % width)`. With `a ~ b` iff a and b, written
+    in base `radix`, are equal or differ in one digit, and that among the lowest `factors`, score (q, k) is live iff
+
+        q // width // cell_h ~ k // width // cell_h   and   q % width // cell_w ~ k % width // cell_w
+
+    `cell` pixels, one number or `(cell_h, cell_w)`, are one node of the butterfly and see the same; a query sees
+    `(1 + log2(height / cell_h)) (1 + log2(width / cell_w)) cell_h cell_w` pixels. Sides that are no powers of the radix
+    drop partners past the edge. `factors`, one number or `(rows, columns)`, counts the lowest strides kept; by default
+    all are.
+
+    Not to be taken for `butterfly(height * width)`, which in this order of tokens changes one coordinate at a time
+    (the Kronecker sum, for sides that are powers of two); the product is the 2D form of Pixelated Butterfly's code
+    (HazyResearch/fly, mlp.py: `kron` of two flat butterflies). No causal form.
+
+    In this order of tokens a tile lies in few rows of the image, so it is mostly partial unless a cell is as wide as a
+    block: `cell=(1, block)`. With the tokens in the order of cells (`permute`) the tiles are those of the product.
+
+    `height`, `width`, `cell` in pixels, `block` in tokens. Raises ValueError if a side or cell is not positive, `radix`
+    is below 2, or `factors` is not between 0 and what the sides have.
+
+        2 x 4 pixels       4 x 2 pixels, 1 factor
+        X X X . X X X .    X X X X . . . .
+        X X . X X X . X    X X X X . . . .
+        X . X X X . X X    X X X X . . . .
+        . X X X . X X X    X X X X . . . .
+        X X X . X X X .    . . . . X X X X
+        X X . X X X . X    . . . . X X X X
+        X . X X X . X X    . . . . X X X X
+        . X X X . X X X    . . . . X X X X
+
+    >>> butterfly_2d(128, 128, cell=(1, 128)) == butterfly_2d(128, 128, factors=(7, 0), cell=(1, 128))
+    True
+    >>> butterfly_2d(128, 128)
+    BlockMask(16384 x 16384, blocks of 128, 1024 tiles: 0 full + 1024 partial (1 distinct), density 0.391 %)
+    """
+    height, width = at_least(1, height, "height", "pixels"), at_least(1, width, "width", "pixels")
+    q_len, _ = token_counts(height * width, height * width)
+    radix = at_least(2, radix, "radix", "nodes")
+    cell_h, cell_w = (at_least(1, side, "cell", "pixels") for side in _pair(cell, "cell"))
+    wanted = (None, None) if factors is None else _pair(factors, "factors")
+    row_strides = _lowest(-(-height // cell_h), radix, wanted[0], "rows")
+    col_strides = _lowest(-(-width // cell_w), radix, wanted[1], "columns")
+    block_q, block_k = block_pair(block)
+
+    def related(a: Tensor, b: Tensor, strides: list[int]) -> Tensor:
+        if radix == 2:  # what the loop finds, in far fewer steps
+            differ = a ^ b
+            return (differ & (differ - 1) == 0) & (differ < 1 << len(strides))
+        found = a == b
+        for s in strides:
+            found = found | ((a // (s * radix) == b // (s * radix)) & (a % s == b % s))
+        return found
+
+    def live(q: Tensor, k: Tensor) -> Tensor:
+        # In int32, because moving these numbers is most of the work.
+        rows = related((q // width // cell_h).int(), (k // width // cell_h).int(), row_strides)
+        return rows & related((q % width // cell_w).int(), (k % width // cell_w).int(), col_strides)
+
+    # Candidates: related rows of the image, and in them related runs of at most a block of pixels.
+    r, r_other = _expanded(*partners(-(-height // cell_h), row_strides, radix, False), height, cell_h)
+    c, c_other = _expanded(*partners(-(-width // cell_w), col_strides, radix, False), width, cell_w)
+    runs_k = -(-width // block_k)
+    runs = torch.unique(c // block_q * runs_k + c_other // block_k)
+    first_q, first_k = runs // runs_k * block_q, runs % runs_k * block_k
+    # A run starts and ends in different tiles where the rows of the image do not start with a tile.
+    ends_q = (0,) if width % block_q == 0 else (0, block_q - 1)
+    ends_k = (0,) if width % block_k == 0 else (0, block_k - 1)
+    col_blocks = -(-q_len // block_k)
+    keys = []
+    for end_q in ends_q:
+        i = (r[:, None] * width + (first_q + end_q).clamp(max=width - 1)) // block_q  # [row pairs, run pairs]
+        for end_k in ends_k:
+            j = (r_other[:, None] * width + (first_k + end_k).clamp(max=width - 1)) // block_k
+            keys.append(torch.unique(i * col_blocks + j))
+    key = torch.unique(torch.cat(keys))
+    rows, cols = key // col_blocks, key % col_blocks
+
+    # What a tile holds depends on where in a row of the image it starts, for queries and keys, and on which of the rows
+    # that it lies in are related.
+    row_q, row_k = rows * block_q // width, cols * block_k // width
+    rows_q, rows_k = ((b + width - 2) // width + 1 for b in (block_q, block_k))
+    kind = (rows * block_q % width) * width + cols * block_k % width
+    for some in torch.cartesian_prod(torch.arange(rows_q), torch.arange(rows_k)).split(24):
+        kind = torch.unique(kind, return_inverse=True)[1] << len(some)
+        for bit, (a, b) in enumerate(some.tolist()):
+            inside = ((row_q + a) * width < (rows + 1) * block_q) & ((row_k + b) * width < (cols + 1) * block_k)
+            same = inside & related((row_q + a) // cell_h, (row_k + b) // cell_h, row_strides)
+            kind = kind | (same.long() << bit)
+    return by_kind(live, rows, cols, kind, q_len, block=block)
+
+
+def _pair(value: object, name: str) -> tuple[int, int]:
+    pair = value if isinstance(value, tuple) else (value, value)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be a number or a pair of them; got {value!r}.")
+    return integer(pair[0], name, "pixels" if name == "cell" else "strides"), integer(
+        pair[1], name, "pixels" if name == "cell" else "strides"
+    )
+
+
+def _lowest(count: int, radix: int, factors: int | None, side: str) -> list[int]:
+    there = powers(count, radix)
+    factors = len(there) if factors is None else factors
+    if not 0 <= factors <= len(there):
+        raise ValueError(f"factors must lie between 0 and {len(there)} for {count} {side} of cells; got {factors}.")
+    return there[:factors]
+
+
+def _expanded(a: Tensor, b: Tensor, length: int, cell: int) -> tuple[Tensor, Tensor]:
+    """The pairs of pixels of pairs of cells, on one side of the image."""
+    inside = torch.arange(cell)
+    first = (a[:, None, None] * cell + inside[:, None]).expand(-1, cell, cell).reshape(-1)
+    second = (b[:, None, None] * cell + inside).expand(-1, cell, cell).reshape(-1)
+    exists = (first < length) & (second < length)
+    return first[exists], second[exists]

@@ -1,0 +1,41 @@
+"""Chunks: the sequence cut into pieces of one length, each attending within itself."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, token_counts
+from sparseflash.masks.arguments import at_least
+from sparseflash.masks.spans import spans
+
+
+def chunked(q_len: int, chunk: int, *, causal: bool = False, block: Block = 128) -> BlockMask:
+    """Chunks of `chunk` tokens that do not see one another (block-local attention).
+
+    Score (q, k) is live iff
+
+        q // chunk == k // chunk            (causal: and k <= q)
+
+    The last chunk may be short. Whatever the depth, nothing crosses the border of a chunk: combine it with another
+    pattern, in the same layer or another. Source: blockwise attention of BlockBERT (Qiu et al., 2020) and the local
+    layers of Llama 4 (causal, which calls it chunked attention; its borders lie at multiples of the chunk, as here).
+
+    `q_len`, `chunk`, `block` in tokens; `chunk` need not be a multiple of the block, but then most tiles are partial.
+    Raises ValueError if `chunk` is not positive.
+
+        chunk 2, 5 tokens    causal
+        X X . . .            X . . . .
+        X X . . .            X X . . .
+        . . X X .            . . X . .
+        . . X X .            . . X X .
+        . . . . X            . . . . X
+
+    >>> chunked(4096, 512)
+    BlockMask(4096 x 4096, blocks of 128, 128 tiles: 128 full + 0 partial, density 12.5 %)
+    """
+    q_len, _ = token_counts(q_len, q_len)
+    chunk = at_least(1, chunk, "chunk", "tokens")
+    q = torch.arange(q_len)
+    start = q // chunk * chunk
+    return spans(start, q + 1 if causal else start + chunk, q_len, block=block)

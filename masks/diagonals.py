@@ -1,0 +1,62 @@
+"""Diagonals: masks of a set of distances between query and key.
+
+What dilated windows, strides, logarithmic patterns and slashes share. Tiles are listed, never scanned; bits are made a
+word at a time, once a distinct distance of tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.building import arrays_of
+from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.masks.listing import between
+
+
+def diagonals(offsets: Tensor, q_len: int, *, block: Block = 128) -> BlockMask:
+    """Score (q, k) is live iff `q - k` is one of `offsets`: int64 `[S]`, tokens, strictly increasing, any values."""
+    block_q, block_k = block_pair(block)
+    q_len, _ = token_counts(q_len, q_len)
+    rows, cols = tiles_at(offsets, q_len, block_q, block_k)
+    corners, which = torch.unique(rows * block_q - cols * block_k, return_inverse=True)
+    part = (rows, cols, which + 1, words_at(offsets, corners, block_q, block_k))
+    return BlockMask(q_len, q_len, block_q, block_k, *arrays_of(q_len, q_len, block_q, block_k, [part], 1, 1))
+
+
+def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
+    """`(rows, cols)` of the tiles that one of the diagonals crosses, each once (and perhaps some past its ends)."""
+    offsets = offsets[(offsets > -q_len) & (offsets < q_len)]
+    row_blocks, col_blocks = -(-q_len // block_q), -(-q_len // block_k)
+    if len(offsets) == 0:
+        return offsets, offsets
+    # A tile holds block_q + block_k - 1 successive distances. So no tile lies between two diagonals that are at most
+    # that far apart, which makes one band of them, and no tile is crossed by two bands.
+    gap = (offsets.diff() > block_q + block_k - 1).nonzero()[:, 0]
+    nearest = offsets[torch.cat([gap.new_zeros(1), gap + 1])]
+    farthest = offsets[torch.cat([gap, gap.new_full((1,), len(offsets) - 1)])]
+    first_q = (torch.arange(row_blocks) * block_q)[:, None]
+    last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
+    first = (first_q - farthest).div(block_k, rounding_mode="floor").clamp(min=0)  # [Mq, bands]
+    last = (last_q - nearest).div(block_k, rounding_mode="floor").clamp(max=col_blocks - 1)
+    at, cols = between(first.reshape(-1), last.reshape(-1))
+    return at // len(nearest), cols
+
+
+def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Tensor:
+    """Words `[C, block_q, W]` of the tiles whose first scores are `corners` `[C]` apart."""
+    words_per_row, bits = tiles.words_per_row(block_k), min(tiles.WORD, block_k)
+    if len(corners) == 0:
+        return torch.zeros(0, block_q, words_per_row, dtype=torch.int32)
+    # Row r of a tile is a window on the set of distances, read backwards; so are its words.
+    low, high = int(corners.min()) - block_k + 1, int(corners.max()) + block_q - 1
+    inside = offsets[(offsets >= low) & (offsets <= high)]
+    backwards = torch.zeros(high - low + 1, dtype=torch.bool)
+    backwards[high - inside] = True
+    windows = backwards.unfold(0, bits, 1)
+    word_from = torch.cat([tiles.pack(some)[:, 0] for some in windows.split(1 << 16)])  # its first bit: high - index
+    first = corners[:, None, None] + torch.arange(block_q)[:, None] - torch.arange(words_per_row) * bits
+    words: Tensor = word_from[high - first]
+    return words

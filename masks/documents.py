@@ -1,0 +1,68 @@
+"""Packed documents: several sequences in one, that must not see one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block
+from sparseflash.masks.arguments import integers
+from sparseflash.masks.spans import spans
+
+
+def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, block: Block = 128) -> BlockMask:
+    """Documents packed one behind the other: a query sees the keys of its own document (block-diagonal attention).
+
+    Score (q, k), with d the document of query q and of key k, is live iff
+
+        d(q) == d(k)                                                   (bidirectional)
+        d(q) == d(k)  and  k - kstart(d) <= q - qstart(d) + klen(d) - qlen(d)      (causal)
+
+    With as many keys as queries, the default, the causal rule is `d(q) == d(k) and k <= q`. Otherwise each document is
+    aligned at the bottom right, as `causal` is, and as FlashAttention's variable-length functions are (whose
+    `cu_seqlens` are the running sums of `lengths`). xformers calls it BlockDiagonalMask and
+    BlockDiagonalCausalFromBottomRightMask; FlexAttention examples, a document mask.
+
+    `lengths`: tokens of each document, in order (list of ints or 1-D integer tensor or array); an empty document is
+    allowed. The mask is over `sum(lengths)` queries and `sum(k_lengths)` keys (`k_lengths` defaults to `lengths`).
+    `block` in tokens. Tokens past the documents, padding, do not belong here: use `with_lengths`.
+
+    Raises TypeError or ValueError if lengths are not integers, one is negative, or all are 0.
+
+        lengths 1, 3, 2     causal
+        X . . . . .         X . . . . .
+        . X X X . .         . X . . . .
+        . X X X . .         . X X . . .
+        . X X X . .         . X X X . .
+        . . . . X X         . . . . X .
+        . . . . X X         . . . . X X
+
+    >>> documents([1000, 3000, 96])
+    BlockMask(4096 x 4096, blocks of 128, 688 tiles: 578 full + 110 partial (10 distinct), density 59.7 %)
+    >>> documents([1, 2], causal=True, block=16).to_dense()[0, 0].int().tolist()
+    [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    """
+    q_sizes = _sizes(lengths, "lengths")
+    k_sizes = q_sizes if k_lengths is None else _sizes(k_lengths, "k_lengths")
+    if len(q_sizes) != len(k_sizes):
+        raise ValueError(
+            f"k_lengths must have one entry a document, {len(q_sizes)} as lengths has; got {len(k_sizes)}."
+        )
+    q_stops, k_stops = q_sizes.cumsum(0), k_sizes.cumsum(0)
+    document = torch.repeat_interleave(torch.arange(len(q_sizes)), q_sizes)
+    start, stop = (k_stops - k_sizes)[document], k_stops[document]
+    if causal:
+        stop = stop - (q_stops[document] - 1 - torch.arange(len(document)))
+    return spans(start, stop, int(k_stops[-1]), block=block)
+
+
+def _sizes(lengths: Any, name: str) -> Tensor:
+    sizes = integers(lengths, name)
+    if bool((sizes < 0).any()):
+        raise ValueError(f"{name} must not be negative; got {int(sizes.min())}.")
+    if int(sizes.sum()) == 0:
+        raise ValueError(f"{name} must have at least one token; got {sizes.tolist()}.")
+    return sizes

@@ -1,0 +1,73 @@
+"""Hierarchical attention: near blocks in full, and of ever larger cells far away one block each."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import integer, token_counts
+from sparseflash.masks.arguments import square_block
+from sparseflash.masks.listing import of_blocks
+
+
+def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False, block: int = 128) -> BlockMask:
+    """The H-matrix partition of the score matrix, in which every far cell is represented by its last block.
+
+    Cell a of level m holds the 2^m blocks from `a * 2^m` on. Block j, with `i = q // block` and `j = k // block`, lies
+    in the far field of level m of block i iff
+
+        |(i >> m) - (j >> m)| >= 2  and  |(i >> m+1) - (j >> m+1)| <= 1
+
+    (the cells are apart, their parents are not), which holds for exactly one m if `|i - j| >= 2`: the near field and
+    the far fields tile the matrix, each pair once. Score (q, k) is live iff
+
+        |i - j| <= 1   or   j is in the far field of a level m < levels and is the last block of its cell
+        and, if `causal`, k <= q
+
+    The last block of a cell that the end of the sequence cuts is the sequence's last. A block sees at most 3 blocks
+    near by and 3 of each level, so `O(log nb)`; `levels` keeps the lowest levels only, by default all are there.
+
+    Source: the partition is that of H-Transformer-1D (Zhu & Soricut, 2021, section 4) and of Hackbusch's H-matrices;
+    the far field of a level is the interaction list of the fast multipole method. What this is not: H-Transformer-1D
+    averages the keys and values of a far cell, which no mask of scores can; here a cell is represented by tokens that
+    exist, as a chunk is by its summary in the Sparse Transformer's `fixed`. Over layers that block can gather the cell,
+    also in the causal form, where it is the one that sees all of it.
+
+    `q_len`, `block` in tokens. Raises ValueError if `levels` is negative or more than there are.
+
+        8 blocks             causal
+        X X X X . X . X      \\ . . . . . . .
+        X X X X . X . X      X \\ . . . . . .
+        X X X X X X . X      X X \\ . . . . .
+        X X X X X X . X      X X X \\ . . . .
+        . X X X X X X X      . X X X \\ . . .
+        . X X X X X X X      . X X X X \\ . .
+        . X . X X X X X      . X . X X X \\ .
+        . X . X X X X X      . X . X X X X \\
+
+    >>> hierarchical(16_384)
+    BlockMask(16384 x 16384, blocks of 128, 2308 tiles: 2308 full + 0 partial, density 14.1 %)
+    >>> hierarchical(16_384, levels=0).density < 0.03
+    True
+    """
+    block = square_block(block, "hierarchical")
+    q_len, _ = token_counts(q_len, q_len)
+    count = -(-q_len // block)
+    most = max((count - 1).bit_length() - 1, 0)  # level m exists if there are three cells of it
+    levels = most if levels is None else integer(levels, "levels", "levels")
+    if not 0 <= levels <= most:
+        raise ValueError(f"levels must lie between 0 and {most} for {count} blocks of {block}; got {levels}.")
+    i = torch.arange(count)
+    rows, cols = [], []
+    for step in (-1, 0, 1):
+        exists = (i + step >= 0) & (i + step < count)
+        rows.append(i[exists])
+        cols.append(i[exists] + step)
+    for level in range(levels):
+        cell = i >> level
+        for step in (-3, -2, 2, 3):
+            other = cell + step
+            exists = (((cell >> 1) - (other >> 1)).abs() <= 1) & (other >= 0) & (other << level < count)
+            rows.append(i[exists])
+            cols.append((((other[exists] + 1) << level) - 1).clamp(max=count - 1))
+    return of_blocks(torch.cat(rows), torch.cat(cols), q_len, causal=causal, block=block)

@@ -1,0 +1,110 @@
+"""Spans: masks in which each query sees one run of keys, and marked queries and keys see and are seen besides.
+
+What windows with sinks or global tokens, packed documents, chunks, prefixes and fixed summary columns share. Tiles are
+listed, never scanned; bits are made a word at a time, for the tiles that an end of a run cuts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.building import arrays_of
+from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.masks.listing import between
+
+WORDS_AT_ONCE = 1 << 20  # words made at a time: about 50 MB of temporaries
+
+
+def spans(
+    start: Tensor, stop: Tensor, k_len: int, *,
+    limit: Tensor | None = None, rows: Tensor | None = None, cols: Tensor | None = None, block: Block = 128,
+) -> BlockMask:  # fmt: skip
+    """Score (q, k) is live iff
+
+        start[q] <= k < stop[q]    or    (rows[q] or cols[k]) and k < limit[q]
+
+    `start`, `stop`, `limit`: int64 `[q_len]`, tokens, any values; `limit` is `k_len` by default. `rows` bool `[q_len]`,
+    `cols` bool `[k_len]`: the marked queries and keys, none by default.
+
+    Takes time and memory with the tiles listed: all between the first start and the last stop of the queries of a block
+    row, and those of marked block rows and columns.
+    """
+    block_q, block_k = block_pair(block)
+    q_len, k_len = token_counts(len(start), k_len)
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    start, stop = start.clamp(0, k_len), stop.clamp(0, k_len)
+    empty = stop <= start
+    start, stop = start.masked_fill(empty, k_len), stop.masked_fill(empty, 0)  # so that it widens no block row's hull
+    limit = torch.full((q_len,), k_len) if limit is None else limit.clamp(0, k_len)
+    rows = torch.zeros(q_len, dtype=torch.bool) if rows is None else rows
+    cols = torch.zeros(k_len, dtype=torch.bool) if cols is None else cols
+    # Queries past the end are copies of the last one; what they see is cut off with the tiles' ends.
+    start, stop, limit, rows = (
+        torch.cat([x, x[-1:].expand(row_blocks * block_q - q_len)]).view(row_blocks, block_q)
+        for x in (start, stop, limit, rows)
+    )
+    cols = torch.cat([cols, cols.new_zeros(col_blocks * block_k - k_len)]).view(col_blocks, block_k)
+    has_rows, has_cols = rows.any(1), cols.any(1)
+    first, last = start.amin(1) // block_k, (stop.amax(1) - 1).div(block_k, rounding_mode="floor")
+    whole = limit.amin(1)  # marked keys below it are seen by every query of the block row
+
+    # The tiles of the runs; of marked keys outside of these; of marked queries outside of both.
+    i, j = between(first, last)
+    end = ((j + 1) * block_k).clamp(max=k_len)
+    full = (start.amax(1)[i] <= j * block_k) & (stop.amin(1)[i] >= end)
+    listed, kinds = [(i, j)], [torch.where(full, 0, -1)]
+    reach = (limit.amax(1) - 1).div(block_k, rounding_mode="floor")
+    marked = has_cols.nonzero()[:, 0]
+    i, at = between(torch.zeros_like(reach), torch.searchsorted(marked, reach, right=True) - 1)
+    j = marked[at]
+    outside = (j < first[i]) | (j > last[i])
+    i, j, at = i[outside], j[outside], at[outside]
+    repeats = ~has_rows[i] & (whole[i] >= ((j + 1) * block_k).clamp(max=k_len))
+    listed.append((i, j))
+    kinds.append(torch.where(repeats, at + 1, -1))
+    busy = has_rows.nonzero()[:, 0]
+    at, j = between(torch.zeros_like(busy), reach[busy])
+    i = busy[at]
+    outside = ((j < first[i]) | (j > last[i])) & ~has_cols[j]
+    i, j, at = i[outside], j[outside], at[outside]
+    repeats = whole[i] >= ((j + 1) * block_k).clamp(max=k_len)
+    listed.append((i, j))
+    kinds.append(torch.where(repeats, at + 1 + len(marked), -1))
+
+    # Kind 0 is full; the next ones are those of a marked block column and of a marked block row, which recur along it;
+    # the rest is looked at tile by tile.
+    i, j = (torch.cat(column) for column in zip(*listed, strict=True))
+    kind = torch.cat(kinds)
+    full_word = tiles.full_word(block_k)
+    of_key = tiles.pack(cols)  # [Mk, W]
+    words_per_row = of_key.shape[1]
+    words = [
+        of_key[marked][:, None, :].expand(-1, block_q, -1),
+        (rows[busy].to(torch.int32) * full_word)[:, :, None].expand(-1, -1, words_per_row),
+    ]
+    offset = len(marked) + len(busy)
+    own = (kind < 0).nonzero()[:, 0]
+    for some in own.split(max(1, WORDS_AT_ONCE // (block_q * words_per_row))):
+        r, c = i[some], j[some]
+        corner = c[:, None] * block_k
+        seen = torch.where(rows[r][:, :, None], full_word, of_key[c][:, None, :])  # [E, block_q, W]
+        seen = seen & below(limit[r] - corner, block_k)
+        made = seen | (below(stop[r] - corner, block_k) & ~below(start[r] - corner, block_k))
+        made, inverse = tiles.deduplicate(made)
+        words.append(made)
+        kind[some] = inverse + 1 + offset
+        offset += len(made)
+    part = (i, j, kind, torch.cat(words))
+    return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1))
+
+
+def below(stop: Tensor, block_k: int) -> Tensor:
+    """Words `[..., W]` of tile rows whose first `stop` keys are live, for `stop` `[...]` of any value."""
+    bits = min(tiles.WORD, block_k)
+    table = torch.tensor([(1 << n) - 1 for n in range(bits)] + [tiles.full_word(block_k)], dtype=torch.int32)
+    word = torch.arange(tiles.words_per_row(block_k)) * bits
+    chosen: Tensor = table[(stop[..., None] - word).clamp(0, bits)]
+    return chosen

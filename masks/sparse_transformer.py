@@ -1,0 +1,101 @@
+"""The Sparse Transformer's two factorised patterns, strided and fixed."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, token_counts
+from sparseflash.masks.arguments import at_least, choice
+from sparseflash.masks.diagonals import diagonals
+from sparseflash.masks.heads import cycle
+from sparseflash.masks.spans import spans
+
+
+def strided(q_len: int, stride: int, *, attend: str = "both", block: Block = 128) -> BlockMask:
+    """The `stride` latest keys, and every `stride`-th one before: for data with a period, such as rows of pixels.
+
+    Score (q, k) is live iff `k <= q` and
+
+        attend="local":    q - k < stride
+        attend="strided":  (q - k) % stride == 0
+        attend="both":     one or the other
+
+    The paper gives the first two to different layers or heads, or merges them ("both"); two layers connect every pair.
+    The tiles of "strided" are all partial and, for a stride below two blocks, all live: OpenAI's code sorts the tokens
+    by `position % stride` first, which makes it block-diagonal and causal (`permute` does that to a mask), and for its
+    dense form takes the same sets. Source: Sparse Transformer (Child et al., 2019), section 4.3.
+
+    `q_len`, `stride`, `block` in tokens. Raises ValueError if `stride` is not positive or `attend` another word.
+
+        stride 3, local     strided         both
+        X . . . . .         X . . . . .     X . . . . .
+        X X . . . .         . X . . . .     X X . . . .
+        X X X . . .         . . X . . .     X X X . . .
+        . X X X . .         X . . X . .     X X X X . .
+        . . X X X .         . X . . X .     . X X X X .
+        . . . X X X         . . X . . X     . . X X X X
+
+    >>> strided(16_384, 128)
+    BlockMask(16384 x 16384, blocks of 128, 8256 tiles: 0 full + 8256 partial (3 distinct), density 1.17 %)
+    >>> strided(4096, 64, attend="strided").density < strided(4096, 64).density
+    True
+    """
+    q_len, _ = token_counts(q_len, q_len)
+    stride = at_least(1, stride, "stride", "tokens")
+    choice(attend, "attend", ("both", "local", "strided"))
+    near, far = torch.arange(min(stride, q_len)), torch.arange(0, q_len, stride)
+    offsets = {"local": near, "strided": far, "both": torch.unique(torch.cat([near, far]))}[attend]
+    return diagonals(offsets, q_len, block=block)
+
+
+def fixed(
+    q_len: int, stride: int, summary: int, *, attend: str = "both", heads: int = 1, num_verts: int = 1,
+    block: Block = 128,
+) -> BlockMask:  # fmt: skip
+    """The query's own chunk of `stride` tokens, and `summary` tokens of every chunk, which speak for it.
+
+    Score (q, k) of head h, with v = h % num_verts, is live iff `k <= q` and
+
+        attend="local":    q // stride == k // stride
+        attend="summary":  stride - (v + 1) * summary <= k % stride < stride - v * summary
+        attend="both":     one or the other
+
+    so with `num_verts=1` the summary is the end of each chunk, the query's own included. With more, heads take turns at
+    that many sub-blocks of the chunk, from its end on, as the paper advises; the mask then has `heads` heads (otherwise
+    one pattern for all, whatever `heads`). Source: Sparse Transformer (Child et al., 2019), section 4.3; `num_verts`
+    is OpenAI's name. Their code knows whole blocks only (stride and summary multiples of the block), and there is the
+    same set as here; DeepSpeed's "fixed" is another pattern, `deepspeed_fixed`.
+
+    `q_len`, `stride`, `summary`, `block` in tokens. Raises ValueError unless `1 <= num_verts * summary <= stride`, if
+    `heads` is not positive, or `attend` another word.
+
+        stride 3, summary 1, local     summary         both
+        X . . . . .                    . . . . . .     X . . . . .
+        X X . . . .                    . . . . . .     X X . . . .
+        X X X . . .                    . . X . . .     X X X . . .
+        . . . X . .                    . . X . . .     . . X X . .
+        . . . X X .                    . . X . . .     . . X X X .
+        . . . X X X                    . . X . . X     . . X X X X
+
+    >>> fixed(4096, 512, 128)
+    BlockMask(4096 x 4096, blocks of 128, 192 tiles: 160 full + 32 partial (1 distinct), density 17.2 %)
+    >>> fixed(4096, 128, 8, heads=8, num_verts=4)
+    BlockMask(4096 x 4096, blocks of 128, 2112 tiles: 0 full + 2112 partial (5 distinct), density 4.6 %,
+    4 patterns for 1 x 8 (batch x heads))
+    """
+    q_len, _ = token_counts(q_len, q_len)
+    stride, summary = at_least(1, stride, "stride", "tokens"), at_least(1, summary, "summary", "tokens")
+    heads, num_verts = at_least(1, heads, "heads", "heads"), at_least(1, num_verts, "num_verts", "sub-blocks")
+    choice(attend, "attend", ("both", "local", "summary"))
+    if num_verts * summary > stride:
+        raise ValueError(f"num_verts * summary must not exceed stride, {stride} tokens; got {num_verts} * {summary}.")
+    q = torch.arange(q_len)
+    stop = q + 1
+    start = stop if attend == "summary" else q // stride * stride
+    masks = []
+    for vert in range(num_verts):
+        end = stride - vert * summary
+        cols = (q % stride < end) & (q % stride >= end - summary) if attend != "local" else None
+        masks.append(spans(start, stop, q_len, limit=stop, cols=cols, block=block))
+    return cycle(masks, heads if num_verts > 1 else 1)

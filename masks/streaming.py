@@ -1,0 +1,101 @@
+"""Attention sinks: the first tokens and a causal window, for streams and long prompts."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, token_counts
+from sparseflash.masks.arguments import at_least
+from sparseflash.masks.spans import spans
+
+
+def streaming(q_len: int, window: int, sink: int, *, block: Block = 128) -> BlockMask:
+    """A causal window of `window` keys, and the first `sink` keys, which every query sees (attention sinks).
+
+    Score (q, k) is live iff
+
+        k <= q  and  (q - window < k  or  k < sink)
+
+    Source: StreamingLLM (Xiao et al., 2024, section 3.2). Its rolling cache holds `window + sink` keys, as a row of
+    this mask does; what it does to positions (it counts them within the cache) is no matter of the mask. MIT's
+    Block-Sparse-Attention has the same rule for tokens (`exact_streaming`) and one rounded to blocks.
+
+    `q_len`, `window` and `sink` (keys), `block` in tokens. Raises ValueError if `window` is not positive or `sink`
+    negative.
+
+        window 2, sink 1
+        X . . . .
+        X X . . .
+        X X X . .
+        X . X X .
+        X . . X X
+
+    >>> streaming(4096, 512, 4)
+    BlockMask(4096 x 4096, blocks of 128, 177 tiles: 90 full + 87 partial (4 distinct), density 11.8 %)
+    """
+    q_len, _ = token_counts(q_len, q_len)
+    window, sink = at_least(1, window, "window", "keys"), at_least(0, sink, "sink", "keys")
+    return _sink_and_window(q_len, window, sink, 0, block)
+
+
+def a_shape(q_len: int, sink: int, local: int, *, block: Block = 128) -> BlockMask:
+    """MInference's A-shape: the first `sink` keys, and the `local` keys before the query besides its own.
+
+    Score (q, k) is live iff
+
+        k <= q  and  (q - k <= local  or  k < sink)
+
+    which is `streaming(q_len, local + 1, sink)`: MInference cuts its window with `triu(-local)` and so keeps one key
+    more than it is given. The order of the arguments is MInference's too. Source: MInference (Jiang et al., 2024,
+    section 3.2), pattern `stream_llm` of its code.
+
+    `q_len`, `sink` and `local` (keys), `block` in tokens. Raises ValueError if `sink` or `local` is negative.
+
+        sink 1, local 1
+        X . . . .
+        X X . . .
+        X X X . .
+        X . X X .
+        X . . X X
+
+    >>> a_shape(4096, 128, 1023) == streaming(4096, 1024, 128)
+    True
+    """
+    q_len, _ = token_counts(q_len, q_len)
+    sink, local = at_least(0, sink, "sink", "keys"), at_least(0, local, "local", "keys")
+    return _sink_and_window(q_len, local + 1, sink, 0, block)
+
+
+def tri_shape(q_len: int, sink: int, local: int, last: int, *, block: Block = 128) -> BlockMask:
+    """`a_shape` whose last `last` queries see all that came before them: a triangle with a foot.
+
+    Score (q, k) is live iff
+
+        k <= q  and  (q - k <= local  or  k < sink  or  q >= q_len - last)
+
+    The last queries of a prompt are its question, which must find what it asks for wherever it is. Source: SCBench
+    (Li et al., 2025) and its kernel `tri_shape_kernel` in MInference.
+
+    `q_len`, `sink` and `local` (keys), `last` (queries), `block` in tokens. Raises ValueError if one of `sink`,
+    `local` and `last` is negative.
+
+        sink 1, local 1, last 1
+        X . . . .
+        X X . . .
+        X X X . .
+        X . X X .
+        X X X X X
+
+    >>> tri_shape(4096, 128, 1024, 0) == a_shape(4096, 128, 1024)
+    True
+    """
+    q_len, _ = token_counts(q_len, q_len)
+    sink, local = at_least(0, sink, "sink", "keys"), at_least(0, local, "local", "keys")
+    last = at_least(0, last, "last", "queries")
+    return _sink_and_window(q_len, local + 1, sink, last, block)
+
+
+def _sink_and_window(q_len: int, window: int, sink: int, last: int, block: Block) -> BlockMask:
+    q = torch.arange(q_len)
+    return spans(q - window + 1, q + 1, q_len, limit=q + 1, rows=q >= q_len - last, cols=q < sink, block=block)

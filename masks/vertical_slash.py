@@ -1,0 +1,112 @@
+"""Vertical-slash: chosen columns and chosen diagonals of a causal mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.building import arrays_of
+from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.masks.arguments import is_list, positions
+from sparseflash.masks.diagonals import tiles_at, words_at
+from sparseflash.masks.heads import cycle
+from sparseflash.masks.listing import between
+from sparseflash.masks.spans import WORDS_AT_ONCE, below
+
+
+def vertical_slash(q_len: int, vertical: Any, slash: Any, *, block: Block = 128) -> BlockMask:
+    """The keys of `vertical` (columns) and the distances of `slash` (diagonals), given for all heads or for each.
+
+    Score (q, k), in a head with the columns V and the distances S, is live iff
+
+        k <= q  and  (k in V  or  q - k in S)
+
+    `vertical`: positions of keys; `slash`: distances in tokens, 0 the main diagonal; each a list (or 1-D tensor, array)
+    of integers from 0 to `q_len - 1`, in any order; or a list of one such list for each head (or a 2-D tensor). Both
+    for each head, or one of them, or neither. `q_len`, `block` in tokens.
+
+    Source: MInference (Jiang et al., 2024, section 3.2), which takes both from the attention of the last 64 queries and
+    always has the first 30 columns and the nearest diagonals among them. Its kernel widens every diagonal to whole
+    blocks of 64; this mask does not. Without distance 0 the queries before the first column see nothing.
+
+    A tile crossed by both stores its own bits (2 KiB at block 128), so many columns with many scattered diagonals make
+    a large mask; near one another, each kind costs little. Raises TypeError or ValueError if an index is no integer or
+    out of range, or if the numbers of heads differ.
+
+        vertical [0], slash [0, 3]
+        X . . . .
+        X X . . .
+        X . X . .
+        X . . X .
+        X X . . X
+
+    >>> vertical_slash(4096, range(30), range(100))
+    BlockMask(4096 x 4096, blocks of 128, 93 tiles: 0 full + 93 partial (5 distinct), density 3.12 %)
+    >>> vertical_slash(4096, [[0], [1000]], [0, 64]).shape
+    (1, 2, 4096, 4096)
+    """
+    q_len, _ = token_counts(q_len, q_len)
+    block_q, block_k = block_pair(block)
+    verticals, slashes = _heads(vertical), _heads(slash)
+    heads = max(len(verticals), len(slashes))
+    if not {len(verticals), len(slashes)} <= {1, heads}:
+        raise ValueError(
+            f"vertical and slash must be given for equally many heads; got {len(verticals)} and {len(slashes)}."
+        )
+    masks = []
+    for head in range(heads):
+        cols = positions(verticals[head % len(verticals)], "vertical", q_len)
+        offsets = positions(slashes[head % len(slashes)], "slash", q_len)
+        masks.append(_one_head(q_len, cols, offsets, block_q, block_k))
+    return cycle(masks, heads)
+
+
+def _heads(values: Any) -> list[Any]:
+    """The list of each head."""
+    if isinstance(values, Tensor | np.ndarray):
+        return list(values) if values.ndim == 2 and len(values) else [values]
+    if isinstance(values, Sequence) and len(values) and all(is_list(value) for value in values):
+        return list(values)
+    return [values]
+
+
+def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, block_k: int) -> BlockMask:
+    row_blocks, col_blocks = -(-q_len // block_q), -(-q_len // block_k)
+    cols = torch.zeros(col_blocks * block_k, dtype=torch.bool)
+    cols[marked_keys] = True
+    of_key = tiles.pack(cols.view(col_blocks, block_k))  # [Mk, W]
+    has_cols = cols.view(col_blocks, block_k).any(1)
+    marked = has_cols.nonzero()[:, 0]
+    first_q = torch.arange(row_blocks) * block_q
+    last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
+    i, at = between(torch.zeros_like(first_q), torch.searchsorted(marked, last_q // block_k, right=True) - 1)
+    crossed = tiles_at(offsets, q_len, block_q, block_k)
+    slashed = torch.sort(crossed[0] * col_blocks + crossed[1]).values
+    key = torch.unique(torch.cat([slashed, i * col_blocks + marked[at]]))
+    i, j = key // col_blocks, key % col_blocks
+    corner = i * block_q - j * block_k
+    has_slash = torch.isin(key, slashed, assume_unique=True)
+
+    # Tiles of diagonals only recur along them; those of columns only, down them; the rest are made one by one.
+    corners, which = torch.unique(corner, return_inverse=True)
+    of_corner = words_at(offsets, corners, block_q, block_k)
+    kind = which + 1
+    words = [of_corner, of_key[marked][:, None, :].expand(-1, block_q, -1)]
+    below_diagonal = corner >= block_k - 1
+    kind = torch.where(~has_slash & below_diagonal, torch.searchsorted(marked, j) + 1 + len(corners), kind)
+    offset = len(corners) + len(marked)
+    own = (has_cols[j] & (has_slash | ~below_diagonal)).nonzero()[:, 0]
+    for some in own.split(max(1, WORDS_AT_ONCE // (block_q * of_key.shape[1]))):
+        past = below(corner[some][:, None] + torch.arange(1, block_q + 1), block_k)
+        made, inverse = tiles.deduplicate(of_corner[which[some]] | (of_key[j[some]][:, None, :] & past))
+        words.append(made)
+        kind[some] = inverse + 1 + offset
+        offset += len(made)
+    part = (i, j, kind, torch.cat(words))
+    return BlockMask(q_len, q_len, block_q, block_k, *arrays_of(q_len, q_len, block_q, block_k, [part], 1, 1))
