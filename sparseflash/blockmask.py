@@ -478,7 +478,7 @@ class BlockMask:
         """
         from sparseflash.draw.text import to_string
 
-        return to_string(self, width, heads=heads, batch=batch, ascii=ascii)
+        return to_string(self.canonical(), width, heads=heads, batch=batch, ascii=ascii)
 
     @overload
     def plot(
@@ -524,13 +524,13 @@ class BlockMask:
         """
         from sparseflash.draw.figure import plot
 
-        return plot(self, ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
+        return plot(self.canonical(), ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
 
     def _repr_html_(self) -> str:
         """The summary line and a small drawing, for notebooks; at most 64 KB, and needs no matplotlib."""
         from sparseflash.draw.html import to_html
 
-        return to_html(self)
+        return to_html(self.canonical())
 
     def validate(self) -> BlockMask:
         """Checks every invariant of the arrays, in O(nnz + T) and with host synchronisation; returns the mask.
