@@ -9,5 +9,7 @@ if __name__ != "sparseflash.masks":
 from sparseflash.masks.butterfly import butterfly as butterfly
 from sparseflash.masks.causal import causal as causal
 from sparseflash.masks.local import local as local
+from sparseflash.masks.stack import per_batch as per_batch
+from sparseflash.masks.stack import per_head as per_head
 
-__all__ = ["butterfly", "causal", "local"]
+__all__ = ["butterfly", "causal", "local", "per_batch", "per_head"]

@@ -121,28 +121,43 @@ def arrays_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The canonical `(indptr, indices, tile, bits, pattern)` of one list of tiles a (batch element, head)."""
     row_blocks = -(-q_len // block_q)
-    rows, cols, tile = [], [], []
+    rows, cols, tile, words = [], [], [], []
     offset = 0
     for number, (i, j, t, part_words) in enumerate(parts):
         rows.append(i + number * row_blocks)
         cols.append(j)
         tile.append(torch.where(t > 0, t + offset, t))
+        words.append(part_words)
         offset += len(part_words)
-    words = torch.cat([part[3] for part in parts])
-    indptr, indices, kinds, bits = _assemble(
-        q_len, k_len, block_q, block_k, torch.cat(rows), torch.cat(cols), torch.cat(tile), words, len(parts)
-    )
-    keep, pattern = distinct_patterns(indptr, indices, kinds, row_blocks)
-    if len(keep) < len(parts):
+    numbers = torch.arange(len(parts), device=words[0].device).view(batch, heads)
+    return arrays_of_tiles(
+        q_len, k_len, block_q, block_k,
+        torch.cat(rows), torch.cat(cols), torch.cat(tile), torch.cat(words), numbers, len(parts),
+    )  # fmt: skip
+
+
+def arrays_of_tiles(
+    q_len: int, k_len: int, block_q: int, block_k: int, rows: Tensor, cols: Tensor, tile: Tensor, words: Tensor,
+    pattern: Tensor, patterns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The canonical `(indptr, indices, tile, bits, pattern)` of one list with the tiles of all patterns.
+
+    `rows`: int64 `[E]`, pattern * Mq + block row. `words`: shared by the patterns; any of them may be dead, full, equal
+    or unused. `pattern`: int64 `[B, H]`, 0 .. patterns - 1, numbered as they first appear; two may turn out equal.
+    """
+    row_blocks = -(-q_len // block_q)
+    indptr, indices, kinds, bits = _assemble(q_len, k_len, block_q, block_k, rows, cols, tile, words, patterns)
+    keep, number = distinct_patterns(indptr, indices, kinds, row_blocks)
+    if len(keep) < patterns:
         # The first copy of each pattern stays, so the numbers of the partial tiles stay those of first appearance.
         starts = indptr[::row_blocks].tolist()
-        counts = indptr.diff().view(len(parts), row_blocks)[keep].reshape(-1)
+        counts = indptr.diff().view(patterns, row_blocks)[keep].reshape(-1)
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         indices = torch.cat([indices[starts[p] : starts[p + 1]] for p in keep])
         kinds = torch.cat([kinds[starts[p] : starts[p + 1]] for p in keep])
     return (
-        indptr.to(torch.int32), indices.to(torch.int32), kinds.to(torch.int32),
-        bits.contiguous(), torch.tensor(pattern, dtype=torch.int32, device=indices.device).view(batch, heads),
+        indptr.to(torch.int32), indices.to(torch.int32), kinds.to(torch.int32), bits.contiguous(),
+        torch.tensor(number, dtype=torch.int32, device=indices.device)[pattern],
     )  # fmt: skip
 
 

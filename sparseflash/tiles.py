@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 WORD = 32  # scores a word
+_WORDS_AT_ONCE = 1 << 22  # fingerprints are made of this many words at a time: 64 MB of temporaries
 
 
 def words_per_row(block_k: int) -> int:
@@ -70,7 +71,8 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
     # equal tiles; they are compared below, and a collision takes the slow road.
     generator = torch.Generator().manual_seed(0x5F)
     factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator).to(words.device) | 1
-    fingerprint = (flat.to(torch.int64) * factors).sum(1)
+    rows_at_once = max(1, _WORDS_AT_ONCE // max(1, flat.shape[1]))
+    fingerprint = torch.cat([(some.to(torch.int64) * factors).sum(1) for some in flat.split(rows_at_once)])
     _, inverse = torch.unique(fingerprint, return_inverse=True)
     inverse, representative = number_by_first_appearance(inverse)
     if not torch.equal(flat, flat[representative[inverse]]):
