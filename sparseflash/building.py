@@ -187,15 +187,17 @@ def _assemble(
             for end in range(4)
         ]
     )
-    bits = torch.cat([full, words])[pairs // 4] & ends[pairs % 4]
-    dead = (bits == 0).all(-1).all(-1)
-    every = (bits == full).all(-1).all(-1)
-    partial = ~dead & ~every
-    distinct, inverse = tiles.deduplicate(bits[partial])
-    kind = torch.zeros_like(pairs)
-    kind[partial] = inverse + 1
-    kept = ~dead[which]
-    rows, cols, tile = rows[kept], cols[kept], kind[which[kept]]
+
+    def trimmed(some: Tensor) -> Tensor:
+        number, end = some // 4, some % 4
+        bits = full.repeat(len(some), 1, 1)
+        bits[number > 0] = words[number[number > 0] - 1]
+        return bits & ends[end]
+
+    kind, distinct = tiles.classify(trimmed, pairs, block_q, block_k)
+    tile = kind[which]
+    kept = tile >= 0
+    rows, cols, tile = rows[kept], cols[kept], tile[kept]
     # Numbered as they first appear in the rows, which makes the arrays of equal masks equal.
     is_partial = tile > 0
     number, first = tiles.number_by_first_appearance(tile[is_partial])

@@ -16,7 +16,6 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.algebra.padding import bake_lengths
 from sparseflash.algebra.tilelist import (
-    WORDS_AT_ONCE,
     TileList,
     choices,
     mask_of,
@@ -172,8 +171,10 @@ def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tens
         row, col = flat[key // col_blocks], key % col_blocks
         parts[:, slots] = sources.recipe[row % row_blocks].to(torch.int32)
         distinct, number = tiles.deduplicate(parts.unsqueeze(-1))
-        kind_of, words = _words_of(distinct.squeeze(-1).long(), sources, known, mask.block_k)
-        kind = kind_of[number]
+        kind, words = tiles.classify(
+            lambda some: _words_of(some, sources, known), distinct.squeeze(-1).long(), mask.block_q, mask.block_k
+        )
+        kind = kind[number]
         live = kind >= 0
         yield row[live], col[live], kind[live], words
 
@@ -191,25 +192,9 @@ def _row_chunks(mask: BlockMask, sources: _Sources) -> Iterator[Tensor]:
     yield from torch.arange(patterns * row_blocks, device=mask.device).split(sizes.tolist())
 
 
-def _words_of(parts: Tensor, sources: _Sources, known: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
-    """`(kind, words)` of new tiles: -1 for a dead one, 0 for a full one, t for `words[t - 1]`.
-
-    `parts`: int64 `[C, slots + 1]`, the kind in each slot and the recipe.
-    """
-    _, block_q, width = known.shape
-    lines = known.view(-1, width)  # kind * block_q + query
-    kinds, words = [], [known[:0]]
-    made = 0
-    for some in parts.split(max(1, WORDS_AT_ONCE // (block_q * max(width, 2)))):
-        recipe = some[:, -1]
-        line = some.gather(1, sources.slot[recipe]) * block_q + sources.offset[recipe]  # [c, block_q]
-        new = lines[line]  # [c, block_q, W]
-        kind = torch.zeros_like(recipe)
-        live, every = (new != 0).any(-1).any(-1), (new == tiles.full_word(block_k)).all(-1).all(-1)
-        kind[~live] = -1
-        distinct, number = tiles.deduplicate(new[live & ~every])
-        kind[live & ~every] = number + 1 + made
-        kinds.append(kind)
-        words.append(distinct)
-        made += len(distinct)
-    return torch.cat(kinds) if kinds else parts.new_zeros(0), torch.cat(words)
+def _words_of(parts: Tensor, sources: _Sources, known: Tensor) -> Tensor:
+    """The words of new tiles: `parts` int64 `[C, slots + 1]`, the kind of tile in each slot and the recipe."""
+    block_q, width = known.shape[1:]
+    recipe = parts[:, -1]
+    line = parts.gather(1, sources.slot[recipe]) * block_q + sources.offset[recipe]  # [C, block_q]
+    return known.view(-1, width)[line]

@@ -13,8 +13,6 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.building import arrays_of_tiles
 from sparseflash.csr import row_of_entry
 
-WORDS_AT_ONCE = 1 << 22  # bits are rewritten this many words at a time: 16 MB, and a few times that of temporaries
-
 
 @dataclass(frozen=True)
 class TileList:
@@ -100,7 +98,7 @@ def distinct_numbers(numbers: Tensor, stop: int) -> tuple[Tensor, Tensor]:
 
 def in_chunks(words_of: Callable[[Tensor], Tensor], recipes: Tensor, words_each: int) -> Tensor:
     """`words_of(recipes)`, a bounded number of recipes at a time."""
-    chunks = recipes.split(max(1, WORDS_AT_ONCE // words_each))
+    chunks = recipes.split(max(1, tiles.WORDS_AT_ONCE // words_each))
     return torch.cat([words_of(chunk) for chunk in chunks])
 
 
