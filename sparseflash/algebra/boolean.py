@@ -160,8 +160,10 @@ def _joined(
 
 def _kind(mask: BlockMask, entry: Tensor) -> Tensor:
     """The kind of each entry; dead for entry -1."""
-    dead = len(mask.bits) + 1
-    return torch.cat([mask.tile, mask.tile.new_tensor([dead])])[entry].long()  # -1 is the last
+    kind = torch.full_like(entry, len(mask.bits) + 1)
+    stored = entry >= 0
+    kind[stored] = mask.tile[entry[stored]].long()
+    return kind
 
 
 def _find(mask: BlockMask, row: Tensor, col: Tensor, patterns: Tensor) -> Tensor:
