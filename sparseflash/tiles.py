@@ -71,8 +71,8 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
     flat = words.flatten(1)
     # Sorting 64-bit fingerprints is far cheaper than sorting rows of hundreds of words. The fingerprint only proposes
     # equal tiles; they are compared below, and a collision takes the slow road.
-    generator = torch.Generator().manual_seed(0x5F)
-    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator).to(words.device) | 1
+    generator = torch.Generator("cpu").manual_seed(0x5F)
+    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(words.device) | 1
     rows_at_once = max(1, WORDS_AT_ONCE // max(1, flat.shape[1]))
     fingerprint = torch.cat([(some.to(torch.int64) * factors).sum(1) for some in flat.split(rows_at_once)])
     _, inverse = torch.unique(fingerprint, return_inverse=True)

@@ -393,3 +393,21 @@ def test_a_million_tokens_keep_the_window_they_had():
     assert window.reblock(64) == masks.local(MANY, 1024, block=64)
     assert window.transpose() == window
     assert window.permute(torch.arange(MANY).flip(0)) == window
+
+
+def test_everything_is_made_on_the_device_of_the_mask():
+    # An array that asked for no device would lie on this one, where there is no data.
+    mask, other = masks.local(300, 70, block=32), masks.butterfly(300, block=16, causal=True)
+    padded, order = mask.with_lengths(torch.tensor([3, 130, 300])), random_order(300, 7)
+    moved = torch.cat([torch.arange(256).view(8, 32).flip(0).flatten(), torch.arange(256, 300)])
+
+    def results():
+        yield from (mask & other, mask | other, mask ^ other, mask - other, ~mask, padded.bake_lengths())
+        yield from (padded & other, padded | other, padded - other, padded.crop(q=(5, 300)), padded.crop(q=(0, 9)))
+        yield from (mask.reblock(16), mask.reblock((16, 256)), mask.transpose(), mask.crop(q=(5, 299), k=(70, 201)))
+        yield from (mask.permute(order), mask.permute(moved), other.permute(q=order), padded.permute(k=moved))
+        yield from (masks.per_head([mask, other, padded]), masks.per_batch([mask, padded]))
+
+    expected = list(results())
+    with torch.device("meta"):
+        assert list(results()) == expected

@@ -56,7 +56,7 @@ def permute(mask: BlockMask, order: Any, q: Any, k: Any) -> BlockMask:
 
 def _permutation(name: str, given: Any, length: int, device: torch.device) -> Tensor:
     """The order as int64 `[length]` on the mask's device, checked."""
-    order: Tensor = torch.as_tensor(given)
+    order: Tensor = given if isinstance(given, Tensor) else torch.as_tensor(given, device=device)
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
         raise TypeError(f"{name} must hold integer token numbers; got {order.dtype}.")
     if order.ndim != 1 or len(order) != length:
@@ -137,22 +137,26 @@ def _sources(order: Tensor, block: int) -> _Sources:
 
 def _gather_queries(mask: BlockMask, order: Tensor) -> BlockMask:
     """The mask with its queries in another order, whatever that is."""
-    sources = _sources(order, mask.block_q)
-    rows, cols, kinds = [], [], []
-    words = [mask.bits[:0]]
-    made = 0
-    for row, col, kind, new_words in _gathered(mask, sources):
+    row, col, kind, words = _concatenated(_gathered(mask, _sources(order, mask.block_q)))
+    return mask_of(
+        TileList(
+            mask.q_len, mask.k_len, mask.block_q, mask.block_k,
+            row, col, kind, words, mask.pattern.long(), pattern_count(mask),
+        )
+    )  # fmt: skip
+
+
+def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One `(row, col, kind, words)` of several, each of which numbers its words from 1."""
+    rows, cols, kinds, words = [], [], [], []
+    count = 0
+    for row, col, kind, new in parts:
         rows.append(row)
         cols.append(col)
-        kinds.append(torch.where(kind > 0, kind + made, 0))
-        words.append(new_words)
-        made += len(new_words)
-    gathered = TileList(
-        mask.q_len, mask.k_len, mask.block_q, mask.block_k,
-        torch.cat(rows), torch.cat(cols), torch.cat(kinds), torch.cat(words),
-        mask.pattern.long(), pattern_count(mask),
-    )  # fmt: skip
-    return mask_of(gathered)
+        kinds.append(torch.where(kind > 0, kind + count, 0))
+        words.append(new)
+        count += len(new)
+    return torch.cat(rows), torch.cat(cols), torch.cat(kinds), torch.cat(words)
 
 
 def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
