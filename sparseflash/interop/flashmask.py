@@ -254,6 +254,7 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
         found = f"more than {_MOST_RUNS - 1}"
         if len(bad):
             found = ", ".join(f"{a}..{b - 1}" for a, b in zip(runs[0][k].tolist(), runs[1][k].tolist()) if b > a)
+            found = found or "none"
         raise ValueError(
             "FlashMask must have at most one run of masked queries below the diagonal and "
             f"{'all masked' if causal else 'one'} above it for every key; got {found} for key {k} of {place}."

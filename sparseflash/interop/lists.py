@@ -56,7 +56,7 @@ def mask_of_lists(
             f"block ({int(rows[0])}, {int(cols[0])}) of head {h} of batch element {b}."
         )
     found, kinds, offset = [], [], 0
-    if mask_mod is not None:
+    if mask_mod is not None and len(rows):
         for e in torch.arange(len(rows), device=rows.device).split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
             number = heads[e] // batch[1], heads[e] % batch[1]
             live = _evaluate(mask_mod, *number, rows[e], cols[e], q_len, k_len, block_q, block_k)

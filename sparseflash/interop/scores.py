@@ -16,8 +16,6 @@ def scores_of(part: Part, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
     for e in torch.arange(len(rows), device=rows.device).split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
         which, q, k = blocks_of(part, e, block_q, block_k).nonzero(as_tuple=True)
         found.append((rows[e][which] * block_q + q, cols[e][which] * block_k + k))
-    if not found:
-        return rows, cols
     return torch.cat([q for q, _ in found]), torch.cat([k for _, k in found])
 
 
