@@ -165,17 +165,17 @@ def test_query_heads_of_a_group_share_a_mask():
 def test_only_tiles_at_an_intervals_end_are_looked_at(monkeypatch):
     from sparseflash.interop import flashmask
 
-    evaluated = []
-    evaluate = flashmask.tiles_of_function
+    looked_at = []
+    cut_tiles = flashmask._cut_tiles
 
-    def counting(live, q_len, k_len, block_q, block_k, candidates, device):
-        evaluated.append(len(candidates[0]))
-        return evaluate(live, q_len, k_len, block_q, block_k, candidates, device)
+    def counting(intervals, rows, *others):
+        looked_at.append(len(rows))
+        return cut_tiles(intervals, rows, *others)
 
-    monkeypatch.setattr(flashmask, "tiles_of_function", counting)
+    monkeypatch.setattr(flashmask, "_cut_tiles", counting)
     mask = masks.causal(4096, block=64)
     assert from_flashmask(to_flashmask(mask)[0], causal=True, block=64) == mask
-    assert evaluated == [64]
+    assert looked_at == [64]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.building import SCORES_AT_ONCE, Part, tiles_of_function
+from sparseflash.building import SCORES_AT_ONCE, Part
 from sparseflash.checks import Block, block_pair, integer, token_counts
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.heads import mask_of_patterns, without_lengths
@@ -95,7 +95,7 @@ def from_flashmask(
     bounds past the last query mean the end. `q_len` in tokens, Nk by default. `heads`: how many query heads share the
     H given ones, in groups, H by default. `block` in tokens.
 
-    Evaluates only the tiles that an interval's end may cut.
+    Takes time in proportion to the tiles that an interval's end may cut, and to `Mq * Mk`.
 
     Raises ValueError for another shape, negative bounds, or a causal mask with as many queries as keys.
 
@@ -179,7 +179,8 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
     most = mask.k_len
     counts = torch.zeros(col_blocks, mask.block_k, dtype=torch.int64, device=device)
     inner = tiles.unpack(begins, mask.block_k).sum(1)  # [T + 1, block_k]
-    for e in torch.arange(len(rows), device=device).split(max(1, SCORES_AT_ONCE // mask.block_k)):
+    some = inner.any(-1)[tile] | (begins_at_edge != 0).any(-1)
+    for e in some.nonzero()[:, 0].split(max(1, SCORES_AT_ONCE // mask.block_k)):
         counts.index_add_(0, cols[e], inner[tile[e]] + tiles.unpack(begins_at_edge[e], mask.block_k))
     many = (counts.view(-1)[: mask.k_len] > _MOST_RUNS).nonzero()
     if len(many):
@@ -190,31 +191,42 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
     start[:, 0] = 0  # dead runs begin at the top and where live ones end; they end where live ones begin
     for inside, edge, edge_row, table, shift in (
         (begins, begins_at_edge, 0, stop, 0),
-        (ends, ends_at_edge, -1, start, 1),
+        (ends, ends_at_edge, mask.block_q - 1, start, 1),
     ):
-        has = (inside != 0).any(-1).any(-1)[tile] | (edge != 0).any(-1)
-        has &= cols * mask.block_k < most
-        q, k = _places(inside, edge, edge_row, rows, cols, tile, has.nonzero()[:, 0], mask)
-        q, k = q[k < most], k[k < most]
-        k, order = torch.sort(k, stable=True)  # in a column, tiles come from the top down, so their scores do
+        q, k = _places(inside, edge, edge_row, rows, cols, tile, most, mask)
+        k, order = _sorted(k, q)
         place = torch.arange(len(k), device=device) - torch.searchsorted(k, k)
         table[k, place + shift] = q[order] + shift
     return start, stop, most
 
 
+def _sorted(k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys in order, and the order that puts them so, the queries of each key ascending."""
+    by_query = torch.argsort(q)
+    keys, by_key = torch.sort(k[by_query], stable=True)
+    return keys, by_query[by_key]
+
+
 def _places(
-    inside: Tensor, edge: Tensor, edge_row: int, rows: Tensor, cols: Tensor, tile: Tensor, entries: Tensor,
-    mask: BlockMask,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Query and key of the bits of these entries: those inside their tile, and those of one row at its edge."""
-    found_q, found_k = [rows[:0]], [rows[:0]]
-    for e in entries.split(max(1, SCORES_AT_ONCE // (mask.block_q * mask.block_k))):
-        words = inside[tile[e]]
-        words[:, edge_row] |= edge[e]
-        which, q, k = tiles.unpack(words, mask.block_k).nonzero(as_tuple=True)
-        found_q.append(rows[e][which] * mask.block_q + q)
-        found_k.append(cols[e][which] * mask.block_k + k)
-    return torch.cat(found_q), torch.cat(found_k)
+    inside: Tensor, edge: Tensor, edge_row: int, rows: Tensor, cols: Tensor, tile: Tensor, stop: int, mask: BlockMask
+) -> tuple[Tensor, Tensor]:
+    """Query and key of the bits of all tiles before key `stop`: those inside a tile (which are the same wherever it
+    stands), `inside` `[T + 1, block_q, W]`, and those of one row at its edge, `edge` `[E, W]`."""
+    t, q, k = tiles.unpack(inside, mask.block_k).nonzero(as_tuple=True)
+    count = torch.bincount(t, minlength=len(inside))
+    before = count.cumsum(0) - count
+    entry = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), count[tile])
+    nth = torch.arange(len(entry), device=rows.device) - (count[tile].cumsum(0) - count[tile])[entry]
+    bit = before[tile[entry]] + nth
+    on_edge = (edge != 0).any(-1).nonzero()[:, 0]
+    which, edge_k = tiles.unpack(edge[on_edge], mask.block_k).nonzero(as_tuple=True)
+    entry, q, k = (
+        torch.cat([entry, on_edge[which]]),
+        torch.cat([q[bit], torch.full_like(edge_k, edge_row)]),
+        torch.cat([k[bit], edge_k]),
+    )
+    q, k = rows[entry] * mask.block_q + q, cols[entry] * mask.block_k + k
+    return q[k < stop], k[k < stop]
 
 
 def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, place: str) -> Tensor:
@@ -292,12 +304,30 @@ def _part(intervals: list[tuple[Tensor, Tensor]], q_len: int, k_len: int, block_
         some = stop > start
         cut |= (start.masked_fill(~some, q_len).amin(1) < bottom) & (stop.masked_fill(~some, 0).amax(1) > top)
 
-    def live(q: Tensor, k: Tensor) -> Tensor:
-        return torch.stack([(q < start[k]) | (q >= stop[k]) for start, stop in intervals]).all(0)
-
     at_ends = (cut & ~dead).nonzero()
-    rows, cols, tile, words = tiles_of_function(
-        live, q_len, k_len, block_q, block_k, (at_ends[:, 0], at_ends[:, 1]), device
-    )
+    rows, cols, tile, words = _cut_tiles(intervals, at_ends[:, 0], at_ends[:, 1], keys, block_q)
     i, j = (~cut & ~dead).nonzero(as_tuple=True)
     return torch.cat([rows, i]), torch.cat([cols, j]), torch.cat([tile, torch.zeros_like(i)]), words
+
+
+def _cut_tiles(intervals: list[tuple[Tensor, Tensor]], rows: Tensor, cols: Tensor, keys: Tensor, block_q: int) -> Part:
+    """The given tiles, int64 `[E]`; `keys` int64 `[Mk, block_k]` are the keys of each block column.
+
+    Tiles that the bounds cut alike, seen from their first row, are evaluated once.
+    """
+    block_k, device = keys.shape[1], rows.device
+    kinds, found, offset = [rows[:0]], [torch.zeros(0, block_q, tiles.words_per_row(block_k)).int().to(device)], 0
+    query = torch.arange(block_q, device=device)[:, None]
+    for e in torch.arange(len(rows), device=device).split(max(1, SCORES_AT_ONCE // (2 * len(intervals) * block_k))):
+        k, top = keys[cols[e]], rows[e][:, None] * block_q
+        bounds = []
+        for start, stop in intervals:
+            first, last = (start[k] - top).clamp(0, block_q), (stop[k] - top).clamp(0, block_q)
+            bounds += [first.where(first < last, 0), last.where(first < last, 0)]
+        distinct, inverse = tiles.deduplicate(torch.stack(bounds, dim=1).to(torch.int32))  # [T, 2 n, block_k]
+        for some in distinct.split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
+            first, last = some[:, 0::2, None], some[:, 1::2, None]
+            found.append(tiles.pack(((query < first) | (query >= last)).all(1)))
+        kinds.append(inverse + 1 + offset)
+        offset += len(distinct)
+    return rows, cols, torch.cat(kinds), torch.cat(found)
