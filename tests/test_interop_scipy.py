@@ -43,6 +43,7 @@ def test_a_bsr_matrix_has_the_tiles_as_blocks(block, rows, cols, data):
     assert from_scipy(matrix) == mask
 
 
+@pytest.mark.filterwarnings("ignore:Constructing a DIA matrix")  # with many diagonals: SciPy's advice, not ours
 @given(
     dense=st.tuples(lengths(70), lengths(70)).flatmap(lambda n: dense_masks(*n, 1, 1, (16, 16))),
     block=blocks((16, 32)),

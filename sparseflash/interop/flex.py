@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 def to_flex(mask: BlockMask) -> FlexBlockMask:
     """FlexAttention's `BlockMask` with the same live scores, blocks and device: for `flex_attention`, compiled or not.
 
-    Every mask has one. Its `mask_mod` looks a score up in the mask's own bits, so any pattern goes, and compiled code
-    serves every mask of the same shape. FlexAttention's format takes `Mq * Mk` entries of 4 bytes in each of four
-    lists a pattern and head, and the lookup as many a pattern: megabytes where the mask here has kilobytes.
-    `lengths` become patterns of their own. Compiled FlexAttention wants blocks that its tiles divide: 128 always goes.
+    Every mask has one. Its `mask_mod` looks a score up in the mask's own bits, so any pattern goes; code that
+    `torch.compile` made for one mask serves others whose arrays have the same shapes. FlexAttention's format takes
+    `Mq * Mk` entries of 4 bytes in each of four lists a pattern and head, and the lookup as many a pattern: megabytes
+    where the mask here has kilobytes. `lengths` become patterns of their own. Compiled FlexAttention wants blocks that
+    its tiles divide: 128 always goes.
 
     >>> from torch.nn.attention.flex_attention import create_mask
     >>> flex = to_flex(BlockMask.from_function(lambda q, k: k <= q, 256, block=128))
