@@ -7,6 +7,7 @@ type, its invariants, its constructors and the way back to a dense matrix; nothi
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
@@ -572,7 +573,11 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import symmetric_difference
 
-        return symmetric_difference(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+        return (
+            symmetric_difference(self.canonical(), other.canonical())
+            if isinstance(other, BlockMask)
+            else NotImplemented
+        )
 
     def __sub__(self, other: BlockMask) -> BlockMask:
         """`a - b`: the scores live in a and not in b, `a & ~b` without making `~b`. See `&`.
@@ -704,6 +709,34 @@ class BlockMask:
         from sparseflash.algebra.padding import bake_lengths
 
         return bake_lengths(self.canonical())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the mask to one file: an uncompressed npz (no pickle) with a version, the same bytes for equal masks.
+
+        `path` is taken as given: no extension is added. The file appears whole or not at all (it is written beside its
+        place and renamed), and replaces one that is there. Raises OSError with the path if it cannot be written.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     BlockMask.dense(100).save(f"{folder}/dense.mask")
+        ...     BlockMask.load(f"{folder}/dense.mask") == BlockMask.dense(100)
+        True
+        """
+        from sparseflash.files import save
+
+        save(self.canonical(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> BlockMask:
+        """The mask that `save` wrote to a file, checked whole: a damaged or hostile file is an error, never a mask.
+
+        `device`: where to put it; the CPU by default. Memory is in proportion to the file's size, whatever the file
+        says of itself. Raises ValueError for contents that are not an undamaged mask, OSError for a file that cannot
+        be read; both name the path.
+        """
+        from sparseflash.files import load
+
+        return load(path, device=device)
 
     def validate(self) -> BlockMask:
         """Checks every invariant of the arrays, in O(nnz + T) and with host synchronisation; returns the mask.
