@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import token_counts
-from sparseflash.masks.arguments import at_least, square_block
-from sparseflash.masks.heads import cycle
-from sparseflash.masks.listing import of_blocks
+from sparseflash.masks.stack import per_head
+from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.listing import of_blocks
 
 
 def deepspeed_fixed(
@@ -53,8 +52,7 @@ def deepspeed_fixed(
     >>> deepspeed_fixed(4096, heads=8, num_different_global_patterns=4).shape
     (1, 8, 4096, 4096)
     """
-    block = square_block(block, "DeepSpeed's")
-    q_len, _ = token_counts(q_len, q_len)
+    q_len, block, count = square_blocks(q_len, block, "DeepSpeed's")
     local = at_least(1, num_local_blocks, "num_local_blocks", "blocks")
     wide = at_least(1, num_global_blocks, "num_global_blocks", "blocks")
     heads = at_least(1, heads, "heads", "heads")
@@ -68,13 +66,13 @@ def deepspeed_fixed(
         )
     if causal and horizontal_global_attention:
         raise ValueError("horizontal_global_attention must be False with causal; got True.")
-    count = -(-q_len // block)
     i = torch.arange(count)
     in_chunk = torch.arange(local).expand(count, -1) + (i // local * local)[:, None]
     chunk_rows, chunk_cols = i[:, None].expand_as(in_chunk)[in_chunk < count], in_chunk[in_chunk < count]
     whole = count - count % local  # blocks in whole chunks
+    heads = heads if patterns > 1 else 1
     masks = []
-    for pattern in range(patterns):
+    for pattern in range(min(patterns, heads)):
         first = local - (1 + pattern) * wide
         starts = list(range(first, whole, local))
         if whole < count:
@@ -86,5 +84,5 @@ def deepspeed_fixed(
         if horizontal_global_attention:
             rows.append(cols[1])
             cols.append(rows[1])
-        masks.append(of_blocks(torch.cat(rows), torch.cat(cols), q_len, causal=causal, block=block))
-    return cycle(masks, heads if patterns > 1 else 1)
+        masks.append(of_blocks([(torch.cat(rows), torch.cat(cols))], q_len, causal=causal, block=block))
+    return per_head([masks[head % patterns] for head in range(heads)])

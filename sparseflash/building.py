@@ -11,7 +11,7 @@ from sparseflash import tiles
 from sparseflash.checks import boolean, check_block_count
 from sparseflash.numbering import distinct, number_by_first_appearance
 
-SCORES_AT_ONCE = 1 << 23  # predicates are evaluated on this many scores at a time: about 100 MB of temporaries
+SCORES_AT_ONCE = 1 << 21  # predicates are evaluated on this many scores at a time: about 25 MB of temporaries
 _PAIRS_AT_ONCE = 1 << 22  # block pairs a candidate function sees at a time
 
 Live = Callable[[Tensor, Tensor], Tensor]

@@ -5,6 +5,8 @@ Keys of tiles and numbers of bits nearly always do. Everything here waits for th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def number_by_first_appearance(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(order).scatter_(0, order, rank[starts.cumsum(0) - 1]), first
 
 
-def number_combinations(codes: list[Tensor]) -> tuple[Tensor, int]:
+def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
     """`(number, count)`: a number 0, 1, ... for each combination of codes that occurs, and how many do.
 
     `codes`: int tensors `[E]` of one length; two entries get the same number iff they are equal in every code.

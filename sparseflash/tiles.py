@@ -79,7 +79,8 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
     # equal tiles; they are compared below, and a collision takes the slow road.
     generator = torch.Generator("cpu").manual_seed(0x5F)
     factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(words.device) | 1
-    rows_at_once = max(1, WORDS_AT_ONCE // max(1, flat.shape[1]))
+    # On a CPU, portions that stay in its caches take a sixth of the time of large ones.
+    rows_at_once = max(1, (1 << 16 if words.device.type == "cpu" else WORDS_AT_ONCE) // max(1, flat.shape[1]))
     fingerprint = torch.cat([(some.to(torch.int64) * factors).sum(1) for some in flat.split(rows_at_once)])
     inverse, representative = number_by_first_appearance(fingerprint)
     proposed = zip(flat.split(rows_at_once), representative[inverse].split(rows_at_once), strict=True)

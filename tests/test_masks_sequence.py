@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
-from sparseflash.masks.diagonals import diagonals
-from sparseflash.masks.kinds import by_kind
-from sparseflash.masks.spans import spans
+from sparseflash.masks.tiling.diagonals import diagonals
+from sparseflash.masks.tiling.kinds import by_kind
+from sparseflash.masks.tiling.spans import spans
 from strategies import SEEDS, blocks, lengths
 from test_masks import BLOCKS, assert_keeps, grid
 
@@ -68,20 +68,52 @@ def test_diagonals_keeps_a_set_of_distances(size, seed):
     assert_keeps(diagonals(offsets, q_len, block=block), torch.isin(q - k, offsets))
 
 
-@given(lengths(MOST), blocks(BLOCKS), st.integers(1, 20))
-def test_by_kind_asks_about_one_tile_of_each_kind(q_len, block, period):
-    q, k = square(q_len)
-    pairs = torch.cartesian_prod(*(torch.arange(-(-q_len // b)) for b in block))
-    rows, cols = pairs[:, 0], pairs[:, 1]
-    kind = (rows * block[0] % period) * period + cols * block[1] % period
+@given(lengths(MOST), lengths(MOST), blocks(BLOCKS), st.integers(1, 20))
+def test_by_kind_asks_about_one_tile_of_each_kind(q_len, k_len, block, period):
+    rows, cols = every_tile(q_len, k_len, block)
+    codes = [rows * block[0] % period, cols * block[1] % period]
     asked = []
 
-    def live(q, k):
-        asked.append(torch.broadcast_shapes(q.shape, k.shape)[0])
-        return (q % period) == (3 * k % period)
+    def live(some):
+        asked.extend(some.tolist())
+        q, k = tokens_of_tiles(rows[some], cols[some], block)
+        return q % period == 3 * k % period
 
-    assert_keeps(by_kind(live, rows, cols, kind, q_len, block=block), q % period == 3 * k % period)
-    assert sum(asked) == len(kind.unique())
+    q, k = torch.arange(q_len)[:, None], torch.arange(k_len)
+    assert_keeps(by_kind(live, rows, cols, codes, q_len, k_len, block=block), q % period == 3 * k % period)
+    kinds = list(zip(*(code.tolist() for code in codes)))
+    assert sorted(asked) == [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+
+
+@given(lengths(MOST), lengths(MOST), st.integers(1, 9), st.integers(-50, 50), blocks(BLOCKS))
+def test_by_kind_takes_the_distance_of_tiles_for_a_rule_of_distances(q_len, k_len, step, shift, block):
+    rows, cols = every_tile(q_len, k_len, block)
+
+    def live(some):
+        q, k = tokens_of_tiles(rows[some], cols[some], block)
+        return (q + shift - k) % step == 0
+
+    distance = rows * block[0] - cols * block[1]
+    q, k = torch.arange(q_len)[:, None], torch.arange(k_len)
+    assert_keeps(by_kind(live, rows, cols, [distance], q_len, k_len, block=block), (q + shift - k) % step == 0)
+
+
+def test_by_kind_of_no_tiles_is_empty():
+    none = torch.zeros(0, dtype=torch.int64)
+    assert by_kind(lambda some: some, none, none, [none], 100, block=32) == BlockMask.from_dense(
+        torch.zeros(100, 100, dtype=torch.bool), block=32
+    )
+
+
+def every_tile(q_len, k_len, block):
+    pairs = torch.cartesian_prod(*(torch.arange(-(-n // b)) for n, b in zip((q_len, k_len), block)))
+    return pairs[:, 0], pairs[:, 1]
+
+
+def tokens_of_tiles(rows, cols, block):
+    return rows[:, None, None] * block[0] + torch.arange(block[0])[:, None], (
+        cols[:, None, None] * block[1] + torch.arange(block[1])
+    )
 
 
 # ---------------------------------------------------------------------- dense, causal, prefix

@@ -79,6 +79,8 @@ def _common(what: str, sizes: list[int]) -> int:
 def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: Tensor | None, batch: int) -> BlockMask:
     """One mask with these pattern numbers, each of its own mask, side by side."""
     first = masks[0]
+    if len(masks) == 1:
+        return first
     # Number the patterns of all masks one after the other; the same mask given again adds none.
     offsets: dict[int, tuple[int, int]] = {}
     distinct = []
