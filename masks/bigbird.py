@@ -10,7 +10,7 @@ from sparseflash.masks.tiling.draws import Integers, generator, subsets
 from sparseflash.masks.tiling.listing import of_blocks
 
 
-def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0, block: int = 64) -> BlockMask:
+def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
     """BigBird's block pattern: first and last block global, a window of three blocks, `random_blocks` random ones.
 
     Score (q, k) with `i = q // block`, `j = k // block` and `nb` blocks is live iff
@@ -21,8 +21,8 @@ def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0
     head. Block 1 never draws block nb - 2, nor the reverse, so that every block draws from nb - 5.
 
     Source: BigBird (Zaheer et al., 2020), appendix D, and its code (google-research/bigbird, core/attention.py,
-    `get_single_block_row_attention`; defaults: 3 random blocks of 64 tokens). Here every allowed block is as likely.
-    That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from the first
+    `get_single_block_row_attention`; its defaults are 3 random blocks, of 64 tokens). Here every allowed block is as
+    likely. That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from the first
     `2 * random_blocks + 5` blocks, or as a plan of the caller says. Hugging Face runs full attention where there are at
     most that many blocks. DeepSpeed's pattern of the same name is another one: `deepspeed_bigbird`.
 
@@ -41,7 +41,7 @@ def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0
         X . X . . . X X X
         X X X X X X X X X
 
-    >>> bigbird(4096)
+    >>> bigbird(4096, block=64)
     BlockMask(4096 x 4096, blocks of 64, 622 tiles: 622 full + 0 partial, density 15.2 %)
     """
     q_len, block, blocks = square_blocks(q_len, block, "BigBird")

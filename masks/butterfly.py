@@ -14,8 +14,8 @@ from sparseflash.masks.tiling.listing import of_blocks
 
 
 def butterfly(
-    q_len: int, *, block: int = 128, factors: int | None = None, causal: bool = False, radix: int = 2,
-    strides: Sequence[int] | None = None, global_blocks: int = 0, layer: int | None = None,
+    q_len: int, *, factors: int | None = None, strides: Sequence[int] | None = None, radix: int = 2,
+    global_blocks: int = 0, layer: int | None = None, causal: bool = False, block: int = 128,
 ) -> BlockMask:  # fmt: skip
     """The flat block butterfly over the `nb = ceil(q_len / block)` blocks of a sequence.
 

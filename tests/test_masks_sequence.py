@@ -139,7 +139,7 @@ def test_causal_refuses_an_offset_that_is_no_integer():
 @given(lengths(MOST), lengths(MOST), lengths(2 * MOST) | st.just(0), blocks(BLOCKS))
 def test_prefix_is_seen_by_all_and_the_rest_causally(q_len, k_len, prefix, block):
     q, k = grid(q_len, k_len)
-    mask = masks.prefix_lm(q_len, prefix, k_len, block=block)
+    mask = masks.prefix_lm(q_len, prefix, k_len=k_len, block=block)
     assert_keeps(mask, (k < prefix) | (k <= q + k_len - q_len))
     if prefix == 0:
         assert mask == masks.causal(q_len, k_len, block=block)
@@ -381,8 +381,8 @@ def test_deepspeed_fixed_has_global_blocks_in_every_chunk(q_len, local_and_wide,
     )
     live = live.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :q_len, :q_len]
     mask = masks.deepspeed_fixed(
-        q_len, num_local_blocks=local, num_global_blocks=wide, causal=causal, horizontal_global_attention=horizontal,
-        heads=heads, num_different_global_patterns=patterns, block=16,
+        q_len, local_blocks=local, global_blocks=wide, causal=causal, horizontal=horizontal,
+        heads=heads, global_patterns=patterns, block=16,
     )  # fmt: skip
     assert_heads(mask, live.tril() if causal else live)
 
@@ -400,7 +400,7 @@ def test_deepspeed_fixed_is_deepspeeds_own_layout(causal, horizontal, count):
         num_different_global_patterns=4,
     ).make_layout(16 * count)  # fmt: skip
     mask = masks.deepspeed_fixed(
-        16 * count, causal=causal, horizontal_global_attention=horizontal, heads=4, num_different_global_patterns=4,
+        16 * count, causal=causal, horizontal=horizontal, heads=4, global_patterns=4,
         block=16,
     )  # fmt: skip
     tiles = mask.to_dense()[0].view(4, count, 16, count, 16).any(4).any(2)
@@ -608,7 +608,7 @@ CAUSAL = {
 CAUSAL_IN_BLOCKS = {
     "butterfly": lambda n, **block: masks.butterfly(n, causal=True, radix=3, global_blocks=2, **block),
     "butterfly, layer": lambda n, **block: masks.butterfly(n, causal=True, layer=1, **block),
-    "deepspeed_fixed": lambda n, **block: masks.deepspeed_fixed(n, causal=True, num_global_blocks=2, **block),
+    "deepspeed_fixed": lambda n, **block: masks.deepspeed_fixed(n, causal=True, global_blocks=2, **block),
     "hierarchical": lambda n, **block: masks.hierarchical(n, causal=True, **block),
 }
 SYMMETRIC = {
@@ -685,15 +685,15 @@ REFUSED = [
     ("fixed(100, 5, 3, num_verts=2)", "num_verts * summary must not exceed stride, 5 tokens; got 2 * 3"),
     ("fixed(100, 5, 3, heads=0)", "heads must be at least 1 head; got 0"),
     ("fixed(100, 5, 3, num_verts=0)", "num_verts must be at least 1 sub-block; got 0"),
-    ("deepspeed_fixed(100, num_global_blocks=3)", "num_global_blocks must divide num_local_blocks, 4; got 3"),
-    ("deepspeed_fixed(100, num_local_blocks=0)", "num_local_blocks must be at least 1 block; got 0"),
+    ("deepspeed_fixed(100, global_blocks=3)", "global_blocks must divide local_blocks, 4; got 3"),
+    ("deepspeed_fixed(100, local_blocks=0)", "local_blocks must be at least 1 block; got 0"),
     (
-        "deepspeed_fixed(100, num_global_blocks=2, num_different_global_patterns=3)",
-        "num_different_global_patterns must be at most num_local_blocks // num_global_blocks, 2; got 3",
+        "deepspeed_fixed(100, global_blocks=2, global_patterns=3)",
+        "global_patterns must be at most local_blocks // global_blocks, 2; got 3",
     ),
     (
-        "deepspeed_fixed(100, causal=True, horizontal_global_attention=True)",
-        "horizontal_global_attention must be False with causal; got True",
+        "deepspeed_fixed(100, causal=True, horizontal=True)",
+        "horizontal must be False with causal; got True",
     ),
     ("log_sparse(100, window=0)", "window must be at least 1 key; got 0"),
     ("log_sparse(100, window=5, restart=4)", "restart must be at least 5 tokens; got 4"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sparseflash.masks.tiling.arguments import at_least
 
-Integers = npt.NDArray[np.int64]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def generator(seed: Any) -> np.random.Generator:
