@@ -21,11 +21,11 @@ def deepspeed_fixed(
 
         i // L == j // L                                            (the query's own chunk)
         or  j in G(h)                                               (global blocks, seen by every query)
-        or  i in G(h), if horizontal               (and seeing every key)
+        or  i in G(h), if horizontal                                (and seeing every key)
 
     and, if `causal`, `k <= q`. G(h) has g blocks of each chunk, from `L - (1 + h % P) * g` on, where P is
-    `global_patterns`; of a last chunk with fewer than L blocks, the g blocks that start there or, if that
-    lies past the end, the last g blocks of the sequence.
+    `global_patterns`; of a last chunk with fewer than L blocks, the g blocks that start there or, if that lies past the
+    end, the last g blocks of the sequence.
 
     Differences from `FixedSparsityConfig.make_layout` of DeepSpeed (deepspeed/ops/sparse_attention/sparsity_config.py,
     the source): lengths need not be multiples of the block; `causal` cuts the diagonal tiles to the triangle, which
