@@ -33,7 +33,7 @@ def layers_of_masks(draw, most_layers=3):
 
 
 def one_step(mask):
-    """What a layer lets through, heads united, with the residual connection, `[B or 1, N, N]`; and which tokens exist."""
+    """What a layer lets through, heads united, residual connection included; and which tokens exist."""
     seen = mask.to_dense().any(1)
     exists = torch.ones(len(seen), mask.q_len, dtype=torch.bool)
     if mask.lengths is not None:
@@ -201,7 +201,7 @@ def test_a_result_that_is_too_large_says_so(monkeypatch):
 
 
 def test_too_many_blocks_are_refused(monkeypatch):
-    monkeypatch.setattr(MODULE, "MOST_BLOCKS", 4)
+    monkeypatch.setattr("sparseflash.analysis.layers.MOST_BLOCKS", 4)
     reach(masks.local(64, 3, block=16), 1)
     with pytest.raises(ValueError, match="at most 4 block rows; got 5 of 16 tokens"):
         layers_to_full_reach(masks.local(65, 3, block=16))

@@ -1,8 +1,9 @@
 """What a mask costs and what it reaches, before anything runs.
 
-Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph of tokens (`reach`, `layers_to_full_reach`,
-`diameter`) and a check for common mistakes (`lint`). All of it is exact, takes time and memory of the live tiles, runs
-on the CPU wherever the mask lies, and honours heads, batch elements and lengths.
+Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph of tokens (`reach`,
+`layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). All of it is exact, takes time and memory
+of the live tiles (reach: of the tile graph as bits), runs on the CPU wherever the mask lies, and honours heads, batch
+elements and lengths.
 """
 
 from sparseflash.analysis.balance import Balance as Balance
@@ -15,6 +16,8 @@ from sparseflash.analysis.density import Density as Density
 from sparseflash.analysis.density import density as density
 from sparseflash.analysis.flops import Flops as Flops
 from sparseflash.analysis.flops import flops as flops
+from sparseflash.analysis.lint import Finding as Finding
+from sparseflash.analysis.lint import lint as lint
 from sparseflash.analysis.reach import diameter as diameter
 from sparseflash.analysis.reach import layers_to_full_reach as layers_to_full_reach
 from sparseflash.analysis.reach import reach as reach
@@ -25,6 +28,7 @@ __all__ = [
     "Balance",
     "Coarsening",
     "Density",
+    "Finding",
     "Flops",
     "Load",
     "Spread",
@@ -36,5 +40,6 @@ __all__ = [
     "diameter",
     "flops",
     "layers_to_full_reach",
+    "lint",
     "reach",
 ]

@@ -1,7 +1,7 @@
 """Boolean matrices as rows of bits: 64 entries a word, so that 8192 x 8192 of them take 8 MB.
 
-A matrix of n columns is uint64 `[rows, ceil(n / 64)]`; entry j of a row is bit `j % 64` of word `j // 64`, and bits past
-n are 0. Little-endian words, so that the bytes of a row are its bits in order.
+A matrix of n columns is uint64 `[rows, ceil(n / 64)]`; entry j of a row is bit `j % 64` of word `j // 64`, and bits
+past n are 0. Little-endian words, so that the bytes of a row are its bits in order.
 """
 
 from __future__ import annotations

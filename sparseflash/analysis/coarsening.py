@@ -71,7 +71,7 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
 
 
 def live_parts(walk: Walk, part_q: int, part_k: int) -> Tensor:
-    """Which `part_q x part_k` parts of each kind of tile hold a live score: bool `[1 + T, parts down, parts across]`."""
+    """Which `part_q x part_k` parts of each kind of tile hold a live score: bool `[1 + T, down, across]`."""
     block_q, block_k = walk.block_q, walk.block_k
     found = [torch.ones(1, block_q // part_q, block_k // part_k, dtype=torch.bool)]
     for words in walk.bits.split(max(1, SCORES_AT_ONCE // (block_q * block_k))):

@@ -49,7 +49,7 @@ class Density:
         return (
             f"{self.live_scores:,} of {self.scores:,} scores live ({100 * self.score_share:.3g} %), in "
             f"{self.live_tiles:,} of {self.tiles:,} tiles ({100 * self.tile_share:.3g} %): {self.full_tiles:,} full, "
-            f"{self.partial_tiles:,} partial with {100 * self.partial_share:.3g} % of their scores live"
+            f"{self.partial_tiles:,} partial ({100 * self.partial_share:.3g} % live)"
         )
 
 
@@ -58,7 +58,7 @@ def density(mask: BlockMask) -> Density:
 
     >>> mask = BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
     >>> print(density(mask))
-    32,896 of 65,536 scores live (50.2 %), in 10 of 16 tiles (62.5 %): 6 full, 4 partial with 50.8 % of their scores live
+    32,896 of 65,536 scores live (50.2 %), in 10 of 16 tiles (62.5 %): 6 full, 4 partial (50.8 % live)
     >>> density(mask).tile_share
     0.625
     """

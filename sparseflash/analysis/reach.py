@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import cycle, islice
 
 from sparseflash.analysis import bitrows
-from sparseflash.analysis.relation import Relation, compose, of_walks, tiles_of
-from sparseflash.analysis.walks import walk
+from sparseflash.analysis.layers import Element, Masks, block_of, check_size, checked, elements
+from sparseflash.analysis.relation import Relation, compose, tiles_of
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import Part
 from sparseflash.checks import integer
 
-MOST_BLOCKS = 1 << 15  # a bit matrix of the tile graph then takes 128 MB
 MOST_TILES = 1 << 24
-
-Masks = BlockMask | Sequence[BlockMask]
 
 
 def reach(masks: Masks, layers: int | None = None) -> BlockMask:
@@ -43,14 +40,15 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
     >>> reach(step, 3) == BlockMask.from_function(lambda q, k: (q - k).abs() <= 3, 64, block=16)
     True
     """
-    every = _checked(masks)
+    every = checked(masks)
+    check_size(every)
     layers = len(every) if layers is None else integer(layers, "layers", "layers")
     if layers < 0:
         raise ValueError(f"layers must not be negative; got {layers}.")
     parts: list[Part] = []
     found: dict[object, Part] = {}
-    block, length = _block(every), every[0].q_len
-    for element in _elements(every):
+    block, length = block_of(every), every[0].q_len
+    for element in elements(every):
         if element.key not in found:
             relation = _after(element, layers)
             count = bitrows.count(relation.full, relation.count) + len(relation.key)
@@ -81,7 +79,7 @@ def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
     """
     goal = Relation.is_causally_everything if causal else Relation.is_everything
 
-    def needed(element: _Element) -> int | None:
+    def needed(element: Element) -> int | None:
         last, powers = _powers(element, goal)
         return _first(element, powers, goal) if goal(last) else None
 
@@ -100,89 +98,14 @@ def diameter(masks: Masks) -> int:
     3
     """
 
-    def needed(element: _Element) -> int:
+    def needed(element: Element) -> int:
         last, powers = _powers(element, lambda relation: False)
         return _first(element, powers, last.__eq__)
 
     return _most(masks, needed) or 0
 
 
-class _Element:
-    """What one batch element's tokens see in each of the layers."""
-
-    def __init__(self, masks: Sequence[BlockMask], patterns: tuple[tuple[int, ...], ...], stop: int) -> None:
-        self.key = patterns, stop
-        self.stop = stop
-        self._masks, self._patterns = masks, patterns
-        self._steps: dict[tuple[int, tuple[int, ...]], Relation] = {}
-
-    def steps(self) -> list[Relation]:
-        """One relation a layer, the residual connection included."""
-        return [self._step(mask, patterns) for mask, patterns in zip(self._masks, self._patterns, strict=True)]
-
-    def _step(self, mask: BlockMask, patterns: tuple[int, ...]) -> Relation:
-        key = id(mask), patterns  # layers often share a mask
-        if key not in self._steps:
-            found = (walk(mask, pattern, self.stop) for pattern in patterns)
-            self._steps[key] = of_walks(found, _block(self._masks), self.stop)
-        return self._steps[key]
-
-    def nothing(self) -> Relation:
-        """No layer at all: the identity."""
-        return of_walks([], _block(self._masks), self.stop)
-
-
-def _checked(masks: Masks) -> list[BlockMask]:
-    """The masks of the layers, on the CPU."""
-    every = [masks] if isinstance(masks, BlockMask) else list(masks)
-    if not every or not all(isinstance(mask, BlockMask) for mask in every):
-        raise TypeError(f"masks must be a BlockMask or a sequence of one or more; got {masks!r}.")
-    on_cpu: dict[int, BlockMask] = {id(mask): mask.to("cpu") for mask in every}
-    every = [on_cpu[id(mask)] for mask in every]
-    for mask in every:
-        if mask.q_len != mask.k_len:
-            raise ValueError(
-                f"masks must have as many queries as keys, for a layer's output to be the next one's input; "
-                f"got {mask.q_len} x {mask.k_len}."
-            )
-        if mask.q_len != every[0].q_len:
-            raise ValueError(f"masks must have one length; got {every[0].q_len} and {mask.q_len} tokens.")
-        if mask.shape[0] == 0:
-            raise ValueError("masks must have at least one batch element; got lengths of none.")
-    batches = {mask.shape[0] for mask in every} - {1}
-    if len(batches) > 1:
-        raise ValueError(f"masks must have one batch size, or 1; got {' and '.join(map(str, sorted(batches)))}.")
-    lengths = {tuple(mask.lengths.tolist()) for mask in every if mask.lengths is not None}
-    if len(lengths) > 1:
-        raise ValueError("masks must have the same lengths, or none; got different ones.")
-    count = -(-every[0].q_len // _block(every))
-    if count > MOST_BLOCKS:
-        raise ValueError(
-            f"masks must have at most {MOST_BLOCKS} block rows; got {count} of {_block(every)} tokens. "
-            "Give masks with larger blocks."
-        )
-    return every
-
-
-def _block(masks: Sequence[BlockMask]) -> int:
-    return min(min(mask.block_q, mask.block_k) for mask in masks)
-
-
-def _elements(masks: Sequence[BlockMask]) -> list[_Element]:
-    """One entry a batch element; equal ones are the same object."""
-    batch = max(mask.shape[0] for mask in masks)
-    lengths = next((mask.lengths for mask in masks if mask.lengths is not None), None)
-    stops = [masks[0].q_len] * batch if lengths is None else lengths.expand(batch).tolist()
-    patterns = [mask.pattern.expand(batch, -1).tolist() for mask in masks]
-    found: dict[object, _Element] = {}
-    elements = []
-    for b in range(batch):
-        used = tuple(tuple(sorted(set(rows[b]))) for rows in patterns)
-        elements.append(found.setdefault((used, stops[b]), _Element(masks, used, stops[b])))
-    return elements
-
-
-def _after(element: _Element, layers: int) -> Relation:
+def _after(element: Element, layers: int) -> Relation:
     """What is reached after so many layers."""
     steps = element.steps()
     if len(steps) == 1:
@@ -205,7 +128,7 @@ def _power(step: Relation, exponent: int) -> Relation:
     return result
 
 
-def _powers(element: _Element, goal: Callable[[Relation], bool]) -> tuple[Relation, list[Relation]]:
+def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relation, list[Relation]]:
     """`T, T^2, T^4, ...` of the whole list of layers T, up to the first that meets the goal or changes nothing.
 
     That last one is returned apart. A goal must be kept by all larger relations.
@@ -223,7 +146,7 @@ def _powers(element: _Element, goal: Callable[[Relation], bool]) -> tuple[Relati
     return power, powers
 
 
-def _first(element: _Element, powers: list[Relation], goal: Callable[[Relation], bool]) -> int:
+def _first(element: Element, powers: list[Relation], goal: Callable[[Relation], bool]) -> int:
     """The least number of layers that meets the goal, which the power after the last of `powers` does."""
     steps = element.steps()
     result, layers = element.nothing(), 0
@@ -240,10 +163,12 @@ def _first(element: _Element, powers: list[Relation], goal: Callable[[Relation],
     raise AssertionError("a cycle of layers does not end")
 
 
-def _most(masks: Masks, needed: Callable[[_Element], int | None]) -> int | None:
+def _most(masks: Masks, needed: Callable[[Element], int | None]) -> int | None:
     """The most layers that a batch element needs; None if one is never done."""
+    every = checked(masks)
+    check_size(every)
     found: dict[object, int | None] = {}
-    for element in _elements(_checked(masks)):
+    for element in elements(every):
         if element.key not in found:
             found[element.key] = needed(element)
     return None if None in found.values() else max(value for value in found.values() if value is not None)

@@ -109,10 +109,10 @@ def of_walks(found: Iterable[Walk], block: int, stop: int) -> Relation:
     for walk in found:
         parts.append(split(walk, block))
     keys, kinds, words, offset = [], [], [], 0
-    for rows, cols, kind, bits in parts:
-        kind, bits = with_clones(rows, cols, kind, bits, count, stop - (count - 1) * block)
+    for rows, cols, stored, bits in parts:
+        number, bits = with_clones(rows, cols, stored, bits, count, stop - (count - 1) * block)
         keys.append(rows * count + cols)
-        kinds.append(torch.where(kind > 0, kind + offset, kind))
+        kinds.append(torch.where(number > 0, number + offset, number))
         words.append(bits)
         offset += len(bits)
     every = torch.cat(words)
@@ -123,8 +123,8 @@ def of_walks(found: Iterable[Walk], block: int, stop: int) -> Relation:
     key, kind = torch.cat(keys).numpy(), torch.cat(kinds).numpy()
     order = np.argsort(key, kind="stable")
     targets, sizes = np.unique(key, return_counts=True)
-    state, result = union(sizes, lambda at: kind[order[at]], look_up, block)
-    return _settled(block, count, bitrows.zeros(count, count), [(targets, state, result)])
+    united, distinct = union(sizes, lambda at: kind[order[at]], look_up, block)
+    return _settled(block, count, bitrows.zeros(count, count), [(targets, united, distinct)])
 
 
 def split(walk: Walk, block: int) -> Part:
@@ -147,9 +147,7 @@ def split(walk: Walk, block: int) -> Part:
     return walk.rows[tile] * down + a, walk.cols[tile] * across + b, table[tile, a, b], words
 
 
-def with_clones(
-    rows: Tensor, cols: Tensor, kind: Tensor, bits: Tensor, count: int, live: int
-) -> tuple[Tensor, Tensor]:
+def with_clones(rows: Tensor, cols: Tensor, kind: Tensor, bits: Tensor, count: int, live: int) -> tuple[Tensor, Tensor]:
     """The kinds once the last block, of which `live` tokens exist, is filled up with clones of the last token."""
     block = bits.shape[1]
     if live == block:

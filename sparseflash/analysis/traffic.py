@@ -49,8 +49,8 @@ class Traffic:
         return (
             f"{self.total:,} bytes: {100 * self.keys_values / self.total:.3g} % keys and values, "
             f"{100 * (self.queries + self.out) / self.total:.3g} % queries and output, "
-            f"{100 * (self.index + self.bits) / self.total:.3g} % mask; {self.dense_flash / self.total:.3g} times less "
-            f"than dense FlashAttention, {self.materialized / self.total:.3g} times less than with the scores in memory"
+            f"{100 * (self.index + self.bits) / self.total:.3g} % mask; dense FlashAttention moves "
+            f"{self.dense_flash / self.total:,.1f} times as much, standard attention {self.materialized / self.total:,.1f}"
         )
 
 

@@ -87,7 +87,9 @@ def cut(kind: Tensor, at_end: Tensor, bits: Tensor, live_q: int, live_k: int, bl
     pairs, which = torch.unique(kind[chosen] * 4 + at_end[chosen], return_inverse=True)
     ends = torch.stack(
         [
-            tiles.rectangle(block_q, block_k, live_q if end & 1 else block_q, live_k if end & 2 else block_k, bits.device)
+            tiles.rectangle(
+                block_q, block_k, live_q if end & 1 else block_q, live_k if end & 2 else block_k, bits.device
+            )
             for end in range(4)
         ]
     )
