@@ -187,6 +187,8 @@ def test_bits_that_are_too_many_to_multiply_are_told(monkeypatch):
 def test_what_lint_cannot_take():
     with pytest.raises(ValueError, match="layers must be at least 1; got 0"):
         lint(masks.causal(64), layers=0)
+    with pytest.raises(TypeError, match="masks must be a BlockMask or a sequence of one or more"):
+        lint(["causal"])
     with pytest.raises(ValueError, match="one length; got 64 and 128 tokens"):
         lint([masks.causal(64), masks.causal(128)])
     mask = masks.causal(64, block=16)

@@ -86,8 +86,9 @@ def lint(
     []
     """
     every = [masks] if isinstance(masks, BlockMask) else list(masks)
-    together = len(every) > 1 or all(isinstance(mask, BlockMask) and mask.q_len == mask.k_len for mask in every)
-    if together:  # cross-attention is no layer of its own
+    # Cross-attention alone is no layer whose output is the next one's input.
+    together = not (len(every) == 1 and isinstance(every[0], BlockMask) and every[0].q_len != every[0].k_len)
+    if together:
         every = model.checked(every)
     if layers is not None and integer(layers, "layers", "layers") < 1:
         raise ValueError(f"layers must be at least 1; got {layers}.")
