@@ -175,7 +175,7 @@ class BlockMask:
         """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
 
         `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
-        with them. It is evaluated tile by tile, on about 8 million scores at a time, never on the whole `N x N`
+        with them. It is evaluated tile by tile, on about 2 million scores at a time, never on the whole `N x N`
         matrix: memory is bounded, time is in proportion to the tiles looked at. `k_len` defaults to `q_len`.
 
         `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable

@@ -354,8 +354,8 @@ def test_a_predicate_over_many_tokens_takes_bounded_memory():
     with LargestTensor() as largest:
         mask = BlockMask.from_function(live, 8192)
     assert sum(asked) == 8192**2
-    assert max(asked) <= building.SCORES_AT_ONCE == 2**23  # an eighth of the matrix
-    assert largest.nbytes <= 4 * building.SCORES_AT_ONCE  # the bits, as int32, before they are summed to words
+    assert max(asked) <= building.SCORES_AT_ONCE == 2**21  # a thirty-second of the matrix
+    assert largest.nbytes <= building.SCORES_AT_ONCE  # the answer
     assert_same(mask, masks.causal(8192))
 
 
@@ -1022,3 +1022,11 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
 def test_constructors_say_what_they_refuse(build, error, message):
     with pytest.raises(error, match=message):
         build()
+
+
+def test_a_default_device_moves_no_mask():
+    dense, layout = torch.ones(40, 40, dtype=torch.bool).tril(), torch.eye(3, dtype=torch.bool)
+    want = BlockMask.from_dense(dense, block=16), BlockMask.from_layout(layout, block=16, q_len=40, k_len=40)
+    with torch.device("meta"):
+        got = BlockMask.from_dense(dense, block=16), BlockMask.from_layout(layout, block=16, q_len=40, k_len=40)
+    assert got == want

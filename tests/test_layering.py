@@ -140,6 +140,12 @@ def test_patterns_import_the_mask_type_only(module):
     assert (LIBRARY[module].everywhere & LIBRARY.keys()) - allowed == set()
 
 
+@pytest.mark.parametrize("module", [m for m in LIBRARY if belongs(m, "sparseflash.analysis")])
+def test_analysis_runs_nothing(module):
+    others = (*BACKENDS, "sparseflash.attention", "sparseflash.operator", "sparseflash.masks")
+    assert [m for m in reached_from(module) if belongs_to_any(m, others)] == []
+
+
 @pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs(m, "sparseflash.masks")])
 def test_the_library_does_not_import_the_patterns(module):
     assert [m for m in LIBRARY[module].everywhere if belongs_to_any(m, ("sparseflash.masks", "masks"))] == []
@@ -176,6 +182,7 @@ import sparseflash
 import sparseflash.masks
 
 assert not torch.cuda.is_initialized()
+assert "sparseflash.analysis" not in sys.modules
 assert "triton" not in sys.modules
 assert not any(name.partition(".")[0] == "scipy" for name in sys.modules)
 """

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
-from sparseflash import BlockMask, attention, interop, masks, tiles
+from sparseflash import BlockMask, analysis, attention, interop, masks, tiles
 from sparseflash.csr import row_of_entry
 from sparseflash.kernels.plan import plan_of
 from strategies import SEEDS, Recipe, block_masks, problems
@@ -342,3 +342,18 @@ def outcome(export, mask):
     except ValueError as error:
         return str(error)
     return [x.tolist() if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
+@given(block_masks(90, blocks=(16, 32), heads=2), SEEDS)
+def test_what_is_said_of_a_loose_mask_is_said_of_its_canonical_form(mask, seed):
+    loose = loosen(mask, seed)
+    for say in (
+        analysis.density,
+        analysis.balance,
+        analysis.coarsening,
+        analysis.lint,
+        lambda m: analysis.flops(m, 64),
+    ):
+        assert say(loose) == say(mask)
+    if mask.q_len == mask.k_len:
+        assert analysis.reach(loose, 2) == analysis.reach(mask, 2)
