@@ -1,0 +1,103 @@
+"""Whether information gets from every token to every other one at all, through however many layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import sparse
+from scipy.sparse import csgraph
+
+from sparseflash import tiles
+from sparseflash.analysis import bitrows
+from sparseflash.analysis.layers import Element
+from sparseflash.analysis.relation import Relation, compose, multiply, tiles_of
+from sparseflash.analysis.tokens import see_previous
+from sparseflash.blockmask import BlockMask
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Query `query` is never influenced by key `key`; `groups` that exchange nothing at all, if there are several."""
+
+    query: int
+    key: int
+    groups: int = 1
+
+
+def gap(element: Element) -> Gap | None:
+    """A pair of tokens that never connect in these layers, repeated for ever; None if there is none.
+
+    If the diagonal tiles connect the tokens of each block among themselves, the graph of tiles decides; elsewhere
+    relations are composed until nothing changes.
+    """
+    union = element.union()
+    if union.count == 0:
+        return None
+    if _blocks_are_connected(union):
+        rows, cols = bitrows.pairs(union.live(), union.count)
+        graph = sparse.csr_array((np.ones(len(rows), np.int8), (rows, cols)), shape=(union.count,) * 2)
+        groups = csgraph.connected_components(graph, return_labels=False)
+        for transposed in (False, True):
+            found = csgraph.breadth_first_order(graph.T.tocsr() if transposed else graph, 0, return_predecessors=False)
+            if len(found) < union.count:
+                missing = int(np.setdiff1d(np.arange(union.count), found)[0]) * union.block
+                return Gap(missing, 0, groups) if transposed else Gap(0, missing, groups)
+        return None
+    closure = _closure(union)
+    if closure.is_everything():
+        return None
+    part = tiles_of(closure, element.stop)
+    reached = BlockMask._of(element.stop, element.stop, union.block, union.block, [part], 1, 1)
+    return _first_gap(reached)
+
+
+def causal_gap(element: Element) -> Gap | None:
+    """The same for causal layers, where only the keys up to a query's own position count.
+
+    Nothing gets from token q - 1 to token q by way of others, because there are none between them. So all connects if
+    and only if each query sees the key just before it in some layer.
+    """
+    sees = torch.zeros(element.stop, dtype=torch.bool)
+    sees[:1] = True
+    for walk in element.walks():
+        sees |= see_previous(walk)
+    missing = (~sees).nonzero()
+    return Gap(int(missing[0]), int(missing[0]) - 1) if len(missing) else None
+
+
+def _blocks_are_connected(union: Relation) -> bool:
+    """Whether the tokens of every block reach one another inside it."""
+    diagonal = np.unique(union.kind_at(np.arange(union.count) * (union.count + 1)))
+    for kind in diagonal[diagonal > 0]:
+        words = union.words[kind - 1 : kind]
+        for _ in range(union.block.bit_length()):
+            words = multiply(words, words, union.block)
+        if not (words == tiles.full_word(union.block)).all():
+            return False
+    return True
+
+
+def _closure(relation: Relation) -> Relation:
+    while (squared := compose(relation, relation)) != relation:
+        relation = squared
+    return relation
+
+
+def _first_gap(reached: BlockMask) -> Gap:
+    """The first pair of tokens that a mask of one pattern leaves out, of which there must be one."""
+    live = torch.zeros(reached.blocks[0], dtype=torch.int64)
+    rows = torch.repeat_interleave(torch.arange(reached.blocks[0]), reached.indptr.diff().long())
+    choices = torch.cat([torch.tensor([reached.block_q * reached.block_k]), tiles.live_scores(reached.bits)])
+    live.index_add_(0, rows, choices[reached.tile.long()])
+    whole = (torch.arange(reached.blocks[0] + 1) * reached.block_q).clamp(max=reached.q_len).diff() * reached.k_len
+    row = int((live < whole).nonzero()[0])
+    strip = torch.zeros(reached.block_q, reached.blocks[1] * reached.block_k, dtype=torch.bool)
+    for e in range(int(reached.indptr[row]), int(reached.indptr[row + 1])):
+        first, tile = int(reached.indices[e]) * reached.block_k, int(reached.tile[e])
+        patch = tiles.unpack(reached.bits[tile - 1], reached.block_k) if tile else torch.tensor(True)
+        strip[:, first : first + reached.block_k] = patch
+    inside = strip[: reached.q_len - row * reached.block_q, : reached.k_len]
+    a, k = (~inside).nonzero()[0].tolist()
+    return Gap(row * reached.block_q + a, k)

@@ -1,0 +1,95 @@
+"""Floating-point operations of an attention under a mask: useful ones, and those of whole tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparseflash.analysis.heads import dims, repeats
+from sparseflash.analysis.walks import walks
+from sparseflash.blockmask import BlockMask
+
+# How often (a product over the head dim D, one over the value dim Dv) occurs for each score.
+_FORWARD = 1, 1  # S = Q K^T; O = P V
+_BACKWARD = 3, 2  # S again, dQ = dS K, dK = dS^T Q; dP = dO V^T, dV = P^T dO
+_BACKWARD_TWO_PASSES = 4, 3  # dK, dV over columns and dQ over rows each make S and dP
+_BACKWARD_THREE_PASSES = 5, 4  # fp32 makes both once more for delta
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations (a multiplication and an addition are two) of one pass over all heads.
+
+    `useful`: of the live scores. `computed`: the same products for every score of the live tiles. `performed`: what
+    sparseflash's Triton kernels multiply: live tiles, head dims padded to a power of two, and in the backward the
+    products that its passes repeat.
+    """
+
+    useful: int
+    computed: int
+    performed: int
+
+    @property
+    def efficiency(self) -> float:
+        """Useful over computed operations; 1.0 if there are none."""
+        return self.useful / self.computed if self.computed else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.useful:.3g} useful FLOPs, {self.computed:.3g} in live tiles "
+            f"({100 * self.efficiency:.3g} % useful), {self.performed:.3g} performed by the kernels"
+        )
+
+
+def flops(
+    mask: BlockMask,
+    head_dim: int,
+    v_dim: int | None = None,
+    *,
+    backward: bool = False,
+    batch: int | None = None,
+    heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Flops:
+    """Operations of the matrix products of one forward pass, or of one backward pass. With D = head_dim, Dv = v_dim:
+
+        forward    2 (D + Dv) a score:     S = Q K^T, O = P V
+        backward   2 (3 D + 2 Dv) a score: S again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q
+
+    which for D = Dv are the `4 D` and 2.5 times as much that FlashAttention counts (Dao, 2023, section 4.1). What a
+    softmax costs is left out, as is usual: it is of the order of a product with D = 1, but on slower units.
+
+    sparseflash's backward has no atomics. It makes dK and dV in one pass and dQ in another, each with its own S and dP:
+    seven products, `2 (4 D + 3 Dv)`, and in fp32 a third pass for delta, which makes nine, `2 (5 D + 4 Dv)`. That, and
+    the padding of the head dims, is in `performed` only.
+
+    `head_dim`, `v_dim` (by default the same) in channels. `batch`, `heads` of the attention, by default those of the
+    mask. Scores past a sequence's length are not useful; tiles that begin past it are not computed.
+
+    Raises ValueError if a dim is not positive, or if the mask does not fit that many heads or batch elements.
+
+    >>> mask = BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
+    >>> flops(mask, 64)
+    Flops(useful=8421376, computed=10485760, performed=10485760)
+    >>> print(flops(mask, 64, backward=True, batch=2, heads=8))
+    3.37e+08 useful FLOPs, 4.19e+08 in live tiles (80.3 % useful), 5.87e+08 performed by the kernels
+    """
+    head_dim, v_dim = dims(head_dim, v_dim)
+    times = repeats(mask, batch, heads)
+    live = tiles = 0
+    for walk in walks(mask):
+        live += times * len(walk.users) * int(walk.live().sum())
+        tiles += times * len(walk.users) * len(walk.rows)
+    of_d, of_dv = _BACKWARD if backward else _FORWARD
+    a_score = 2 * (of_d * head_dim + of_dv * v_dim)
+    if backward:
+        of_d, of_dv = _BACKWARD_THREE_PASSES if dtype == torch.float32 else _BACKWARD_TWO_PASSES
+    performed = 2 * (of_d * _padded(head_dim) + of_dv * _padded(v_dim))
+    in_tiles = tiles * mask.block_q * mask.block_k
+    return Flops(useful=a_score * live, computed=a_score * in_tiles, performed=performed * in_tiles)
+
+
+def _padded(dim: int) -> int:
+    """The head dim that the kernels compute with."""
+    return max(16, 1 << (dim - 1).bit_length())

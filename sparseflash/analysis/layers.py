@@ -1,0 +1,106 @@
+"""The layers of a model as one batch element sees them: what reach and lint start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sparseflash.analysis.relation import Relation, of_walks
+from sparseflash.analysis.walks import Walk, walk
+from sparseflash.blockmask import BlockMask
+
+MOST_BLOCKS = 1 << 15  # a bit matrix of the tile graph then takes 128 MB
+
+Masks = BlockMask | Sequence[BlockMask]
+
+
+class Element:
+    """What one batch element's tokens see in each of the layers."""
+
+    def __init__(self, masks: Sequence[BlockMask], patterns: tuple[tuple[int, ...], ...], stop: int) -> None:
+        self.key = patterns, stop
+        self.stop = stop
+        self._masks, self._patterns = masks, patterns
+        self._steps: dict[tuple[int, tuple[int, ...]], Relation] = {}
+
+    def steps(self) -> list[Relation]:
+        """One relation a layer, the residual connection included."""
+        return [self._step(mask, patterns) for mask, patterns in zip(self._masks, self._patterns, strict=True)]
+
+    def _step(self, mask: BlockMask, patterns: tuple[int, ...]) -> Relation:
+        key = id(mask), patterns  # layers often share a mask
+        if key not in self._steps:
+            found = (walk(mask, pattern, self.stop) for pattern in patterns)
+            self._steps[key] = of_walks(found, block_of(self._masks), self.stop)
+        return self._steps[key]
+
+    def walks(self) -> Iterator[Walk]:
+        """What each layer and head walks, equal ones once."""
+        seen = set()
+        for mask, patterns in zip(self._masks, self._patterns, strict=True):
+            for pattern in patterns:
+                if (id(mask), pattern) not in seen:
+                    seen.add((id(mask), pattern))
+                    yield walk(mask, pattern, self.stop)
+
+    def union(self) -> Relation:
+        """What is seen in any layer, the residual connection included."""
+        return of_walks(self.walks(), block_of(self._masks), self.stop)
+
+    def nothing(self) -> Relation:
+        """No layer at all: the identity."""
+        return of_walks([], block_of(self._masks), self.stop)
+
+
+def checked(masks: Masks) -> list[BlockMask]:
+    """The masks of the layers, on the CPU; the errors that `reach` documents."""
+    every = [masks] if isinstance(masks, BlockMask) else list(masks)
+    if not every or not all(isinstance(mask, BlockMask) for mask in every):
+        raise TypeError(f"masks must be a BlockMask or a sequence of one or more; got {masks!r}.")
+    on_cpu: dict[int, BlockMask] = {id(mask): mask.to("cpu") for mask in every}
+    every = [on_cpu[id(mask)] for mask in every]
+    for mask in every:
+        if mask.q_len != mask.k_len:
+            raise ValueError(
+                f"masks must have as many queries as keys, for a layer's output to be the next one's input; "
+                f"got {mask.q_len} x {mask.k_len}."
+            )
+        if mask.q_len != every[0].q_len:
+            raise ValueError(f"masks must have one length; got {every[0].q_len} and {mask.q_len} tokens.")
+        if mask.shape[0] == 0:
+            raise ValueError("masks must have at least one batch element; got lengths of none.")
+    batches = {mask.shape[0] for mask in every} - {1}
+    if len(batches) > 1:
+        raise ValueError(f"masks must have one batch size, or 1; got {' and '.join(map(str, sorted(batches)))}.")
+    lengths = {tuple(mask.lengths.tolist()) for mask in every if mask.lengths is not None}
+    if len(lengths) > 1:
+        raise ValueError("masks must have the same lengths, or none; got different ones.")
+    return every
+
+
+def check_size(masks: Sequence[BlockMask]) -> None:
+    """The limit of what keeps a bit matrix of the tile graph."""
+    count = -(-masks[0].q_len // block_of(masks))
+    if count > MOST_BLOCKS:
+        raise ValueError(
+            f"masks must have at most {MOST_BLOCKS} block rows; got {count} of {block_of(masks)} tokens. "
+            "Give masks with larger blocks."
+        )
+
+
+def block_of(masks: Sequence[BlockMask]) -> int:
+    """The square block, in tokens, that divides the blocks of all these masks."""
+    return min(min(mask.block_q, mask.block_k) for mask in masks)
+
+
+def elements(masks: Sequence[BlockMask]) -> list[Element]:
+    """One entry a batch element; equal ones are the same object."""
+    batch = max(mask.shape[0] for mask in masks)
+    lengths = next((mask.lengths for mask in masks if mask.lengths is not None), None)
+    stops = [masks[0].q_len] * batch if lengths is None else lengths.expand(batch).tolist()
+    patterns = [mask.pattern.expand(batch, -1).tolist() for mask in masks]
+    found: dict[object, Element] = {}
+    result = []
+    for b in range(batch):
+        used = tuple(tuple(sorted(set(rows[b]))) for rows in patterns)
+        result.append(found.setdefault((used, stops[b]), Element(masks, used, stops[b])))
+    return result

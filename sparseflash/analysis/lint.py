@@ -1,0 +1,267 @@
+"""Mistakes that masks commonly hold, found before training does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparseflash.analysis import layers as model
+from sparseflash.analysis.balance import Load, balance
+from sparseflash.analysis.coarsening import coarsening
+from sparseflash.analysis.layers import Masks, block_of, elements
+from sparseflash.analysis.order import live_tiles_in_order
+from sparseflash.analysis.reach import layers_to_full_reach
+from sparseflash.analysis.tokens import blind_queries, future_scores, unseen_keys
+from sparseflash.analysis.walks import Walk, walks
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import BLOCKS, integer
+
+Severity = Literal["error", "warning", "note"]
+
+UNEVEN = 4.0  # times the mean number of tiles
+SPARSE = 0.1  # live share of a tile
+SHARE_OF_TILES = 0.1  # that many sparse ones are worth a word,
+WASTE = 2.0  # if that many scores are computed for a live one
+BETTER = 1.5  # a block, and
+FEWER = 0.75  # a token order, worth changing to
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is probably not meant: what, with its numbers and the remedy, and where (empty: everywhere).
+
+    `code` is stable, for filtering. `severity`: "error" contradicts what was declared, "warning" is seldom meant,
+    "note" costs speed or is often meant.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.severity} [{self.code}]{f' {self.where}' if self.where else ''}: {self.message}"
+
+
+def lint(
+    masks: Masks,
+    *,
+    causal: bool = False,
+    layers: int | None = None,
+    orders: Mapping[str, Tensor] | None = None,
+) -> list[Finding]:
+    """Looks for mistakes in a mask, or in the masks of a model's layers; an empty list if there are none.
+
+    `masks`: one mask for every layer, or one a layer, first layer first. `causal`: no query may see a later key
+    (`k > q + k_len - q_len`). `layers`: how many layers the model has, if the number is to be checked against the
+    number that it takes to connect everything; a list is repeated. `orders`: other orders of the tokens that could be
+    chosen, by name; new token t is old token `order[t]`. All is exact, on tokens.
+
+    | code | severity | found if |
+    |---|---|---|
+    | `future-leak` | error | `causal`, and a live score lies in the future |
+    | `empty-queries` | warning | a query sees no key: its output is 0 |
+    | `empty-keys` | warning | a key is seen by no query of its head |
+    | `never-connects` | warning | some token can never influence another (causal: a later one), at any depth |
+    | `too-few-layers` | warning | `layers` are fewer than it takes |
+    | `sparse-tiles` | warning | a tenth of the live tiles hold under 10 % live scores, and half of the work is dead |
+    | `token-order` | note | one of `orders` has under three quarters of the live tiles |
+    | `uneven-rows`, `uneven-columns` | note | a block row or column has over four times the mean of live tiles |
+    | `not-checked` | note | a question is too large to be answered: which one, and what to do |
+
+    What connects is asked of masks with as many queries as keys only, and of a mask that shows no future as of a causal
+    one. Packed documents never connect and global tokens make uneven rows: where that is meant, pass over the finding.
+
+    Raises ValueError as `reach` does for masks that are no layers of one model, and for an order that is none.
+
+    >>> for finding in lint(BlockMask.from_function(lambda q, k: k <= q + 1, 256, block=64), causal=True):
+    ...     print(finding)
+    error [future-leak]: 255 live scores lie in the future, the first at query 0, key 1. Intersect with the causal mask.
+    >>> lint(BlockMask.from_function(lambda q, k: k <= q, 256, block=64), causal=True)
+    []
+    """
+    every = [masks] if isinstance(masks, BlockMask) else list(masks)
+    together = len(every) > 1 or all(isinstance(mask, BlockMask) and mask.q_len == mask.k_len for mask in every)
+    if together:  # cross-attention is no layer of its own
+        every = model.checked(every)
+    if layers is not None and integer(layers, "layers", "layers") < 1:
+        raise ValueError(f"layers must be at least 1; got {layers}.")
+    found: list[Finding] = []
+    leaks = 0
+    seen: dict[int, list[int]] = {}
+    for number, mask in enumerate(every):
+        seen.setdefault(id(mask), []).append(number)
+    for numbers in seen.values():
+        mask = every[numbers[0]]
+        where = "" if len(seen) == 1 else f"layer {_some(numbers)}"
+        leak = list(_future(mask, where))
+        leaks += len(leak)
+        found += leak if causal else []
+        found += _empty(mask, where)
+        found += _sparse(mask, where, orders or {})
+        found += _uneven(mask, where)
+    if together and not (causal and leaks):
+        # A mask that shows no future is meant to be causal, declared or not.
+        found += _connected(every, not leaks, layers)
+    rank = {"error": 0, "warning": 1, "note": 2}
+    return sorted(found, key=lambda finding: rank[finding.severity])
+
+
+def _future(mask: BlockMask, where: str) -> Iterator[Finding]:
+    for walk in walks(mask):
+        count, first = future_scores(walk, mask.k_len - mask.q_len)
+        if first is not None:
+            yield Finding(
+                "future-leak", "error",
+                f"{count:,} live scores lie in the future, the first at query {first[0]}, key {first[1]}. Intersect "
+                "with the causal mask.",
+                _place(mask, walk.users, where),
+            )  # fmt: skip
+
+
+def _empty(mask: BlockMask, where: str) -> Iterator[Finding]:
+    for walk in walks(mask):
+        place = _place(mask, walk.users, where)
+        blind, unseen = blind_queries(walk), unseen_keys(walk)
+        if len(blind):
+            yield Finding(
+                "empty-queries", "warning",
+                f"{len(blind):,} of {walk.q_stop:,} queries see no key, and get 0: {_ranges(blind)}. Let each see "
+                "itself, say.",
+                place,
+            )  # fmt: skip
+        if len(unseen):
+            yield Finding(
+                "empty-keys", "warning",
+                f"{len(unseen):,} of {walk.k_stop:,} keys are seen by no query: {_ranges(unseen)}. Their values reach "
+                "nothing.",
+                place,
+            )  # fmt: skip
+
+
+def _sparse(mask: BlockMask, where: str, orders: Mapping[str, Tensor]) -> Iterator[Finding]:
+    total = sum(len(walk.users) * int((walk.live() > 0).sum()) for walk in walks(mask))
+    sparse = sum(len(walk.users) * int(_is_sparse(walk).sum()) for walk in walks(mask))
+    own = coarsening(mask, [(mask.block_q, mask.block_k)])[0]
+    if sparse > SHARE_OF_TILES * total and own.over_coverage >= WASTE:
+        smaller = [block for block in BLOCKS if block < max(mask.block_q, mask.block_k)]
+        others = coarsening(mask, smaller)
+        better = [entry for entry in others if entry.over_coverage * BETTER <= own.over_coverage]
+        # Of blocks that cover nearly as well, the largest runs fastest.
+        least = min((entry.over_coverage for entry in better), default=0.0)
+        best = max((e for e in better if e.over_coverage <= 1.25 * least), key=lambda e: e.block_q, default=None)
+        remedy = (
+            "No smaller block does much better; another token order might (`orders`)."
+            if best is None
+            else f"Blocks of {best.block_q} would compute {best.over_coverage:.3g}."
+        )
+        yield Finding(
+            "sparse-tiles", "warning",
+            f"{sparse:,} of {total:,} live tiles hold under {100 * SPARSE:.0f} % live scores; {own.over_coverage:.3g} "
+            f"scores are computed for each live one. {remedy}",
+            where,
+        )  # fmt: skip
+    counts = {name: live_tiles_in_order(mask, order) for name, order in orders.items()}
+    name = min(counts, key=counts.__getitem__, default="")
+    if counts and counts[name] < FEWER * total:
+        yield Finding(
+            "token-order", "note",
+            f"in the order {name!r} the mask has {counts[name]:,} live tiles instead of {total:,}. Permute the tokens "
+            "and the mask by it.",
+            where,
+        )  # fmt: skip
+
+
+def _is_sparse(walk: Walk) -> Tensor:
+    """Which tiles hold some, but few, of the scores that exist there."""
+    queries = (walk.q_stop - walk.rows * walk.block_q).clamp(max=walk.block_q)
+    keys = (walk.k_stop - walk.cols * walk.block_k).clamp(max=walk.block_k)
+    live = walk.live()
+    return (live > 0) & (live < SPARSE * (queries * keys))
+
+
+def _uneven(mask: BlockMask, where: str) -> Iterator[Finding]:
+    for entry in balance(mask):
+        sides: tuple[tuple[str, Load, str], ...] = (
+            ("rows", entry.rows, "forward and dQ"),
+            ("columns", entry.columns, "dK and dV"),
+        )
+        for side, load, what in sides:
+            if load.tiles.ratio > UNEVEN:
+                yield Finding(
+                    f"uneven-{side}", "note",
+                    f"a block {side[:-1]} holds {load.tiles.most:,} live tiles, {load.tiles.ratio:.3g} times the mean "
+                    f"of {load.tiles.mean:.3g}: {what} may wait for it on a short batch. Larger batches hide it.",
+                    _place(mask, entry.users, where),
+                )  # fmt: skip
+
+
+def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iterator[Finding]:
+    from sparseflash.analysis.connectivity import causal_gap, gap  # scipy.sparse takes half a second to import
+
+    count = -(-every[0].q_len // block_of(every))
+    too_large = count > model.MOST_BLOCKS
+    if too_large and (layers is not None or not causal):
+        yield Finding(
+            "not-checked", "note",
+            f"whether all tokens connect is answered up to {model.MOST_BLOCKS:,} block rows; got {count:,} of "
+            f"{block_of(every)} tokens. Give a mask with larger blocks.",
+        )  # fmt: skip
+    if too_large and not causal:
+        return
+    done = set()
+    connected = True
+    all_elements = elements(every)
+    for number, element in enumerate(all_elements):
+        if element.key in done:
+            continue
+        done.add(element.key)
+        found = causal_gap(element) if causal else gap(element)
+        if found is None:
+            continue
+        connected = False
+        alone = "" if len(all_elements) == 1 else f"batch element {number}"
+        groups = (
+            f"the tokens fall into {found.groups:,} groups that exchange nothing" if found.groups > 1
+            else f"query {found.query} is never influenced by key {found.key}, however many layers there are"
+        )  # fmt: skip
+        yield Finding(
+            "never-connects", "warning",
+            f"{groups}. Unless they are documents, add a factor, a window or a global token that joins them.", alone,
+        )  # fmt: skip
+    if layers is not None and connected and not too_large:
+        needed = layers_to_full_reach(every, causal=causal)
+        if needed is not None and needed > layers:
+            yield Finding(
+                "too-few-layers", "warning",
+                f"it takes {needed:,} layers until every query is influenced by every "
+                f"{'earlier ' if causal else ''}key; the model has {layers:,}.",
+            )  # fmt: skip
+
+
+def _place(mask: BlockMask, users: tuple[tuple[int, int], ...], where: str) -> str:
+    """Which layer, batch element and head; nothing for what a mask has only one of."""
+    batch, heads = mask.shape[:2]
+    parts = [where] if where else []
+    if batch > 1:
+        parts.append(f"batch element {_some(sorted({b for b, _ in users}))}")
+    if heads > 1:
+        parts.append(f"head {_some(sorted({h for _, h in users}))}")
+    return ", ".join(parts)
+
+
+def _some(numbers: list[int]) -> str:
+    """The first few of some numbers."""
+    return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+
+
+def _ranges(tokens: Tensor) -> str:
+    """The first few runs of consecutive tokens, as `0..5, 9`."""
+    starts = torch.cat([tokens[:1], tokens[1:][tokens.diff() > 1]])
+    ends = torch.cat([tokens[:-1][tokens.diff() > 1], tokens[-1:]])
+    runs = [str(a) if a == b else f"{a}..{b}" for a, b in zip(starts[:3].tolist(), ends[:3].tolist(), strict=True)]
+    return ", ".join(runs) + (f" and {len(starts) - 3} more runs" if len(starts) > 3 else "")

@@ -1,0 +1,58 @@
+"""How many tiles a mask would have if its tokens stood in another order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.analysis.walks import walks, words_of
+from sparseflash.blockmask import BlockMask
+from sparseflash.building import SCORES_AT_ONCE
+
+_MOST_TILES = 1 << 28  # a byte a tile
+
+
+def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
+    """Live tiles, over all heads and batch elements of `mask.shape`, once new token t is old token `order[t]`.
+
+    Takes time in proportion to the scores of the live tiles, and a byte for every tile, live or not. Raises TypeError
+    or ValueError if `order` is no permutation of the tokens, or if there are over 2^28 tiles.
+    """
+    place = _places(mask, order)
+    row_blocks, col_blocks = mask.blocks
+    if row_blocks * col_blocks > _MOST_TILES:
+        raise ValueError(
+            f"orders can be compared for masks of up to {_MOST_TILES} tiles, live or not; got {row_blocks} x "
+            f"{col_blocks}. Give a mask with larger blocks."
+        )
+    total = 0
+    for walk in walks(mask):
+        live = torch.zeros(row_blocks * col_blocks, dtype=torch.bool)
+        each = torch.arange(len(walk.rows)).split(max(1, SCORES_AT_ONCE // (mask.block_q * mask.block_k)))
+        for some in each:
+            patch = tiles.unpack(words_of(walk.kind[some], walk.bits, mask.block_k), mask.block_k)
+            tile, a, b = patch.nonzero(as_tuple=True)
+            row = place[walk.rows[some][tile] * mask.block_q + a] // mask.block_q
+            live[row * col_blocks + place[walk.cols[some][tile] * mask.block_k + b] // mask.block_k] = True
+        total += len(walk.users) * int(live.sum())
+    return total
+
+
+def _places(mask: BlockMask, order: Tensor) -> Tensor:
+    """Where each old token goes."""
+    order = torch.as_tensor(order).cpu()
+    if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
+        raise TypeError(f"an order must be an integer tensor; got {order.dtype}.")
+    if mask.q_len != mask.k_len:
+        raise ValueError(f"an order needs a mask with as many queries as keys; got {mask.q_len} x {mask.k_len}.")
+    order = order.long()
+    is_permutation = order.shape == (mask.q_len,) and torch.equal(order.sort().values, torch.arange(mask.q_len))
+    if not is_permutation:
+        raise ValueError(
+            f"an order must list each of the {mask.q_len} tokens once; got a tensor of shape {list(order.shape)}"
+            f"{' that does not' if order.shape == (mask.q_len,) else ''}."
+        )
+    place = torch.empty_like(order)
+    place[order] = torch.arange(mask.q_len)
+    return place

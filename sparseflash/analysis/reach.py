@@ -1,0 +1,174 @@
+"""Which keys can influence a query through several layers, and how many layers it takes until all can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle, islice
+
+from sparseflash.analysis import bitrows
+from sparseflash.analysis.layers import Element, Masks, block_of, check_size, checked, elements
+from sparseflash.analysis.relation import Relation, compose, tiles_of
+from sparseflash.blockmask import BlockMask
+from sparseflash.building import Part
+from sparseflash.checks import integer
+
+MOST_TILES = 1 << 24
+
+
+def reach(masks: Masks, layers: int | None = None) -> BlockMask:
+    """The keys that a query can be influenced by after `layers` layers of attention with residual connections.
+
+    `masks`: one mask for every layer, or one a layer, first layer first; a list that is shorter than `layers` is
+    repeated. `layers` defaults to one for each mask given. With `M_l` the mask of layer l as a boolean matrix, heads
+    united (a token is influenced through any of them), and `I` the identity that the residual connection adds, this is
+    the boolean product
+
+        R = (M_L or I) (M_(L-1) or I) ... (M_1 or I)
+
+    so `R[q, k]` says whether input token k can change what token q holds after the last layer. 0 layers give the
+    identity. Exact on tokens: where tiles are full, or their rows and columns all hold something, the tile graph
+    decides; elsewhere bits are multiplied, once for each distinct pair of tiles.
+
+    The result has one head, square blocks of the smallest `block_q` or `block_k` of the masks, a pattern for each batch
+    element if the masks have them, and no `lengths`: padding neither reaches nor is reached.
+
+    Raises ValueError for `q_len != k_len`, for masks of different lengths or batch sizes, and where the result would
+    have over 16.7 million tiles or the masks over 32,768 block rows: larger blocks are the remedy, and
+    `layers_to_full_reach` needs no result.
+
+    >>> step = BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, 64, block=16)
+    >>> reach(step, 3) == BlockMask.from_function(lambda q, k: (q - k).abs() <= 3, 64, block=16)
+    True
+    """
+    every = checked(masks)
+    check_size(every)
+    layers = len(every) if layers is None else integer(layers, "layers", "layers")
+    if layers < 0:
+        raise ValueError(f"layers must not be negative; got {layers}.")
+    parts: list[Part] = []
+    found: dict[object, Part] = {}
+    block, length = block_of(every), every[0].q_len
+    for element in elements(every):
+        if element.key not in found:
+            relation = _after(element, layers)
+            count = bitrows.count(relation.full, relation.count) + len(relation.key)
+            if count > MOST_TILES:
+                raise ValueError(
+                    f"the result must have at most {MOST_TILES} tiles; got {count} tiles of {block} x {block}. Give "
+                    "masks with larger blocks; layers_to_full_reach and diameter have no such limit."
+                )
+            found[element.key] = tiles_of(relation, element.stop)
+        parts.append(found[element.key])
+    return BlockMask._of(length, length, block, block, parts, len(parts), 1)
+
+
+def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
+    """The least number of layers after which every query is influenced by every key; None if that never happens.
+
+    `masks` as in `reach`; a list is repeated as often as it takes. `causal=True` asks only for the keys up to the
+    query's own position. With patterns for batch elements, or lengths, the most layers that an element needs. Raises
+    ValueError as `reach` does, except for large results.
+
+    >>> import torch
+    >>> i, j = torch.arange(8)[:, None], torch.arange(8)
+    >>> butterfly = sum((i ^ j) == stride for stride in (0, 1, 2, 4)).bool()
+    >>> layers_to_full_reach(BlockMask.from_layout(butterfly))
+    3
+    >>> layers_to_full_reach(BlockMask.from_layout(butterfly.tril()), causal=True) is None  # never, at any depth
+    True
+    """
+    goal = Relation.is_causally_everything if causal else Relation.is_everything
+
+    def needed(element: Element) -> int | None:
+        last, powers = _powers(element, goal)
+        return _first(element, powers, goal) if goal(last) else None
+
+    return _most(masks, needed)
+
+
+def diameter(masks: Masks) -> int:
+    """The number of layers after which nothing more is reached: the longest of the shortest paths that there are.
+
+    Where every query is influenced by every key in the end, that is `layers_to_full_reach`. `masks` as there.
+
+    >>> import torch
+    >>> i, j = torch.arange(8)[:, None], torch.arange(8)
+    >>> butterfly = sum((i ^ j) == stride for stride in (0, 1, 2, 4)).bool()
+    >>> diameter(BlockMask.from_layout(butterfly.tril()))
+    3
+    """
+
+    def needed(element: Element) -> int:
+        last, powers = _powers(element, lambda relation: False)
+        return _first(element, powers, last.__eq__)
+
+    return _most(masks, needed) or 0
+
+
+def _after(element: Element, layers: int) -> Relation:
+    """What is reached after so many layers."""
+    steps = element.steps()
+    if len(steps) == 1:
+        return _power(steps[0], layers) if layers else element.nothing()
+    result = element.nothing()
+    for step in islice(cycle(steps), layers):
+        result = compose(step, result)
+    return result
+
+
+def _power(step: Relation, exponent: int) -> Relation:
+    """`step` to a positive power, by squaring; once nothing changes, nothing ever does."""
+    result = step
+    for bit in bin(exponent)[3:]:
+        squared = compose(result, result)
+        following = compose(step, squared) if bit == "1" else squared
+        if following == result:
+            return result
+        result = following
+    return result
+
+
+def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relation, list[Relation]]:
+    """`T, T^2, T^4, ...` of the whole list of layers T, up to the first that meets the goal or changes nothing.
+
+    That last one is returned apart. A goal must be kept by all larger relations.
+    """
+    power = element.nothing()
+    for step in element.steps():
+        power = compose(step, power)
+    powers: list[Relation] = []
+    while not goal(power):
+        squared = compose(power, power)
+        if squared == power:
+            break
+        powers.append(power)
+        power = squared
+    return power, powers
+
+
+def _first(element: Element, powers: list[Relation], goal: Callable[[Relation], bool]) -> int:
+    """The least number of layers that meets the goal, which the power after the last of `powers` does."""
+    steps = element.steps()
+    result, layers = element.nothing(), 0
+    # Reach only grows with layers. The most rounds that do not meet the goal, as a binary number ...
+    for exponent in reversed(range(len(powers))):
+        longer = compose(powers[exponent], result)
+        if not goal(longer):
+            result, layers = longer, layers + (len(steps) << exponent)
+    # ... and the layers of the round that does.
+    for step in cycle(steps):
+        if goal(result):
+            return layers
+        result, layers = compose(step, result), layers + 1
+    raise AssertionError("a cycle of layers does not end")
+
+
+def _most(masks: Masks, needed: Callable[[Element], int | None]) -> int | None:
+    """The most layers that a batch element needs; None if one is never done."""
+    every = checked(masks)
+    check_size(every)
+    found: dict[object, int | None] = {}
+    for element in elements(every):
+        if element.key not in found:
+            found[element.key] = needed(element)
+    return None if None in found.values() else max(value for value in found.values() if value is not None)

@@ -1,0 +1,289 @@
+"""Relations between tokens (who sees whom), kept as tiles, and their exact composition.
+
+A relation is a square boolean matrix over `count` blocks of `block` tokens. Which tiles are full and which hold
+anything are two bit matrices; only what is neither dead nor full has bits of its own. Composition settles nearly all
+tiles on the bit matrices alone, and multiplies bits only for tiles that can end up partial, once for each distinct pair
+of factors: exact on tokens at the price of the tile graph, as far as tiles are full.
+
+A sequence that ends inside a block is completed by clones of its last token: they see, and are seen by, what it sees
+and is seen by. Composing relations and adding clones can be done in either order, so that composition need not know of
+ends; `tiles_of` takes the clones off again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.analysis import bitrows
+from sparseflash.analysis.bitrows import Bits, Index
+from sparseflash.analysis.walks import Walk, cut, words_of
+from sparseflash.building import SCORES_AT_ONCE, Part
+
+_TARGETS_AT_ONCE = 1 << 14
+_PAIRS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Token q sees token k iff the tile of both is full, or partial with that bit set.
+
+    `full`: bit matrix `[count, count]` of full tiles. `key` int64 `[E]`, increasing: `row * count + column` of the
+    partial tiles; `kind` int64 `[E]`: 1 and up, their number in `words` int32 `[T, block, words_per_row(block)]`, each
+    stored once, numbered as they first appear. So equal relations have equal arrays.
+    """
+
+    block: int
+    count: int
+    full: Bits
+    key: Index
+    kind: Index
+    words: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Relation):
+            return NotImplemented
+        return (
+            np.array_equal(self.full, other.full)
+            and np.array_equal(self.key, other.key)
+            and np.array_equal(self.kind, other.kind)
+            and torch.equal(self.words, other.words)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def with_partial(self, chosen: NDArray[np.bool_]) -> Bits:
+        """The full tiles, and the partial ones whose kind is chosen (bool `[T]`)."""
+        key = self.key[chosen[self.kind - 1]]
+        return self.full | bitrows.of_pairs(key // self.count, key % self.count, self.count, self.count)
+
+    def live(self) -> Bits:
+        """The tiles that hold anything."""
+        return self.with_partial(np.ones(len(self.words), np.bool_))
+
+    def every_row(self) -> Bits:
+        """The tiles in which each query sees some key."""
+        return self.with_partial((self.words != 0).any(2).all(1).numpy())
+
+    def every_column(self) -> Bits:
+        """The tiles in which each key is seen by some query."""
+        seen = np.bitwise_or.reduce(self.words.numpy(), axis=1)
+        return self.with_partial((seen == tiles.full_word(self.block)).all(1))
+
+    def kind_at(self, key: Index) -> Index:
+        """The kinds of tiles that are live: 0 for a full one."""
+        at = np.searchsorted(self.key, key)
+        found = at < len(self.key)
+        found[found] = self.key[at[found]] == key[found]
+        kind = np.zeros(len(key), np.int64)
+        kind[found] = self.kind[at[found]]
+        return kind
+
+    def is_everything(self) -> bool:
+        """Whether every token sees every token."""
+        return not len(self.key) and bitrows.count(self.full, self.count) == self.count**2
+
+    def is_causally_everything(self) -> bool:
+        """Whether every token sees every token up to itself. Asked of relations that hold the identity."""
+        below = bitrows.below(self.count)
+        if ((self.full & below) != below).any():
+            return False
+        diagonal = np.unique(self.kind_at(np.arange(self.count) * (self.count + 1)))
+        words = words_of(torch.from_numpy(diagonal), self.words, self.block)
+        wanted = tiles.pack(torch.ones(1, self.block, self.block, dtype=torch.bool).tril())
+        return bool(((words & wanted) == wanted).all())
+
+
+def of_walks(found: Iterable[Walk], block: int, stop: int) -> Relation:
+    """What a token of a sequence of `stop` tokens sees in any of these walks, or is: the union, and the identity."""
+    count = -(-stop // block)
+    identity = tiles.pack(torch.eye(block, dtype=torch.bool).unsqueeze(0))
+    diagonal = torch.arange(count)
+    parts: list[Part] = [(diagonal, diagonal, torch.ones_like(diagonal), identity)]
+    for walk in found:
+        parts.append(split(walk, block))
+    keys, kinds, words, offset = [], [], [], 0
+    for rows, cols, stored, bits in parts:
+        number, bits = with_clones(rows, cols, stored, bits, count, stop - (count - 1) * block)
+        keys.append(rows * count + cols)
+        kinds.append(torch.where(number > 0, number + offset, number))
+        words.append(bits)
+        offset += len(bits)
+    every = torch.cat(words)
+
+    def look_up(ids: Index) -> Tensor:
+        return words_of(torch.from_numpy(ids), every, block)
+
+    key, kind = torch.cat(keys).numpy(), torch.cat(kinds).numpy()
+    order = np.argsort(key, kind="stable")
+    targets, sizes = np.unique(key, return_counts=True)
+    united, distinct = union(sizes, lambda at: kind[order[at]], look_up, block)
+    return _settled(block, count, bitrows.zeros(count, count), [(targets, united, distinct)])
+
+
+def split(walk: Walk, block: int) -> Part:
+    """The tiles of a walk in square blocks, which must divide those of the mask; dead ones dropped."""
+    down, across = walk.block_q // block, walk.block_k // block
+    if down == across == 1:
+        dead = (walk.bits == 0).all(-1).all(-1)
+        keep = ~torch.cat([dead.new_zeros(1), dead])[walk.kind]
+        return walk.rows[keep], walk.cols[keep], walk.kind[keep], walk.bits
+    found = []
+    for words in walk.bits.split(max(1, SCORES_AT_ONCE // (walk.block_q * walk.block_k))):
+        live = tiles.unpack(words, walk.block_k).view(-1, down, block, across, block).transpose(2, 3)
+        found.append(tiles.pack(live))
+    words = torch.cat(found).flatten(0, 2) if found else walk.bits.new_zeros(0, block, tiles.words_per_row(block))
+    dead, full = (words == 0).all(-1).all(-1), (words == tiles.full_word(block)).all(-1).all(-1)
+    number = torch.where(full, 0, torch.arange(1, len(words) + 1))
+    number[dead] = -1
+    table = torch.cat([number.new_zeros(1, down, across), number.view(-1, down, across)])[walk.kind]
+    tile, a, b = (table >= 0).nonzero(as_tuple=True)
+    return walk.rows[tile] * down + a, walk.cols[tile] * across + b, table[tile, a, b], words
+
+
+def with_clones(rows: Tensor, cols: Tensor, kind: Tensor, bits: Tensor, count: int, live: int) -> tuple[Tensor, Tensor]:
+    """The kinds once the last block, of which `live` tokens exist, is filled up with clones of the last token."""
+    block = bits.shape[1]
+    if live == block:
+        return kind, bits
+    last_q, last_k = rows == count - 1, cols == count - 1
+    end = last_q.long() + 2 * last_k.long()
+    chosen = end > 0
+    pairs, which = torch.unique(kind[chosen] * 4 + end[chosen], return_inverse=True)
+    found = []
+    for some in pairs.split(max(1, SCORES_AT_ONCE // block**2)):
+        patch = tiles.unpack(words_of(some // 4, bits, block), block)
+        at_q, at_k = some % 4 % 2 == 1, some % 4 >= 2
+        patch[at_q, live:] = patch[at_q, live - 1 : live]
+        patch[at_k, :, live:] = patch[at_k, :, live - 1 : live]
+        found.append(tiles.pack(patch))
+    kind = kind.clone()
+    kind[chosen] = which + len(bits) + 1
+    return kind, torch.cat([bits, *found])
+
+
+def tiles_of(relation: Relation, stop: int) -> Part:
+    """The tiles of a relation over a sequence of `stop` tokens, its clones taken off."""
+    rows, cols = bitrows.pairs(relation.full, relation.count)
+    partial_rows, partial_cols = relation.key // relation.count, relation.key % relation.count
+    i = torch.from_numpy(np.concatenate([rows, partial_rows]))
+    j = torch.from_numpy(np.concatenate([cols, partial_cols]))
+    kind = torch.from_numpy(np.concatenate([np.zeros(len(rows), np.int64), relation.kind]))
+    live, last = stop - (relation.count - 1) * relation.block, relation.count - 1
+    if live == relation.block:
+        return i, j, kind, relation.words
+    end = (i == last).long() + 2 * (j == last).long()
+    return i, j, *cut(kind, end, relation.words, live, live, relation.block)
+
+
+def compose(a: Relation, b: Relation) -> Relation:
+    """Who sees whom in two steps: token q sees k iff some t has a[q, t] and b[t, k]."""
+    count = a.count
+    # A full tile and one whose every column (row) holds something make a full tile.
+    full = bitrows.product(a.full, b.every_column())
+    if len(a.key):
+        full |= bitrows.product(a.every_row(), b.full)
+    if not len(a.key) and not len(b.key):
+        return _settled(a.block, count, full, [])
+    live_a, live_b = a.live(), b.live()
+    open_rows, open_cols = bitrows.pairs(bitrows.product(live_a, live_b) & ~full, count)
+    across = bitrows.transpose(live_b, count) if len(open_rows) else live_b
+    kinds_b = len(b.words) + 1
+
+    def look_up(codes: Index) -> Tensor:
+        return multiply(
+            words_of(torch.from_numpy(codes // kinds_b), a.words, a.block),
+            words_of(torch.from_numpy(codes % kinds_b), b.words, a.block),
+            a.block,
+        )
+
+    found = []
+    step = max(1, min(_TARGETS_AT_ONCE, (_PAIRS_AT_ONCE << 4) // count))
+    for first in range(0, len(open_rows), step):
+        i, j = open_rows[first : first + step], open_cols[first : first + step]
+        target, through = bitrows.pairs(live_a[i] & across[j], count)
+        code = a.kind_at(i[target] * count + through) * kinds_b + b.kind_at(through * count + j[target])
+        sizes = np.bincount(target, minlength=len(i))
+        state, words = union(sizes, code.__getitem__, look_up, a.block)
+        found.append((i * count + j, state, words))
+    return _settled(a.block, count, full, found)
+
+
+def multiply(a: Tensor, b: Tensor, block: int) -> Tensor:
+    """Boolean products of pairs of tiles: words `[E, block, W]` twice -> `[E, block, W]`."""
+    found = []
+    step = max(1, SCORES_AT_ONCE // 8 // block**2)
+    for first in range(0, len(a), step):
+        # Sums of at most 256 products of 0 and 1 are exact in fp32.
+        left, right = (tiles.unpack(words[first : first + step], block).float() for words in (a, b))
+        found.append(tiles.pack(torch.bmm(left, right) > 0))
+    return torch.cat(found)
+
+
+def union(
+    sizes: Index, ids: Callable[[Index], Index], look_up: Callable[[Index], Tensor], block: int
+) -> tuple[Index, Tensor]:
+    """The union of the tiles of each group: `(kind [G], words)`, with kind 0 full and -1 dead.
+
+    Group g has `sizes[g]` members, at least one, which follow one another. `ids` gives the id of the members at some
+    positions, `look_up` the words of distinct ids; equal ids are equal tiles. Groups take their members one by one and
+    all together, so that equal unions are made once, and a group that is full takes no more.
+    """
+    starts = np.cumsum(sizes) - sizes
+    groups = np.arange(len(sizes))
+    result = np.full(len(sizes), -1, np.int64)
+    emitted = [torch.zeros(0, block, tiles.words_per_row(block), dtype=torch.int32)]
+    offset = 1
+    distinct, state = np.unique(ids(starts), return_inverse=True) if len(sizes) else (starts, starts)
+    words = look_up(distinct)
+    taken = 1
+    while len(groups):
+        full = (words == tiles.full_word(block)).all(-1).all(-1).numpy()
+        done = full[state] | (sizes[groups] == taken)
+        if done.any():
+            used, where = np.unique(state[done], return_inverse=True)
+            result[groups[done]] = np.where(full[state[done]], 0, where + offset)
+            emitted.append(words[torch.from_numpy(used)])
+            offset += len(used)
+            groups, state = groups[~done], state[~done]
+        if not len(groups):
+            break
+        new, member = np.unique(ids(starts[groups] + taken), return_inverse=True)
+        pair, which = np.unique(state * len(new) + member, return_inverse=True)
+        members = look_up(new)
+        joined = words[torch.from_numpy(pair // len(new))] | members[torch.from_numpy(pair % len(new))]
+        words, inverse = tiles.deduplicate(joined)
+        state = inverse.numpy()[which]
+        taken += 1
+    every = torch.cat(emitted)
+    dead = (every == 0).all(-1).all(-1).numpy()
+    result[(result > 0) & np.concatenate([[False], dead])[np.maximum(result, 0)]] = -1
+    return result, every
+
+
+def _settled(block: int, count: int, full: Bits, found: list[tuple[Index, Index, Tensor]]) -> Relation:
+    """The relation with these full tiles, and the unions found for others: `(key, kind, words)`, as `union` has it."""
+    keys, kinds = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    words = [torch.zeros(0, block, tiles.words_per_row(block), dtype=torch.int32)]
+    offset = 0
+    for key, kind, some in found:
+        now_full = key[kind == 0]
+        full |= bitrows.of_pairs(now_full // count, now_full % count, count, count)
+        keys.append(key[kind > 0])
+        kinds.append(kind[kind > 0] + offset)
+        words.append(some)
+        offset += len(some)
+    key, kind = np.concatenate(keys), np.concatenate(kinds)
+    order = np.argsort(key, kind="stable")
+    key, kind = key[order], kind[order]
+    used, which = np.unique(kind, return_inverse=True)
+    distinct, inverse = tiles.deduplicate(torch.cat(words)[torch.from_numpy(used - 1)])
+    number, first = tiles.number_by_first_appearance(inverse[torch.from_numpy(which)])
+    chosen = inverse[torch.from_numpy(which)][first]
+    return Relation(block, count, full, key, number.numpy() + 1, distinct[chosen])

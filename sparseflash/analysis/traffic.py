@@ -1,0 +1,153 @@
+"""Bytes between the GPU's main memory (HBM) and its on-chip memory: FlashAttention's cost model, counted out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparseflash import tiles
+from sparseflash.analysis.heads import dims, repeats
+from sparseflash.analysis.walks import walks
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import integer
+
+_LEAST = 16  # queries and keys of the smallest tile that tensor cores multiply
+_WORK_ITEM = 32  # bytes of a program's entry in the plan
+_FP32 = 4
+_INT32 = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes moved by one forward pass over all heads, and for comparison by two dense ones.
+
+    `queries`: q, read once. `keys_values`: k and v, read once for each live tile by each program of its row.
+    `out`: written once. `statistics`: lse, written (in fp32 also what the backward needs of each row). `index`: work
+    items, block numbers and tile numbers. `bits`: of partial tiles. `tile_queries`: queries that a program holds.
+
+    `dense_flash`: the same loop with every tile live. `materialized`: standard attention, which writes its scores and
+    probabilities to memory and reads them back.
+    """
+
+    queries: int
+    keys_values: int
+    out: int
+    statistics: int
+    index: int
+    bits: int
+    tile_queries: int
+    dense_flash: int
+    materialized: int
+
+    @property
+    def total(self) -> int:
+        """All bytes of the masked forward pass."""
+        return self.queries + self.keys_values + self.out + self.statistics + self.index + self.bits
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total:,} bytes: {100 * self.keys_values / self.total:.3g} % keys and values, "
+            f"{100 * (self.queries + self.out) / self.total:.3g} % queries and output, "
+            f"{100 * (self.index + self.bits) / self.total:.3g} % mask; dense FlashAttention moves "
+            f"{self.dense_flash / self.total:,.1f} times as much, standard attention {self.materialized / self.total:,.1f}"
+        )
+
+
+def bytes_moved(
+    mask: BlockMask,
+    head_dim: int,
+    v_dim: int | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    sram_bytes: int = 192 * 1024,
+    tile_queries: int | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> Traffic:
+    """HBM traffic of the forward pass under FlashAttention's model: on-chip memory of a given size, no cache.
+
+    A program holds `m = tile_queries` queries and walks the live tiles of its block row, so that with e bytes a number
+    and N, D, Dv the length and the head dims
+
+        q read            e N D
+        k and v read      e (D + Dv) * sum over programs, over the live tiles of their row, of the tile's keys
+        out, lse written  e N Dv + 4 N           (fp32: 12 N, for the backward)
+        index read        32 a program, and for each tile of each program 4, or 8 if it is partial
+        bits read         block_q * block_k / 8 for each partial tile
+
+    m is the largest power of two up to `block_q` for which the queries, the output's accumulator and statistics, and a
+    step of 16 keys fit on chip: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. So m grows like M / D and
+    the whole like `N D + s N^2 D^2 / M`, with M the on-chip memory and s the share of live tiles: Dao et al., 2022,
+    theorem 2 (dense, s = 1) and proposition 4 (block-sparse). FlashAttention keeps keys on chip and walks queries,
+    which moves the output as well; walking keys (FlashAttention-2 and this library) reads less. Once m is the whole
+    block, more memory saves nothing: programs do not share tiles. Give `tile_queries` (a power of two from 16 to
+    `block_q`) for what a kernel really holds: for half precision and head dims up to 64, sparseflash on an H100 holds
+    64 queries.
+
+    `materialized` is standard attention (their algorithm 0): read q, k, write S; read S, write P; read P, v, write
+    out: `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.
+
+    Heads of a group read their keys each for itself; that an L2 cache can serve many of these reads is left out.
+    `sram_bytes`: of one multiprocessor, by default the A100's 192 KiB that the paper counts with. `batch`, `heads`: by
+    default those of the mask. Raises ValueError if not even 16 queries fit on chip.
+
+    >>> eye = torch.arange(128)
+    >>> mask = BlockMask.from_tiles(eye, eye, 16384)
+    >>> traffic = bytes_moved(mask, 64)
+    >>> traffic.tile_queries, traffic.queries, traffic.keys_values
+    (128, 2097152, 4194304)
+    >>> traffic.dense_flash / traffic.total > 50
+    True
+    """
+    head_dim, v_dim = dims(head_dim, v_dim)
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
+    e = torch.empty(0, dtype=dtype).element_size()
+    held = _held(mask.block_q, head_dim, v_dim, e, integer(sram_bytes, "sram_bytes", "bytes"), tile_queries)
+    heads_in_all = repeats(mask, batch, heads) * mask.shape[0] * mask.shape[1]
+    times = repeats(mask, batch, heads)
+    q_len, k_len, block_q, block_k = mask.q_len, mask.k_len, mask.block_q, mask.block_k
+    keys_read = index = bits = 0
+    for walk in walks(mask):
+        used = times * len(walk.users)
+        queries = (walk.q_stop - walk.rows * block_q).clamp(0, block_q)
+        programs = -(-queries // held)
+        partial = walk.tile > 0
+        keys_read += used * int((programs * (k_len - walk.cols * block_k).clamp(max=block_k)).sum())
+        index += used * _INT32 * int((programs * (1 + partial)).sum())
+        bits += used * _INT32 * tiles.words_per_row(block_k) * held * int(programs[partial].sum())
+    programs_a_head = -(-q_len // held)
+    statistics = _FP32 * q_len * (3 if dtype == torch.float32 else 1)
+    a_head = e * q_len * (head_dim + v_dim) + statistics + _WORK_ITEM * programs_a_head
+    dense = a_head + programs_a_head * (e * k_len * (head_dim + v_dim) + _INT32 * mask.blocks[1])
+    standard = e * ((q_len + k_len) * (head_dim + v_dim) + 4 * q_len * k_len)
+    return Traffic(
+        queries=heads_in_all * e * q_len * head_dim,
+        keys_values=e * (head_dim + v_dim) * keys_read,
+        out=heads_in_all * e * q_len * v_dim,
+        statistics=heads_in_all * statistics,
+        index=heads_in_all * _WORK_ITEM * programs_a_head + index,
+        bits=bits,
+        tile_queries=held,
+        dense_flash=heads_in_all * dense,
+        materialized=heads_in_all * standard,
+    )
+
+
+def _held(block_q: int, head_dim: int, v_dim: int, e: int, sram_bytes: int, asked: int | None) -> int:
+    """Queries that a program holds on chip."""
+    if asked is not None:
+        asked = integer(asked, "tile_queries", "tokens")
+        if not _LEAST <= asked <= block_q or asked & (asked - 1):
+            raise ValueError(
+                f"tile_queries must be a power of two from {_LEAST} to the mask's block_q ({block_q}); got {asked}."
+            )
+        return asked
+    a_query = e * head_dim + _FP32 * (v_dim + 2 + _LEAST)
+    keys = _LEAST * e * (head_dim + v_dim)
+    most = (sram_bytes - keys) // a_query
+    if most < _LEAST:
+        need = _LEAST * a_query + keys
+        raise ValueError(f"sram_bytes must hold {_LEAST} queries and {_LEAST} keys, {need} bytes; got {sram_bytes}.")
+    return min(block_q, 1 << (most.bit_length() - 1))

@@ -1,0 +1,269 @@
+"""Reach: the boolean powers of the dense matrix, and the facts known about patterns."""
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask, masks
+from sparseflash.analysis import bitrows, diameter, layers_to_full_reach, reach
+from strategies import blocks, dense_masks, lengths
+
+MODULE = import_module("sparseflash.analysis.reach")  # the package has the function under this name
+MOST = 100
+HALF = settings(max_examples=max(1, settings().max_examples // 2))
+
+
+@st.composite
+def layers_of_masks(draw, most_layers=3):
+    """`(masks, dense)`: one mask a layer over the same tokens, and for each what it keeps, `[B or 1, H or 1, N, N]`."""
+    length, batch = draw(lengths(MOST)), draw(st.integers(1, 2))
+    given = draw(st.none() | st.lists(st.integers(0, length + 5), min_size=batch, max_size=batch))
+    found = []
+    for _ in range(draw(st.integers(1, most_layers))):
+        block, heads = draw(blocks()), draw(st.integers(1, 2))
+        mask = BlockMask.from_dense(draw(dense_masks(length, length, batch, heads, block)), block=block)
+        if given is not None:
+            mask = mask.with_lengths(torch.tensor(given))
+        found.append(mask)
+    return found
+
+
+def one_step(mask):
+    """What a layer lets through, heads united, residual connection included; and which tokens exist."""
+    seen = mask.to_dense().any(1)
+    exists = torch.ones(len(seen), mask.q_len, dtype=torch.bool)
+    if mask.lengths is not None:
+        exists = torch.arange(mask.q_len) < mask.lengths[:, None]
+    return seen | torch.diag_embed(exists), exists
+
+
+def dense_reach(every, layers):
+    """`R = (M_L or I) ... (M_1 or I)` on dense matrices, for a list that is repeated."""
+    steps = [one_step(mask) for mask in every]
+    batch = max(len(step) for step, _ in steps)
+    result = torch.diag_embed(steps[0][1]).float().expand(batch, -1, -1)
+    for layer in range(layers):
+        result = (steps[layer % len(steps)][0].float() @ result).clamp(max=1)
+    return result.bool()
+
+
+def dense_layers(every, wanted=None):
+    """Layers until all that is `wanted [N, N]` and exists is reached, by default all that ever is; None if never."""
+    steps = [one_step(mask)[0].float() for mask in every]
+    exists = one_step(every[0])[1]
+    reached = [dense_reach(every, 0)]
+    while len(reached) <= len(steps) or not torch.equal(reached[-1], reached[-1 - len(steps)]):
+        reached.append((steps[(len(reached) - 1) % len(steps)] @ reached[-1].float()) > 0)
+    wanted = reached[-1] if wanted is None else wanted & exists[:, :, None] & exists[:, None, :]
+    enough = [not (wanted & ~now).any() for now in reached]
+    return enough.index(True) if any(enough) else None
+
+
+def smallest_block(every):
+    return min(min(mask.block_q, mask.block_k) for mask in every)
+
+
+# ---------------------------------------------------------------------- reach
+
+
+@given(layers_of_masks(), st.integers(0, 5))
+def test_reach_is_the_boolean_power_of_the_dense_matrices(every, layers):
+    found = reach(every, layers)
+    expected = dense_reach(every, layers)
+    found.validate()
+    assert torch.equal(found.to_dense()[:, 0], expected)
+    assert found == BlockMask.from_dense(expected[:, None], block=smallest_block(every))
+
+
+@given(layers_of_masks(most_layers=1), st.integers(1, 9))
+def test_a_mask_is_a_list_of_one(every, layers):
+    assert reach(every[0], layers) == reach(every, layers)
+    assert reach(every[0], layers) == reach(every * 2, layers)
+
+
+def test_without_a_number_of_layers_each_mask_is_one_layer():
+    window, butterfly = masks.local(300, 3, block=32), masks.butterfly(300, block=32)
+    assert reach(window) == reach(window, 1)
+    assert reach([window, butterfly]) == reach([window, butterfly], 2)
+
+
+def test_the_first_mask_is_the_first_layer():
+    first = BlockMask.from_function(lambda q, k: (q == 1) & (k == 0), 16, block=16)
+    second = BlockMask.from_function(lambda q, k: (q == 2) & (k == 1), 16, block=16)
+    assert reach([first, second]).to_dense()[0, 0, 2, 0]
+    assert not reach([second, first]).to_dense()[0, 0, 2, 0]
+
+
+def test_heads_are_united():
+    heads = torch.zeros(2, 32, 32, dtype=torch.bool)
+    heads[0, 5, 4] = heads[1, 4, 3] = True
+    found = reach(BlockMask.from_dense(heads, block=16), 2)
+    assert found.shape == (1, 1, 32, 32)
+    assert found.to_dense()[0, 0, 5].nonzero().squeeze(1).tolist() == [3, 4, 5]
+
+
+def test_padding_neither_reaches_nor_is_reached():
+    mask = BlockMask.dense(40, block=16).with_lengths(torch.tensor([20, 0, 40]))
+    assert reach(mask, 2).to_dense().sum((1, 2, 3)).tolist() == [400, 0, 1600]
+    assert layers_to_full_reach(mask) == 1
+    assert layers_to_full_reach(BlockMask.dense(40, block=16).with_lengths(torch.tensor([0]))) == 0
+
+
+@pytest.mark.parametrize("length", [1, 100, 300])
+def test_windows_add_up(length):
+    mask = masks.local(length, 33, block=32)
+    assert reach(mask, 4) == masks.local(length, 4 * 32 + 1, block=32)
+    causal = masks.local(length, 33, causal=True, block=32)
+    assert reach(causal, 4) == masks.local(length, 4 * 32 + 1, causal=True, block=32)
+
+
+def test_a_cycle_of_tokens_is_walked_one_by_one():
+    mask = BlockMask.from_function(lambda q, k: (q - k) % 90 == 1, 90, block=16)
+    assert reach(mask, 7) == BlockMask.from_function(lambda q, k: (q - k) % 90 <= 7, 90, block=16)
+    assert layers_to_full_reach(mask) == diameter(mask) == 89
+
+
+# ---------------------------------------------------------------------- layers to full reach
+
+
+@HALF
+@given(layers_of_masks(), st.booleans())
+def test_layers_are_counted_as_by_dense_matrices(every, causal):
+    length = every[0].q_len
+    wanted = torch.ones(1, length, length, dtype=torch.bool)
+    assert layers_to_full_reach(every, causal=causal) == dense_layers(every, wanted.tril() if causal else wanted)
+
+
+@HALF
+@given(layers_of_masks())
+def test_diameter_is_where_reach_stops_growing(every):
+    assert diameter(every) == dense_layers(every)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 17, 32, 33, 39, 64, 100, 127])
+def test_a_butterfly_reaches_everything_in_log2_layers(count):
+    most = (count - 1).bit_length()
+    mask = masks.butterfly(count * 16 - 3, block=16)
+    found = layers_to_full_reach(mask)
+    assert found == diameter(mask) <= max(most, 1)
+    if count & (count - 1) == 0:
+        assert found == max(most, 1)  # one block still needs a layer to see itself whole
+    assert layers_to_full_reach(masks.butterfly(count * 16 - 3, block=16, causal=True), causal=True) <= max(most, 1)
+
+
+def test_the_lower_triangle_of_the_xor_butterfly_reaches_only_subsets_of_bits():
+    i, j = torch.arange(128)[:, None], torch.arange(128)
+    xor = ((i ^ j) == 0) | (((i ^ j) & ((i ^ j) - 1)) == 0)
+    mask = BlockMask.from_layout(xor & (j <= i), block=16)
+    assert layers_to_full_reach(mask, causal=True) is None
+    closure = reach(mask, diameter(mask))
+    assert closure == BlockMask.from_layout((i & j) == j, block=16)
+    assert diameter(mask) == 7  # one bit a layer
+    previous = BlockMask.from_layout((xor & (j <= i)) | (i - j == 1), block=16)
+    assert layers_to_full_reach(previous, causal=True) == 11
+
+
+def test_staged_factors_take_one_layer_each():
+    i, j = torch.arange(32)[:, None], torch.arange(32)
+    stages = [BlockMask.from_layout(((i ^ j) == 0) | ((i ^ j) == 1 << k), block=16) for k in range(5)]
+    assert layers_to_full_reach(stages) == layers_to_full_reach(stages[::-1]) == diameter(stages) == 5
+    assert layers_to_full_reach(stages[:4]) is None
+
+
+def test_causal_reach_of_a_causal_mask_takes_one_layer_and_the_future_is_never_reached():
+    mask = masks.causal(1000, block=64)
+    assert layers_to_full_reach(mask, causal=True) == diameter(mask) == 1
+    assert layers_to_full_reach(mask) is None
+    assert reach(mask, 5) == mask
+
+
+@pytest.mark.parametrize(("length", "window"), [(2000, 33), (2000, 201), (4096, 257)])
+def test_a_window_needs_as_many_layers_as_it_fits(length, window):
+    mask = masks.local(length, window, block=128)
+    assert layers_to_full_reach(mask) == -(-(length - 1) // (window // 2))
+
+
+def test_a_long_butterfly_takes_seconds():
+    assert layers_to_full_reach(masks.butterfly(262_144)) == 11
+
+
+def test_a_result_that_is_too_large_says_so(monkeypatch):
+    monkeypatch.setattr(MODULE, "MOST_TILES", 20)
+    mask = masks.butterfly(128, block=16)
+    assert len(reach(mask, 0).indices) == 8
+    with pytest.raises(ValueError, match=r"at most 20 tiles; got 32 tiles of 16 x 16.*larger blocks"):
+        reach(mask, 1)
+    assert layers_to_full_reach(mask) == 3
+
+
+def test_too_many_blocks_are_refused(monkeypatch):
+    monkeypatch.setattr("sparseflash.analysis.layers.MOST_BLOCKS", 4)
+    reach(masks.local(64, 3, block=16), 1)
+    with pytest.raises(ValueError, match="at most 4 block rows; got 5 of 16 tokens"):
+        layers_to_full_reach(masks.local(65, 3, block=16))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([], TypeError, r"masks must be a BlockMask or a sequence of one or more; got \[\]"),
+        (["x"], TypeError, "masks must be a BlockMask or a sequence"),
+        (BlockMask.dense(16, 32), ValueError, "as many queries as keys.*got 16 x 32"),
+        ([BlockMask.dense(16), BlockMask.dense(32)], ValueError, "one length; got 16 and 32 tokens"),
+        (BlockMask.dense(16).with_lengths(torch.zeros(0, dtype=torch.int32)), ValueError, "at least one batch element"),
+        (
+            [BlockMask.dense(16).with_lengths(torch.full((n,), 16)) for n in (2, 3)],
+            ValueError,
+            "one batch size, or 1; got 2 and 3",
+        ),
+        (
+            [BlockMask.dense(16).with_lengths(torch.tensor([n])) for n in (4, 5)],
+            ValueError,
+            "must have the same lengths, or none",
+        ),
+    ],
+)
+def test_masks_that_are_no_layers_of_one_model_are_refused(given, error, message):
+    for function in (lambda given: reach(given, 1), layers_to_full_reach, diameter):
+        with pytest.raises(error, match=message):
+            function(given)
+
+
+def test_layers_must_be_a_count():
+    with pytest.raises(ValueError, match="layers must not be negative; got -1"):
+        reach(BlockMask.dense(16), -1)
+    with pytest.raises(TypeError, match=r"layers must be an integer number of layers; got 1\.5"):
+        reach(BlockMask.dense(16), 1.5)
+
+
+# ---------------------------------------------------------------------- bit matrices
+
+
+@given(st.integers(1, 150), st.integers(1, 150), st.integers(1, 150), st.floats(0, 1), st.integers(0, 2**31 - 1))
+@example(64, 128, 64, 0.5, 0)
+@example(150, 150, 150, 1.0, 0)
+def test_bit_matrices_are_boolean_matrices(rows, inner, cols, share, seed):
+    rng = np.random.default_rng(seed)
+    a, b = rng.random((rows, inner)) < share, rng.random((inner, cols)) < share
+    bits_a, bits_b = bitrows.pack(a), bitrows.pack(b)
+    assert (bitrows.unpack(bits_a, inner) == a).all()
+    assert (bitrows.unpack(bitrows.product(bits_a, bits_b), cols) == ((a.astype(int) @ b.astype(int)) > 0)).all()
+    assert (bitrows.transpose(bits_a, inner) == bitrows.pack(a.T)).all()
+    assert bitrows.count(bits_a, inner) == a.sum()
+    assert [x.tolist() for x in bitrows.pairs(bits_a, inner)] == [x.tolist() for x in a.nonzero()]
+    order = rng.permutation(int(a.sum()))
+    assert (bitrows.of_pairs(*(x[order] for x in a.nonzero()), rows, inner) == bits_a).all()
+    assert (bitrows.unpack(bitrows.below(rows), rows) == np.tri(rows, k=-1, dtype=bool)).all()
+
+
+def test_large_bit_matrices_are_unpacked_in_strips(monkeypatch):
+    monkeypatch.setattr(bitrows, "_AT_ONCE", 1000)
+    a = np.random.default_rng(0).random((200, 130)) < 0.3
+    bits = bitrows.pack(a)
+    assert (bitrows.transpose(bits, 130) == bitrows.pack(a.T)).all()
+    assert bitrows.count(bits, 130) == a.sum()
+    assert [x.tolist() for x in bitrows.pairs(bits, 130)] == [x.tolist() for x in a.nonzero()]
