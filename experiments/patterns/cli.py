@@ -29,22 +29,17 @@ Only = Annotated[list[str] | None, typer.Option("--only", help="A pattern's name
 
 @app.command(name="gallery")
 def draw_gallery(
-    out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("runs/patterns/gallery.png"),
+    out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("masks/gallery.png"),
     tokens: Annotated[int, typer.Option(help="Length of the masks drawn.")] = 1024,
     block: Annotated[int, typer.Option(help="Tokens a tile side.")] = 32,
     columns: Annotated[int, typer.Option(help="Pictures side by side.", min=1)] = 5,
-    elements: Annotated[
-        bool, typer.Option("--elements/--tiles", help="Draw every score, or tiles by their live share.")
-    ] = False,
     only: Only = None,
 ) -> None:
     """Draw every pattern into one page."""
     chosen = _chosen(only)
     with _progress() as bar:
         task = bar.add_task("drawing", total=len(chosen))
-        figure = gallery.page(
-            chosen, tokens, block, columns=columns, elements=elements, done=lambda pattern: bar.advance(task)
-        )
+        figure = gallery.page(chosen, tokens, block, columns=columns, done=lambda pattern: bar.advance(task))
     path = gallery.save(figure, out)
     console.print(f"{len(chosen)} patterns, {path.stat().st_size / 1000:.0f} KB: {path}", soft_wrap=True)
 
