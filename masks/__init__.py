@@ -35,6 +35,8 @@ from sparseflash.masks.random_blocks import random_blocks as random_blocks
 from sparseflash.masks.sliding_tiles import sliding_tiles as sliding_tiles
 from sparseflash.masks.sparse_transformer import fixed as fixed
 from sparseflash.masks.sparse_transformer import strided as strided
+from sparseflash.masks.stack import per_batch as per_batch
+from sparseflash.masks.stack import per_head as per_head
 from sparseflash.masks.streaming import a_shape as a_shape
 from sparseflash.masks.streaming import streaming as streaming
 from sparseflash.masks.streaming import tri_shape as tri_shape
@@ -64,6 +66,8 @@ __all__ = [
     "mass_blocks",
     "neighborhood",
     "order",
+    "per_batch",
+    "per_head",
     "pooled_scores",
     "prefix_lm",
     "random_blocks",

@@ -7,6 +7,7 @@ type, its invariants, its constructors and the way back to a dense matrix; nothi
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
@@ -478,7 +479,7 @@ class BlockMask:
         """
         from sparseflash.draw.text import to_string
 
-        return to_string(self, width, heads=heads, batch=batch, ascii=ascii)
+        return to_string(self.canonical(), width, heads=heads, batch=batch, ascii=ascii)
 
     @overload
     def plot(
@@ -524,13 +525,218 @@ class BlockMask:
         """
         from sparseflash.draw.figure import plot
 
-        return plot(self, ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
+        return plot(self.canonical(), ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
 
     def _repr_html_(self) -> str:
         """The summary line and a small drawing, for notebooks; at most 64 KB, and needs no matplotlib."""
         from sparseflash.draw.html import to_html
 
-        return to_html(self)
+        return to_html(self.canonical())
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """`a & b`: the scores live in both.
+
+        The masks need equal `q_len`, `k_len` and device; batch sizes and heads broadcast; with different blocks both
+        are cut to the finer one in each of the two dimensions. Padding stays padding: the smaller length of the two
+        holds. Takes time and memory in proportion to the tiles of the sparser mask, and touches bits once a distinct
+        pair of tiles; `|` and `^` go with the tiles of both, `-` with those of the left one.
+
+        Raises ValueError for masks that do not fit together. The same holds of `|`, `^` and `-`.
+
+        >>> from sparseflash import masks
+        >>> masks.local(256, 65, block=32) & masks.causal(256, block=32) == masks.local(256, 33, causal=True, block=32)
+        True
+        """
+        from sparseflash.algebra.boolean import intersection
+
+        return intersection(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """`a | b`: the scores live in either. See `&`.
+
+        Equal lengths stay lengths; different ones are written into the tiles first (`bake_lengths`).
+
+        >>> from sparseflash import masks
+        >>> masks.local(4096, 256) | masks.butterfly(4096)
+        BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distinct), density 20.2 %)
+        """
+        from sparseflash.algebra.boolean import union
+
+        return union(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+
+    def __xor__(self, other: BlockMask) -> BlockMask:
+        """`a ^ b`: the scores live in just one. See `&`, and of lengths `|`.
+
+        >>> from sparseflash import masks
+        >>> (masks.causal(64, block=32) ^ masks.causal(64, block=32)).density
+        0.0
+        """
+        from sparseflash.algebra.boolean import symmetric_difference
+
+        return (
+            symmetric_difference(self.canonical(), other.canonical())
+            if isinstance(other, BlockMask)
+            else NotImplemented
+        )
+
+    def __sub__(self, other: BlockMask) -> BlockMask:
+        """`a - b`: the scores live in a and not in b, `a & ~b` without making `~b`. See `&`.
+
+        The lengths of a stay lengths. Those of b are written into its tiles first, unless they are nowhere shorter:
+        what is padding in b is not in b, so it stays live.
+
+        >>> from sparseflash import masks
+        >>> masks.causal(100, block=32) - masks.local(100, 8, causal=True, block=32) == BlockMask.from_function(
+        ...     lambda q, k: k <= q - 8, 100, block=32)
+        True
+        """
+        from sparseflash.algebra.boolean import difference
+
+        return difference(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+
+    def __invert__(self) -> BlockMask:
+        """`~a`: the scores that are dead in a; the opposite of every entry of `to_dense()`.
+
+        So padding is live in it, and has to be written into the tiles first (`bake_lengths`). What lies past `q_len`
+        and `k_len` does not exist and stays dead. The complement of a sparse mask is dense: it takes time and memory in
+        proportion to all `Mq * Mk` tiles. For `a & ~b` say `a - b`.
+
+        >>> from sparseflash import masks
+        >>> ~masks.causal(256, block=64) == BlockMask.from_function(lambda q, k: k > q, 256, block=64)
+        True
+        """
+        from sparseflash.algebra.boolean import complement
+
+        return complement(self.canonical())
+
+    def reblock(self, block: Block) -> BlockMask:
+        """The same live scores in tiles of another size, finer or coarser in each dimension; itself if it has it.
+
+        `block`: tokens a tile, a power of two from 16 to 256, or `(block_q, block_k)`. Lengths stay. Finer tiles skip
+        more, coarser ones are fewer; no score changes. Takes time and memory in proportion to the tiles before and
+        after.
+
+        >>> from sparseflash import masks
+        >>> masks.local(1024, 64, block=64).reblock(128)
+        BlockMask(1024 x 1024, blocks of 128, 22 tiles: 0 full + 22 partial (3 distinct), density 6.25 %)
+        >>> masks.local(1024, 64, block=64).reblock(128) == masks.local(1024, 64, block=128)
+        True
+        """
+        from sparseflash.algebra.reblock import reblock
+
+        return reblock(self.canonical(), block)
+
+    def crop(
+        self, *, q: tuple[int | None, int | None] | None = None, k: tuple[int | None, int | None] | None = None
+    ) -> BlockMask:
+        """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
+
+        `q`, `k`: `(start, stop)` in tokens, any with `0 <= start < stop <= length`; None for a bound is that end of the
+        sequence, None for a range all of it. Negative numbers do not count from the end: they are refused. A start that
+        is a multiple of the block moves tiles only; any other shifts bits, once a distinct pair of neighbours. Lengths
+        are shifted if both ranges start at one token, else written into the tiles (`bake_lengths`). Takes time and
+        memory in proportion to the tiles of the chosen queries.
+
+        Raises ValueError for an empty range or one that leaves the mask, TypeError for what is no pair of integers.
+
+        >>> from sparseflash import masks
+        >>> masks.causal(1000, block=64).crop(q=(900, 1000)) == masks.causal(100, 1000, block=64)
+        True
+        >>> masks.local(1000, 5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, 5, block=32)
+        True
+        """
+        from sparseflash.algebra.crop import crop
+
+        return crop(self.canonical(), q, k)
+
+    def permute(self, order: Any = None, *, q: Any = None, k: Any = None) -> BlockMask:
+        """The mask for tokens in another order: new token t is old token `order[t]`, on both sides.
+
+        So with `order` applied to q, k and v, `q[:, :, order]` and so on, attention through `mask.permute(order)` is
+        the old result in the new order. `order`: a permutation of the tokens, an integer tensor, array or list `[N]`.
+        `q` and `k` give each side an order of its own (`[q_len]`, `[k_len]`), or one side alone:
+        `to_dense()[:, :, q][..., k]`.
+
+        An order that moves whole blocks moves tiles only; any other makes the bits of each tile anew, in time in
+        proportion to the queries and keys of the live tiles, and may scatter them over many more. Lengths are written
+        into the tiles first (`bake_lengths`), because the padding is not at the end any more.
+
+        Raises ValueError for what is no permutation of the tokens, TypeError for one that is not of integers.
+
+        >>> mask = BlockMask.from_function(lambda q, k: q % 4 == k % 4, 1024, block=64)  # a stride: no tile is full
+        >>> order = torch.arange(1024).reshape(256, 4).T.flatten()  # tokens of one remainder side by side
+        >>> mask
+        BlockMask(1024 x 1024, blocks of 64, 256 tiles: 0 full + 256 partial (1 distinct), density 25 %)
+        >>> mask.permute(order)
+        BlockMask(1024 x 1024, blocks of 64, 64 tiles: 64 full + 0 partial, density 25 %)
+        >>> mask.permute(order).permute(order.argsort()) == mask
+        True
+        """
+        from sparseflash.algebra.permute import permute
+
+        return permute(self.canonical(), order, q, k)
+
+    def transpose(self) -> BlockMask:
+        """The mask with queries and keys exchanged: `to_dense().transpose(-1, -2)`. Twice is the identity.
+
+        The blocks are exchanged too. Lengths stay: they hold of queries and keys alike. `columns` lists the same tiles
+        without transposing their bits.
+
+        >>> mask = BlockMask.from_function(lambda q, k: k <= q, 100, 60, block=(32, 16))
+        >>> mask.transpose()
+        BlockMask(60 x 100, blocks of 16 x 32, 14 tiles: 5 full + 9 partial (6 distinct), density 70.5 %)
+        >>> mask.transpose().transpose() == mask
+        True
+        """
+        from sparseflash.algebra.transpose import transpose
+
+        return transpose(self.canonical())
+
+    def bake_lengths(self) -> BlockMask:
+        """The same mask with its padding written into the tiles, and no `lengths` any more; itself if it has none.
+
+        Every `(pattern, length)` that occurs becomes a pattern, so up to B times the tiles. For what knows no lengths:
+        an export, a comparison of live scores. Reads the lengths, so it waits for the device.
+
+        Raises ValueError if the lengths are of no sequence at all.
+
+        >>> padded = BlockMask.dense(64, block=32).with_lengths(torch.tensor([40, 64]))
+        >>> padded.bake_lengths()  # doctest: +ELLIPSIS
+        BlockMask(64 x 64, blocks of 32, 8 tiles: 5 full + 3 partial (3 distinct), ... 2 patterns for 2 x 1 ...)
+        >>> torch.equal(padded.bake_lengths().to_dense(), padded.to_dense())
+        True
+        """
+        from sparseflash.algebra.padding import bake_lengths
+
+        return bake_lengths(self.canonical())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the mask to one file: an uncompressed npz (no pickle) with a version, the same bytes for equal masks.
+
+        `path` is taken as given: no extension is added. The file appears whole or not at all (it is written beside its
+        place and renamed), and replaces one that is there. Raises OSError with the path if it cannot be written.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     BlockMask.dense(100).save(f"{folder}/dense.mask")
+        ...     BlockMask.load(f"{folder}/dense.mask") == BlockMask.dense(100)
+        True
+        """
+        from sparseflash.files import save
+
+        save(self.canonical(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> BlockMask:
+        """The mask that `save` wrote to a file, checked whole: a damaged or hostile file is an error, never a mask.
+
+        `device`: where to put it; the CPU by default. Memory is in proportion to the file's size, whatever the file
+        says of itself. Raises ValueError for contents that are not an undamaged mask, OSError for a file that cannot
+        be read; both name the path.
+        """
+        from sparseflash.files import load
+
+        return load(path, device=device)
 
     def validate(self) -> BlockMask:
         """Checks every invariant of the arrays, in O(nnz + T) and with host synchronisation; returns the mask.

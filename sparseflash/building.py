@@ -121,32 +121,33 @@ def arrays_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The canonical `(indptr, indices, tile, bits, pattern)` of one list of tiles a (batch element, head)."""
     row_blocks = -(-q_len // block_q)
-    rows, cols, tile = [], [], []
+    rows, cols, tile, words = [], [], [], []
     offset = 0
     for number, (i, j, t, part_words) in enumerate(parts):
         rows.append(i + number * row_blocks)
         cols.append(j)
         tile.append(torch.where(t > 0, t + offset, t))
+        words.append(part_words)
         offset += len(part_words)
-    words = torch.cat([part[3] for part in parts])
-    *arrays, pattern = canonical_arrays(
-        q_len, k_len, block_q, block_k, torch.cat(rows), torch.cat(cols), torch.cat(tile), words, len(parts)
-    )
-    indptr, indices, kinds, bits = arrays
-    return indptr, indices, kinds, bits, pattern.view(batch, heads)
+    numbers = torch.arange(len(parts), device=words[0].device).view(batch, heads)
+    return arrays_of_tiles(
+        q_len, k_len, block_q, block_k,
+        torch.cat(rows), torch.cat(cols), torch.cat(tile), torch.cat(words), numbers, len(parts),
+    )  # fmt: skip
 
 
-def canonical_arrays(
+def arrays_of_tiles(
     q_len: int, k_len: int, block_q: int, block_k: int, rows: Tensor, cols: Tensor, tile: Tensor, words: Tensor,
-    patterns: int,
+    pattern: Tensor, patterns: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The canonical `(indptr, indices, tile, bits)` of the tiles of several patterns, and the number of each pattern.
+    """The canonical `(indptr, indices, tile, bits, pattern)` of one list with the tiles of all patterns.
 
-    `rows`, `cols`, `tile`: int64 `[E]`, in any order, with `row = p * Mq + i`; tile 0 is full, t has `words[t - 1]`.
+    `rows`: int64 `[E]`, pattern * Mq + block row. `words`: shared by the patterns; any of them may be dead, full, equal
+    or unused. `pattern`: int64 `[B, H]`, 0 .. patterns - 1, numbered as they first appear; two may turn out equal.
     """
     row_blocks = -(-q_len // block_q)
     indptr, indices, kinds, bits = _assemble(q_len, k_len, block_q, block_k, rows, cols, tile, words, patterns)
-    keep, pattern = distinct_patterns(indptr, indices, kinds, row_blocks)
+    keep, number = distinct_patterns(indptr, indices, kinds, row_blocks)
     if len(keep) < patterns:
         # The first copy of each pattern stays, so the numbers of the partial tiles stay those of first appearance.
         starts = indptr[::row_blocks].tolist()
@@ -155,8 +156,8 @@ def canonical_arrays(
         indices = torch.cat([indices[starts[p] : starts[p + 1]] for p in keep])
         kinds = torch.cat([kinds[starts[p] : starts[p + 1]] for p in keep])
     return (
-        indptr.to(torch.int32), indices.to(torch.int32), kinds.to(torch.int32),
-        bits.contiguous(), torch.tensor(pattern, dtype=torch.int32, device=indices.device),
+        indptr.to(torch.int32), indices.to(torch.int32), kinds.to(torch.int32), bits.contiguous(),
+        torch.tensor(number, dtype=torch.int32, device=indices.device)[pattern],
     )  # fmt: skip
 
 
@@ -186,15 +187,17 @@ def _assemble(
             for end in range(4)
         ]
     )
-    bits = torch.cat([full, words])[pairs // 4] & ends[pairs % 4]
-    dead = (bits == 0).all(-1).all(-1)
-    every = (bits == full).all(-1).all(-1)
-    partial = ~dead & ~every
-    distinct, inverse = tiles.deduplicate(bits[partial])
-    kind = torch.zeros_like(pairs)
-    kind[partial] = inverse + 1
-    kept = ~dead[which]
-    rows, cols, tile = rows[kept], cols[kept], kind[which[kept]]
+
+    def trimmed(some: Tensor) -> Tensor:
+        number, end = some // 4, some % 4
+        bits = full.repeat(len(some), 1, 1)
+        bits[number > 0] = words[number[number > 0] - 1]
+        return bits & ends[end]
+
+    kind, distinct = tiles.classify(trimmed, pairs, block_q, block_k)
+    tile = kind[which]
+    kept = tile >= 0
+    rows, cols, tile = rows[kept], cols[kept], tile[kept]
     # Numbered as they first appear in the rows, which makes the arrays of equal masks equal.
     is_partial = tile > 0
     number, first = tiles.number_by_first_appearance(tile[is_partial])

@@ -27,7 +27,7 @@ def derived(indices: Tensor) -> dict[Any, Any]:
 def row_of_entry(indptr: Tensor, count: int) -> Tensor:
     """The row of each entry: int64 `[count]`, without asking the device for anything.
 
-    Entries at or past `indptr[-1]`, the room of a loose mask, get the number past the last row, so they sort last.
+    `indptr` starts at 0. Entries at or past `indptr[-1]`, the room of a loose mask, get the number past the last row.
     """
     rows = torch.arange(len(indptr), device=indptr.device)
     return torch.repeat_interleave(rows, indptr.diff(append=indptr.new_full((1,), count)).long(), output_size=count)

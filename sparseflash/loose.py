@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparseflash.building import canonical_arrays
+from sparseflash.building import arrays_of_tiles
 from sparseflash.csr import stored_tiles
 from sparseflash.tiles import number_by_first_appearance
 
@@ -39,7 +39,7 @@ def canonical_arrays_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor, Tensor
     renumbered[used] = torch.arange(len(used), device=mask.device)
     rows = renumbered[rows // row_blocks] * row_blocks + rows % row_blocks
     kept = rows >= 0
-    indptr, indices, kinds, bits, pattern = canonical_arrays(
-        mask.q_len, mask.k_len, mask.block_q, mask.block_k, rows[kept], cols[kept], tile[kept], mask.bits, len(used)
-    )
-    return indptr, indices, kinds, bits, pattern[number].view(mask.pattern.shape)
+    return arrays_of_tiles(
+        mask.q_len, mask.k_len, mask.block_q, mask.block_k,
+        rows[kept], cols[kept], tile[kept], mask.bits, number.view(mask.pattern.shape), len(used),
+    )  # fmt: skip

@@ -6,10 +6,13 @@ A tile is a `block_q x block_k` patch of the score matrix. A partly live tile is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 WORD = 32  # scores a word
+WORDS_AT_ONCE = 1 << 22  # bits are worked on this many words at a time: 16 MB, and a few times that of temporaries
 
 
 def words_per_row(block_k: int) -> int:
@@ -68,15 +71,49 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
     flat = words.flatten(1)
     # Sorting 64-bit fingerprints is far cheaper than sorting rows of hundreds of words. The fingerprint only proposes
     # equal tiles; they are compared below, and a collision takes the slow road.
-    generator = torch.Generator().manual_seed(0x5F)
-    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator).to(words.device) | 1
-    fingerprint = (flat.to(torch.int64) * factors).sum(1)
+    generator = torch.Generator("cpu").manual_seed(0x5F)
+    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(words.device) | 1
+    rows_at_once = max(1, WORDS_AT_ONCE // max(1, flat.shape[1]))
+    fingerprint = torch.cat([(some.to(torch.int64) * factors).sum(1) for some in flat.split(rows_at_once)])
     _, inverse = torch.unique(fingerprint, return_inverse=True)
     inverse, representative = number_by_first_appearance(inverse)
-    if not torch.equal(flat, flat[representative[inverse]]):
+    proposed = zip(flat.split(rows_at_once), representative[inverse].split(rows_at_once), strict=True)
+    if not all(torch.equal(some, flat[same]) for some, same in proposed):
         _, inverse = torch.unique(flat, dim=0, return_inverse=True)
         inverse, representative = number_by_first_appearance(inverse)
-    return words[representative], inverse
+    # Where no two are equal they are spared a copy: these arrays can be most of the memory.
+    return words if len(representative) == count else words[representative], inverse
+
+
+def classify(
+    words_of: Callable[[Tensor], Tensor], recipes: Tensor, block_q: int, block_k: int
+) -> tuple[Tensor, Tensor]:
+    """Which tiles are dead, full or partial, and the bits of the partial ones, each distinct one once.
+
+    `words_of(recipes[...])`: the words int32 `[C, block_q, W]` of some of the tiles, asked for a bounded number at a
+    time. Returns `(kind, distinct)`: kind int64 `[C]` is -1 for a dead tile, 0 for a full one, t for `distinct[t - 1]`.
+
+    >>> words = torch.tensor([0, 3, 0xFFFF, 3]).view(4, 1, 1).expand(4, 16, 1).to(torch.int32)
+    >>> kind, distinct = classify(lambda some: words[some], torch.arange(4), 16, 16)
+    >>> kind.tolist(), distinct[:, 0, 0].tolist()
+    ([-1, 1, 0, 1], [3])
+    """
+    kinds, found, count = [], [], 0
+    for some in recipes.split(max(1, WORDS_AT_ONCE // (block_q * words_per_row(block_k)))):
+        words = words_of(some)
+        live = (words != 0).flatten(1).any(1)
+        partial = live & (words != full_word(block_k)).flatten(1).any(1)
+        distinct, inverse = deduplicate(words[partial])
+        kind = live.to(torch.int64) - 1
+        kind[partial] = inverse + 1 + count
+        kinds.append(kind)
+        found.append(distinct)
+        count += len(distinct)
+    if len(kinds) == 1:
+        return kinds[0], found[0]
+    kind, (distinct, inverse) = torch.cat(kinds), deduplicate(torch.cat(found))
+    kind[kind > 0] = inverse[kind[kind > 0] - 1] + 1
+    return kind, distinct
 
 
 def number_by_first_appearance(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -165,14 +165,30 @@ def test_what_is_too_large_to_answer_is_said(monkeypatch):
     assert lint(masks.butterfly(64, block=16), layers=2) == []
     (finding,) = lint(masks.butterfly(80, block=16))
     assert (finding.code, finding.severity) == ("not-checked", "note")
-    assert "up to 4 block rows; got 5 of 16 tokens" in finding.message
+    assert "all tokens connect: masks must have at most 4 block rows; got 5 of 16 tokens" in finding.message
     assert lint(masks.causal(80, block=16)) == []  # needs no graph
     assert codes(masks.causal(80, block=16), layers=1) == ["not-checked"]
+
+
+def test_bits_that_are_too_many_to_multiply_are_told(monkeypatch):
+    monkeypatch.setattr("sparseflash.analysis.connectivity._MOST_EDGES", 0)
+    parity = BlockMask.from_function(lambda q, k: (q - k) % 2 == 0, 64, block=16)
+    assert codes(parity) == ["never-connects"]
+    window = masks.local(64, 17, block=16)
+    assert lint(window, layers=8) == []
+    monkeypatch.setattr("sparseflash.analysis.relation.MOST_PARTIAL", 15)
+    (finding,) = lint(parity)
+    assert (finding.code, finding.severity) == ("not-checked", "note")
+    assert "must be at most 15; got 16 of 16 x 16. Give masks with larger blocks." in finding.message
+    monkeypatch.setattr("sparseflash.analysis.relation.MOST_PARTIAL", 5)
+    assert codes(window, layers=8) == ["not-checked"]
 
 
 def test_what_lint_cannot_take():
     with pytest.raises(ValueError, match="layers must be at least 1; got 0"):
         lint(masks.causal(64), layers=0)
+    with pytest.raises(TypeError, match="masks must be a BlockMask or a sequence of one or more"):
+        lint(["causal"])
     with pytest.raises(ValueError, match="one length; got 64 and 128 tokens"):
         lint([masks.causal(64), masks.causal(128)])
     mask = masks.causal(64, block=16)
@@ -223,12 +239,14 @@ def square_masks(draw):
     return BlockMask.from_dense(dense, block=block)
 
 
-@given(st.lists(square_masks(), min_size=1, max_size=2))
-def test_gaps_are_pairs_that_reach_leaves_out_for_ever(every):
+@given(st.lists(square_masks(), min_size=1, max_size=2), st.sampled_from([0, 1 << 25]))
+def test_gaps_are_pairs_that_reach_leaves_out_for_ever(every, most_edges):
     every = [mask for mask in every if mask.q_len == every[0].q_len]
     closure = reach(every, 200 * len(every)).to_dense()[0, 0]
     (element,) = elements(every)
-    found = gap(element)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparseflash.analysis.connectivity._MOST_EDGES", most_edges)
+        found = gap(element)
     assert (found is None) == bool(closure.all())
     assert found is None or not closure[found.query, found.key]
     if not any(mask.to_dense().triu(1).any() for mask in every):

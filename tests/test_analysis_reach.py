@@ -255,6 +255,8 @@ def test_bit_matrices_are_boolean_matrices(rows, inner, cols, share, seed):
     assert (bitrows.transpose(bits_a, inner) == bitrows.pack(a.T)).all()
     assert bitrows.count(bits_a, inner) == a.sum()
     assert [x.tolist() for x in bitrows.pairs(bits_a, inner)] == [x.tolist() for x in a.nonzero()]
+    i, j = rng.integers(0, rows, 20), rng.integers(0, cols, 20)
+    assert (bitrows.meet(bits_a, bitrows.pack(b.T), i, j) == (a[i] & b.T[j]).any(1)).all()
     order = rng.permutation(int(a.sum()))
     assert (bitrows.of_pairs(*(x[order] for x in a.nonzero()), rows, inner) == bits_a).all()
     assert (bitrows.unpack(bitrows.below(rows), rows) == np.tri(rows, k=-1, dtype=bool)).all()

@@ -18,7 +18,8 @@ from sparseflash import BlockMask, masks
 from sparseflash.draw import MEANINGS, kinds, panels, shares, to_html
 from sparseflash.draw.colours import EMPTY, FULL, PARTIAL, colours
 from sparseflash.draw.text import levels
-from strategies import block_masks
+from strategies import SEEDS, block_masks
+from test_loose import loosen
 
 ROOT = Path(__file__).resolve().parents[1]
 CELLS = st.integers(1, 12)
@@ -489,3 +490,10 @@ def test_masks_on_the_gpu_are_drawn_alike():
     assert np.array_equal(kinds(on_gpu), kinds(mask))
     padded = mask.with_lengths(torch.tensor([77]))
     assert drawing(padded.to("cuda").to_string(60)) == drawing(padded.to_string(60))
+
+
+@given(block_masks(most_tokens=100, heads=2), SEEDS)
+def test_loose_masks_are_drawn_as_their_canonical_form(mask, seed):
+    loose = loosen(mask, seed)
+    assert loose.to_string(40) == mask.to_string(40)
+    assert loose._repr_html_() == mask._repr_html_()

@@ -134,8 +134,16 @@ def test_the_mask_type_knows_no_backend_and_no_pattern(module):
 @pytest.mark.parametrize("module", [m for m in LIBRARY if belongs(m, "sparseflash.masks")])
 def test_patterns_import_the_mask_type_only(module):
     parts_of_core = set(CORE).union(*(reached_from(m) for m in CORE if m in LIBRARY))
-    allowed = {m for m in LIBRARY if m in parts_of_core or belongs(m, "sparseflash.masks")} | {"sparseflash"}
+    allowed = {m for m in LIBRARY if m in parts_of_core or belongs_to_any(m, (*CORE, "sparseflash.masks"))} | {
+        "sparseflash"
+    }
     assert (LIBRARY[module].everywhere & LIBRARY.keys()) - allowed == set()
+
+
+@pytest.mark.parametrize("module", [m for m in LIBRARY if belongs(m, "sparseflash.analysis")])
+def test_analysis_runs_nothing(module):
+    others = (*BACKENDS, "sparseflash.attention", "sparseflash.operator", "sparseflash.masks")
+    assert [m for m in reached_from(module) if belongs_to_any(m, others)] == []
 
 
 @pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs(m, "sparseflash.masks")])
@@ -174,6 +182,7 @@ import sparseflash
 import sparseflash.masks
 
 assert not torch.cuda.is_initialized()
+assert "sparseflash.analysis" not in sys.modules
 assert "triton" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

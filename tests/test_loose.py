@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_flatten
 
-from sparseflash import BlockMask, attention, masks, tiles
+from sparseflash import BlockMask, analysis, attention, interop, masks, tiles
 from sparseflash.csr import row_of_entry
 from sparseflash.kernels.plan import plan_of
 from strategies import SEEDS, Recipe, block_masks, problems
@@ -321,3 +322,38 @@ def test_validate_names_what_makes_a_loose_mask_unsafe(rule, changes):
 def test_what_a_loose_mask_may_have_is_refused_in_another():
     with pytest.raises(ValueError, match=re.escape("not a valid BlockMask")):
         dataclasses.replace(example(), loose=False).validate()
+
+
+@given(block_masks(90, blocks=(16, 32)), SEEDS)
+def test_what_leaves_the_library_is_the_canonical_form(tmp_path_factory, mask, seed):
+    loose, folder = loosen(mask, seed), tmp_path_factory.mktemp("loose")
+    for name, m in (("loose", loose), ("canonical", mask)):
+        m.save(folder / name)
+    assert (folder / "loose").read_bytes() == (folder / "canonical").read_bytes()
+    assert torch.equal(interop.to_sdpa(loose), interop.to_sdpa(mask))
+    for export in (interop.to_fa4, interop.to_flashinfer, interop.to_flashmask, interop.to_deepspeed):
+        assert outcome(export, loose) == outcome(export, mask)
+
+
+def outcome(export, mask):
+    """The tensors that come out, as lists; or the error."""
+    try:
+        leaves, _ = tree_flatten(export(mask))
+    except ValueError as error:
+        return str(error)
+    return [x.tolist() if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
+@given(block_masks(90, blocks=(16, 32), heads=2), SEEDS)
+def test_what_is_said_of_a_loose_mask_is_said_of_its_canonical_form(mask, seed):
+    loose = loosen(mask, seed)
+    for say in (
+        analysis.density,
+        analysis.balance,
+        analysis.coarsening,
+        analysis.lint,
+        lambda m: analysis.flops(m, 64),
+    ):
+        assert say(loose) == say(mask)
+    if mask.q_len == mask.k_len:
+        assert analysis.reach(loose, 2) == analysis.reach(mask, 2)

@@ -62,20 +62,18 @@ def pairs(bits: Bits, width: int) -> tuple[Index, Index]:
     rows, cols = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for first in range(0, len(bits), step):
         chunk = bits[first : first + step]
-        if chunk.any():
-            row, col = np.nonzero(unpack(chunk, width))
-            rows.append(row + first)
-            cols.append(col)
+        row, word = np.nonzero(chunk)  # most words of most matrices here are 0
+        at, bit = np.nonzero(unpack(chunk[row, word][:, None], WORD))
+        rows.append(row[at] + first)
+        cols.append(word[at] * WORD + bit)
     return np.concatenate(rows), np.concatenate(cols)
 
 
 def transpose(bits: Bits, width: int) -> Bits:
-    """The `width x rows` matrix; 64 rows of it, or a multiple, at a time."""
+    """The `width x rows` matrix, made a word of its rows at a time, which stays in the cache."""
     result = zeros(width, len(bits))
-    step = max(1, _AT_ONCE // max(width, 1) // WORD) * WORD
-    for first in range(0, len(bits), step):
-        strip = pack(np.ascontiguousarray(unpack(bits[first : first + step], width).T))
-        result[:, first // WORD : first // WORD + strip.shape[1]] = strip
+    for first in range(0, len(bits), WORD):
+        result[:, first // WORD] = pack(np.ascontiguousarray(unpack(bits[first : first + WORD], width).T))[:, 0]
     return result
 
 
@@ -95,6 +93,7 @@ def product(a: Bits, b: Bits) -> Bits:
     """The boolean product: entry (i, j) is set iff some k has a[i, k] and b[k, j]; `len(b)` is the width of a."""
     inner = len(b)
     result = np.zeros((len(a), b.shape[1]), dtype=_LITTLE)
+    a = a & pack(np.asarray(b.any(axis=1)).reshape(1, -1))  # empty rows of b add nothing
     set_in_row = counts(a, inner)
     many = set_in_row > inner // 16 + 16  # from there on the tables pay
     few = np.flatnonzero((set_in_row > 0) & ~many)
@@ -104,6 +103,16 @@ def product(a: Bits, b: Bits) -> Bits:
     if many.any():
         result[many] = _product_by_tables(a[many], b)
     return result
+
+
+def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
+    """Whether row `rows_a[e]` of a and row `rows_b[e]` of b, of one width, have an entry in common: bool `[E]`."""
+    found = np.zeros(len(rows_a), np.bool_)
+    step = max(1, _AT_ONCE // (8 * max(a.shape[1], 1)))
+    for first in range(0, len(rows_a), step):
+        both = a[rows_a[first : first + step]] & b[rows_b[first : first + step]]
+        both.any(axis=1, out=found[first : first + step])
+    return found
 
 
 def _product_by_tables(a: Bits, b: Bits) -> Bits:

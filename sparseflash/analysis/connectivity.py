@@ -11,10 +11,15 @@ from scipy.sparse import csgraph
 
 from sparseflash import tiles
 from sparseflash.analysis import bitrows
+from sparseflash.analysis.bitrows import Index
 from sparseflash.analysis.layers import Element
 from sparseflash.analysis.relation import Relation, compose, multiply, tiles_of
 from sparseflash.analysis.tokens import see_previous
+from sparseflash.analysis.walks import words_of
 from sparseflash.blockmask import BlockMask
+from sparseflash.building import SCORES_AT_ONCE
+
+_MOST_EDGES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -29,22 +34,17 @@ class Gap:
 def gap(element: Element) -> Gap | None:
     """A pair of tokens that never connect in these layers, repeated for ever; None if there is none.
 
-    If the diagonal tiles connect the tokens of each block among themselves, the graph of tiles decides; elsewhere
-    relations are composed until nothing changes.
+    If the diagonal tiles connect the tokens of each block among themselves, the graph of tiles decides. Elsewhere the
+    graph of tokens does, or, where that has too many edges, relations are composed until nothing changes.
     """
     union = element.union()
     if union.count == 0:
         return None
     if _blocks_are_connected(union):
-        rows, cols = bitrows.pairs(union.live(), union.count)
-        graph = sparse.csr_array((np.ones(len(rows), np.int8), (rows, cols)), shape=(union.count,) * 2)
-        groups = csgraph.connected_components(graph, return_labels=False)
-        for transposed in (False, True):
-            found = csgraph.breadth_first_order(graph.T.tocsr() if transposed else graph, 0, return_predecessors=False)
-            if len(found) < union.count:
-                missing = int(np.setdiff1d(np.arange(union.count), found)[0]) * union.block
-                return Gap(missing, 0, groups) if transposed else Gap(0, missing, groups)
-        return None
+        return _gap_of_graph(*bitrows.pairs(union.live(), union.count), union.count, union.block)
+    live = tiles.live_scores(union.words).numpy()[union.kind - 1].sum()
+    if bitrows.count(union.full, union.count) * union.block**2 + live <= _MOST_EDGES:
+        return _gap_of_graph(*_token_edges(union, element.stop), element.stop, 1)
     closure = _closure(union)
     if closure.is_everything():
         return None
@@ -67,13 +67,37 @@ def causal_gap(element: Element) -> Gap | None:
     return Gap(int(missing[0]), int(missing[0]) - 1) if len(missing) else None
 
 
+def _gap_of_graph(rows: Index, cols: Index, count: int, unit: int) -> Gap | None:
+    """A gap of the graph with an edge from each query node to each key node that it sees; `unit` tokens a node."""
+    graph = sparse.csr_array((np.ones(len(rows), np.int8), (rows, cols)), shape=(count, count))
+    groups = csgraph.connected_components(graph, return_labels=False)
+    for transposed in (False, True):
+        found = csgraph.breadth_first_order(graph.T.tocsr() if transposed else graph, 0, return_predecessors=False)
+        if len(found) < count:
+            missing = int(np.setdiff1d(np.arange(count), found)[0]) * unit
+            return Gap(missing, 0, groups) if transposed else Gap(0, missing, groups)
+    return None
+
+
+def _token_edges(union: Relation, stop: int) -> tuple[Index, Index]:
+    """All pairs of tokens (query, key) of a relation over `stop` tokens."""
+    i, j, kind, bits = tiles_of(union, stop)
+    queries, keys = [], []
+    for some in torch.arange(len(i)).split(max(1, SCORES_AT_ONCE // union.block**2)):
+        live = tiles.unpack(words_of(kind[some], bits, union.block), union.block)
+        tile, a, b = live.nonzero(as_tuple=True)
+        queries.append(i[some][tile] * union.block + a)
+        keys.append(j[some][tile] * union.block + b)
+    return torch.cat(queries).numpy(), torch.cat(keys).numpy()
+
+
 def _blocks_are_connected(union: Relation) -> bool:
     """Whether the tokens of every block reach one another inside it."""
     diagonal = np.unique(union.kind_at(np.arange(union.count) * (union.count + 1)))
     for kind in diagonal[diagonal > 0]:
-        words = union.words[kind - 1 : kind]
+        words, one = union.words[kind - 1 : kind], torch.zeros(1, dtype=torch.int64)
         for _ in range(union.block.bit_length()):
-            words = multiply(words, words, union.block)
+            words = multiply(words, words, one, one, union.block)
         if not (words == tiles.full_word(union.block)).all():
             return False
     return True

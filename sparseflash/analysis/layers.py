@@ -56,7 +56,7 @@ def checked(masks: Masks) -> list[BlockMask]:
     every = [masks] if isinstance(masks, BlockMask) else list(masks)
     if not every or not all(isinstance(mask, BlockMask) for mask in every):
         raise TypeError(f"masks must be a BlockMask or a sequence of one or more; got {masks!r}.")
-    on_cpu: dict[int, BlockMask] = {id(mask): mask.to("cpu") for mask in every}
+    on_cpu: dict[int, BlockMask] = {id(mask): mask.canonical().to("cpu") for mask in every}
     every = [on_cpu[id(mask)] for mask in every]
     for mask in every:
         if mask.q_len != mask.k_len:

@@ -12,9 +12,10 @@ from torch import Tensor
 from sparseflash.analysis import layers as model
 from sparseflash.analysis.balance import Load, balance
 from sparseflash.analysis.coarsening import coarsening
-from sparseflash.analysis.layers import Masks, block_of, elements
+from sparseflash.analysis.layers import Masks, elements
 from sparseflash.analysis.order import live_tiles_in_order
 from sparseflash.analysis.reach import layers_to_full_reach
+from sparseflash.analysis.relation import TooManyTiles
 from sparseflash.analysis.tokens import blind_queries, future_scores, unseen_keys
 from sparseflash.analysis.walks import Walk, walks
 from sparseflash.blockmask import BlockMask
@@ -85,8 +86,9 @@ def lint(
     []
     """
     every = [masks] if isinstance(masks, BlockMask) else list(masks)
-    together = len(every) > 1 or all(isinstance(mask, BlockMask) and mask.q_len == mask.k_len for mask in every)
-    if together:  # cross-attention is no layer of its own
+    # Cross-attention alone is no layer whose output is the next one's input.
+    together = not (len(every) == 1 and isinstance(every[0], BlockMask) and every[0].q_len != every[0].k_len)
+    if together:
         every = model.checked(every)
     if layers is not None and integer(layers, "layers", "layers") < 1:
         raise ValueError(f"layers must be at least 1; got {layers}.")
@@ -201,26 +203,28 @@ def _uneven(mask: BlockMask, where: str) -> Iterator[Finding]:
 
 
 def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iterator[Finding]:
-    from sparseflash.analysis.connectivity import causal_gap, gap  # scipy.sparse takes half a second to import
+    from sparseflash.analysis.connectivity import causal_gap, gap  # with scipy, which nothing else here needs
 
-    count = -(-every[0].q_len // block_of(every))
-    too_large = count > model.MOST_BLOCKS
-    if too_large and (layers is not None or not causal):
-        yield Finding(
-            "not-checked", "note",
-            f"whether all tokens connect is answered up to {model.MOST_BLOCKS:,} block rows; got {count:,} of "
-            f"{block_of(every)} tokens. Give a mask with larger blocks.",
-        )  # fmt: skip
-    if too_large and not causal:
-        return
-    done = set()
+    try:
+        if not causal or layers is not None:
+            model.check_size(every)
+    except ValueError as error:
+        yield _not_checked(error)
+        if not causal:
+            return
+        layers = None
     connected = True
+    done = set()
     all_elements = elements(every)
     for number, element in enumerate(all_elements):
         if element.key in done:
             continue
         done.add(element.key)
-        found = causal_gap(element) if causal else gap(element)
+        try:
+            found = causal_gap(element) if causal else gap(element)
+        except TooManyTiles as error:
+            yield _not_checked(error)
+            return
         if found is None:
             continue
         connected = False
@@ -233,14 +237,22 @@ def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iter
             "never-connects", "warning",
             f"{groups}. Unless they are documents, add a factor, a window or a global token that joins them.", alone,
         )  # fmt: skip
-    if layers is not None and connected and not too_large:
-        needed = layers_to_full_reach(every, causal=causal)
+    if layers is not None and connected:
+        try:
+            needed = layers_to_full_reach(every, causal=causal)
+        except TooManyTiles as error:
+            yield _not_checked(error)
+            return
         if needed is not None and needed > layers:
             yield Finding(
                 "too-few-layers", "warning",
                 f"it takes {needed:,} layers until every query is influenced by every "
                 f"{'earlier ' if causal else ''}key; the model has {layers:,}.",
             )  # fmt: skip
+
+
+def _not_checked(error: ValueError) -> Finding:
+    return Finding("not-checked", "note", f"whether, or how soon, all tokens connect: {error}")
 
 
 def _place(mask: BlockMask, users: tuple[tuple[int, int], ...], where: str) -> str:

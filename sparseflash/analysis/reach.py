@@ -7,7 +7,7 @@ from itertools import cycle, islice
 
 from sparseflash.analysis import bitrows
 from sparseflash.analysis.layers import Element, Masks, block_of, check_size, checked, elements
-from sparseflash.analysis.relation import Relation, compose, tiles_of
+from sparseflash.analysis.relation import Relation, TooManyTiles, compose, tiles_of
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import Part
 from sparseflash.checks import integer
@@ -32,9 +32,9 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
     The result has one head, square blocks of the smallest `block_q` or `block_k` of the masks, a pattern for each batch
     element if the masks have them, and no `lengths`: padding neither reaches nor is reached.
 
-    Raises ValueError for `q_len != k_len`, for masks of different lengths or batch sizes, and where the result would
-    have over 16.7 million tiles or the masks over 32,768 block rows: larger blocks are the remedy, and
-    `layers_to_full_reach` needs no result.
+    Raises ValueError for `q_len != k_len`, for masks of different lengths or batch sizes, for masks of over 32,768
+    block rows, and where the result, or the tiles whose bits need multiplying, would be over 16.7 million: larger
+    blocks are the remedy.
 
     >>> step = BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, 64, block=16)
     >>> reach(step, 3) == BlockMask.from_function(lambda q, k: (q - k).abs() <= 3, 64, block=16)
@@ -53,9 +53,9 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
             relation = _after(element, layers)
             count = bitrows.count(relation.full, relation.count) + len(relation.key)
             if count > MOST_TILES:
-                raise ValueError(
+                raise TooManyTiles(
                     f"the result must have at most {MOST_TILES} tiles; got {count} tiles of {block} x {block}. Give "
-                    "masks with larger blocks; layers_to_full_reach and diameter have no such limit."
+                    "masks with larger blocks; layers_to_full_reach and diameter need no result."
                 )
             found[element.key] = tiles_of(relation, element.stop)
         parts.append(found[element.key])
@@ -67,7 +67,7 @@ def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
 
     `masks` as in `reach`; a list is repeated as often as it takes. `causal=True` asks only for the keys up to the
     query's own position. With patterns for batch elements, or lengths, the most layers that an element needs. Raises
-    ValueError as `reach` does, except for large results.
+    ValueError as `reach` does, though not for large results.
 
     >>> import torch
     >>> i, j = torch.arange(8)[:, None], torch.arange(8)

@@ -26,8 +26,13 @@ from sparseflash.analysis.bitrows import Bits, Index
 from sparseflash.analysis.walks import Walk, cut, words_of
 from sparseflash.building import SCORES_AT_ONCE, Part
 
+MOST_PARTIAL = 1 << 24
 _TARGETS_AT_ONCE = 1 << 14
 _PAIRS_AT_ONCE = 1 << 20
+
+
+class TooManyTiles(ValueError):
+    """What was asked for would need more memory than is sensible."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +63,31 @@ class Relation:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def with_partial(self, chosen: NDArray[np.bool_]) -> Bits:
-        """The full tiles, and the partial ones whose kind is chosen (bool `[T]`)."""
-        key = self.key[chosen[self.kind - 1]]
-        return self.full | bitrows.of_pairs(key // self.count, key % self.count, self.count, self.count)
+    def partial(self, chosen: NDArray[np.bool_] | None = None, *, transposed: bool = False) -> Bits:
+        """The partial tiles, of all kinds or of those chosen (bool `[T]`)."""
+        key = self.key if chosen is None else self.key[chosen[self.kind - 1]]
+        rows, cols = key // self.count, key % self.count
+        return bitrows.of_pairs(*((cols, rows) if transposed else (rows, cols)), self.count, self.count)
 
     def live(self) -> Bits:
         """The tiles that hold anything."""
-        return self.with_partial(np.ones(len(self.words), np.bool_))
+        return self.full | self.partial()
 
-    def every_row(self) -> Bits:
-        """The tiles in which each query sees some key."""
-        return self.with_partial((self.words != 0).any(2).all(1).numpy())
+    def fills_rows(self) -> NDArray[np.bool_]:
+        """The kinds of tile in which each query sees some key: bool `[T]`."""
+        return np.asarray((self.words != 0).any(2).all(1).numpy(), np.bool_)
 
-    def every_column(self) -> Bits:
-        """The tiles in which each key is seen by some query."""
+    def fills_columns(self) -> NDArray[np.bool_]:
+        """The kinds of tile in which each key is seen by some query: bool `[T]`."""
         seen = np.bitwise_or.reduce(self.words.numpy(), axis=1)
-        return self.with_partial((seen == tiles.full_word(self.block)).all(1))
+        return np.asarray((seen == tiles.full_word(self.block)).all(1), np.bool_)
 
     def kind_at(self, key: Index) -> Index:
         """The kinds of tiles that are live: 0 for a full one."""
+        if len(key) > self.count**2:  # a table pays
+            table = np.zeros(self.count**2, np.int64)
+            table[self.key] = self.kind
+            return table[key]
         at = np.searchsorted(self.key, key)
         found = at < len(self.key)
         found[found] = self.key[at[found]] == key[found]
@@ -185,44 +195,54 @@ def tiles_of(relation: Relation, stop: int) -> Part:
 def compose(a: Relation, b: Relation) -> Relation:
     """Who sees whom in two steps: token q sees k iff some t has a[q, t] and b[t, k]."""
     count = a.count
-    # A full tile and one whose every column (row) holds something make a full tile.
-    full = bitrows.product(a.full, b.every_column())
-    if len(a.key):
-        full |= bitrows.product(a.every_row(), b.full)
-    if not len(a.key) and not len(b.key):
-        return _settled(a.block, count, full, [])
-    live_a, live_b = a.live(), b.live()
-    open_rows, open_cols = bitrows.pairs(bitrows.product(live_a, live_b) & ~full, count)
-    across = bitrows.transpose(live_b, count) if len(open_rows) else live_b
+    live_a, live = a.live(), bitrows.product(a.live(), b.live())
+    # A full tile and one whose every column (row) holds something make a full tile. Other pairs of tiles may not.
+    rows_a, columns_b = a.fills_rows(), b.fills_columns()
+    weak = bitrows.product(a.partial(), b.partial())
+    weak |= bitrows.product(a.full, b.partial(~columns_b)) | bitrows.product(a.partial(~rows_a), b.full)
+    if (found := bitrows.count(weak, count)) > MOST_PARTIAL:
+        raise TooManyTiles(
+            f"the tiles whose bits have to be multiplied must be at most {MOST_PARTIAL}; got {found} of {a.block} x "
+            f"{a.block}. Give masks with larger blocks."
+        )
+    open_rows, open_cols = bitrows.pairs(weak, count)
+    if not len(open_rows):
+        return _settled(a.block, count, live, [])
+    across = bitrows.transpose(b.full, count)
+    strong = bitrows.meet(a.full, across | b.partial(columns_b, transposed=True), open_rows, open_cols)
+    strong |= bitrows.meet(a.full | a.partial(rows_a), across, open_rows, open_cols)
+    open_rows, open_cols = open_rows[~strong], open_cols[~strong]
+    full = live & ~bitrows.of_pairs(open_rows, open_cols, count, count)
+    across |= b.partial(transposed=True)
     kinds_b = len(b.words) + 1
 
     def look_up(codes: Index) -> Tensor:
-        return multiply(
-            words_of(torch.from_numpy(codes // kinds_b), a.words, a.block),
-            words_of(torch.from_numpy(codes % kinds_b), b.words, a.block),
-            a.block,
-        )
+        left, which_left = torch.unique(torch.from_numpy(codes // kinds_b), return_inverse=True)
+        right, which_right = torch.unique(torch.from_numpy(codes % kinds_b), return_inverse=True)
+        of_a, of_b = words_of(left, a.words, a.block), words_of(right, b.words, b.block)
+        return multiply(of_a, of_b, which_left, which_right, a.block)
 
-    found = []
-    step = max(1, min(_TARGETS_AT_ONCE, (_PAIRS_AT_ONCE << 4) // count))
+    unions = []
+    step = max(1, min(_TARGETS_AT_ONCE, (_PAIRS_AT_ONCE << 4) // max(count, 1)))
     for first in range(0, len(open_rows), step):
         i, j = open_rows[first : first + step], open_cols[first : first + step]
         target, through = bitrows.pairs(live_a[i] & across[j], count)
         code = a.kind_at(i[target] * count + through) * kinds_b + b.kind_at(through * count + j[target])
         sizes = np.bincount(target, minlength=len(i))
         state, words = union(sizes, code.__getitem__, look_up, a.block)
-        found.append((i * count + j, state, words))
-    return _settled(a.block, count, full, found)
+        unions.append((i * count + j, state, words))
+    return _settled(a.block, count, full, unions)
 
 
-def multiply(a: Tensor, b: Tensor, block: int) -> Tensor:
-    """Boolean products of pairs of tiles: words `[E, block, W]` twice -> `[E, block, W]`."""
-    found = []
-    step = max(1, SCORES_AT_ONCE // 8 // block**2)
-    for first in range(0, len(a), step):
-        # Sums of at most 256 products of 0 and 1 are exact in fp32.
-        left, right = (tiles.unpack(words[first : first + step], block).float() for words in (a, b))
-        found.append(tiles.pack(torch.bmm(left, right) > 0))
+def multiply(a: Tensor, b: Tensor, which_a: Tensor, which_b: Tensor, block: int) -> Tensor:
+    """Boolean products of the tiles `a[which_a[e]]` and `b[which_b[e]]`: words `[E, block, W]`."""
+    found = [a[:0]]
+    for some in torch.arange(len(which_a)).split(max(1, SCORES_AT_ONCE // 8 // block**2)):
+        # Each factor is unpacked once a batch. Sums of at most 256 products of 0 and 1 are exact in fp32.
+        left, at_left = torch.unique(which_a[some], return_inverse=True)
+        right, at_right = torch.unique(which_b[some], return_inverse=True)
+        of_a, of_b = tiles.unpack(a[left], block).float(), tiles.unpack(b[right], block).float()
+        found.append(tiles.pack(torch.bmm(of_a[at_left], of_b[at_right]) > 0))
     return torch.cat(found)
 
 

@@ -50,7 +50,8 @@ class Traffic:
             f"{self.total:,} bytes: {100 * self.keys_values / self.total:.3g} % keys and values, "
             f"{100 * (self.queries + self.out) / self.total:.3g} % queries and output, "
             f"{100 * (self.index + self.bits) / self.total:.3g} % mask; dense FlashAttention moves "
-            f"{self.dense_flash / self.total:,.1f} times as much, standard attention {self.materialized / self.total:,.1f}"
+            f"{self.dense_flash / self.total:,.1f} times as much, "
+            f"standard attention {self.materialized / self.total:,.1f}"
         )
 
 

@@ -48,7 +48,7 @@ class Walk:
 
 def walks(mask: BlockMask) -> Iterator[Walk]:
     """One walk for each distinct (pattern, length), in order of first appearance."""
-    mask = mask.to("cpu")
+    mask = mask.canonical().to("cpu")
     batch, heads = mask.shape[:2]
     patterns = mask.pattern.expand(batch, heads).tolist()
     longest = max(mask.q_len, mask.k_len)
@@ -66,7 +66,11 @@ def walk(mask: BlockMask, pattern: int, stop: int, users: tuple[tuple[int, int],
     row_blocks, (block_q, block_k) = mask.blocks[0], (mask.block_q, mask.block_k)
     start, end = (int(mask.indptr[(pattern + step) * row_blocks]) for step in (0, 1))
     indptr = mask.indptr[pattern * row_blocks : (pattern + 1) * row_blocks + 1]
-    rows, cols, tile = row_of_entry(indptr, end - start), mask.indices[start:end].long(), mask.tile[start:end].long()
+    rows, cols, tile = (
+        row_of_entry(indptr - indptr[0], end - start),
+        mask.indices[start:end].long(),
+        mask.tile[start:end].long(),
+    )
     kind, bits = tile, mask.bits
     q_stop, k_stop = min(stop, mask.q_len), min(stop, mask.k_len)
     if q_stop < mask.q_len or k_stop < mask.k_len:

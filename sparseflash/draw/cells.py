@@ -80,7 +80,7 @@ def tile_list(mask: BlockMask, pattern: int) -> tuple[Tensor, Tensor, Tensor]:
     indptr = mask.indptr[pattern * row_blocks : (pattern + 1) * row_blocks + 1].cpu()
     span = slice(int(indptr[0]), int(indptr[-1]))
     cols, tile = mask.indices[span].cpu().long(), mask.tile[span].cpu().long()
-    return row_of_entry(indptr, len(cols)), cols, tile
+    return row_of_entry(indptr - indptr[0], len(cols)), cols, tile
 
 
 def _step(blocks: int, most: int) -> int:

@@ -1,0 +1,75 @@
+"""Masks to and from other libraries: `to_x(mask)` gives what x takes, `from_x(...)` the mask of what x has.
+
+Each direction is exact: the same scores are live. What one of them cannot say is a ValueError that names the reason
+and the first place, never another mask. `lengths` (padding) come out as part of the pattern. Nothing of a neighbour is
+imported before its function is called; of all these only SciPy and PyTorch are needed by `sparseflash` itself.
+
+| neighbour | out | in | what it cannot represent |
+|---|---|---|---|
+| SciPy sparse | `to_scipy`: bool CSR, BSR | `from_scipy`: any format | several patterns at once (choose `batch=`, \
+`head=`; a list of heads comes in); BSR: ragged ends |
+| PyTorch sparse | `to_torch_sparse`: bool CSR, BSR | `from_torch_sparse`: CSR, BSR, COO | the same |
+| PyTorch SDPA | `to_sdpa`: bool `[B, H, Nq, Nk]` | `from_sdpa`: bool, or 0 and -inf | nothing, in `Nq * Nk` bytes |
+| FlexAttention | `to_flex`: `BlockMask` with `mask_mod` | `from_flex`: lists, `mask_mod` in partial blocks | nothing |
+| FlashAttention-4 | `to_fa4`: lists of the forward and backward | `from_fa4`: lists, with a `mask_mod` | blocks other \
+than 128 keys by multiples of 128 queries; bits of partial tiles, for which the caller brings a CuTe `mask_mod` |
+| FlashInfer | `to_flashinfer`: BSR with block masks | `from_flashinfer`: the same, any block | several patterns at \
+once; ragged ends |
+| FlashMask | `to_flashmask`: `startend_row_indices` | `from_flashmask`: causal or not | a key with two masked runs of \
+queries on one side of the diagonal (butterflies, random blocks) |
+| DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so: ragged ends, \
+causality inside a block), rectangular masks or blocks, masks that differ in the batch |
+
+>>> from sparseflash import BlockMask
+>>> mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 100), 300, block=64)
+>>> from_scipy(to_scipy(mask), block=64) == from_flashmask(*to_flashmask(mask)[:1], causal=True, block=64) == mask
+True
+"""
+
+from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout
+from sparseflash.interop.deepspeed import from_deepspeed as from_deepspeed
+from sparseflash.interop.deepspeed import to_deepspeed as to_deepspeed
+from sparseflash.interop.fa4 import BlockSparseTensors as BlockSparseTensors
+from sparseflash.interop.fa4 import FA4BlockSparse as FA4BlockSparse
+from sparseflash.interop.fa4 import from_fa4 as from_fa4
+from sparseflash.interop.fa4 import to_fa4 as to_fa4
+from sparseflash.interop.flashinfer import FlashInferBSR as FlashInferBSR
+from sparseflash.interop.flashinfer import from_flashinfer as from_flashinfer
+from sparseflash.interop.flashinfer import to_flashinfer as to_flashinfer
+from sparseflash.interop.flashmask import FlashMask as FlashMask
+from sparseflash.interop.flashmask import from_flashmask as from_flashmask
+from sparseflash.interop.flashmask import to_flashmask as to_flashmask
+from sparseflash.interop.flex import from_flex as from_flex
+from sparseflash.interop.flex import to_flex as to_flex
+from sparseflash.interop.lookup import TileLookup as TileLookup
+from sparseflash.interop.scipy import from_scipy as from_scipy
+from sparseflash.interop.scipy import to_scipy as to_scipy
+from sparseflash.interop.sdpa import from_sdpa as from_sdpa
+from sparseflash.interop.sdpa import to_sdpa as to_sdpa
+from sparseflash.interop.torch_sparse import from_torch_sparse as from_torch_sparse
+from sparseflash.interop.torch_sparse import to_torch_sparse as to_torch_sparse
+
+__all__ = [
+    "BlockSparseTensors",
+    "DeepSpeedLayout",
+    "FA4BlockSparse",
+    "FlashInferBSR",
+    "FlashMask",
+    "TileLookup",
+    "from_deepspeed",
+    "from_fa4",
+    "from_flashinfer",
+    "from_flashmask",
+    "from_flex",
+    "from_scipy",
+    "from_sdpa",
+    "from_torch_sparse",
+    "to_deepspeed",
+    "to_fa4",
+    "to_flashinfer",
+    "to_flashmask",
+    "to_flex",
+    "to_scipy",
+    "to_sdpa",
+    "to_torch_sparse",
+]

@@ -1,0 +1,83 @@
+"""DeepSpeed's sparse attention layouts: int64 `[H, nb, nb]`, 1 for a live block, and the block size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import integer
+from sparseflash.interop.heads import no_parts, pattern_of_mask, whole_blocks
+
+
+class DeepSpeedLayout(NamedTuple):
+    """What `SparsityConfig.make_layout` returns, and the `block` of that configuration."""
+
+    layout: Tensor  # int64 [H, nb, nb]
+    block: int  # tokens
+
+
+def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = False) -> DeepSpeedLayout:
+    """The layout of DeepSpeed's `SparsityConfig` for a mask of square, whole blocks.
+
+    `heads`: how many, for a mask that all share (1 by default). `cover=True` makes partly live tiles wholly live,
+    which is no longer the same mask: DeepSpeed then needs the rest as its `attn_mask` `[N, N]`, one for all heads
+    (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). A causal mask is such a case: DeepSpeed's own "unidirectional"
+    layouts are causal among blocks only.
+
+    Raises ValueError for blocks that are not square, as many queries as keys, or whole; for masks that differ within
+    the batch; and, without `cover`, for a partly live tile, naming the first.
+
+    >>> to_deepspeed(BlockMask.from_layout(torch.eye(3, dtype=torch.bool), block=16))
+    DeepSpeedLayout(layout=tensor([[[1, 0, 0],
+             [0, 1, 0],
+             [0, 0, 1]]]), block=16)
+    """
+    if mask.block_q != mask.block_k or mask.q_len != mask.k_len:
+        raise ValueError(
+            "a DeepSpeed layout must be square, in tokens and in blocks; got "
+            f"{mask.q_len} x {mask.k_len} tokens in blocks of {mask.block_q} x {mask.block_k}."
+        )
+    mask = mask.bake_lengths()
+    whole_blocks(mask, "a DeepSpeed layout", "Pad the sequence, as its pad_to_block_size does.")
+    pattern = mask.pattern
+    if not bool((pattern == pattern[:1]).all()):
+        raise ValueError(
+            f"a DeepSpeed layout must serve the whole batch; got a mask whose {len(pattern)} batch elements differ."
+        )
+    if heads is not None and pattern.shape[1] not in (1, heads):
+        raise ValueError(f"heads must be {pattern.shape[1]}, as the mask has them; got {heads}.")
+    blocks = mask.blocks[0]
+    patterns = (len(mask.indptr) - 1) // blocks
+    layout = torch.zeros(patterns, blocks, blocks, dtype=torch.int64, device=mask.device)
+    for p in range(patterns):
+        part = pattern_of_mask(mask, p)
+        if not cover:
+            no_parts(
+                part, mask.block_q, mask.block_k, "a DeepSpeed layout",
+                "cover=True rounds them up; DeepSpeed's attn_mask must then say which of their scores are live.",
+            )  # fmt: skip
+        layout[p, part[0], part[1]] = 1
+    return DeepSpeedLayout(layout[pattern[0].long()].expand(heads or -1, -1, -1).contiguous(), mask.block_q)
+
+
+def from_deepspeed(layout: Tensor, block: int) -> BlockMask:
+    """The mask of a DeepSpeed layout: `nb * block` queries and keys, every listed block wholly live.
+
+    `layout`: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`; `block`:
+    tokens, that configuration's `block`. A "unidirectional" layout lets the blocks on the diagonal see the future;
+    the causal part of its mask is in DeepSpeed's `attn_mask`.
+
+    Raises ValueError for another shape or other values.
+
+    >>> from_deepspeed(torch.ones(2, 4, 4, dtype=torch.int64).tril(), 16)
+    BlockMask(64 x 64, blocks of 16, 10 tiles: 10 full + 0 partial, density 62.5 %, \
+1 patterns for 1 x 2 (batch x heads))
+    """
+    if layout.ndim != 3 or layout.shape[1] != layout.shape[2]:
+        raise ValueError(f"layout must have shape [H, nb, nb]; got {list(layout.shape)}.")
+    if not bool(((layout == 0) | (layout == 1)).all()):
+        raise ValueError(f"layout must hold 0 and 1 only; got values {layout.unique().tolist()[:8]}.")
+    return BlockMask.from_layout(layout == 1, block=integer(block, "block", "tokens"))

@@ -1,0 +1,82 @@
+"""PyTorch's FlexAttention: its `BlockMask`, block lists and a `mask_mod`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import BLOCKS
+from sparseflash.csr import row_of_entry
+from sparseflash.interop.lists import Lists, mask_of_lists, padded_lists
+from sparseflash.interop.lookup import mask_mod, tile_lookup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+
+def to_flex(mask: BlockMask) -> FlexBlockMask:
+    """FlexAttention's `BlockMask` with the same live scores, blocks and device: for `flex_attention`, compiled or not.
+
+    Every mask has one. Its `mask_mod` looks a score up in the mask's own bits, so any pattern goes; code that
+    `torch.compile` made for one mask serves others whose arrays have the same shapes. FlexAttention's format takes
+    `Mq * Mk` entries of 4 bytes in each of four lists a pattern and head, and the lookup as many a pattern: megabytes
+    where the mask here has kilobytes. `lengths` become patterns of their own. Compiled FlexAttention wants blocks that
+    its tiles divide: 128 always goes.
+
+    >>> from torch.nn.attention.flex_attention import create_mask
+    >>> flex = to_flex(BlockMask.from_function(lambda q, k: k <= q, 256, block=128))
+    >>> flex.kv_num_blocks.tolist(), flex.full_kv_num_blocks.tolist()
+    ([[[1, 1]]], [[[0, 1]]])
+    >>> create_mask(flex.mask_mod, 1, 1, 3, 3, device="cpu").tolist()
+    [[[[True, False, False], [True, True, False], [True, True, True]]]]
+    """
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+    mask = mask.bake_lengths()
+    rows, (row_blocks, col_blocks) = row_of_entry(mask.indptr, len(mask.indices)), mask.blocks
+    partial, full = (
+        padded_lists(rows[chosen], mask.indices[chosen], mask.pattern, row_blocks, col_blocks)
+        for chosen in (mask.tile > 0, mask.tile == 0)
+    )
+    return FlexBlockMask.from_kv_blocks(
+        *partial,
+        *full,
+        BLOCK_SIZE=(mask.block_q, mask.block_k),
+        mask_mod=mask_mod(tile_lookup(mask), mask.block_q, mask.block_k),
+        seq_lengths=(mask.q_len, mask.k_len),
+    )
+
+
+def from_flex(block_mask: FlexBlockMask) -> BlockMask:
+    """The mask of FlexAttention's `BlockMask`, in its blocks, as the compiled kernels read it.
+
+    A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` says so; `mask_mod` is
+    evaluated in those blocks alone, for the batch elements and heads that the lists tell apart (those of index 0 where
+    their size is 1). In eager mode FlexAttention asks `mask_mod` everywhere and ignores the lists: masks made by
+    `create_block_mask` mean the same either way.
+
+    Raises ValueError for blocks that a mask cannot have (powers of two from 16 to 256), lists that name a block twice
+    or out of range; whatever `mask_mod` raises, as that of a sliced `BlockMask` does.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> from_flex(create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu", BLOCK_SIZE=64))
+    BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
+    """
+    block_q, block_k = block_mask.BLOCK_SIZE
+    if block_q not in BLOCKS or block_k not in BLOCKS:
+        raise ValueError(
+            f"BLOCK_SIZE must be of {', '.join(map(str, BLOCKS))}; got {block_q} x {block_k}. Give such a BLOCK_SIZE "
+            "to create_block_mask."
+        )
+    q_len, k_len = block_mask.seq_lengths
+    partial = _four_dimensional(block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = None
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        full = _four_dimensional(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return mask_of_lists(q_len, k_len, block_q, block_k, partial, full, block_mask.mask_mod)
+
+
+def _four_dimensional(counts: Tensor, indices: Tensor) -> Lists:
+    """Lists that lack a batch or head dimension are shared."""
+    return counts[(None,) * (3 - counts.ndim)], indices[(None,) * (4 - indices.ndim)]

@@ -1,0 +1,62 @@
+"""The boolean and additive masks of `torch.nn.functional.scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, integer
+
+
+def to_sdpa(mask: BlockMask) -> Tensor:
+    """Bool `[B or 1, Hq or 1, Nq, Nk]`, True where a score takes part: the `attn_mask` of PyTorch's SDPA.
+
+    Every mask has one; it takes `Nq * Nk` bytes a head. `torch.nn.MultiheadAttention` means the opposite by its
+    boolean masks: give it `~to_sdpa(mask)`.
+
+    >>> to_sdpa(BlockMask.from_function(lambda q, k: k <= q, 32, block=16))[0, 0].int().sum(1)[:4].tolist()
+    [1, 2, 3, 4]
+    """
+    return mask.to_dense()
+
+
+def from_sdpa(
+    attn_mask: Tensor, *, q_len: int | None = None, k_len: int | None = None, block: Block = 128
+) -> BlockMask:
+    """The mask of an `attn_mask` of PyTorch's SDPA.
+
+    `attn_mask`: bool (True: takes part), or floating point with 0 and -inf only; `[Nq, Nk]`, `[Hq, Nq, Nk]` or
+    `[B, Hq, Nq, Nk]`, where B and Hq may be 1. With `q_len` or `k_len`, in tokens, that dimension may be 1 too, and is
+    repeated. So the mask of a key padding mask `[B, Nk]` whose True means padding (as `torch.nn.MultiheadAttention`
+    has it) is `from_sdpa(~padding[:, None, None, :], q_len=Nq)`.
+
+    Raises TypeError for another dtype, ValueError for another shape or for a bias: a mask has no finite one.
+
+    >>> from_sdpa(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]), block=16).to_dense()[0, 0].tolist()
+    [[True, False], [True, True]]
+    """
+    if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        got = attn_mask.dtype if isinstance(attn_mask, Tensor) else type(attn_mask).__name__
+        raise TypeError(f"attn_mask must be a bool or floating point tensor; got {got}.")
+    if attn_mask.ndim not in (2, 3, 4):
+        raise ValueError(
+            f"attn_mask must have shape [Nq, Nk], [Hq, Nq, Nk] or [B, Hq, Nq, Nk]; got {list(attn_mask.shape)}."
+        )
+    if attn_mask.is_floating_point():
+        live = attn_mask == 0
+        wrong = (~live & (attn_mask != -torch.inf)).nonzero()
+        if len(wrong):
+            place = tuple(wrong[0].tolist())
+            raise ValueError(
+                f"attn_mask must hold 0 and -inf only (a bias is no mask); got {attn_mask[place].item()} at "
+                f"{list(place)}."
+            )
+        attn_mask = live
+    shape = list(attn_mask.shape)
+    for name, dim, length in (("q_len", -2, q_len), ("k_len", -1, k_len)):
+        if length is not None:
+            shape[dim] = integer(length, name, "tokens")
+            if attn_mask.shape[dim] not in (1, shape[dim]):
+                raise ValueError(f"{name} must be {attn_mask.shape[dim]}, as attn_mask has it; got {length}.")
+    return BlockMask.from_dense(attn_mask.expand(shape), block=block)

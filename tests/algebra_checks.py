@@ -1,0 +1,39 @@
+"""What the tests of the algebra share: the judgement of a result, and what making it took."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparseflash import BlockMask
+
+
+def assert_is(mask, dense):
+    """The mask is canonical and has exactly these live scores, `[B or 1, H or 1, Nq, Nk]`."""
+    mask.validate()
+    assert mask.shape == dense.shape
+    wrong = (mask.to_dense() != dense).nonzero()
+    assert len(wrong) == 0, f"differs first at (b, h, q, k) = {wrong[0].tolist()}"
+    assert mask.bake_lengths() == BlockMask.from_dense(dense, block=(mask.block_q, mask.block_k))
+
+
+def peak_of(action):
+    """`(result, seconds, megabytes)`: CPU time of this process, and how far its memory rose above what it was."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of memory is read from /proc")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that CPU time is work, not threads that wait
+    try:
+        action()  # what is allocated once only
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        before, start = _kilobytes("VmRSS"), time.process_time()
+        result = action()
+        return result, time.process_time() - start, max(0, _kilobytes("VmHWM") - before) / 1000
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _kilobytes(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1])

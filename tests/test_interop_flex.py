@@ -1,0 +1,200 @@
+"""FlexAttention's `BlockMask`, both ways, against FlexAttention's own code."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+from sparseflash import BlockMask, attention, masks
+from sparseflash.interop import from_flex, to_flex
+from strategies import RULES, block_masks, lengths, rule
+
+# Said of every call in eager mode, on the CPU: these tests want it.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def as_lists_say(flex, batch, heads):
+    """Bool `[batch, heads, Nq, Nk]`: what the compiled kernel computes, from the lists and `mask_mod`."""
+    (q_len, k_len), (block_q, block_k) = flex.seq_lengths, flex.BLOCK_SIZE
+    rule = create_mask(flex.mask_mod, batch, heads, q_len, k_len, device="cpu")
+    dense = torch.zeros(batch, heads, q_len, k_len, dtype=torch.bool)
+    for counts, indices, inside in (
+        (flex.kv_num_blocks, flex.kv_indices, rule),
+        (flex.full_kv_num_blocks, flex.full_kv_indices, torch.ones_like(rule)),
+    ):
+        counts, indices = counts.expand(batch, heads, -1), indices.expand(batch, heads, -1, -1)
+        for b, h, i in torch.ones(counts.shape).nonzero().tolist():
+            for j in indices[b, h, i, : counts[b, h, i]].tolist():
+                q, k = slice(i * block_q, (i + 1) * block_q), slice(j * block_k, (j + 1) * block_k)
+                assert not dense[b, h, q, k].any(), "a block must be listed once"
+                dense[b, h, q, k] = inside[b, h, q, k]
+    return dense
+
+
+@given(mask=block_masks(batch=2, heads=2))
+def test_the_lists_and_the_mask_mod_each_say_the_mask(mask):
+    flex = to_flex(mask)
+    assert flex.seq_lengths == (mask.q_len, mask.k_len) and flex.BLOCK_SIZE == (mask.block_q, mask.block_k)  # noqa: SIM300
+    dense = mask.to_dense().expand(2, 2, -1, -1)
+    assert torch.equal(create_mask(flex.mask_mod, 2, 2, mask.q_len, mask.k_len, device="cpu"), dense)
+    assert torch.equal(as_lists_say(flex, 2, 2), dense)
+
+
+@given(mask=block_masks(batch=2, heads=2))
+def test_a_mask_goes_out_and_comes_back(mask):
+    assert from_flex(to_flex(mask)) == BlockMask.from_dense(mask.to_dense(), block=(mask.block_q, mask.block_k))
+
+
+@given(mask=block_masks(batch=2, heads=2), seed=st.integers(0, 999))
+@example(mask=BlockMask.from_layout(torch.zeros(2, 2, 3, 3, dtype=torch.bool), block=16), seed=0)
+def test_eager_flexattention_under_the_exported_mask_is_our_attention(mask, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(2, 2, n, 16, generator=generator, dtype=torch.float64) for n in (mask.q_len, mask.k_len, mask.k_len)
+    )
+    out = flex_attention(q, k, v, block_mask=to_flex(mask))
+    for backend in ("reference", "blockwise"):  # which agree with it about rows without keys, too
+        torch.testing.assert_close(out, attention(q, k, v, mask, backend=backend), rtol=0, atol=1e-12)
+
+
+@given(
+    name=st.sampled_from(RULES),
+    number=st.integers(1, 100),
+    sizes=st.tuples(lengths(100), lengths(100)),
+    block=st.sampled_from([(16, 16), (32, 64), (64, 16)]),
+)
+def test_masks_made_by_flexattention_come_in(name, number, sizes, block):
+    live = rule(name, number)
+    flex = create_block_mask(lambda b, h, q, k: live(q, k), None, None, *sizes, device="cpu", BLOCK_SIZE=block)
+    assert from_flex(flex) == BlockMask.from_function(live, *sizes, block=block)
+
+
+@given(mask=block_masks(most_tokens=100, batch=2, heads=2))
+def test_what_flexattention_makes_of_the_exported_mask_mod_are_our_lists(mask):
+    ours = to_flex(mask)
+    block = (mask.block_q, mask.block_k)
+    batch, heads = ours.kv_num_blocks.shape[:2]
+    theirs = create_block_mask(ours.mask_mod, batch, heads, mask.q_len, mask.k_len, device="cpu", BLOCK_SIZE=block)
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts = getattr(ours, f"{name}_num_blocks")
+        assert torch.equal(counts, getattr(theirs, f"{name}_num_blocks")), name
+        listed = torch.arange(getattr(ours, f"{name}_indices").shape[-1]) < counts[..., None]
+        a, b = (getattr(flex, f"{name}_indices")[listed] for flex in (ours, theirs))
+        assert torch.equal(a, b), name
+
+
+def test_a_mask_mod_that_does_not_broadcast_comes_in():
+    table = torch.rand(50, 4) < 0.5
+    documents = torch.arange(50) // 7
+
+    def mod(b, h, q, k):
+        return (documents[q] == documents[k]) & (table[q].sum() > h) & (k <= q + b)
+
+    flex = create_block_mask(mod, 2, 2, 50, 50, device="cpu", BLOCK_SIZE=16)
+    want = create_mask(mod, 2, 2, 50, 50, device="cpu")
+    assert from_flex(flex) == BlockMask.from_dense(want, block=16)
+
+
+def test_a_mask_mod_is_never_asked_past_the_end():
+    seen = torch.ones(40, dtype=torch.bool)  # a position of 40 or more would be out of range
+
+    def mod(b, h, q, k):
+        return (k <= q) & seen[q] & seen[k]
+
+    flex = create_block_mask(mod, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+    assert from_flex(flex) == masks.causal(40, block=16)
+
+
+def test_a_mask_mod_is_asked_about_partial_blocks_only():
+    flex = create_block_mask(lambda b, h, q, k: k <= q, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    flex.mask_mod = lambda b, h, q, k: q < 0  # kills what is partial; full blocks and dead ones stay as they are
+    assert from_flex(flex) == BlockMask.from_layout(torch.ones(4, 4, dtype=torch.bool).tril(-1), block=16)
+
+
+def test_a_mask_without_full_lists_and_one_without_partial_blocks_come_in():
+    counts, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
+    flex = FlexBlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, mask_mod=lambda b, h, q, k: k <= q)
+    assert from_flex(flex) == masks.causal(32, block=16)
+    everything = FlexBlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16)
+    assert from_flex(everything) == BlockMask.from_layout(torch.ones(2, 2, dtype=torch.bool).tril(), block=16)
+    full = FlexBlockMask.from_kv_blocks(counts * 0, indices, counts, indices, BLOCK_SIZE=16, seq_lengths=(30, 31))
+    want = BlockMask.from_layout(torch.ones(2, 2, dtype=torch.bool).tril(), block=16, q_len=30, k_len=31)
+    assert from_flex(full) == want
+
+
+def with_lists(counts, indices, **others):
+    counts, indices = (torch.tensor(x, dtype=torch.int32)[None, None] for x in (counts, indices))
+    return FlexBlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, compute_q_blocks=False, **others)
+
+
+def doubled():
+    flex = with_lists([1, 1], [[0, 0], [1, 0]])
+    flex.full_kv_num_blocks, flex.full_kv_indices = flex.kv_num_blocks, flex.kv_indices
+    return flex
+
+
+@pytest.mark.parametrize(
+    ("flex", "error", "message"),
+    [
+        (lambda: create_block_mask(lambda b, h, q, k: k <= q, None, None, 600, 600, device="cpu", BLOCK_SIZE=512),
+         ValueError, "BLOCK_SIZE must be of 16, 32, 64, 128, 256; got 512 x 512."),
+        (lambda: with_lists([1, 3], [[0, 0], [0, 1]]), ValueError,
+         "counts of partial blocks must lie in 0..2, the width of their lists; got 1..3."),
+        (lambda: with_lists([1, -1], [[0, 0], [0, 1]]), ValueError, "got -1..1."),
+        (lambda: with_lists([1, 1], [[0, 0], [5, 1]]), ValueError, "cols must lie in 0..1; got 0..5."),
+        (lambda: with_lists([1, 2], [[0, 0], [1, 1]]), ValueError, "a tile must not be listed twice."),
+        (doubled, ValueError, "a tile must not be listed twice."),
+        (lambda: with_lists([1, 1, 1], [[0, 0], [1, 0], [1, 0]], seq_lengths=(32, 32)), ValueError,
+         "the lists of partial blocks must have shapes [B, H, 2] and [B, H, 2, width]; got [1, 1, 3] and"),
+        (lambda: with_lists([1, 1], [[0, 0], [1, 0]], mask_mod=lambda b, h, q, k: q - k), TypeError,
+         "mask_mod must return bools (True: live); got torch.int64."),
+        (lambda: create_block_mask(lambda b, h, q, k: k <= q, 2, 1, 32, 32, device="cpu", BLOCK_SIZE=16)[0],
+         RuntimeError, "mask_mod"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_must_hold(flex, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        from_flex(flex())
+
+
+FIVE = {
+    "causal": lambda: masks.causal(1000),
+    "window": lambda: masks.local(1000, 200, causal=True),
+    "butterfly": lambda: masks.butterfly(1000, causal=True),
+    "heads and batch": lambda: BlockMask.from_dense(
+        torch.rand(2, 4, 500, 700, generator=torch.Generator().manual_seed(0)) < 0.1
+    ),
+    "lengths": lambda: masks.local(1000, 300).with_lengths(torch.tensor([1000, 423])),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FIVE)
+def test_compiled_flexattention_under_the_exported_mask_is_our_kernel(name):
+    mask = FIVE[name]().to("cuda")
+    assert len(mask.bits) > 0, "the mask must have partial tiles"
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 4, n, 64, generator=generator, device="cuda", dtype=torch.float16).requires_grad_()
+        for n in (mask.q_len, mask.k_len, mask.k_len)
+    )
+    dout = torch.randn(2, 4, mask.q_len, 64, generator=generator, device="cuda", dtype=torch.float16)
+    theirs = torch.compile(flex_attention, dynamic=False, fullgraph=True)(q, k, v, block_mask=to_flex(mask))
+    ours = attention(q, k, v, mask, backend="triton")
+    for a, b in zip(
+        (theirs, *torch.autograd.grad(theirs, (q, k, v), dout)),
+        (ours, *torch.autograd.grad(ours, (q, k, v), dout)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=4e-3 * float(b.abs().max()))
+
+
+@pytest.mark.gpu
+def test_an_exported_mask_comes_back_from_the_gpu():
+    mask = FIVE["heads and batch"]().to("cuda")
+    back = from_flex(to_flex(mask))
+    assert back == mask and back.device.type == "cuda"
