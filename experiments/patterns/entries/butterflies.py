@@ -81,13 +81,13 @@ PATTERNS: list[Pattern] = [
         lambda h, q, k, n, block: one_bit((q // block) ^ (k // block)) | (q < block) | (k < block),
     ),
     Pattern(
-        "butterfly, staged", "butterfly", "i = j, or i XOR j = 2^layer (drawn and measured: layer 3; reach: one each)",
+        "butterfly, staged", "butterfly", "i = j, or i XOR j = 2^layer: here layer 3, and the reach of all in turns",
         lambda n, block: masks.butterfly(n, layer=3, block=block),
         lambda h, q, k, n, block: (q // block == k // block) | ((q // block) ^ (k // block) == 8),
         stack=lambda n, block: every_layer(n, block, causal=False),
     ),
     Pattern(
-        "butterfly, staged, causal", "butterfly", "i = j and k <= q, or i - j = 2^layer (as before: layer 3)",
+        "butterfly, staged, causal", "butterfly", "i = j and k <= q, or i - j = 2^layer (as before)",
         lambda n, block: masks.butterfly(n, layer=3, causal=True, block=block),
         lambda h, q, k, n, block: ((q // block == k // block) & (k <= q)) | (q // block - k // block == 8),
         causal=True, stack=lambda n, block: every_layer(n, block, causal=True),

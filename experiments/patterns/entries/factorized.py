@@ -37,7 +37,7 @@ PATTERNS: list[Pattern] = [
         lambda h, q, k, n, block: (k <= q) & ((q - k < STRIDE) | ((q - k) % STRIDE == 0)), tokens=MEDIUM, causal=True,
     ),
     Pattern(
-        "strided, far part", "factorized", "k <= q and 128 divides q - k (reach: with the near part in turns)",
+        "strided, far part", "factorized", "k <= q and 128 divides q - k; the reach is with the near part, in turns",
         lambda n, block: masks.strided(n, STRIDE, attend="strided", block=block),
         lambda h, q, k, n, block: (k <= q) & ((q - k) % STRIDE == 0), tokens=MEDIUM, causal=True,
         stack=lambda n, block: [masks.strided(n, STRIDE, attend=part, block=block) for part in ("local", "strided")],
@@ -48,7 +48,7 @@ PATTERNS: list[Pattern] = [
         lambda h, q, k, n, block: of_chunks(h, q, k, summary=8, verts=1), tokens=MEDIUM, causal=True,
     ),
     Pattern(
-        "fixed, far part", "factorized", "k <= q and k % 128 >= 120 (reach: with the own chunk in turns)",
+        "fixed, far part", "factorized", "k <= q and k % 128 >= 120; the reach is with the own chunk, in turns",
         lambda n, block: masks.fixed(n, STRIDE, 8, attend="summary", block=block),
         lambda h, q, k, n, block: (k <= q) & (k % STRIDE >= STRIDE - 8), tokens=MEDIUM, causal=True,
         stack=lambda n, block: [masks.fixed(n, STRIDE, 8, attend=part, block=block) for part in ("local", "summary")],

@@ -170,7 +170,7 @@ PATTERNS: list[Pattern] = [
         lambda n, block: masks.swin(sides(n), 8, block=block), on_grid(lambda x, y, side: x // 8 == y // 8),
     ),
     Pattern(
-        "swin, shifted", "images and videos", "the same, cut at 4, 12, 20, ... (reach: both in turns)",
+        "swin, shifted", "images and videos", "the same, cut at 4, 12, 20, ...; the reach is of both, in turns",
         lambda n, block: masks.swin(sides(n), 8, shift=4, block=block),
         on_grid(lambda x, y, side: (x + 4) // 8 == (y + 4) // 8),
         stack=lambda n, block: [masks.swin(sides(n), 8, shift=shift, block=block) for shift in (0, 4)],

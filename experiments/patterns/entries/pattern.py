@@ -29,4 +29,10 @@ class Pattern:
     live: Live | None = None  # the same rule for FlexAttention; None: it has no formula
     tokens: int = LONG  # at which its building is timed
     causal: bool = False  # full reach then means every key up to the query's own position
+    chosen: bool = False  # from data, so its density and layers are those of the data
     stack: Callable[[int, int], Sequence[BlockMask]] | None = None  # the masks of successive layers, if they differ
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether it is another entry of a function: those have a comma in their name."""
+        return "," in self.name
