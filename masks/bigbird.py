@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.masks.random_blocks import Integers, at_least, block_count, from_layouts, generator, subsets
+from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.draws import Integers, generator, subsets
+from sparseflash.masks.tiling.listing import of_blocks
 
 
-def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0, block: int = 64) -> BlockMask:
+def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
     """BigBird's block pattern: first and last block global, a window of three blocks, `random_blocks` random ones.
 
     Score (q, k) with `i = q // block`, `j = k // block` and `nb` blocks is live iff
@@ -19,8 +21,8 @@ def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0
     head. Block 1 never draws block nb - 2, nor the reverse, so that every block draws from nb - 5.
 
     Source: BigBird (Zaheer et al., 2020), appendix D, and its code (google-research/bigbird, core/attention.py,
-    `get_single_block_row_attention`; defaults: 3 random blocks of 64 tokens). Here every allowed block is as likely.
-    That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from the first
+    `get_single_block_row_attention`; its defaults are 3 random blocks, of 64 tokens). Here every allowed block is as
+    likely. That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from the first
     `2 * random_blocks + 5` blocks, or as a plan of the caller says. Hugging Face runs full attention where there are at
     most that many blocks. DeepSpeed's pattern of the same name is another one: `deepspeed_bigbird`.
 
@@ -39,18 +41,18 @@ def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0
         X . X . . . X X X
         X X X X X X X X X
 
-    >>> bigbird(4096)
+    >>> bigbird(4096, block=64)
     BlockMask(4096 x 4096, blocks of 64, 622 tiles: 622 full + 0 partial, density 15.2 %)
     """
-    q_len, block, blocks = block_count(q_len, block)
+    q_len, block, blocks = square_blocks(q_len, block, "BigBird")
     most = max(blocks - 5, 0)
-    random_blocks = at_least(random_blocks, 0, "random_blocks", "blocks")
+    random_blocks = at_least(0, random_blocks, "random_blocks", "blocks")
     if random_blocks > most:
         raise ValueError(
             f"random_blocks must not exceed {most} (blocks outside window and global ones) for {blocks} blocks of "
             f"{block}; got {random_blocks}."
         )
-    heads = at_least(heads, 1, "heads", "heads")
+    heads = at_least(1, heads, "heads", "heads")
     draw = generator(seed)
     i = np.arange(blocks)
     inner = i[1:-1]
@@ -64,7 +66,7 @@ def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0
         cols = first[rows] + picks
         cols += np.where(cols >= window[rows], wide[rows], 0)
         layouts.append(_with_window_and_global(blocks, inner[rows], cols, reach=1, ends=(i[:1], i[-1:])))
-    return from_layouts(q_len, layouts, causal=False, block=block)
+    return of_blocks(layouts, q_len, causal=False, block=block)
 
 
 def deepspeed_bigbird(
@@ -105,19 +107,19 @@ def deepspeed_bigbird(
     >>> deepspeed_bigbird(4096, block=64)
     BlockMask(4096 x 4096, blocks of 64, 372 tiles: 372 full + 0 partial, density 9.08 %)
     """
-    q_len, block, blocks = block_count(q_len, block)
+    q_len, block, blocks = square_blocks(q_len, block, "BigBird")
     given = {"random_blocks": random_blocks, "window_blocks": window_blocks, "global_blocks": global_blocks}
     for name, value in given.items():
-        if not at_least(value, 0, name, "blocks") <= blocks:
+        if not at_least(0, value, name, "blocks") <= blocks:
             raise ValueError(f"{name} must not exceed the {blocks} blocks of {block} tokens; got {value}.")
-    heads = at_least(heads, 1, "heads", "heads")
+    heads = at_least(1, heads, "heads", "heads")
     draw = generator(seed)
     i = np.arange(blocks)
     layouts = []
     for _ in range(heads):
         rows, cols = subsets(draw, i + 1 if causal else np.full(blocks, blocks), random_blocks)
         layouts.append(_with_window_and_global(blocks, rows, cols, window_blocks // 2, ends=(i[:global_blocks],)))
-    return from_layouts(q_len, layouts, causal=causal, block=block)
+    return of_blocks(layouts, q_len, causal=causal, block=block)
 
 
 def _with_window_and_global(

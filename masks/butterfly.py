@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer, token_counts
-from sparseflash.masks.arguments import at_least, square_block
-from sparseflash.masks.listing import of_blocks
+from sparseflash.checks import integer
+from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.listing import of_blocks
 
 
 def butterfly(
-    q_len: int, *, block: int = 128, factors: int | None = None, causal: bool = False, radix: int = 2,
-    strides: Sequence[int] | None = None, global_blocks: int = 0, layer: int | None = None,
+    q_len: int, *, factors: int | None = None, strides: Sequence[int] | None = None, radix: int = 2,
+    global_blocks: int = 0, layer: int | None = None, causal: bool = False, block: int = 128,
 ) -> BlockMask:  # fmt: skip
     """The flat block butterfly over the `nb = ceil(q_len / block)` blocks of a sequence.
 
@@ -75,11 +75,9 @@ def butterfly(
     >>> [butterfly(1024, layer=layer, block=128).indices[:2].tolist() for layer in range(4)]
     [[0, 1], [0, 2], [0, 4], [0, 1]]
     """
-    block = square_block(block, "butterfly")
-    q_len, _ = token_counts(q_len, q_len)
+    q_len, block, count = square_blocks(q_len, block, "butterfly")
     radix = at_least(2, radix, "radix", "blocks")
     global_blocks = at_least(0, global_blocks, "global_blocks", "blocks")
-    count = -(-q_len // block)
     chosen = _strides(count, block, radix, factors, strides)
     if layer is not None:
         layer = at_least(0, layer, "layer", "layers")
@@ -88,9 +86,8 @@ def butterfly(
     rows, cols = partners(count, chosen, radix, causal)
     stripe = torch.arange(min(global_blocks, count))
     along, across = i.repeat(len(stripe)), stripe.repeat_interleave(count)
-    return of_blocks(
-        torch.cat([rows, along, across]), torch.cat([cols, across, along]), q_len, causal=causal, block=block
-    )
+    edges = torch.cat([rows, along, across]), torch.cat([cols, across, along])
+    return of_blocks([edges], q_len, causal=causal, block=block)
 
 
 def powers(count: int, radix: int) -> list[int]:

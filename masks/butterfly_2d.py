@@ -7,9 +7,10 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, integer, token_counts
-from sparseflash.masks.arguments import at_least
 from sparseflash.masks.butterfly import partners, powers
-from sparseflash.masks.kinds import by_kind
+from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.kinds import by_kind
+from sparseflash.numbering import distinct
 
 Pair = int | tuple[int, int]
 
@@ -63,25 +64,17 @@ def butterfly_2d(
     col_strides = _lowest(-(-width // cell_w), radix, wanted[1], "columns")
     block_q, block_k = block_pair(block)
 
-    def related(a: Tensor, b: Tensor, strides: list[int]) -> Tensor:
-        if radix == 2:  # what the loop finds, in far fewer steps
-            differ = a ^ b
-            return (differ & (differ - 1) == 0) & (differ < 1 << len(strides))
-        found = a == b
-        for s in strides:
-            found = found | ((a // (s * radix) == b // (s * radix)) & (a % s == b % s))
-        return found
+    def rows_related(a: Tensor, b: Tensor) -> Tensor:
+        return _related(a // cell_h, b // cell_h, row_strides, radix)
 
-    def live(q: Tensor, k: Tensor) -> Tensor:
-        # In int32, because moving these numbers is most of the work.
-        rows = related((q // width // cell_h).int(), (k // width // cell_h).int(), row_strides)
-        return rows & related((q % width // cell_w).int(), (k % width // cell_w).int(), col_strides)
+    def cols_related(a: Tensor, b: Tensor) -> Tensor:
+        return _related(a // cell_w, b // cell_w, col_strides, radix)
 
     # Candidates: related rows of the image, and in them related runs of at most a block of pixels.
     r, r_other = _expanded(*partners(-(-height // cell_h), row_strides, radix, False), height, cell_h)
     c, c_other = _expanded(*partners(-(-width // cell_w), col_strides, radix, False), width, cell_w)
     runs_k = -(-width // block_k)
-    runs = torch.unique(c // block_q * runs_k + c_other // block_k)
+    runs = distinct(c // block_q * runs_k + c_other // block_k)[0]
     first_q, first_k = runs // runs_k * block_q, runs % runs_k * block_k
     # A run starts and ends in different tiles where the rows of the image do not start with a tile.
     ends_q = (0,) if width % block_q == 0 else (0, block_q - 1)
@@ -92,31 +85,38 @@ def butterfly_2d(
         i = (r[:, None] * width + (first_q + end_q).clamp(max=width - 1)) // block_q  # [row pairs, run pairs]
         for end_k in ends_k:
             j = (r_other[:, None] * width + (first_k + end_k).clamp(max=width - 1)) // block_k
-            keys.append(torch.unique(i * col_blocks + j))
-    key = torch.unique(torch.cat(keys))
+            keys.append(distinct((i * col_blocks + j).reshape(-1))[0])
+    key = distinct(torch.cat(keys))[0]
     rows, cols = key // col_blocks, key % col_blocks
 
     # What a tile holds depends on where in a row of the image it starts, for queries and keys, and on which of the rows
     # that it lies in are related.
     row_q, row_k = rows * block_q // width, cols * block_k // width
     rows_q, rows_k = ((b + width - 2) // width + 1 for b in (block_q, block_k))
-    kind = (rows * block_q % width) * width + cols * block_k % width
-    for some in torch.cartesian_prod(torch.arange(rows_q), torch.arange(rows_k)).split(24):
-        kind = torch.unique(kind, return_inverse=True)[1] << len(some)
+    codes = [rows * block_q % width, cols * block_k % width]
+    for some in torch.cartesian_prod(torch.arange(rows_q), torch.arange(rows_k)).split(31):
+        code = torch.zeros_like(rows)
         for bit, (a, b) in enumerate(some.tolist()):
             inside = ((row_q + a) * width < (rows + 1) * block_q) & ((row_k + b) * width < (cols + 1) * block_k)
-            same = inside & related((row_q + a) // cell_h, (row_k + b) // cell_h, row_strides)
-            kind = kind | (same.long() << bit)
-    return by_kind(live, rows, cols, kind, q_len, block=block)
+            code |= (inside & rows_related(row_q + a, row_k + b)).long() << bit
+        codes.append(code)
+
+    def live(some: Tensor) -> Tensor:
+        q = rows[some][:, None, None] * block_q + torch.arange(block_q)[:, None]
+        k = cols[some][:, None, None] * block_k + torch.arange(block_k)
+        # In int32, because moving these numbers is most of the work.
+        (row_q, col_q), (row_k, col_k) = (((x // width).int(), (x % width).int()) for x in (q, k))
+        return rows_related(row_q, row_k) & cols_related(col_q, col_k)
+
+    return by_kind(live, rows, cols, codes, q_len, block=(block_q, block_k))
 
 
 def _pair(value: object, name: str) -> tuple[int, int]:
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"{name} must be a number or a pair of them; got {value!r}.")
-    return integer(pair[0], name, "pixels" if name == "cell" else "strides"), integer(
-        pair[1], name, "pixels" if name == "cell" else "strides"
-    )
+    unit = "pixels" if name == "cell" else "strides"
+    return integer(pair[0], name, unit), integer(pair[1], name, unit)
 
 
 def _lowest(count: int, radix: int, factors: int | None, side: str) -> list[int]:
@@ -125,6 +125,17 @@ def _lowest(count: int, radix: int, factors: int | None, side: str) -> list[int]
     if not 0 <= factors <= len(there):
         raise ValueError(f"factors must lie between 0 and {len(there)} for {count} {side} of cells; got {factors}.")
     return there[:factors]
+
+
+def _related(a: Tensor, b: Tensor, strides: list[int], radix: int) -> Tensor:
+    """Whether nodes are equal or differ in the digit of one of the strides, the lowest powers of the radix."""
+    if radix == 2:  # what the loop finds, in far fewer steps
+        differ = a ^ b
+        return (differ & (differ - 1) == 0) & (differ < 1 << len(strides))
+    found = a == b
+    for s in strides:
+        found = found | ((a // (s * radix) == b // (s * radix)) & (a % s == b % s))
+    return found
 
 
 def _expanded(a: Tensor, b: Tensor, length: int, cell: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, integer, token_counts
-from sparseflash.masks.band import band
+from sparseflash.masks.tiling.band import band
 
 
 def causal(q_len: int, k_len: int | None = None, *, offset: int | None = None, block: Block = 128) -> BlockMask:

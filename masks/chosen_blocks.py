@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, check_block_count, token_counts
-from sparseflash.masks.chosen import Frame, as_heads, at_least, frame, mask_of_blocks
+from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.chosen import Frame, as_heads, frame, mask_of_blocks
 
 # Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
 _SHARE_UNITS = float(1 << 40)
@@ -66,7 +67,7 @@ def top_k_blocks(
     most = min(_enough(k, "k", of), scores.shape[-1])
     order, _, usable = _ranked(scores, of)
     kept = torch.zeros_like(usable).scatter_(-1, order[..., :most], True) & usable
-    return mask_of_blocks(of, kept, most, at_least(group, "group", "query heads", 1))
+    return mask_of_blocks(of, kept, most, at_least(1, group, "group", "query heads"))
 
 
 @torch.no_grad()
@@ -113,7 +114,7 @@ def mass_blocks(
         wanted = torch.ones_like(wanted)
     kept = torch.zeros_like(usable).scatter_(-1, order[..., :most], wanted[..., :most])
     kept = (kept | of.forced) & usable
-    return mask_of_blocks(of, kept, most, at_least(group, "group", "query heads", 1))
+    return mask_of_blocks(of, kept, most, at_least(1, group, "group", "query heads"))
 
 
 def _checked(
@@ -124,14 +125,14 @@ def _checked(
     scores = as_heads("scores", scores, "Mq, Mk", floating=True)
     check_block_count("scores", scores, q_len, k_len, block_q, block_k)
     sink, local = (
-        at_least(value, name, "blocks", 0)
+        at_least(0, value, name, "blocks")
         for value, name in ((sink_blocks, "sink_blocks"), (local_blocks, "local_blocks"))
     )
     return scores, frame(q_len, k_len, (block_q, block_k), bool(causal), sink, local, scores.device)
 
 
 def _enough(value: int, name: str, of: Frame) -> int:
-    value = at_least(value, name, "blocks", 1)
+    value = at_least(1, value, name, "blocks")
     if value < of.forced_in_row:
         raise ValueError(
             f"{name} must be at least the {of.forced_in_row} blocks that sink_blocks and local_blocks keep in some "

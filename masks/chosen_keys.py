@@ -10,7 +10,8 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, token_counts
-from sparseflash.masks.chosen import Frame, as_heads, at_least, compact, frame, full_words, loose_mask
+from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.chosen import Frame, as_heads, compact, frame, full_words, loose_mask
 
 _AT_ONCE = 1 << 24  # chosen words, or scores, that are looked at together
 
@@ -84,7 +85,7 @@ def top_k_keys(
     0.25
     """
     scores = as_heads("scores", scores, "Nq, R", floating=True)
-    k, span = at_least(k, "k", "keys", 1), _span(span)
+    k, span = at_least(1, k, "k", "keys"), _span(span)
     q_len, runs = scores.shape[2:]
     of = _checked(q_len, k_len, block, causal, scores.device)
     if runs != -(-of.k_len // span):
@@ -111,7 +112,7 @@ def _checked(q_len: int, k_len: int, block: Block, causal: bool, device: torch.d
 
 
 def _span(span: int) -> int:
-    span = at_least(span, "span", "keys", 1)
+    span = at_least(1, span, "span", "keys")
     if span & (span - 1):
         raise ValueError(f"span must be a power of two; got {span}.")
     return span
@@ -119,11 +120,11 @@ def _span(span: int) -> int:
 
 def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: int, *, distinct: bool) -> BlockMask:
     """The mask of `indices [B, H, Nq, K]`; `distinct` promises that a query names no key twice."""
-    group = at_least(group, "group", "query heads", 1)
+    group = at_least(1, group, "group", "query heads")
     batch, heads, _, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
     patterns = batch * heads
-    most = min(cols if most is None else at_least(most, "most", "tiles", 1), cols)
+    most = min(cols if most is None else at_least(1, most, "most", "tiles"), cols)
     width = tiles.words_per_row(block_k)
 
     if not distinct:

@@ -5,28 +5,26 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import token_counts
-from sparseflash.masks.arguments import at_least, square_block
-from sparseflash.masks.heads import cycle
-from sparseflash.masks.listing import of_blocks
+from sparseflash.masks.stack import per_head
+from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.listing import of_blocks
 
 
 def deepspeed_fixed(
-    q_len: int, *, num_local_blocks: int = 4, num_global_blocks: int = 1, causal: bool = False,
-    horizontal_global_attention: bool = False, heads: int = 1, num_different_global_patterns: int = 1,
-    block: int = 128,
+    q_len: int, *, local_blocks: int = 4, global_blocks: int = 1, horizontal: bool = False, heads: int = 1,
+    global_patterns: int = 1, causal: bool = False, block: int = 128,
 ) -> BlockMask:  # fmt: skip
-    """Chunks of `num_local_blocks` blocks, and the last blocks of every chunk as columns (DeepSpeed's "fixed").
+    """Chunks of `local_blocks` blocks, and the last blocks of every chunk as columns (DeepSpeed's "fixed").
 
     With `i = q // block`, `j = k // block`, L local and g global blocks and nb blocks in all, score (q, k) of head h is
     live iff
 
         i // L == j // L                                            (the query's own chunk)
         or  j in G(h)                                               (global blocks, seen by every query)
-        or  i in G(h), if horizontal_global_attention               (and seeing every key)
+        or  i in G(h), if horizontal               (and seeing every key)
 
     and, if `causal`, `k <= q`. G(h) has g blocks of each chunk, from `L - (1 + h % P) * g` on, where P is
-    `num_different_global_patterns`; of a last chunk with fewer than L blocks, the g blocks that start there or, if that
+    `global_patterns`; of a last chunk with fewer than L blocks, the g blocks that start there or, if that
     lies past the end, the last g blocks of the sequence.
 
     Differences from `FixedSparsityConfig.make_layout` of DeepSpeed (deepspeed/ops/sparse_attention/sparsity_config.py,
@@ -35,9 +33,10 @@ def deepspeed_fixed(
     of the query, which there are seen when `num_global_blocks > 1`. From the Sparse Transformer's `fixed` it differs in
     that it is made of blocks, and also bidirectional.
 
-    `q_len`, `block` in tokens, the rest in blocks and heads; names and defaults are DeepSpeed's. The mask has `heads`
-    heads if P > 1. Raises ValueError unless g divides L and `P <= L // g`, if a number is not positive, or for
-    `horizontal_global_attention` with `causal`.
+    `q_len`, `block` in tokens, the rest in blocks and heads. DeepSpeed's names are `num_local_blocks`,
+    `num_global_blocks`, `horizontal_global_attention` and `num_different_global_patterns`; the defaults are its own,
+    but for its block of 16. The mask has `heads` heads if P > 1. Raises ValueError unless g divides L and
+    `P <= L // g`, if a number is not positive, or for `horizontal` with `causal`.
 
         L 3, 7 blocks     horizontal          causal
         X X X . . X X     X X X . . X X       \\ . . . . . .
@@ -50,31 +49,29 @@ def deepspeed_fixed(
 
     >>> deepspeed_fixed(4096)
     BlockMask(4096 x 4096, blocks of 128, 352 tiles: 352 full + 0 partial, density 34.4 %)
-    >>> deepspeed_fixed(4096, heads=8, num_different_global_patterns=4).shape
+    >>> deepspeed_fixed(4096, heads=8, global_patterns=4).shape
     (1, 8, 4096, 4096)
     """
-    block = square_block(block, "DeepSpeed's")
-    q_len, _ = token_counts(q_len, q_len)
-    local = at_least(1, num_local_blocks, "num_local_blocks", "blocks")
-    wide = at_least(1, num_global_blocks, "num_global_blocks", "blocks")
+    q_len, block, count = square_blocks(q_len, block, "DeepSpeed's")
+    local = at_least(1, local_blocks, "local_blocks", "blocks")
+    wide = at_least(1, global_blocks, "global_blocks", "blocks")
     heads = at_least(1, heads, "heads", "heads")
-    patterns = at_least(1, num_different_global_patterns, "num_different_global_patterns", "patterns")
+    patterns = at_least(1, global_patterns, "global_patterns", "patterns")
     if local % wide:
-        raise ValueError(f"num_global_blocks must divide num_local_blocks, {local}; got {wide}.")
+        raise ValueError(f"global_blocks must divide local_blocks, {local}; got {wide}.")
     if patterns > local // wide:
         raise ValueError(
-            f"num_different_global_patterns must be at most num_local_blocks // num_global_blocks, {local // wide}; "
-            f"got {patterns}."
+            f"global_patterns must be at most local_blocks // global_blocks, {local // wide}; got {patterns}."
         )
-    if causal and horizontal_global_attention:
-        raise ValueError("horizontal_global_attention must be False with causal; got True.")
-    count = -(-q_len // block)
+    if causal and horizontal:
+        raise ValueError("horizontal must be False with causal; got True.")
     i = torch.arange(count)
     in_chunk = torch.arange(local).expand(count, -1) + (i // local * local)[:, None]
     chunk_rows, chunk_cols = i[:, None].expand_as(in_chunk)[in_chunk < count], in_chunk[in_chunk < count]
     whole = count - count % local  # blocks in whole chunks
+    heads = heads if patterns > 1 else 1
     masks = []
-    for pattern in range(patterns):
+    for pattern in range(min(patterns, heads)):
         first = local - (1 + pattern) * wide
         starts = list(range(first, whole, local))
         if whole < count:
@@ -83,8 +80,8 @@ def deepspeed_fixed(
         seen = seen[seen < count]
         rows = [chunk_rows, i.repeat_interleave(len(seen))]
         cols = [chunk_cols, seen.repeat(count)]
-        if horizontal_global_attention:
+        if horizontal:
             rows.append(cols[1])
             cols.append(rows[1])
-        masks.append(of_blocks(torch.cat(rows), torch.cat(cols), q_len, causal=causal, block=block))
-    return cycle(masks, heads if patterns > 1 else 1)
+        masks.append(of_blocks([(torch.cat(rows), torch.cat(cols))], q_len, causal=causal, block=block))
+    return per_head([masks[head % patterns] for head in range(heads)])

@@ -11,8 +11,9 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair
-from sparseflash.masks.alike import from_alike
-from sparseflash.masks.grid import checked_order, coordinates, cut, grid_shape, per_axis, strides
+from sparseflash.masks.tiling.grid import checked_order, coordinates, cut, grid_shape, per_axis, strides
+from sparseflash.masks.tiling.kinds import by_kind
+from sparseflash.masks.tiling.listing import entries, incidence
 
 
 def dilated_grid(
@@ -59,16 +60,11 @@ def dilated_grid(
     queries, query = tiles.deduplicate(cut(group, block_q)[:, :, None])
     keys, key = tiles.deduplicate(cut(group, block_k)[:, :, None])
     # Blocks with the same sequence of groups are alike, and see one another if they have a group in common.
-    meet = _has(queries, groups) @ _has(keys, groups).T > 0
-    rows, cols = meet[query][:, key].nonzero(as_tuple=True)
+    meet = incidence(queries[:, :, 0], groups) @ incidence(keys[:, :, 0], groups).T
+    rows, cols = entries(incidence(query[:, None], len(queries)) @ meet @ incidence(key[:, None], len(keys)).T)
     codes = [query[rows], key[cols]]
 
     def live(some: Tensor) -> Tensor:
         return queries[query[rows[some]]] == keys[key[cols[some]]].transpose(1, 2)
 
-    return from_alike(count, count, rows, cols, codes, live, block=(block_q, block_k))
-
-
-def _has(sequences: Tensor, groups: int) -> Tensor:
-    """float32 `[S, groups]`: 1 where a block of this sequence `[S, block, 1]` has a token of the group."""
-    return torch.zeros(len(sequences), groups).scatter_(1, sequences[:, :, 0].long(), 1.0)
+    return by_kind(live, rows, cols, codes, count, block=(block_q, block_k))

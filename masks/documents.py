@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block
-from sparseflash.masks.arguments import integers
-from sparseflash.masks.spans import spans
+from sparseflash.masks.tiling.arguments import integers
+from sparseflash.masks.tiling.spans import spans
 
 
 def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, block: Block = 128) -> BlockMask:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.masks.random_blocks import at_least, block_count, from_layouts, generator
+from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.draws import generator
+from sparseflash.masks.tiling.listing import of_blocks
 
 
 def expander(q_len: int, degree: int, *, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
@@ -42,9 +44,9 @@ def expander(q_len: int, degree: int, *, heads: int = 1, seed: int = 0, block: i
     >>> expander(16_384, 6)
     BlockMask(16384 x 16384, blocks of 128, 886 tiles: 886 full + 0 partial, density 5.41 %)
     """
-    q_len, block, blocks = block_count(q_len, block)
-    degree = at_least(degree, 0, "degree", "blocks")
-    heads = at_least(heads, 1, "heads", "heads")
+    q_len, block, blocks = square_blocks(q_len, block, "expander")
+    degree = at_least(0, degree, "degree", "blocks")
+    heads = at_least(1, heads, "heads", "heads")
     if degree % 2:
         raise ValueError(f"degree must be even (each cycle gives a block two neighbours); got {degree}.")
     draw = generator(seed)
@@ -57,4 +59,4 @@ def expander(q_len: int, degree: int, *, heads: int = 1, seed: int = 0, block: i
             rows += [cycle, following]
             cols += [following, cycle]
         layouts.append((np.concatenate(rows), np.concatenate(cols)))
-    return from_layouts(q_len, layouts, causal=False, block=block)
+    return of_blocks(layouts, q_len, causal=False, block=block)

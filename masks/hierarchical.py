@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer, token_counts
-from sparseflash.masks.arguments import square_block
-from sparseflash.masks.listing import of_blocks
+from sparseflash.checks import integer
+from sparseflash.masks.tiling.arguments import square_blocks
+from sparseflash.masks.tiling.listing import of_blocks
 
 
 def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False, block: int = 128) -> BlockMask:
@@ -50,9 +50,7 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
     >>> hierarchical(16_384, levels=0).density < 0.03
     True
     """
-    block = square_block(block, "hierarchical")
-    q_len, _ = token_counts(q_len, q_len)
-    count = -(-q_len // block)
+    q_len, block, count = square_blocks(q_len, block, "hierarchical")
     most = max((count - 1).bit_length() - 1, 0)  # level m exists if there are three cells of it
     levels = most if levels is None else integer(levels, "levels", "levels")
     if not 0 <= levels <= most:
@@ -70,4 +68,4 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
             exists = (((cell >> 1) - (other >> 1)).abs() <= 1) & (other >= 0) & (other << level < count)
             rows.append(i[exists])
             cols.append((((other[exists] + 1) << level) - 1).clamp(max=count - 1))
-    return of_blocks(torch.cat(rows), torch.cat(cols), q_len, causal=causal, block=block)
+    return of_blocks([(torch.cat(rows), torch.cat(cols))], q_len, causal=causal, block=block)

@@ -6,9 +6,9 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, token_counts
-from sparseflash.masks.arguments import at_least
-from sparseflash.masks.band import band
-from sparseflash.masks.diagonals import diagonals
+from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.band import band
+from sparseflash.masks.tiling.diagonals import diagonals
 
 
 def local(

@@ -6,8 +6,8 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, token_counts
-from sparseflash.masks.arguments import at_least
-from sparseflash.masks.diagonals import diagonals
+from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.diagonals import diagonals
 
 
 def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block: Block = 128) -> BlockMask:

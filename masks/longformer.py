@@ -8,8 +8,8 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, token_counts
-from sparseflash.masks.arguments import at_least, is_list, positions
-from sparseflash.masks.spans import spans
+from sparseflash.masks.tiling.arguments import at_least, is_list, positions
+from sparseflash.masks.tiling.spans import spans
 
 
 def longformer(q_len: int, window: int, global_tokens: Any, *, causal: bool = False, block: Block = 128) -> BlockMask:

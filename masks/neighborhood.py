@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block
-from sparseflash.masks.grid import grid_shape, per_axis
-from sparseflash.masks.ranges import Range, within_ranges
+from sparseflash.masks.tiling.grid import grid_shape, per_axis
+from sparseflash.masks.tiling.ranges import Range, within_ranges
 
 
 def neighborhood(

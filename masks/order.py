@@ -45,7 +45,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparseflash.masks.grid import checked_order, coordinates, grid_shape, per_axis, strides
+from sparseflash.masks.tiling.grid import checked_order, coordinates, grid_shape, per_axis, strides
 
 
 def row_major(shape: Sequence[int]) -> Tensor:

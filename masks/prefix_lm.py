@@ -6,11 +6,11 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, token_counts
-from sparseflash.masks.arguments import at_least
-from sparseflash.masks.spans import spans
+from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.spans import spans
 
 
-def prefix_lm(q_len: int, prefix: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
+def prefix_lm(q_len: int, prefix: int, *, k_len: int | None = None, block: Block = 128) -> BlockMask:
     """The first `prefix` keys are seen by every query, the others causally.
 
     Score (q, k) is live iff

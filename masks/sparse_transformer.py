@@ -6,10 +6,10 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, token_counts
-from sparseflash.masks.arguments import at_least, choice
-from sparseflash.masks.diagonals import diagonals
-from sparseflash.masks.heads import cycle
-from sparseflash.masks.spans import spans
+from sparseflash.masks.stack import per_head
+from sparseflash.masks.tiling.arguments import at_least, choice
+from sparseflash.masks.tiling.diagonals import diagonals
+from sparseflash.masks.tiling.spans import spans
 
 
 def strided(q_len: int, stride: int, *, attend: str = "both", block: Block = 128) -> BlockMask:
@@ -93,9 +93,10 @@ def fixed(
     q = torch.arange(q_len)
     stop = q + 1
     start = stop if attend == "summary" else q // stride * stride
+    heads = heads if num_verts > 1 else 1
     masks = []
-    for vert in range(num_verts):
+    for vert in range(min(num_verts, heads)):
         end = stride - vert * summary
         cols = (q % stride < end) & (q % stride >= end - summary) if attend != "local" else None
         masks.append(spans(start, stop, q_len, limit=stop, cols=cols, block=block))
-    return cycle(masks, heads if num_verts > 1 else 1)
+    return per_head([masks[head % num_verts] for head in range(heads)])

@@ -6,8 +6,8 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, token_counts
-from sparseflash.masks.arguments import at_least
-from sparseflash.masks.spans import spans
+from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.spans import spans
 
 
 def streaming(q_len: int, window: int, sink: int, *, block: Block = 128) -> BlockMask:

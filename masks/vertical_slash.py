@@ -13,11 +13,12 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import arrays_of
 from sparseflash.checks import Block, block_pair, token_counts
-from sparseflash.masks.arguments import is_list, positions
-from sparseflash.masks.diagonals import tiles_at, words_at
-from sparseflash.masks.heads import cycle
-from sparseflash.masks.listing import between
-from sparseflash.masks.spans import WORDS_AT_ONCE, below
+from sparseflash.masks.stack import per_head
+from sparseflash.masks.tiling.arguments import is_list, positions
+from sparseflash.masks.tiling.diagonals import tiles_at, words_at
+from sparseflash.masks.tiling.listing import between
+from sparseflash.masks.tiling.spans import WORDS_AT_ONCE, below
+from sparseflash.numbering import distinct
 
 
 def vertical_slash(q_len: int, vertical: Any, slash: Any, *, block: Block = 128) -> BlockMask:
@@ -64,7 +65,7 @@ def vertical_slash(q_len: int, vertical: Any, slash: Any, *, block: Block = 128)
         cols = positions(verticals[head % len(verticals)], "vertical", q_len)
         offsets = positions(slashes[head % len(slashes)], "slash", q_len)
         masks.append(_one_head(q_len, cols, offsets, block_q, block_k))
-    return cycle(masks, heads)
+    return per_head(masks)
 
 
 def _heads(values: Any) -> list[Any]:
@@ -94,7 +95,7 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     has_slash = torch.isin(key, slashed, assume_unique=True)
 
     # Tiles of diagonals only recur along them; those of columns only, down them; the rest are made one by one.
-    corners, which = torch.unique(corner, return_inverse=True)
+    corners, which = distinct(corner)
     of_corner = words_at(offsets, corners, block_q, block_k)
     kind = which + 1
     words = [of_corner, of_key[marked][:, None, :].expand(-1, block_q, -1)]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.checks import boolean, check_block_count
+from sparseflash.numbering import distinct, number_by_first_appearance
 
-SCORES_AT_ONCE = 1 << 23  # predicates are evaluated on this many scores at a time: about 100 MB of temporaries
+SCORES_AT_ONCE = 1 << 21  # predicates are evaluated on this many scores at a time: about 25 MB of temporaries
 _PAIRS_AT_ONCE = 1 << 22  # block pairs a candidate function sees at a time
 
 Live = Callable[[Tensor, Tensor], Tensor]
@@ -174,9 +175,12 @@ def _assemble(
             raise ValueError("a tile must not be listed twice.")
         rows, cols, tile = rows[order], cols[order], tile[order]
     # A tile at an end loses what lies past it. Few (tile, end) pairs differ, so the bits are touched only for those.
-    at_end = (rows % row_blocks == row_blocks - 1) & (q_len % block_q != 0)
-    at_end = at_end.long() + 2 * ((cols == col_blocks - 1) & (k_len % block_k != 0)).long()
-    pairs, which = torch.unique(tile * 4 + at_end, return_inverse=True)
+    pair = tile * 4
+    if q_len % block_q:
+        pair += rows % row_blocks == row_blocks - 1
+    if k_len % block_k:
+        pair += 2 * (cols == col_blocks - 1)
+    pairs, which = distinct(pair)
     full = words.new_full((1, block_q, tiles.words_per_row(block_k)), tiles.full_word(block_k))
     live_q, live_k = q_len - (row_blocks - 1) * block_q, k_len - (col_blocks - 1) * block_k
     ends = torch.stack(
@@ -190,19 +194,21 @@ def _assemble(
 
     def trimmed(some: Tensor) -> Tensor:
         number, end = some // 4, some % 4
-        bits = full.repeat(len(some), 1, 1)
-        bits[number > 0] = words[number[number > 0] - 1]
-        return bits & ends[end]
+        made = full.repeat(len(some), 1, 1)
+        made[number > 0] = words[number[number > 0] - 1]
+        return made & ends[end]
 
-    kind, distinct = tiles.classify(trimmed, pairs, block_q, block_k)
+    kind, bits = tiles.classify(trimmed, pairs, block_q, block_k)
     tile = kind[which]
-    kept = tile >= 0
-    rows, cols, tile = rows[kept], cols[kept], tile[kept]
-    # Numbered as they first appear in the rows, which makes the arrays of equal masks equal.
-    is_partial = tile > 0
-    number, first = tiles.number_by_first_appearance(tile[is_partial])
-    bits = distinct[tile[is_partial][first] - 1]
-    tile[is_partial] = number + 1
+    if bool((kind < 0).any()):
+        kept = tile >= 0
+        rows, cols, tile = rows[kept], cols[kept], tile[kept]
+    # Partial tiles are numbered as they first appear in the rows, which makes the arrays of equal masks equal.
+    number, first = number_by_first_appearance(tile)
+    appearing = tile[first]
+    is_partial = appearing > 0
+    tile = (is_partial.cumsum(0) * is_partial)[number]
+    bits = bits[appearing[is_partial] - 1]
     starts = torch.arange(patterns * row_blocks + 1, device=rows.device)
     return torch.searchsorted(rows, starts), cols, tile, bits
 

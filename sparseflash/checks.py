@@ -41,7 +41,8 @@ def boolean(value: Any, name: str) -> Tensor:
     """A bool tensor of a tensor or array that must be boolean."""
     if isinstance(value, np.ndarray):
         value = np.require(value, requirements=("C", "W"))  # PyTorch takes no negative strides, and warns of read-only
-    tensor = torch.as_tensor(value)
+    # A tensor stays where it is; as_tensor would move it to a default device that the caller has set for new ones.
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
     if tensor.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean (True: live); got {tensor.dtype}.")
     return tensor

@@ -11,6 +11,7 @@ from sparseflash import tiles
 from sparseflash.building import distinct_patterns
 from sparseflash.checks import block_pair, token_counts
 from sparseflash.csr import row_of_entry
+from sparseflash.numbering import number_by_first_appearance
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -72,7 +73,7 @@ def validate(mask: BlockMask) -> None:
     must(bool(((tile >= 0) & (tile <= len(bits))).all()), f"tile must lie in 0..{len(bits)}")
     rows, indices, tile = row_of_entry(indptr, stored), indices[:stored], tile[:stored]
     must(bool(((rows * col_blocks + indices).diff() > 0).all()), "indices must strictly increase in a row")
-    used = tiles.number_by_first_appearance(tile[tile > 0])
+    used = number_by_first_appearance(tile[tile > 0])
     first = tile[tile > 0][used[1]]
     numbered = loose or torch.equal(first, torch.arange(1, len(bits) + 1))
     must(numbered, "partial tiles must be numbered as they first appear")
@@ -85,7 +86,7 @@ def validate(mask: BlockMask) -> None:
     must(_past_the_ends(mask, rows % row_blocks, indices, tile, bits) == 0, "scores past q_len or k_len must be dead")
     pattern = mask.pattern.cpu().long()
     must(bool(((pattern >= 0) & (pattern < patterns)).all()), f"pattern must lie in 0..{patterns - 1}")
-    seen = tiles.number_by_first_appearance(pattern.reshape(-1))
+    seen = number_by_first_appearance(pattern.reshape(-1))
     numbered = loose or torch.equal(pattern.reshape(-1)[seen[1]], torch.arange(patterns))
     must(numbered, "patterns must be numbered as they first appear, and each one used")
     distinct = loose or len(distinct_patterns(indptr, indices, tile, row_blocks)[0]) == patterns

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparseflash.building import arrays_of_tiles
 from sparseflash.csr import stored_tiles
-from sparseflash.tiles import number_by_first_appearance
+from sparseflash.numbering import number_by_first_appearance
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask

@@ -2,7 +2,6 @@
 
 import operator
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from algebra_checks import assert_is, peak_of
 from sparseflash import BlockMask, masks, tiles
 from sparseflash.algebra import boolean
-from sparseflash.algebra.tilelist import distinct_numbers
 from strategies import SEEDS, block_masks, blocks, dense_masks, lengths
 from test_loose import loosen
 
@@ -297,14 +295,6 @@ def test_heads_of_different_batches_are_refused():
 
 
 # ---------------------------------------------------------------------- cost
-
-
-@pytest.mark.parametrize("stop", [10, 1 << 16, 1 << 40])
-def test_distinct_numbers_are_those_of_unique(stop):
-    numbers = torch.from_numpy(np.random.default_rng(0).integers(0, stop, size=500))
-    numbers = torch.cat([numbers, numbers[:100]])
-    for mine, theirs in zip(distinct_numbers(numbers, stop), torch.unique(numbers, return_inverse=True)):
-        assert torch.equal(mine, theirs)
 
 
 def test_bits_are_combined_once_a_distinct_pair_of_tiles(monkeypatch):

@@ -1022,3 +1022,11 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
 def test_constructors_say_what_they_refuse(build, error, message):
     with pytest.raises(error, match=message):
         build()
+
+
+def test_a_default_device_moves_no_mask():
+    dense, layout = torch.ones(40, 40, dtype=torch.bool).tril(), torch.eye(3, dtype=torch.bool)
+    want = BlockMask.from_dense(dense, block=16), BlockMask.from_layout(layout, block=16, q_len=40, k_len=40)
+    with torch.device("meta"):
+        got = BlockMask.from_dense(dense, block=16), BlockMask.from_layout(layout, block=16, q_len=40, k_len=40)
+    assert got == want

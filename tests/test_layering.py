@@ -161,7 +161,7 @@ def test_only_the_kernels_import_triton(module):
     assert [m for m in LIBRARY[module].at_import if belongs(m, "triton")] == []
 
 
-def test_import_works_without_triton_and_asks_no_device():
+def test_import_works_without_triton_needs_no_scipy_and_asks_no_device():
     program = """
 import sys, torch
 
@@ -184,6 +184,7 @@ import sparseflash.masks
 assert not torch.cuda.is_initialized()
 assert "sparseflash.analysis" not in sys.modules
 assert "triton" not in sys.modules
+assert not any(name.partition(".")[0] == "scipy" for name in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

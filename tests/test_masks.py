@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
-from sparseflash.masks.band import band
-from sparseflash.masks.invariant import by_distance
+from sparseflash.masks.tiling.band import band
 from strategies import blocks, lengths
 
 MOST = 200
@@ -243,20 +242,3 @@ def test_butterfly_refuses_factors_that_its_blocks_do_not_have(count, most, caus
 def test_butterfly_refuses_factors_that_are_no_integer():
     with pytest.raises(TypeError, match=r"factors must be an integer number of strides; got 1\.5"):
         masks.butterfly(100, block=16, factors=1.5)
-
-
-# ---------------------------------------------------------------------- patterns of distances
-
-
-@given(lengths(MOST), lengths(MOST), st.integers(1, 9), st.integers(-50, 50), blocks(BLOCKS))
-def test_by_distance_asks_about_distances_only(q_len, k_len, step, shift, block):
-    q, k = grid(q_len, k_len)
-    rows, cols = (torch.arange(-(-n // b)) for n, b in zip((q_len, k_len), block))
-    pairs = torch.cartesian_prod(rows, cols).repeat(2, 1)  # a tile may be listed twice
-    mask = by_distance(lambda d: d % step == 0, pairs[:, 0], pairs[:, 1], q_len, k_len, shift=shift, block=block)
-    assert_keeps(mask, (q + shift - k) % step == 0)
-
-
-def test_by_distance_of_no_tiles_is_empty():
-    none = torch.zeros(0, dtype=torch.int64)
-    assert by_distance(lambda d: d == 0, none, none, 100, block=32).density == 0.0

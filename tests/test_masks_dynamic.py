@@ -477,9 +477,9 @@ INDICES = torch.zeros(64, 2, dtype=torch.int64)
         (SCORES, {"k_len": 80}, ValueError, r"scores must have 4 x 5 blocks of 16 x 16 .*; got 4 x 4"),
         (SCORES, {"block": 17}, ValueError, r"block must be one of"),
         (SCORES, {"q_len": 0}, ValueError, r"q_len must be between 1"),
-        (SCORES, {"sink_blocks": -1}, ValueError, r"sink_blocks must be at least 0; got -1"),
+        (SCORES, {"sink_blocks": -1}, ValueError, r"sink_blocks must be at least 0 blocks; got -1"),
         (SCORES, {"local_blocks": 1.0}, TypeError, r"local_blocks must be an integer number of blocks; got 1\.0"),
-        (SCORES, {"group": 0}, ValueError, r"group must be at least 1; got 0"),
+        (SCORES, {"group": 0}, ValueError, r"group must be at least 1 query head; got 0"),
     ],
 )
 def test_choices_of_blocks_say_what_they_refuse(build, scores, changes, error, message):
@@ -489,7 +489,7 @@ def test_choices_of_blocks_say_what_they_refuse(build, scores, changes, error, m
 
 @pytest.mark.parametrize(("k", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)])
 def test_k_must_be_a_number_of_blocks(k, error):
-    with pytest.raises(error, match=rf"k must be (at least 1|an integer number of blocks); got {k}"):
+    with pytest.raises(error, match=rf"k must be (at least 1 block|an integer number of blocks); got {k}"):
         masks.top_k_blocks(SCORES, k, q_len=64, block=16)
 
 
@@ -523,10 +523,10 @@ def test_mass_must_be_a_number(mass):
         (lambda: masks.selected_keys(INDICES[0], 64), ValueError, r"indices must have shape \[Nq, K\].*; got \[2\]"),
         (lambda: masks.selected_keys(INDICES, 0), ValueError, r"k_len must be between 1"),
         (lambda: masks.selected_keys(INDICES, 64, span=3), ValueError, r"span must be a power of two; got 3"),
-        (lambda: masks.selected_keys(INDICES, 64, span=0), ValueError, r"span must be at least 1; got 0"),
-        (lambda: masks.selected_keys(INDICES, 64, most=0), ValueError, r"most must be at least 1; got 0"),
-        (lambda: masks.selected_keys(INDICES, 64, group=0), ValueError, r"group must be at least 1; got 0"),
-        (lambda: masks.top_k_keys(SCORES, 0, k_len=4), ValueError, r"k must be at least 1; got 0"),
+        (lambda: masks.selected_keys(INDICES, 64, span=0), ValueError, r"span must be at least 1 key; got 0"),
+        (lambda: masks.selected_keys(INDICES, 64, most=0), ValueError, r"most must be at least 1 tile; got 0"),
+        (lambda: masks.selected_keys(INDICES, 64, group=0), ValueError, r"group must be at least 1 query head; got 0"),
+        (lambda: masks.top_k_keys(SCORES, 0, k_len=4), ValueError, r"k must be at least 1 key; got 0"),
         (lambda: masks.top_k_keys(SCORES, 1, k_len=5), ValueError, r"scores must have 5 columns for 5 keys .*1; got 4"),
         (lambda: masks.top_k_keys(SCORES.long(), 1, k_len=4), TypeError, r"scores must have a floating dtype"),
         (lambda: masks.pooled_scores(SCORES, SCORES), ValueError, r"q must be a floating tensor .*; got .* \[4, 4\]"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
-from sparseflash.masks.random_blocks import generator, subsets
+from sparseflash.masks.tiling.draws import generator, subsets
 from strategies import SEEDS, lengths
 
 MOST_BLOCKS = 14
@@ -215,7 +215,9 @@ def test_a_million_tokens_store_only_their_live_tiles(heads):
 
 @RANDOM
 def test_random_patterns_refuse_what_is_none(build):
-    with pytest.raises(TypeError, match=r"block must be an int \(the pattern's blocks are square\); got \(16, 32\)"):
+    with pytest.raises(
+        TypeError, match=r"block must be an int \((BigBird|expander|random) blocks are square\); got \(16, 32\)"
+    ):
         build(1024, block=(16, 32))
     with pytest.raises(ValueError, match="block must be one of"):
         build(1024, block=24)
@@ -235,7 +237,7 @@ def test_bigbird_refuses_more_random_blocks_than_there_are(blocks, most):
     message = f"random_blocks must not exceed {most} .* for {blocks} blocks of 16; got {most + 1}"
     with pytest.raises(ValueError, match=message):
         masks.bigbird(16 * blocks, most + 1, block=16)
-    with pytest.raises(ValueError, match="random_blocks must be at least 0; got -1"):
+    with pytest.raises(ValueError, match="random_blocks must be at least 0 blocks; got -1"):
         masks.bigbird(16 * blocks, -1, block=16)
 
 
@@ -245,12 +247,12 @@ def test_deepspeed_bigbird_refuses_more_blocks_than_there_are(name):
     masks.deepspeed_bigbird(64, **small | {name: 4}, block=16)
     with pytest.raises(ValueError, match=f"{name} must not exceed the 4 blocks of 16 tokens; got 5"):
         masks.deepspeed_bigbird(64, **small | {name: 5}, block=16)
-    with pytest.raises(ValueError, match=f"{name} must be at least 0; got -1"):
+    with pytest.raises(ValueError, match=f"{name} must be at least 0 blocks; got -1"):
         masks.deepspeed_bigbird(64, **small | {name: -1}, block=16)
 
 
 def test_random_blocks_refuses_a_count_that_is_none():
-    with pytest.raises(ValueError, match="count must be at least 0; got -1"):
+    with pytest.raises(ValueError, match="count must be at least 0 blocks; got -1"):
         masks.random_blocks(100, -1)
     with pytest.raises(TypeError, match=r"count must be an integer number of blocks; got 1\.5"):
         masks.random_blocks(100, 1.5)
@@ -259,5 +261,5 @@ def test_random_blocks_refuses_a_count_that_is_none():
 def test_expander_refuses_an_odd_degree():
     with pytest.raises(ValueError, match=r"degree must be even \(each cycle gives a block two neighbours\); got 3"):
         masks.expander(100, 3)
-    with pytest.raises(ValueError, match="degree must be at least 0; got -2"):
+    with pytest.raises(ValueError, match="degree must be at least 0 blocks; got -2"):
         masks.expander(100, -2)

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
-from sparseflash.masks.diagonals import diagonals
-from sparseflash.masks.kinds import by_kind
-from sparseflash.masks.spans import spans
+from sparseflash.masks.tiling.diagonals import diagonals
+from sparseflash.masks.tiling.kinds import by_kind
+from sparseflash.masks.tiling.spans import spans
 from strategies import SEEDS, blocks, lengths
 from test_masks import BLOCKS, assert_keeps, grid
 
@@ -68,20 +68,52 @@ def test_diagonals_keeps_a_set_of_distances(size, seed):
     assert_keeps(diagonals(offsets, q_len, block=block), torch.isin(q - k, offsets))
 
 
-@given(lengths(MOST), blocks(BLOCKS), st.integers(1, 20))
-def test_by_kind_asks_about_one_tile_of_each_kind(q_len, block, period):
-    q, k = square(q_len)
-    pairs = torch.cartesian_prod(*(torch.arange(-(-q_len // b)) for b in block))
-    rows, cols = pairs[:, 0], pairs[:, 1]
-    kind = (rows * block[0] % period) * period + cols * block[1] % period
+@given(lengths(MOST), lengths(MOST), blocks(BLOCKS), st.integers(1, 20))
+def test_by_kind_asks_about_one_tile_of_each_kind(q_len, k_len, block, period):
+    rows, cols = every_tile(q_len, k_len, block)
+    codes = [rows * block[0] % period, cols * block[1] % period]
     asked = []
 
-    def live(q, k):
-        asked.append(torch.broadcast_shapes(q.shape, k.shape)[0])
-        return (q % period) == (3 * k % period)
+    def live(some):
+        asked.extend(some.tolist())
+        q, k = tokens_of_tiles(rows[some], cols[some], block)
+        return q % period == 3 * k % period
 
-    assert_keeps(by_kind(live, rows, cols, kind, q_len, block=block), q % period == 3 * k % period)
-    assert sum(asked) == len(kind.unique())
+    q, k = torch.arange(q_len)[:, None], torch.arange(k_len)
+    assert_keeps(by_kind(live, rows, cols, codes, q_len, k_len, block=block), q % period == 3 * k % period)
+    kinds = list(zip(*(code.tolist() for code in codes)))
+    assert sorted(asked) == [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+
+
+@given(lengths(MOST), lengths(MOST), st.integers(1, 9), st.integers(-50, 50), blocks(BLOCKS))
+def test_by_kind_takes_the_distance_of_tiles_for_a_rule_of_distances(q_len, k_len, step, shift, block):
+    rows, cols = every_tile(q_len, k_len, block)
+
+    def live(some):
+        q, k = tokens_of_tiles(rows[some], cols[some], block)
+        return (q + shift - k) % step == 0
+
+    distance = rows * block[0] - cols * block[1]
+    q, k = torch.arange(q_len)[:, None], torch.arange(k_len)
+    assert_keeps(by_kind(live, rows, cols, [distance], q_len, k_len, block=block), (q + shift - k) % step == 0)
+
+
+def test_by_kind_of_no_tiles_is_empty():
+    none = torch.zeros(0, dtype=torch.int64)
+    assert by_kind(lambda some: some, none, none, [none], 100, block=32) == BlockMask.from_dense(
+        torch.zeros(100, 100, dtype=torch.bool), block=32
+    )
+
+
+def every_tile(q_len, k_len, block):
+    pairs = torch.cartesian_prod(*(torch.arange(-(-n // b)) for n, b in zip((q_len, k_len), block)))
+    return pairs[:, 0], pairs[:, 1]
+
+
+def tokens_of_tiles(rows, cols, block):
+    return rows[:, None, None] * block[0] + torch.arange(block[0])[:, None], (
+        cols[:, None, None] * block[1] + torch.arange(block[1])
+    )
 
 
 # ---------------------------------------------------------------------- dense, causal, prefix
@@ -107,7 +139,7 @@ def test_causal_refuses_an_offset_that_is_no_integer():
 @given(lengths(MOST), lengths(MOST), lengths(2 * MOST) | st.just(0), blocks(BLOCKS))
 def test_prefix_is_seen_by_all_and_the_rest_causally(q_len, k_len, prefix, block):
     q, k = grid(q_len, k_len)
-    mask = masks.prefix_lm(q_len, prefix, k_len, block=block)
+    mask = masks.prefix_lm(q_len, prefix, k_len=k_len, block=block)
     assert_keeps(mask, (k < prefix) | (k <= q + k_len - q_len))
     if prefix == 0:
         assert mask == masks.causal(q_len, k_len, block=block)
@@ -349,8 +381,8 @@ def test_deepspeed_fixed_has_global_blocks_in_every_chunk(q_len, local_and_wide,
     )
     live = live.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :q_len, :q_len]
     mask = masks.deepspeed_fixed(
-        q_len, num_local_blocks=local, num_global_blocks=wide, causal=causal, horizontal_global_attention=horizontal,
-        heads=heads, num_different_global_patterns=patterns, block=16,
+        q_len, local_blocks=local, global_blocks=wide, causal=causal, horizontal=horizontal,
+        heads=heads, global_patterns=patterns, block=16,
     )  # fmt: skip
     assert_heads(mask, live.tril() if causal else live)
 
@@ -368,7 +400,7 @@ def test_deepspeed_fixed_is_deepspeeds_own_layout(causal, horizontal, count):
         num_different_global_patterns=4,
     ).make_layout(16 * count)  # fmt: skip
     mask = masks.deepspeed_fixed(
-        16 * count, causal=causal, horizontal_global_attention=horizontal, heads=4, num_different_global_patterns=4,
+        16 * count, causal=causal, horizontal=horizontal, heads=4, global_patterns=4,
         block=16,
     )  # fmt: skip
     tiles = mask.to_dense()[0].view(4, count, 16, count, 16).any(4).any(2)
@@ -576,7 +608,7 @@ CAUSAL = {
 CAUSAL_IN_BLOCKS = {
     "butterfly": lambda n, **block: masks.butterfly(n, causal=True, radix=3, global_blocks=2, **block),
     "butterfly, layer": lambda n, **block: masks.butterfly(n, causal=True, layer=1, **block),
-    "deepspeed_fixed": lambda n, **block: masks.deepspeed_fixed(n, causal=True, num_global_blocks=2, **block),
+    "deepspeed_fixed": lambda n, **block: masks.deepspeed_fixed(n, causal=True, global_blocks=2, **block),
     "hierarchical": lambda n, **block: masks.hierarchical(n, causal=True, **block),
 }
 SYMMETRIC = {
@@ -609,7 +641,7 @@ def test_patterns_on_tokens_hold_the_same_scores_in_every_block(name):
     assert torch.equal(build(133, block=(16, 64)).to_dense(), build(133, block=(128, 32)).to_dense())
 
 
-@pytest.mark.parametrize("name", (SYMMETRIC | CAUSAL).keys() - {"documents", "butterfly_2d"})
+@pytest.mark.parametrize("name", sorted((SYMMETRIC | CAUSAL).keys() - {"documents", "butterfly_2d"}))
 def test_patterns_refuse_lengths_and_blocks_that_are_none(name):
     build = (SYMMETRIC | CAUSAL)[name]
     with pytest.raises(ValueError, match="block must be one of"):
@@ -653,15 +685,15 @@ REFUSED = [
     ("fixed(100, 5, 3, num_verts=2)", "num_verts * summary must not exceed stride, 5 tokens; got 2 * 3"),
     ("fixed(100, 5, 3, heads=0)", "heads must be at least 1 head; got 0"),
     ("fixed(100, 5, 3, num_verts=0)", "num_verts must be at least 1 sub-block; got 0"),
-    ("deepspeed_fixed(100, num_global_blocks=3)", "num_global_blocks must divide num_local_blocks, 4; got 3"),
-    ("deepspeed_fixed(100, num_local_blocks=0)", "num_local_blocks must be at least 1 block; got 0"),
+    ("deepspeed_fixed(100, global_blocks=3)", "global_blocks must divide local_blocks, 4; got 3"),
+    ("deepspeed_fixed(100, local_blocks=0)", "local_blocks must be at least 1 block; got 0"),
     (
-        "deepspeed_fixed(100, num_global_blocks=2, num_different_global_patterns=3)",
-        "num_different_global_patterns must be at most num_local_blocks // num_global_blocks, 2; got 3",
+        "deepspeed_fixed(100, global_blocks=2, global_patterns=3)",
+        "global_patterns must be at most local_blocks // global_blocks, 2; got 3",
     ),
     (
-        "deepspeed_fixed(100, causal=True, horizontal_global_attention=True)",
-        "horizontal_global_attention must be False with causal; got True",
+        "deepspeed_fixed(100, causal=True, horizontal=True)",
+        "horizontal must be False with causal; got True",
     ),
     ("log_sparse(100, window=0)", "window must be at least 1 key; got 0"),
     ("log_sparse(100, window=5, restart=4)", "restart must be at least 5 tokens; got 4"),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from grids import all_axes, in_order, orders, shapes
 from sparseflash import BlockMask, masks
 from sparseflash.masks import order
-from sparseflash.masks.grid import coordinates
-from sparseflash.masks.ranges import _box_side
+from sparseflash.masks.tiling.grid import coordinates
+from sparseflash.masks.tiling.ranges import _box_side
 from strategies import blocks
 from test_masks import assert_keeps
 
@@ -266,6 +266,11 @@ def test_dilated_grid_sees_the_same_residues(data, shape, block):
 
 
 # ---------------------------------------------------------------------- cost
+
+
+def test_a_dilated_grid_takes_memory_of_its_live_tiles_alone():
+    # As many groups of tokens as tokens: a matrix of blocks and groups would take 32 GB.
+    assert masks.dilated_grid((1024, 1024), 1024) == masks.local(1 << 20, 1)
 
 
 def test_stored_bits_of_a_window_do_not_grow_with_the_image():

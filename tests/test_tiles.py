@@ -33,6 +33,15 @@ def test_packing_gives_back_any_words_that_were_unpacked(block_k, seed):
     assert torch.equal(tiles.pack(tiles.unpack(words, block_k)), words)
 
 
+@pytest.mark.parametrize("block_k", ALL_BLOCKS)
+def test_views_of_any_strides_and_offset_are_packed(block_k):
+    live = drawn_tiles(3, (17, 2 * block_k + 1), seed=0)
+    expanded = live[:, :, :1].expand(-1, -1, block_k)
+    transposed = drawn_tiles(3, (block_k, 17), seed=1).transpose(1, 2)
+    for view in (live[:, 1:, 1 : block_k + 1], live[:, :, :-1:2], expanded, transposed, live[0, 0, 3 : block_k + 3]):
+        assert torch.equal(tiles.unpack(tiles.pack(view), block_k), view)
+
+
 @given(blocks(ALL_BLOCKS), st.data())
 def test_a_score_is_bit_k_mod_32_of_word_k_div_32_of_its_row(block, data):
     q, k = data.draw(st.integers(0, block[0] - 1)), data.draw(st.integers(0, block[1] - 1))
@@ -115,14 +124,6 @@ def test_colliding_fingerprints_take_the_slow_road_and_lose_no_tile(monkeypatch,
 
 
 # ---------------------------------------------------------------------- the rest
-
-
-@given(st.lists(st.integers(-5, 5), max_size=20))
-def test_ids_are_renumbered_as_they_first_appear(ids):
-    new, first = tiles.number_by_first_appearance(torch.tensor(ids, dtype=torch.int64))
-    order = distinct_in_order(ids)
-    assert new.tolist() == [order.index(i) for i in ids]
-    assert first.tolist() == [ids.index(i) for i in order]
 
 
 @given(blocks(ALL_BLOCKS), st.data())

@@ -13,7 +13,6 @@ from sparseflash.algebra.reblock import to_one_block
 from sparseflash.algebra.tilelist import (
     TileList,
     choices,
-    distinct_numbers,
     in_chunks,
     mask_of,
     pattern_count,
@@ -21,6 +20,7 @@ from sparseflash.algebra.tilelist import (
     tiles_of,
 )
 from sparseflash.blockmask import BlockMask
+from sparseflash.numbering import distinct, number_by_first_appearance
 
 
 def intersection(a: BlockMask, b: BlockMask) -> BlockMask:
@@ -115,12 +115,12 @@ def _combined(
     a, b = to_one_block([a, b])
     # Only the pairs of patterns that occur are computed, each once.
     pair = a.pattern.long() * pattern_count(b) + b.pattern.long()
-    number, first = tiles.number_by_first_appearance(pair.reshape(-1))
+    number, first = number_by_first_appearance(pair.reshape(-1))
     chosen = pair.reshape(-1)[first]
     patterns_a, patterns_b = chosen // pattern_count(b), chosen % pattern_count(b)
     row, col, kind_a, kind_b = _joined(a, b, patterns_a, patterns_b, only_a, only_b)
     # Few pairs of tiles differ, so bits are touched only for those.
-    recipes, which = distinct_numbers(kind_a * (len(b.bits) + 2) + kind_b, (len(a.bits) + 2) * (len(b.bits) + 2))
+    recipes, which = distinct(kind_a * (len(b.bits) + 2) + kind_b)
     words_a, words_b = choices(a.bits, a.block_k), choices(b.bits, b.block_k)
     words = in_chunks(
         lambda some: operation(words_a[some // len(words_b)], words_b[some % len(words_b)]),

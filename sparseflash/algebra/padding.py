@@ -8,6 +8,7 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.algebra.tilelist import TileList, choices, in_chunks, mask_of, pattern_count, take_patterns
 from sparseflash.blockmask import BlockMask
+from sparseflash.numbering import distinct, number_by_first_appearance
 
 
 def bake_lengths(mask: BlockMask) -> BlockMask:
@@ -20,7 +21,7 @@ def bake_lengths(mask: BlockMask) -> BlockMask:
     row_blocks = mask.blocks[0]
     # One new pattern for each (pattern, length) that occurs.
     pair = mask.pattern.long() + mask.lengths.long()[:, None] * pattern_count(mask)
-    number, first = tiles.number_by_first_appearance(pair.reshape(-1))
+    number, first = number_by_first_appearance(pair.reshape(-1))
     chosen = pair.reshape(-1)[first]
     stops = chosen // pattern_count(mask)
     row, entry = take_patterns(mask, chosen % pattern_count(mask))
@@ -33,9 +34,7 @@ def bake_lengths(mask: BlockMask) -> BlockMask:
     row, col, kind, live_q, live_k = (x[kept] for x in (row, col, kind, live_q, live_k))
     cut = (live_q < mask.block_q) | (live_k < mask.block_k)
     span = (mask.block_q + 1) * (mask.block_k + 1)
-    recipes, which = torch.unique(
-        kind[cut] * span + live_q[cut] * (mask.block_k + 1) + live_k[cut], return_inverse=True
-    )
+    recipes, which = distinct(kind[cut] * span + live_q[cut] * (mask.block_k + 1) + live_k[cut])
     known = choices(mask.bits, mask.block_k)
 
     def cut_words(recipe: Tensor) -> Tensor:

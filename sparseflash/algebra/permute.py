@@ -25,6 +25,7 @@ from sparseflash.algebra.tilelist import (
 )
 from sparseflash.algebra.transpose import transpose
 from sparseflash.blockmask import BlockMask
+from sparseflash.numbering import distinct
 
 ENTRIES_AT_ONCE = 1 << 20  # source tiles gathered at a time: some ten arrays of 8 MB
 PARTS_AT_ONCE = 1 << 24  # and what new tiles are composed of: 64 MB
@@ -124,7 +125,7 @@ class _Sources:
 def _sources(order: Tensor, block: int) -> _Sources:
     row_blocks = -(-len(order) // block)
     i = torch.arange(len(order), device=order.device) // block
-    pairs, which = torch.unique(i * row_blocks + order // block, return_inverse=True)
+    pairs, which = distinct(i * row_blocks + order // block)
     starts = torch.searchsorted(pairs // row_blocks, torch.arange(row_blocks + 1, device=order.device))
     taken = (which - starts[i]) * block + order % block
     # What lies past the end may be taken from anywhere: it is cut off with every end.
@@ -169,14 +170,14 @@ def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tens
         which, u = take_rows(sources.starts, flat % row_blocks)
         slot = u - sources.starts[flat % row_blocks][which]
         pair, entry = take_rows(mask.indptr, (flat // row_blocks * row_blocks)[which] + sources.old[u])
-        key, group = torch.unique(which[pair] * col_blocks + mask.indices[entry], return_inverse=True)
+        key, group = distinct(which[pair] * col_blocks + mask.indices[entry])
         parts = torch.full((len(key), slots + 1), dead, dtype=torch.int32, device=device)
         parts[group, slot[pair]] = mask.tile[entry]
         row, col = flat[key // col_blocks], key % col_blocks
         parts[:, slots] = sources.recipe[row % row_blocks].to(torch.int32)
-        distinct, number = tiles.deduplicate(parts.unsqueeze(-1))
+        recipes, number = tiles.deduplicate(parts.unsqueeze(-1))
         kind, words = tiles.classify(
-            lambda some: _words_of(some, sources, known), distinct.squeeze(-1).long(), mask.block_q, mask.block_k
+            lambda some: _words_of(some, sources, known), recipes.squeeze(-1).long(), mask.block_q, mask.block_k
         )
         kind = kind[number]
         live = kind >= 0

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
 from sparseflash.algebra.padding import bake_lengths
 from sparseflash.algebra.reblock import to_one_block
 from sparseflash.algebra.tilelist import TileList, mask_of, pattern_count, take_patterns
 from sparseflash.blockmask import BlockMask
+from sparseflash.numbering import number_by_first_appearance
 
 
 def stack_heads(masks: Sequence[BlockMask]) -> BlockMask:
@@ -79,6 +79,8 @@ def _common(what: str, sizes: list[int]) -> int:
 def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: Tensor | None, batch: int) -> BlockMask:
     """One mask with these pattern numbers, each of its own mask, side by side."""
     first = masks[0]
+    if len(masks) == 1:
+        return first
     # Number the patterns of all masks one after the other; the same mask given again adds none.
     offsets: dict[int, tuple[int, int]] = {}
     distinct = []
@@ -92,7 +94,7 @@ def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: 
     grid = torch.cat(
         [pattern.long() + offsets[id(mask)][0] for mask, pattern in zip(masks, patterns, strict=True)], dim=dim
     )
-    number, appears = tiles.number_by_first_appearance(grid.reshape(-1))
+    number, appears = number_by_first_appearance(grid.reshape(-1))
     chosen = grid.reshape(-1)[appears]
     rows, cols, kinds = [], [], []
     row_blocks = first.blocks[0]

@@ -12,6 +12,7 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import arrays_of_tiles
 from sparseflash.csr import row_of_entry
+from sparseflash.numbering import distinct
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,6 @@ def choices(words: Tensor, block_k: int) -> Tensor:
     return torch.cat([full, words, torch.zeros_like(full)])
 
 
-def distinct_numbers(numbers: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-    """`torch.unique(numbers, return_inverse=True)` for 0 <= numbers < stop, without sorting where a table is small."""
-    if stop > max(1 << 16, 2 * len(numbers)):
-        distinct, inverse = torch.unique(numbers, return_inverse=True)
-        return distinct, inverse
-    seen = torch.zeros(stop, dtype=torch.bool, device=numbers.device)
-    seen[numbers] = True
-    return seen.nonzero().squeeze(1), (seen.cumsum(0) - 1)[numbers]
-
-
 def in_chunks(words_of: Callable[[Tensor], Tensor], recipes: Tensor, words_each: int) -> Tensor:
     """`words_of(recipes)`, a bounded number of recipes at a time."""
     chunks = recipes.split(max(1, tiles.WORDS_AT_ONCE // words_each))
@@ -111,7 +102,7 @@ def compose(
     `recipes`: int64 `[C, slots]`, the distinct lists of source kinds (`dead` where nothing is stored); `which`: the
     recipe of each new tile. So bits are made once a recipe.
     """
-    key, group = torch.unique(row * col_blocks + col, return_inverse=True)
+    key, group = distinct(row * col_blocks + col)
     parts = torch.full((len(key), slots), dead, dtype=torch.int32, device=key.device)
     parts[group, slot] = kind.to(torch.int32)
     recipes, which = tiles.deduplicate(parts.unsqueeze(-1))

@@ -25,6 +25,7 @@ from sparseflash.analysis import bitrows
 from sparseflash.analysis.bitrows import Bits, Index
 from sparseflash.analysis.walks import Walk, cut, words_of
 from sparseflash.building import SCORES_AT_ONCE, Part
+from sparseflash.numbering import number_by_first_appearance
 
 MOST_PARTIAL = 1 << 24
 _TARGETS_AT_ONCE = 1 << 14
@@ -304,6 +305,6 @@ def _settled(block: int, count: int, full: Bits, found: list[tuple[Index, Index,
     key, kind = key[order], kind[order]
     used, which = np.unique(kind, return_inverse=True)
     distinct, inverse = tiles.deduplicate(torch.cat(words)[torch.from_numpy(used - 1)])
-    number, first = tiles.number_by_first_appearance(inverse[torch.from_numpy(which)])
+    number, first = number_by_first_appearance(inverse[torch.from_numpy(which)])
     chosen = inverse[torch.from_numpy(which)][first]
     return Relation(block, count, full, key, number.numpy() + 1, distinct[chosen])

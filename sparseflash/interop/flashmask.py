@@ -17,6 +17,7 @@ from sparseflash.building import SCORES_AT_ONCE, Part
 from sparseflash.checks import Block, block_pair, integer, token_counts
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.heads import mask_of_patterns
+from sparseflash.numbering import number_by_first_appearance
 
 _MOST_RUNS = 3  # live runs of a column between at most two dead ones and the ends
 
@@ -124,7 +125,7 @@ def from_flashmask(
     block_q, block_k = block_pair(block)
     flat = startend_row_indices.long().clamp(max=q_len).reshape(batch * given, -1)
     _, number = torch.unique(flat, dim=0, return_inverse=True)
-    number, first = tiles.number_by_first_appearance(number)
+    number, first = number_by_first_appearance(number)
     parts = [
         _part(_intervals(flat[f].view(k_len, -1), causal, q_len), q_len, k_len, block_q, block_k)
         for f in first.tolist()

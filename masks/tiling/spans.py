@@ -13,7 +13,7 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import arrays_of
 from sparseflash.checks import Block, block_pair, token_counts
-from sparseflash.masks.listing import between
+from sparseflash.masks.tiling.listing import between
 
 WORDS_AT_ONCE = 1 << 20  # words made at a time: about 50 MB of temporaries
 

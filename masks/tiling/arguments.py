@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.checks import block_pair, integer
+from sparseflash.checks import block_pair, integer, token_counts
 
 
 def at_least(least: int, value: Any, name: str, unit: str) -> int:
-    """`value` as an int that is not below `least`; `unit` in the plural."""
+    """`value` as an int that is not below `least`; `unit` in the plural, "" if it has none."""
     number = integer(value, name, unit)
     if number < least:
-        raise ValueError(
-            f"{name} must be at least {least} {unit.removesuffix('s') if least == 1 else unit}; got {number}."
-        )
+        bound = f"{least} {unit.removesuffix('s') if least == 1 else unit}".strip()
+        raise ValueError(f"{name} must be at least {bound}; got {number}.")
     return number
 
 
@@ -47,11 +46,13 @@ def positions(values: Any, name: str, stop: int) -> Tensor:
     return distinct
 
 
-def square_block(block: Any, pattern: str) -> int:
-    """The block of a pattern that is defined on blocks, which are then square."""
+def square_blocks(q_len: Any, block: Any, pattern: str) -> tuple[int, int, int]:
+    """`(q_len, block, nb)` of a pattern that is defined on blocks, which are then square; nb of them."""
     if not isinstance(block, int):
         raise TypeError(f"block must be an int ({pattern} blocks are square); got {block!r}.")
-    return block_pair(block)[0]
+    block, _ = block_pair(block)
+    q_len, _ = token_counts(q_len, q_len)
+    return q_len, block, -(-q_len // block)
 
 
 def choice(value: Any, name: str, choices: Sequence[str]) -> str:

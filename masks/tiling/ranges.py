@@ -16,8 +16,9 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair
-from sparseflash.masks.alike import from_alike, number
-from sparseflash.masks.grid import block_shapes, checked_order, coordinates, cut, strides
+from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, strides
+from sparseflash.masks.tiling.kinds import by_kind
+from sparseflash.numbering import number_combinations
 
 _BOXES_AT_ONCE = 1 << 22  # listed at a time: some 100 MB of temporaries
 
@@ -54,13 +55,13 @@ def within_ranges(
     rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)
     # Tiles of the same window, key shape and offset between the two hold the same bits.
     offset = key_corners[cols] - query_corners[rows]
-    codes = [window[rows], key_shape[cols], *(offset + torch.tensor(shape)).unbind(1)]
+    codes = [window[rows], key_shape[cols], *offset.unbind(1)]
 
     def live(some: Tensor) -> Tensor:
         keys = key_shapes[key_shape[cols[some]]] + offset[some, None]
         return _live(windows[window[rows[some]]], keys, steps)
 
-    return from_alike(count, count, rows, cols, codes, live, block=(block_q, block_k))
+    return by_kind(live, rows, cols, codes, count, block=(block_q, block_k))
 
 
 def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:
@@ -68,7 +69,7 @@ def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:
     live = None
     for axis, step in enumerate(steps):
         first, last = window[:, :, axis, 0, None], window[:, :, axis, 1, None]
-        place = keys[:, None, :, axis]
+        place = keys[:, None, :, axis].contiguous()  # comparing every second number takes three times as long
         inside = (place >= first) & (place <= last)
         if step > 1:
             inside &= (place - first) % step == 0
@@ -94,7 +95,7 @@ def _tiles_seen(
     sides = torch.tensor(box, dtype=torch.int32)
     # Blocks with equal windows see the same boxes if they lie in the same way to the grid of boxes.
     inside = corners % sides
-    kind, kinds = number([window, *inside.unbind(1)])
+    kind, kinds = number_combinations([window, *inside.unbind(1)])
     one = torch.zeros(kinds, dtype=torch.int64).scatter_(0, kind, torch.arange(len(kind)))
     start, boxes = _boxes_seen(windows[window[one]] + inside[one, None, :, None], steps, sides, jumps)
     base = (corners // sides * jumps).sum(1)

@@ -10,7 +10,8 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, token_counts
-from sparseflash.masks.listing import between
+from sparseflash.masks.tiling.listing import between
+from sparseflash.numbering import distinct
 
 
 def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int = 0, block: Block = 128) -> BlockMask:
@@ -26,7 +27,7 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     # Tiles whose corners lie at the same distance hold the same scores.
     corner = rows * block_q + shift - cols * block_k
     full = (corner - (block_k - 1) >= lowest) & (corner + block_q - 1 <= highest)
-    distances, which = torch.unique(corner[~full], return_inverse=True)
+    distances, which = distinct(corner[~full])
     distance = distances[:, None, None] + torch.arange(block_q)[:, None] - torch.arange(block_k)
     tile = torch.zeros_like(rows)
     tile[~full] = which + 1

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer
 from sparseflash.csr import row_of_entry
 
 
@@ -121,14 +120,6 @@ def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
             f"{name} must have shape [{axes}], [H, {axes}] or [B, H, {axes}], none of them 0; got {list(values.shape)}."
         )
     return values.detach().reshape((1,) * (4 - values.ndim) + values.shape)
-
-
-def at_least(value: int, name: str, unit: str, least: int) -> int:
-    """An integer parameter with a lower bound."""
-    value = integer(value, name, unit)
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}.")
-    return value
 
 
 def full_words(frame: Frame) -> Tensor:

@@ -13,7 +13,8 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import arrays_of
 from sparseflash.checks import Block, block_pair, token_counts
-from sparseflash.masks.listing import between
+from sparseflash.masks.tiling.listing import between
+from sparseflash.numbering import distinct
 
 
 def diagonals(offsets: Tensor, q_len: int, *, block: Block = 128) -> BlockMask:
@@ -21,7 +22,7 @@ def diagonals(offsets: Tensor, q_len: int, *, block: Block = 128) -> BlockMask:
     block_q, block_k = block_pair(block)
     q_len, _ = token_counts(q_len, q_len)
     rows, cols = tiles_at(offsets, q_len, block_q, block_k)
-    corners, which = torch.unique(rows * block_q - cols * block_k, return_inverse=True)
+    corners, which = distinct(rows * block_q - cols * block_k)
     part = (rows, cols, which + 1, words_at(offsets, corners, block_q, block_k))
     return BlockMask(q_len, q_len, block_q, block_k, *arrays_of(q_len, q_len, block_q, block_k, [part], 1, 1))
 

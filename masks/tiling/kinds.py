@@ -1,0 +1,41 @@
+"""Masks whose tiles are of few kinds, which the pattern can name: bits are made once a kind, not once a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.building import SCORES_AT_ONCE, arrays_of
+from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.numbering import number_combinations
+
+
+def by_kind(
+    live: Callable[[Tensor], Tensor], rows: Tensor, cols: Tensor, codes: Sequence[Tensor], q_len: int,
+    k_len: int | None = None, *, block: Block = 128,
+) -> BlockMask:  # fmt: skip
+    """The mask of listed tiles, where two with equal codes hold the same bits.
+
+    `rows`, `cols`: int64 `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
+    number of them. `live(some)` gets the numbers of some tiles, int64 `[S]`, one of each kind, and returns bool
+    `[S, block_q, block_k]`; it may call scores past the ends live, which are dropped afterwards.
+    """
+    block_q, block_k = block_pair(block)
+    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+    kind, count_of_kinds = number_combinations(codes)
+    # The first tile of each kind, so that the same one is asked about on every machine.
+    first = torch.full((count_of_kinds,), len(rows)).scatter_reduce_(0, kind, torch.arange(len(rows)), "amin")
+    words = [torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32)]
+    found, count = [torch.zeros(0, dtype=torch.int64)], 0
+    portions = first.split(max(1, SCORES_AT_ONCE // (block_q * block_k))) if len(first) else ()
+    for some in portions:
+        distinct, number = tiles.deduplicate(tiles.pack(live(some)))
+        words.append(distinct)
+        found.append(number + count)
+        count += len(distinct)
+    part = (rows, cols, torch.cat(found)[kind] + 1, torch.cat(words))
+    return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1))

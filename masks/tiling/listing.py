@@ -1,0 +1,78 @@
+"""Lists of tiles: ranges of columns a block row, and graphs of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparseflash import tiles
+from sparseflash.blockmask import BlockMask
+from sparseflash.building import arrays_of
+from sparseflash.masks.tiling.draws import Integers
+from sparseflash.numbering import distinct
+
+if TYPE_CHECKING:
+    from scipy import sparse
+
+
+def between(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """`(rows, cols)` of the tiles `first[i] <= j <= last[i]` of every block row i, sorted; none where last < first.
+
+    `first`, `last`: int64 `[Mq]`, block columns.
+
+    >>> rows, cols = between(torch.tensor([0, 2, 5]), torch.tensor([1, 2, 4]))
+    >>> rows.tolist(), cols.tolist()
+    ([0, 0, 1], [0, 1, 2])
+    """
+    counts = (last - first + 1).clamp(min=0)
+    rows = torch.repeat_interleave(torch.arange(len(first)), counts)
+    cols = torch.arange(len(rows)) - (counts.cumsum(0) - counts - first)[rows]
+    return rows, cols
+
+
+def incidence(labels: Tensor, count: int) -> sparse.csr_array:
+    """Which of `count` labels each block has: a sparse bool `[M, count]` matrix of `labels`, int `[M, n]`.
+
+    The blocks of queries that have a label in common with a block of keys are the entries of
+    `incidence(of_queries) @ incidence(of_keys).T`, found in time of those alone.
+
+    >>> labels = torch.tensor([[0, 3], [3, 4], [1, 1]])
+    >>> entries(incidence(labels, 5) @ incidence(labels, 5).T)
+    (tensor([0, 0, 1, 1, 2]), tensor([0, 1, 0, 1, 2]))
+    """
+    from scipy import sparse  # a tenth of a second, which only patterns that ask this need
+
+    block = torch.arange(len(labels)).repeat_interleave(labels.shape[1])
+    there = torch.ones(labels.numel(), dtype=torch.bool)
+    ids = block.numpy(), labels.reshape(-1).numpy()
+    return sparse.coo_array((there.numpy(), ids), (len(labels), count)).tocsr()
+
+
+def entries(matrix: sparse.csr_array) -> tuple[Tensor, Tensor]:
+    """`(rows, cols)` of the entries of a sparse matrix, sorted."""
+    matrix.sort_indices()
+    found = matrix.tocoo()
+    return torch.from_numpy(found.row).long(), torch.from_numpy(found.col).long()
+
+
+def of_blocks(
+    layouts: Sequence[tuple[Tensor | Integers, Tensor | Integers]], q_len: int, *, causal: bool, block: int
+) -> BlockMask:
+    """The mask of graphs of blocks, one for each head: tile (i, j) is full for every edge.
+
+    `layouts`: `(rows, cols)` for each head, int64 `[E]`, edges in any order, given any number of times. `causal` drops
+    those with j > i, and cuts the diagonal tiles to `k <= q`.
+    """
+    count = -(-q_len // block)
+    triangle = tiles.pack(torch.ones(1, block, block, dtype=torch.bool).tril())
+    parts = []
+    for rows, cols in layouts:
+        edge = distinct(torch.as_tensor(rows) * count + torch.as_tensor(cols))[0]
+        i, j = edge // count, edge % count
+        if causal:
+            i, j = i[j <= i], j[j <= i]
+        parts.append((i, j, (i == j).long() if causal else torch.zeros_like(i), triangle))
+    return BlockMask(q_len, q_len, block, block, *arrays_of(q_len, q_len, block, block, parts, 1, len(parts)))

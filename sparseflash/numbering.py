@@ -1,0 +1,95 @@
+"""Numbers for equal values: what `torch.unique` does, without sorting where the values lie close together.
+
+Keys of tiles and numbers of bits nearly always do. Everything here waits for the device, to learn how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`(found, number)`: the distinct values, int64 `[D]`, ascending, and for each of `values` its number among them.
+
+    `values`: int64 `[E]`; `found[number] == values`. The same as `torch.unique(values, return_inverse=True)`.
+
+    >>> found, number = distinct(torch.tensor([7, 3, 7, -2]))
+    >>> found.tolist(), number.tolist()
+    ([-2, 3, 7], [2, 1, 2, 0])
+    """
+    if values.numel() == 0:
+        return values, values
+    least, span = _span(values)
+    if _is_small(span, values):
+        occurs = torch.zeros(span, dtype=torch.bool, device=values.device)
+        place = values - least
+        occurs[place] = True
+        return occurs.nonzero().squeeze(1) + least, (occurs.cumsum(0) - 1)[place]
+    ordered, order = values.sort()
+    found, rank = torch.unique_consecutive(ordered, return_inverse=True)
+    return found, torch.empty_like(order).scatter_(0, order, rank)
+
+
+def number_by_first_appearance(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`(number, first)`: `values` numbered 0, 1, ... as they first appear, and where each of them does.
+
+    `values`: int64 `[E]`; `values[first][number] == values`, and `first` ascends.
+
+    >>> number, first = number_by_first_appearance(torch.tensor([7, 3, 7, 0]))
+    >>> number.tolist(), first.tolist()
+    ([0, 1, 0, 2], [0, 1, 3])
+    """
+    count = values.numel()
+    if count == 0:
+        return values, values
+    least, span = _span(values)
+    if _is_small(span, values):
+        place = values - least
+        first = torch.full((span,), count, device=values.device)
+        first.scatter_reduce_(0, place, torch.arange(count, device=values.device), "amin")
+        first, value = first.sort()
+        first = first[: int((first < count).sum())]
+        rank = torch.empty_like(value)
+        rank[value] = torch.arange(span, device=values.device)
+        return rank[place], first
+    # The order among equals is kept, so each run of equal values starts with the first of them.
+    ordered, order = values.sort(stable=True)
+    starts = torch.ones(count, dtype=torch.bool, device=values.device)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    first, run = order[starts].sort()
+    rank = torch.empty_like(run)
+    rank[run] = torch.arange(len(run), device=values.device)
+    return torch.empty_like(order).scatter_(0, order, rank[starts.cumsum(0) - 1]), first
+
+
+def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """`(number, count)`: a number 0, 1, ... for each combination of codes that occurs, and how many do.
+
+    `codes`: int tensors `[E]` of one length; two entries get the same number iff they are equal in every code.
+
+    >>> number_combinations([torch.tensor([5, 5, 9, 5]), torch.tensor([1, 2, 1, 1])])
+    (tensor([0, 1, 2, 0]), 3)
+    """
+    number, count = torch.zeros_like(codes[0], dtype=torch.int64), min(1, len(codes[0]))
+    for code in codes:
+        if len(code) == 0:
+            break
+        least, span = _span(code)
+        # Does not overflow: there are at most E < 2^31 numbers, and the span of a sensible code is below 2^32.
+        found, number = distinct(number * span + (code - least))
+        count = len(found)
+    return number, count
+
+
+def _span(values: Tensor) -> tuple[int, int]:
+    """The least value, and how many there are from it to the greatest."""
+    least, most = torch.stack(torch.aminmax(values)).tolist()
+    return least, most - least + 1
+
+
+def _is_small(span: int, values: Tensor) -> bool:
+    """Whether a table with an entry for every possible value is cheaper than sorting."""
+    return span <= max(1 << 12, 4 * len(values))
