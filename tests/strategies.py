@@ -166,6 +166,30 @@ def _from_function(*, q_len: int, k_len: int, block: tuple[int, int], rule_name:
     return BlockMask.from_function(rule(rule_name, number), q_len, k_len, block=block)
 
 
+def _documents(*, q_len: int, k_len: int, block: tuple[int, int], cuts: Sequence[int], causal: bool) -> BlockMask:
+    """Documents of `q_len` queries and `k_len` keys, cut at these per mille of both."""
+    ends = [sorted(cut * length // 1000 for cut in cuts) for length in (q_len, k_len)]
+    lengths = [np.diff([0, *inner, length]) for inner, length in zip(ends, (q_len, k_len))]
+    return masks.documents(*lengths, causal=causal, block=block)
+
+
+def _vertical_slash(
+    *, q_len: int, k_len: int, block: tuple[int, int], heads: int, verticals: int, slashes: int, seed: int
+) -> BlockMask:
+    """Drawn columns and diagonals of each head; without distance 0, so with empty rows."""
+    rng = np.random.default_rng(seed)
+    lists = [rng.integers(0, q_len, (heads, count)) for count in (verticals, slashes)]
+    return masks.vertical_slash(q_len, *lists, block=block)
+
+
+def _neighborhood(*, q_len: int, k_len: int, block: tuple[int, int], width: int, **arguments: Any) -> BlockMask:
+    """A window over an image of that width, in tile order or row-major."""
+    shape = (q_len // width, width)
+    tiled = arguments.pop("tiled")
+    order = masks.order.tiles(shape, 4) if tiled else None
+    return masks.neighborhood(shape, **arguments, edges="crop", order=order, block=block)
+
+
 BUILDERS: dict[str, Callable[..., BlockMask]] = {
     "from_dense": _from_dense,
     "from_layout": _from_layout,
@@ -174,7 +198,15 @@ BUILDERS: dict[str, Callable[..., BlockMask]] = {
     "causal": masks.causal,
     "local": masks.local,
     "butterfly": masks.butterfly,
+    "documents": _documents,
+    "streaming": masks.streaming,
+    "vertical_slash": _vertical_slash,
+    "neighborhood": _neighborhood,
+    "deepspeed_bigbird": masks.deepspeed_bigbird,
 }
+# Of a sequence with itself, and of square blocks.
+SELF = ("local", "butterfly", "streaming", "vertical_slash", "neighborhood", "deepspeed_bigbird")
+SQUARE = ("butterfly", "deepspeed_bigbird")
 
 
 @dataclass(frozen=True)
@@ -196,11 +228,15 @@ def recipes(draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 
     # from_dense first and twice: it reaches every structure, and failures shrink towards it.
     builder = draw(st.sampled_from(["from_dense", *BUILDERS]))
     block = draw(_blocks(blocks))
-    if builder == "butterfly":
+    if builder in SQUARE:
         block = (block[0], block[0])
     q_len = draw(lengths(most_tokens, block[0]))
+    width = 1
+    if builder == "neighborhood":
+        width = draw(st.integers(1, q_len))
+        q_len -= q_len % width
     k_len = q_len
-    if builder not in ("local", "butterfly"):
+    if builder not in SELF:
         k_len = draw(st.just(q_len) | lengths(most_tokens, block[1]))
     sizes = {"q_len": q_len, "k_len": k_len, "block": block}
     if builder == "from_dense":
@@ -220,6 +256,30 @@ def recipes(draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 
         most = (-(-q_len // block[0]) - 1).bit_length()
         factors = draw(st.none() | st.integers(0, most))
         arguments = {"q_len": q_len, "block": block[0], "factors": factors, "causal": draw(st.booleans())}
+    elif builder == "documents":
+        cuts = draw(st.lists(st.integers(0, 1000), max_size=4))
+        arguments = sizes | {"cuts": cuts, "causal": draw(st.booleans())}
+    elif builder == "streaming":
+        window, sink = draw(lengths(most_tokens, block[1])), draw(st.integers(0, most_tokens))
+        arguments = {"q_len": q_len, "window": window, "sink": sink, "block": block}
+    elif builder == "vertical_slash":
+        counts = {"verticals": draw(st.integers(0, 4)), "slashes": draw(st.integers(0, 4))}
+        arguments = sizes | {"heads": draw(_leading(heads)), **counts, "seed": draw(SEEDS)}
+    elif builder == "neighborhood":
+        window = draw(st.integers(1, 9))
+        more = {
+            "stride": draw(st.integers(1, window)),
+            "dilation": draw(st.integers(1, 2)),
+            "tiled": draw(st.booleans()),
+        }
+        arguments = sizes | {"width": width, "window": window, **more}
+    elif builder == "deepspeed_bigbird":
+        count = -(-q_len // block[0])
+        numbers = {
+            name: draw(st.integers(0, min(3, count))) for name in ("random_blocks", "window_blocks", "global_blocks")
+        }
+        arguments = {"q_len": q_len, "block": block[0], "heads": draw(_leading(heads)), **numbers}
+        arguments |= {"causal": draw(st.booleans()), "seed": draw(SEEDS)}
     else:
         arguments = sizes
     # Each sequence: nothing, all of the queries or of the keys, a part, or more than there is.

@@ -51,6 +51,20 @@ def test_building_takes_the_median_of_the_builds_after_the_first(monkeypatch):
     assert mask == BlockMask.dense(64, block=16)
 
 
+def test_a_choice_is_counted_without_its_room_and_has_no_layers_of_its_own():
+    def build(tokens, block):
+        scores = torch.arange(16.0).view(4, 4)
+        return masks.top_k_blocks(scores, 3, q_len=tokens, block=block, causal=True)
+
+    row = measure.measure(Pattern("chosen", "", "", build, chosen=True), tokens=64, at=64, block=16, repeats=1)
+    assert row.tiles == 1 + 2 + 3 + 3 and row.layers == "-"
+
+
+def test_what_never_reaches_everything_says_so():
+    row = measure.measure(Pattern("apart", "", "", lambda n, block: masks.chunked(n, 16, block=16)), tokens=64, at=64)
+    assert row.layers == "never"
+
+
 def test_tiles_are_counted_a_head():
     layout = torch.zeros(4, 4, 4, dtype=torch.bool)
     layout[1:] = torch.eye(4, dtype=torch.bool)
@@ -58,7 +72,6 @@ def test_tiles_are_counted_a_head():
 
 
 def test_layers_are_those_to_full_reach():
-    pytest.importorskip("sparseflash.analysis", reason="needs sparseflash.analysis")
     by_name = {pattern.name: pattern for pattern in PATTERNS}
     assert measure.layers(by_name["butterfly"], 8 * 16, 16) == 3
     assert measure.layers(by_name["butterfly, causal"], 8 * 16, 16) == 3
@@ -143,6 +156,13 @@ def test_the_last_length_and_the_reason_are_read():
     assert flex.read(printed + '\n{"tok', "") == Peer(2048, 4.0, 3.0, "memory")
 
 
+def test_the_peak_is_that_of_the_program_not_of_what_started_it():
+    large = b"1" * (400 << 20)
+    program = "from experiments.patterns.flex import peak_bytes; print(peak_bytes())"
+    printed, ended = flex.output_within([sys.executable, "-c", program], 60)
+    assert ended == "" and int(printed) < len(large)
+
+
 def test_flexattention_builds_its_mask_in_a_process_of_its_own():
     found = flex.longest("butterfly", "eager", block=128, seconds=60, gigabytes=8, most=2048)
     assert (found.tokens, found.stopped) == (2048, "longest")
@@ -154,7 +174,7 @@ def test_flexattention_builds_its_mask_in_a_process_of_its_own():
 
 def test_rows_become_markdown():
     header, _, row, dense = table.markdown(
-        [ROW, Row("all", "basic", "every", 1.0, 16384.0, 16_384, None, 1 << 17, 1.25, 1234.5)]
+        [ROW, Row("all", "basic", "every", 1.0, 16384.0, 16_384, "never", 1 << 17, 1.25, 1234.5)]
     ).splitlines()
     assert header == "| " + " | ".join(table.COLUMNS) + " |"
     assert row == (
@@ -196,7 +216,7 @@ def test_rows_are_kept_as_json(tmp_path):
 def test_table_command_measures_some_and_keeps_the_others(tmp_path, no_analysis):
     results, out = tmp_path / "rows.json", tmp_path / "README.md"
     options = ["table", "--results", str(results), "--out", str(out), "--tokens", "256", "--at", "128", "--block", "16"]
-    options += ["--repeats", "1", "--no-peers", "--only"]
+    options += ["--repeats", "1", "--peers", "none", "--only"]
     result = CliRunner().invoke(cli.app, [*options, "local"])
     assert result.exit_code == 0, result.output
     kept = table.load(results)["local"]
@@ -212,10 +232,17 @@ def test_table_command_measures_some_and_keeps_the_others(tmp_path, no_analysis)
 def test_table_command_keeps_the_peers_numbers_where_it_does_not_ask(tmp_path, no_analysis):
     results = tmp_path / "rows.json"
     table.save([ROW], results)
-    options = ["table", "--results", str(results), "--tokens", "64", "--at", "64", "--block", "16", "--no-peers"]
+    options = ["table", "--results", str(results), "--tokens", "64", "--at", "64", "--block", "16", "--peers", "none"]
     result = CliRunner().invoke(cli.app, [*options, "--only", "local"])
     assert result.exit_code == 0, result.output
     assert table.load(results)["local"].eager == ROW.eager
+
+
+def test_the_peer_is_asked_for_families_unless_told_otherwise():
+    by_name = {pattern.name: pattern for pattern in PATTERNS}
+    names = ["local", "local, causal", "expander"]  # the last has no formula
+    included = {kind: [name for name in names if kind.include(by_name[name])] for kind in cli.Peers}
+    assert included == {cli.Peers.families: names[:1], cli.Peers.all: names[:2], cli.Peers.none: []}
 
 
 def test_table_command_asks_the_peer_in_both_modes(tmp_path, no_analysis, monkeypatch):

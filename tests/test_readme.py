@@ -1,4 +1,4 @@
-"""The README's examples run, as they stand and in their order."""
+"""The examples of the READMEs run, as they stand and in their order; their links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -6,24 +6,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "masks/README.md", "experiments/patterns/README.md")
 
 
-def examples():
-    return re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+def text(page):
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
-def test_every_example_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+def links():
+    return [(page, path) for page in PAGES for path in re.findall(r"\]\(([^)#:]+)\)", text(page))]
+
+
+@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("masks/README.md", 1)])
+def test_every_example_of_a_readme_runs(page, least, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
-    found = examples()
-    assert len(found) >= 3
+    found = re.findall(r"^```python\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
+    assert len(found) >= least
     for number, source in enumerate(found):
-        exec(compile(source, f"README example {number}", "exec"), names)
-    assert "BlockMask(4096 x 4096, blocks of 128, 192 tiles" in capsys.readouterr().out
+        exec(compile(source, f"{page} example {number}", "exec"), names)
+    if page == "README.md":
+        assert "BlockMask(4096 x 4096, blocks of 128, 192 tiles" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
-def test_every_link_of_the_readme_leads_somewhere(path):
-    assert (ROOT / path).exists()
+@pytest.mark.parametrize(("page", "path"), links())
+def test_every_link_of_a_readme_leads_somewhere(page, path):
+    assert (ROOT / page).parent.joinpath(path).exists()

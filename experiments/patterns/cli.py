@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -24,27 +25,36 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 
+
+class Peers(str, Enum):
+    """For which patterns FlexAttention is measured. It looks at all scores, so variants of a rule take it as long."""
+
+    families = "families"
+    all = "all"
+    none = "none"
+
+    def include(self, pattern: Pattern) -> bool:
+        if pattern.live is None or self is Peers.none:
+            return False
+        return self is Peers.all or not pattern.is_variant
+
+
 Only = Annotated[list[str] | None, typer.Option("--only", help="A pattern's name; may be repeated. All by default.")]
 
 
 @app.command(name="gallery")
 def draw_gallery(
-    out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("runs/patterns/gallery.png"),
+    out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("masks/gallery.png"),
     tokens: Annotated[int, typer.Option(help="Length of the masks drawn.")] = 1024,
     block: Annotated[int, typer.Option(help="Tokens a tile side.")] = 32,
     columns: Annotated[int, typer.Option(help="Pictures side by side.", min=1)] = 5,
-    elements: Annotated[
-        bool, typer.Option("--elements/--tiles", help="Draw every score, or tiles by their live share.")
-    ] = False,
     only: Only = None,
 ) -> None:
     """Draw every pattern into one page."""
     chosen = _chosen(only)
     with _progress() as bar:
         task = bar.add_task("drawing", total=len(chosen))
-        figure = gallery.page(
-            chosen, tokens, block, columns=columns, elements=elements, done=lambda pattern: bar.advance(task)
-        )
+        figure = gallery.page(chosen, tokens, block, columns=columns, done=lambda pattern: bar.advance(task))
     path = gallery.save(figure, out)
     console.print(f"{len(chosen)} patterns, {path.stat().st_size / 1000:.0f} KB: {path}", soft_wrap=True)
 
@@ -65,9 +75,13 @@ def make_table(
     block: Annotated[int, typer.Option(help="Tokens a tile side.")] = BLOCK,
     repeats: Annotated[int, typer.Option(help="Builds whose median time is taken.", min=1)] = 5,
     peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Measure FlexAttention's create_block_mask too; slow.")
-    ] = True,
-    peer_seconds: Annotated[float, typer.Option(help="Longest that one build of FlexAttention may take.")] = 10.0,
+        Peers,
+        typer.Option(
+            help="For which patterns to measure FlexAttention's create_block_mask too, half a minute each: those named "
+            "without a comma, all that have a formula, or none."
+        ),
+    ] = Peers.families,
+    peer_seconds: Annotated[float, typer.Option(help="Longest that one build of FlexAttention may take.")] = 4.0,
     peer_gigabytes: Annotated[float, typer.Option(help="Most memory that FlexAttention may take.")] = 8.0,
 ) -> None:
     """Measure every pattern; print the table, write it into a Markdown file."""
@@ -78,7 +92,7 @@ def make_table(
         for pattern in chosen:
             bar.update(task, description=escape(pattern.name))
             row = measure(pattern, tokens=tokens, at=at, block=block, repeats=repeats)
-            if peers and pattern.live is not None:
+            if peers.include(pattern):
                 for mode in flex.MODES:
                     bar.update(task, description=escape(f"{pattern.name}, FlexAttention {mode}"))
                     peer = flex.longest(pattern.name, mode, block=block, seconds=peer_seconds, gigabytes=peer_gigabytes)

@@ -8,13 +8,31 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from experiments.patterns.catalogue import Pattern
+from sparseflash import BlockMask
+from sparseflash.draw.colours import DEAD_SCORE, FULL, PARTIAL, colours
+from sparseflash.draw.scores import kinds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH = 13.0  # inches
-HEADER, PANEL = 0.42, 1.32  # heights: of a group's name, and of a row of panels over the width of one
+# In pixels of the page. A picture takes one pixel a cell, so that nothing is blurred or lost in scaling.
+CELLS = 256
+SIDE = 312  # of a panel: the picture and what is around it
+ABOVE, BELOW = 48, 64  # a picture: name and density, up to three lines of rule
+LINE = 36  # characters of a rule
+HEADER, TOP, BOTTOM = 40, 76, 16  # a group's name, the page's title and legend
+DPI = 120
+GRID = "#9aa7b8"
+MEANINGS = (
+    ((255, 255, 255), "skipped"),
+    (FULL, "full tile"),
+    (PARTIAL, "live scores of a partial tile (paler: few)"),
+    (DEAD_SCORE, "dead scores of a partial tile"),
+)
 
 
 def page(
@@ -23,62 +41,90 @@ def page(
     block: int,
     *,
     columns: int = 5,
-    elements: bool = False,
     done: Callable[[Pattern], None] = lambda pattern: None,
 ) -> Figure:
-    """A figure with a panel a pattern, a row or more a group; the first head of patterns that differ by head.
+    """A figure with a panel a pattern, a row or more a group; the second head of patterns that differ by head.
 
     `done` is called after each pattern.
     """
     # Only here: matplotlib takes a second to import.
+    from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     groups = [(name, list(members)) for name, members in groupby(patterns, lambda pattern: pattern.group)]
-    side = WIDTH / columns
-    heights: list[float] = []
-    for _, members in groups:
-        heights += [HEADER] + [PANEL * side] * -(-len(members) // columns)
-    top, bottom = 0.55, 0.45  # inches, for the title and the legend
-    total = sum(heights) + top + bottom
-    figure = Figure(figsize=(WIDTH, total), dpi=100)
-    figure.text(0.5, 1 - 0.3 / total, title(tokens, block), ha="center", va="center", fontsize=14)
-    meanings = {}
-    y = total - top  # inches from the bottom
+    row = ABOVE + CELLS + BELOW
+    height = TOP + BOTTOM + sum(HEADER + row * -(-len(members) // columns) for _, members in groups)
+    width = columns * SIDE
+    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
+    figure.text(0.5, 1 - 20 / height, title(tokens, block), ha="center", va="center", fontsize=14)
+    figure.legend(
+        handles=[
+            Patch(facecolor=np.divide(colour, 255), edgecolor="#999999", label=text) for colour, text in MEANINGS
+        ],
+        loc="center", bbox_to_anchor=(0.5, 1 - 52 / height), ncols=4 if columns > 3 else 1, frameon=False,
+        fontsize=10.5,
+    )  # fmt: skip
+    y = height - TOP  # from the bottom
     for name, members in groups:
-        y -= HEADER
         figure.text(
-            0.012, (y + 0.5 * HEADER) / total, name, fontsize=13, fontweight="bold", va="center", color="#444444"
-        )
+            (SIDE - CELLS) / 2 / width, (y - HEADER / 2) / height, name,
+            fontsize=13, fontweight="bold", va="center", color="#444444",
+        )  # fmt: skip
+        y -= HEADER
         for number, pattern in enumerate(members):
             column = number % columns
             if column == 0:
-                y -= PANEL * side
-            # Above the picture the name and the density, below it up to three lines of rule.
-            panel = figure.add_axes((
-                (column + 0.08) * side / WIDTH, (y + 0.22 * side) / total, 0.84 * side / WIDTH, 0.84 * side / total
-            ))  # fmt: skip
+                y -= row
+            left = column * SIDE + (SIDE - CELLS) // 2
+            panel = figure.add_axes((left / width, (y + BELOW) / height, CELLS / width, CELLS / height))
             mask = pattern.build(tokens, block)
-            mask.plot(panel, heads=0, batch=0, elements=elements)
-            legend = panel.get_legend()
-            meanings |= {text.get_text(): patch for text, patch in zip(legend.get_texts(), legend.get_patches())}
-            legend.remove()
-            heads = f", head 0 of {mask.shape[1]}" if mask.shape[1] > 1 else ""
-            panel.set_title(
-                f"{pattern.name}\n{100 * mask.density:.3g} % live{heads}", fontsize=10.5, linespacing=1.25, pad=5
+            heads = mask.shape[1]
+            panel.imshow(
+                picture(mask, head=min(1, heads - 1)),
+                extent=(0, tokens, tokens, 0),
+                interpolation="antialiased",
+                zorder=1,
             )
-            panel.set_ylabel("")
-            panel.set_xlabel(textwrap.fill(pattern.rule, 36), fontsize=9, labelpad=5)
-            panel.tick_params(labelbottom=False, labelleft=False, length=0)
+            panel.spines[:].set_zorder(0.5)  # the frame must not hide the first keys, which many patterns are about
+            if tokens <= 64 * block:  # finer lines would hide what they divide
+                # One artist: ticks with grid lines take most of the time of drawing.
+                at = range(block, tokens, block)
+                lines = [((x, 0), (x, tokens)) for x in at] + [((0, x), (tokens, x)) for x in at]
+                panel.add_collection(LineCollection(lines, colors=GRID, linewidths=0.4, alpha=0.35, zorder=2))
+            panel.set_xticks([])
+            panel.set_yticks([])
+            shown = f", head 1 of {heads}" if heads > 1 else ""
+            panel.set_title(
+                f"{pattern.name}\n{100 * mask.density:.3g} % live{shown}", fontsize=10.5, linespacing=1.25, pad=5
+            )
+            panel.set_xlabel(textwrap.fill(pattern.rule, LINE), fontsize=9, labelpad=5)
             done(pattern)
-    figure.legend(
-        meanings.values(), meanings, loc="center", bbox_to_anchor=(0.5, 0.2 / total), ncols=len(meanings),
-        frameon=False, fontsize=11,
-    )  # fmt: skip
     return figure
 
 
 def title(tokens: int, block: int) -> str:
     return f"{tokens:,} queries down, {tokens:,} keys to the right, in tiles of {block} x {block}"
+
+
+def picture(mask: BlockMask, head: int = 0) -> NDArray[np.uint8]:
+    """One head as an RGB image of at most CELLS x CELLS cells of equal size, a whole number of scores each.
+
+    A cell with a live score is never as pale as one without: single lines of scores stay in sight.
+    """
+    mask = mask.canonical()
+    drawn = kinds(mask, int(mask.pattern[0, head]))
+    size = -(-max(drawn.shape) // CELLS)
+    starts = [np.arange(0, length, size) for length in drawn.shape]
+
+    def share(live: NDArray[np.bool_]) -> NDArray[np.float64]:
+        counts = np.add.reduceat(np.add.reduceat(live, starts[0], 0, dtype=np.int64), starts[1], 1)
+        areas = [np.minimum(length - start, size) for length, start in zip(live.shape, starts)]
+        return counts / np.multiply.outer(*areas)
+
+    found = colours(share(drawn == 3), share(drawn == 2))
+    found[(share(drawn == 1) > 0) & (share(drawn >= 2) == 0)] = DEAD_SCORE
+    return found
 
 
 def save(figure: Figure, path: Path) -> Path:

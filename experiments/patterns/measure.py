@@ -14,6 +14,7 @@ from sparseflash import BlockMask
 
 AT = 16_384  # tokens at which density, tiles and layers are counted
 BLOCK = 128
+NEVER, BY_DATA = "never", "-"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Row:
     density: float  # at `at` tokens: live scores over all, mean over heads
     tiles: float  # at `at` tokens: live tiles a head
     at: int  # tokens
-    layers: int | None  # at `at` tokens, until every query is reached by every key (causal: every earlier key)
+    layers: int | str  # at `at` tokens, until every query is reached by every key (causal: every earlier one), or NEVER
     tokens: int  # at which it was built
     seconds: float  # median
     megabytes: float  # 10^6 bytes, of the mask built
@@ -45,11 +46,12 @@ class Row:
 def measure(pattern: Pattern, *, tokens: int | None = None, at: int = AT, block: int = BLOCK, repeats: int = 5) -> Row:
     """Measures a pattern, without the peers; `tokens` instead of the pattern's own length for building."""
     tokens = pattern.tokens if tokens is None else tokens
-    counted = pattern.build(at, block)
+    counted = pattern.build(at, block).canonical()
     seconds, built = build_time(pattern, tokens, block, repeats)
     return Row(
         pattern.name, pattern.group, pattern.rule,
-        density=counted.density, tiles=tiles_a_head(counted), at=at, layers=layers(pattern, at, block),
+        density=counted.density, tiles=tiles_a_head(counted), at=at,
+        layers=BY_DATA if pattern.chosen else layers(pattern, at, block) or NEVER,
         tokens=tokens, seconds=seconds, megabytes=built.nbytes / 1e6,
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ def markdown(rows: Sequence[Row]) -> str:
             row.rule.replace("|", "\\|"),
             f"{100 * row.density:.3g} %",
             f"{row.tiles:,.0f}",
-            "never" if row.layers is None else str(row.layers),
+            str(row.layers),
             length(row.tokens),
             duration(row.seconds),
             size(row.megabytes),
