@@ -558,7 +558,7 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import intersection
 
-        return intersection(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+        return intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """`a | b`: the scores live in either. See `&`.
@@ -571,7 +571,7 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import union
 
-        return union(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+        return union(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __xor__(self, other: BlockMask) -> BlockMask:
         """`a ^ b`: the scores live in just one. See `&`, and of lengths `|`.
@@ -582,11 +582,7 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import symmetric_difference
 
-        return (
-            symmetric_difference(self.canonical(), other.canonical())
-            if isinstance(other, BlockMask)
-            else NotImplemented
-        )
+        return symmetric_difference(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __sub__(self, other: BlockMask) -> BlockMask:
         """`a - b`: the scores live in a and not in b, `a & ~b` without making `~b`. See `&`.
@@ -601,7 +597,7 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import difference
 
-        return difference(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+        return difference(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __invert__(self) -> BlockMask:
         """`~a`: the scores that are dead in a; the opposite of every entry of `to_dense()`.
@@ -758,7 +754,7 @@ class BlockMask:
 
 
 def _alone(indices: Tensor, array: Tensor) -> Tensor:
-    """An array of a mask without attributes and with no memory but its own, which lives as long as the mask's indices."""
+    """An array of a mask without attributes, in memory that is all its own and lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
     kept = derived(indices).setdefault("alone", {})

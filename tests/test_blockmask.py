@@ -1017,6 +1017,11 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
             r"live must be a bool tensor \[T, 16, 16\]; got torch\.float32 \[1, 16, 16\]",
         ),
         (
+            lambda: BlockMask.from_tiles(ZERO, [0], 64, block=16),
+            TypeError,
+            "cols must be an integer tensor; got list",
+        ),
+        (
             lambda: BlockMask.from_tiles(ZERO + 4, ZERO, 64, block=16),
             ValueError,
             r"rows must lie in 0\.\.3; got 4\.\.4",
