@@ -76,7 +76,7 @@ def attention(
     torch.Size([1, 2, 100, 16])
     """
     _check_tensors(q, k, v)
-    if torch.is_autocast_enabled(q.device.type):
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch knows no autocast of meta
         q, k, v = _as_autocast_wants(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")

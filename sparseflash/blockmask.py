@@ -336,17 +336,18 @@ class BlockMask:
         return float(cache[key])
 
     def __repr__(self) -> str:
-        if self.loose:
+        is_meta = self.device.type == "meta"  # then there is nothing to count
+        if self.loose and not is_meta:
             return f"{repr(self.canonical())[:-1]}, loose)"
-        full = int((self.tile == 0).sum())
-        distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
         block = f"{self.block_q}" if self.block_q == self.block_k else f"{self.block_q} x {self.block_k}"
-        parts = [
-            f"{self.q_len} x {self.k_len}",
-            f"blocks of {block}",
-            f"{len(self.tile)} tiles: {full} full + {len(self.tile) - full} partial{distinct}",
-            f"density {100 * self.density:.3g} %",
-        ]
+        parts = [f"{self.q_len} x {self.k_len}", f"blocks of {block}"]
+        if is_meta:
+            parts.append(f"{'room for ' if self.loose else ''}{len(self.tile)} tiles")
+        else:
+            full = int((self.tile == 0).sum())
+            distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
+            parts.append(f"{len(self.tile)} tiles: {full} full + {len(self.tile) - full} partial{distinct}")
+            parts.append(f"density {100 * self.density:.3g} %")
         if self.pattern.numel() > 1:
             patterns = (len(self.indptr) - 1) // self.blocks[0]
             parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
@@ -354,6 +355,8 @@ class BlockMask:
             parts.append(f"lengths of {len(self.lengths)} sequences")
         if self.device.type != "cpu":
             parts.append(str(self.device))
+        if self.loose:
+            parts.append("loose")
         return f"BlockMask({', '.join(parts)})"
 
     def __eq__(self, other: object) -> bool:
@@ -370,7 +373,7 @@ class BlockMask:
         )
 
     def __hash__(self) -> int:
-        if self.loose:
+        if self.canonical() is not self:
             return hash(self.canonical())
         cache = derived(self.indices)
         if "digest" not in cache:
@@ -395,8 +398,10 @@ class BlockMask:
         return self  # immutable: copying a model shares its masks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Cloned arrays travel without what was derived from them, and without the room of a loose mask.
-        arrays = tuple(None if a is None else a.clone() for a in self.canonical()._arrays())
+        # Without what was derived from the arrays, and without the room of a loose mask. The memory is the mask's own,
+        # not a copy: to start a process PyTorch passes file descriptors, and a copy's would be closed by then.
+        mask = self.canonical() if self.loose else self
+        arrays = tuple(None if a is None else _alone(mask.indices, a) for a in mask._arrays())
         return BlockMask, (*self._numbers(), *arrays)
 
     # ------------------------------------------------------------------ what one does with it
@@ -413,6 +418,8 @@ class BlockMask:
 
         Waits for the device. Derived once and kept, so comparing, hashing and printing a loose mask pay once.
 
+        Raises ValueError on the meta device, and so does all that looks at the contents: the algebra, `==`, `hash`.
+
         >>> scores = torch.tensor([[0.9, 0.0, 0.0], [0.2, 0.8, 0.0], [0.1, -torch.inf, -torch.inf]])
         >>> from sparseflash import masks
         >>> chosen = masks.top_k_blocks(scores, 2, q_len=96, block=32, causal=True)
@@ -421,6 +428,8 @@ class BlockMask:
         >>> chosen.canonical().indices.tolist()
         [0, 0, 1, 0]
         """
+        if self.device.type == "meta":
+            raise ValueError("mask must lie on a device that holds its contents; got the meta device, which has none.")
         if not self.loose:
             return self
         cache = derived(self.indices)
@@ -549,7 +558,7 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import intersection
 
-        return intersection(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+        return intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """`a | b`: the scores live in either. See `&`.
@@ -562,7 +571,7 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import union
 
-        return union(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+        return union(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __xor__(self, other: BlockMask) -> BlockMask:
         """`a ^ b`: the scores live in just one. See `&`, and of lengths `|`.
@@ -573,11 +582,7 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import symmetric_difference
 
-        return (
-            symmetric_difference(self.canonical(), other.canonical())
-            if isinstance(other, BlockMask)
-            else NotImplemented
-        )
+        return symmetric_difference(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __sub__(self, other: BlockMask) -> BlockMask:
         """`a - b`: the scores live in a and not in b, `a & ~b` without making `~b`. See `&`.
@@ -592,7 +597,7 @@ class BlockMask:
         """
         from sparseflash.algebra.boolean import difference
 
-        return difference(self.canonical(), other.canonical()) if isinstance(other, BlockMask) else NotImplemented
+        return difference(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __invert__(self) -> BlockMask:
         """`~a`: the scores that are dead in a; the opposite of every entry of `to_dense()`.
@@ -746,3 +751,15 @@ class BlockMask:
         """
         validate(self)
         return self
+
+
+def _alone(indices: Tensor, array: Tensor) -> Tensor:
+    """An array of a mask without attributes, in memory that is all its own and lives as long as the indices."""
+    if array.untyped_storage().nbytes() == array.numel() * array.element_size():
+        return array.detach()
+    kept = derived(indices).setdefault("alone", {})
+    key = (array.data_ptr(), array.shape)
+    if key not in kept:
+        kept[key] = array.clone()
+    copy: Tensor = kept[key]
+    return copy.detach()

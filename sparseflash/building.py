@@ -70,6 +70,9 @@ def tiles_of_function(
 
 def tile_list(rows: Tensor, cols: Tensor, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
     """A list of tiles in int64, checked to lie in the matrix."""
+    for name, ids in (("rows", rows), ("cols", cols)):
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"{name} must be an integer tensor; got {type(ids).__name__}.")
     if rows.ndim != 1 or rows.shape != cols.shape:
         raise ValueError(f"rows and cols must have one shape [E]; got {list(rows.shape)} and {list(cols.shape)}.")
     for name, ids, stop in (("rows", rows, row_blocks), ("cols", cols, col_blocks)):

@@ -267,6 +267,7 @@ def test_stacking_takes_masks_of_several_heads_and_blocks():
     ("given_masks", "error", "message"),
     [
         (lambda: [], ValueError, "masks must hold at least one mask; got none"),
+        (lambda: masks.causal(64, block=16), TypeError, "masks must be a list of BlockMasks; got a single one"),
         (lambda: [masks.causal(64, block=16), 3], TypeError, "masks must hold BlockMasks; got int"),
         (
             lambda: [masks.causal(64, block=16), masks.causal(65, block=16)],

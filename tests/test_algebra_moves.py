@@ -316,6 +316,11 @@ def test_permute_refuses_what_is_no_permutation_of_the_tokens(arguments, error, 
         masks.causal(3, block=16).permute(**arguments)
 
 
+def test_an_order_may_be_a_view_with_negative_strides():
+    mask = masks.causal(100, block=16)
+    assert mask.permute(np.arange(100)[::-1]) == mask.permute(list(range(99, -1, -1)))
+
+
 def test_one_order_cannot_serve_sides_of_different_lengths():
     with pytest.raises(ValueError, match=r"must be given q or k where q_len and k_len differ, .* got 4 x 3"):
         masks.causal(4, 3, block=16).permute([0, 1, 2])

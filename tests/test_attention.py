@@ -315,3 +315,12 @@ def test_a_problem_prints_as_what_makes_it_again():
 
 def tiny():
     return Problem(None, 1, 1, 1, 3, 4, 16, 16, torch.float32, None, "contiguous", 0)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "reference"])
+def test_shapes_come_out_on_the_meta_device(backend):
+    q, k, v = (torch.empty(2, 2, 40, 16, device="meta", requires_grad=True) for _ in range(3))
+    out = attention(q, k, v, masks.causal(40, block=32).to("meta"), backend=backend)
+    out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape
+    assert out.device.type == "meta"

@@ -579,6 +579,40 @@ def test_a_pickled_mask_comes_back_equal(mask):
     assert torch.equal(back.to_dense(), mask.to_dense())
 
 
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_mask_goes_to_a_new_process(tmp_path, is_view):
+    # Arrays travel as file descriptors, which must still be open when the process starts, after all is pickled.
+    mask = masks.causal(300, block=64).with_lengths(torch.tensor([200, 300]))
+    if is_view:
+        mask = dataclasses.replace(mask, indices=torch.cat([mask.indices, mask.indices])[: len(mask.indices)])
+    process = torch.multiprocessing.get_context("spawn").Process(
+        target=BlockMask.save, args=(mask, tmp_path / "arrived")
+    )
+    process.start()
+    process.join()
+    assert BlockMask.load(tmp_path / "arrived") == mask
+
+
+def test_a_view_of_a_larger_array_is_pickled_alone():
+    mask = masks.causal(300, block=64)
+    view = torch.cat([mask.indices, torch.zeros(100_000, dtype=torch.int32)])[: len(mask.indices)]
+    mask = dataclasses.replace(mask, indices=view)
+    assert len(pickle.dumps(mask)) < 20_000
+    assert pickle.loads(pickle.dumps(mask)) == mask
+
+
+def test_a_mask_without_contents_is_shown_by_its_shapes():
+    assert repr(window().to("meta")) == "BlockMask(40 x 40, blocks of 16, 7 tiles, meta)"
+    loose = masks.top_k_blocks(torch.ones(2, 2), 1, q_len=40, k_len=40, block=32).to("meta")
+    assert repr(loose) == "BlockMask(40 x 40, blocks of 32, room for 2 tiles, meta, loose)"
+
+
+@pytest.mark.parametrize("use", [hash, BlockMask.canonical, BlockMask.transpose, lambda mask: mask == window()])
+def test_a_mask_without_contents_says_so_where_they_are_asked_for(use):
+    with pytest.raises(ValueError, match="device that holds its contents; got the meta device"):
+        use(window().to("meta"))
+
+
 def test_what_is_derived_from_a_mask_is_not_pickled_with_it():
     mask = window()
     before = len(pickle.dumps(mask))
@@ -981,6 +1015,11 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
             lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, live=torch.ones(1, 16, 16)),
             ValueError,
             r"live must be a bool tensor \[T, 16, 16\]; got torch\.float32 \[1, 16, 16\]",
+        ),
+        (
+            lambda: BlockMask.from_tiles(ZERO, [0], 64, block=16),
+            TypeError,
+            "cols must be an integer tensor; got list",
         ),
         (
             lambda: BlockMask.from_tiles(ZERO + 4, ZERO, 64, block=16),

@@ -497,3 +497,10 @@ def test_loose_masks_are_drawn_as_their_canonical_form(mask, seed):
     loose = loosen(mask, seed)
     assert loose.to_string(40) == mask.to_string(40)
     assert loose._repr_html_() == mask._repr_html_()
+
+
+def test_a_figure_of_no_batch_element_is_refused():
+    pytest.importorskip("matplotlib")
+    nobody = BlockMask.dense(64, block=32).with_lengths(torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="at least one batch element to be drawn; got lengths of none"):
+        nobody.plot()

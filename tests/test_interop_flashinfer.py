@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
-from sparseflash.interop import FlashInferBSR, from_flashinfer, to_flashinfer
+from sparseflash.interop import FlashInferBSR, from_flashinfer, scores, to_flashinfer
 from strategies import blocks, dense_masks
 
 
@@ -59,6 +59,20 @@ def test_blocks_of_any_size_come_in(size, rows, cols, with_mask, seed):
     own = from_flashinfer(*arguments)
     assert torch.equal(own.to_dense()[0, 0], want)
     assert (own.block_q, own.block_k) == (size if size == (16, 32) else (128, 128))
+
+
+def test_each_distinct_tile_is_taken_apart_once(monkeypatch):
+    # Taking apart needs many times the memory of the result; all tiles at once were 8 GB for a window of 1M tokens.
+    taken = []
+    unpack = scores.tiles.unpack
+    monkeypatch.setattr(
+        scores.tiles, "unpack", lambda words, block_k: taken.append(len(words)) or unpack(words, block_k)
+    )
+    monkeypatch.setattr(scores, "SCORES_AT_ONCE", 1)
+    mask = masks.local(1024, 100, block=32)
+    bsr = to_flashinfer(mask)
+    assert taken == [1] * (len(mask.bits) + 1)  # and the full tile
+    assert torch.equal(dense_of(bsr), mask.to_dense()[0, 0])
 
 
 def test_blocks_of_a_row_may_come_in_any_order():

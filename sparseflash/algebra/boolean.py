@@ -26,7 +26,7 @@ from sparseflash.numbering import distinct, number_by_first_appearance
 def intersection(a: BlockMask, b: BlockMask) -> BlockMask:
     """`a & b`. A score is dead if it is past either length, so the smaller one says it all."""
     batch, _ = _shape_of_both(a, b)
-    lengths = None
+    a, b, lengths = a.canonical(), b.canonical(), None
     if a.lengths is not None and b.lengths is not None:
         lengths = torch.minimum(a.lengths.expand(batch), b.lengths.expand(batch))
     elif a.lengths is not None or b.lengths is not None:
@@ -49,6 +49,7 @@ def symmetric_difference(a: BlockMask, b: BlockMask) -> BlockMask:
 def difference(a: BlockMask, b: BlockMask) -> BlockMask:
     """`a & ~b`. The padding of a is dead in the result too, whatever b says there, so only b's may need to be bits."""
     batch, _ = _shape_of_both(a, b)
+    a, b = a.canonical(), b.canonical()
     lengths = None if a.lengths is None else a.lengths.expand(batch)
     if b.lengths is not None and not (lengths is not None and bool((b.lengths.expand(batch) >= lengths).all())):
         b = bake_lengths(b)
@@ -95,6 +96,7 @@ def _shape_of_both(a: BlockMask, b: BlockMask) -> tuple[int, int]:
 def _with_one_padding(a: BlockMask, b: BlockMask) -> tuple[BlockMask, BlockMask, Tensor | None]:
     """Both masks and the lengths of what is made of them; padding that differs is written into the tiles."""
     batch, _ = _shape_of_both(a, b)
+    a, b = a.canonical(), b.canonical()
     if a.lengths is not None and b.lengths is not None:
         lengths = a.lengths.expand(batch)
         if a.lengths is b.lengths or torch.equal(lengths, b.lengths.expand(batch)):

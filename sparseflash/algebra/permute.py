@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,8 @@ def permute(mask: BlockMask, order: Any, q: Any, k: Any) -> BlockMask:
 
 def _permutation(name: str, given: Any, length: int, device: torch.device) -> Tensor:
     """The order as int64 `[length]` on the mask's device, checked."""
+    if isinstance(given, np.ndarray):
+        given = np.require(given, requirements=("C", "W"))  # PyTorch takes no negative strides
     order: Tensor = given if isinstance(given, Tensor) else torch.as_tensor(given, device=device)
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
         raise TypeError(f"{name} must hold integer token numbers; got {order.dtype}.")

@@ -49,6 +49,8 @@ def stack_batch(masks: Sequence[BlockMask]) -> BlockMask:
 
 def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
     """Masks that may be stacked, canonical and in one block."""
+    if isinstance(masks, BlockMask):
+        raise TypeError("masks must be a list of BlockMasks; got a single one.")
     masks = list(masks)
     if not masks:
         raise ValueError("masks must hold at least one mask; got none.")

@@ -51,6 +51,8 @@ def plot(
         elements = longest <= _ELEMENTS_BY_DEFAULT
     elif elements and longest > MOST_ELEMENTS:
         raise ValueError(f"elements=True must have at most {MOST_ELEMENTS} queries and keys; got {longest}.")
+    if mask.shape[0] == 0:
+        raise ValueError("mask must have at least one batch element to be drawn; got lengths of none.")
     found = panels(mask, heads, batch)
     meanings: list[tuple[str, str]] = []
     if ax is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import BLOCKS
@@ -34,17 +34,21 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
     mask = mask.bake_lengths()
-    rows, (row_blocks, col_blocks) = row_of_entry(mask.indptr, len(mask.indices)), mask.blocks
-    partial, full = (
-        padded_lists(rows[chosen], mask.indices[chosen], mask.pattern, row_blocks, col_blocks)
-        for chosen in (mask.tile > 0, mask.tile == 0)
-    )
-    return FlexBlockMask.from_kv_blocks(
-        *partial,
-        *full,
+    row_blocks, col_blocks = mask.blocks
+    by_rows = (mask.indptr, mask.indices, mask.tile), row_blocks, col_blocks
+    by_columns = mask.columns, col_blocks, row_blocks
+    lists: dict[str, Any] = {}
+    # All four lists, because `from_kv_blocks` sorts all Mq * Mk tiles to make the second pair from the first.
+    for name, ((indptr, indices, tile), blocks, width) in (("kv", by_rows), ("q", by_columns)):
+        rows = row_of_entry(indptr, len(indices))
+        for prefix, chosen in (("", tile > 0), ("full_", tile == 0)):
+            counts, listed = padded_lists(rows[chosen], indices[chosen], mask.pattern, blocks, width)
+            lists |= {f"{prefix}{name}_num_blocks": counts, f"{prefix}{name}_indices": listed}
+    return FlexBlockMask(
+        seq_lengths=(mask.q_len, mask.k_len),
+        **lists,
         BLOCK_SIZE=(mask.block_q, mask.block_k),
         mask_mod=mask_mod(tile_lookup(mask), mask.block_q, mask.block_k),
-        seq_lengths=(mask.q_len, mask.k_len),
     )
 
 
