@@ -43,7 +43,13 @@ def pytest_configure(config):
         torch.set_num_threads(1)  # the workers share the cores already
 
 
+# The files whose tests take longest, in the interpreter or the compiler. A worker of pytest-xdist starts with a run of
+# tests, and others take over from its end: what is long must not come last, or one worker is left alone with it.
+_LONG = ("test_exactness.py", "test_compile.py", "test_launch.py", "test_operator.py", "test_lra_train.py")
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
     if not asks_for_gpu(config):
         reason = "needs the Triton compiler and a CUDA device: pytest -m gpu"
         skipped = [item for item in items if item.get_closest_marker("gpu")]
