@@ -346,7 +346,8 @@ class BlockMask:
         else:
             full = int((self.tile == 0).sum())
             distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
-            parts.append(f"{len(self.tile)} tiles: {full} full + {len(self.tile) - full} partial{distinct}")
+            count = f"{len(self.tile)} tile{'' if len(self.tile) == 1 else 's'}"
+            parts.append(f"{count}: {full} full + {len(self.tile) - full} partial{distinct}")
             parts.append(f"density {100 * self.density:.3g} %")
         if self.pattern.numel() > 1:
             patterns = (len(self.indptr) - 1) // self.blocks[0]

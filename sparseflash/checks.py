@@ -16,8 +16,10 @@ Block = int | tuple[int, int]
 def block_pair(block: Block) -> tuple[int, int]:
     """`(block_q, block_k)` of what the caller calls block."""
     pair = block if isinstance(block, tuple) else (block, block)
-    if len(pair) != 2 or any(b not in BLOCKS for b in pair):
-        raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}, or a pair of them; got {block}.")
+    if len(pair) != 2 or any(not isinstance(b, SupportsIndex) or b not in BLOCKS for b in pair):
+        raise ValueError(
+            f"block must be one of {', '.join(map(str, BLOCKS))}, or a tuple of two of them; got {block!r}."
+        )
     return int(pair[0]), int(pair[1])
 
 

@@ -85,7 +85,7 @@ def test_reblock_in_chunks(one_tile_at_once):
 
 @pytest.mark.parametrize("block", [0, 100, 512, (16,), (16, 24), None])
 def test_reblock_refuses_what_is_no_block(block):
-    with pytest.raises(ValueError, match="block must be one of 16, 32, 64, 128, 256, or a pair of them; got"):
+    with pytest.raises(ValueError, match="block must be one of 16, 32, 64, 128, 256, or a tuple of two of them; got"):
         masks.local(300, 20).reblock(block)
 
 

@@ -873,7 +873,7 @@ def test_arrays_must_be_contiguous(name):
             {"lengths": int32([40] * 3), "pattern": int32([[0], [0]])},
             r"lengths must have shape \[B\] with the pattern's B; got \[3\]",
         ),
-        ({"block_q": 17}, r"block must be one of 16, 32, 64, 128, 256, or a pair of them; got \(17, 16\)"),
+        ({"block_q": 17}, r"block must be one of 16, 32, 64, 128, 256, or a tuple of two of them; got \(17, 16\)"),
         ({"q_len": 0}, r"q_len must be between 1 and 2\^31 - 257 tokens; got 0"),
         ({"k_len": 2**31}, r"k_len must be between 1 and 2\^31 - 257 tokens; got 2147483648"),
     ],
@@ -903,9 +903,11 @@ LENGTH_TAKERS = {
 
 
 @pytest.mark.parametrize("build", BLOCK_TAKERS.values(), ids=BLOCK_TAKERS)
-@pytest.mark.parametrize("block", [0, -16, 8, 100, 512, None, "16", [32, 32], (16,), (16, 32, 64), (16, 17)], ids=str)
+@pytest.mark.parametrize(
+    "block", [0, -16, 8, 100, 512, None, "16", 64.0, [32, 32], (16,), (16, 32, 64), (16, 17)], ids=repr
+)
 def test_a_block_that_is_none_is_refused(build, block):
-    message = f"block must be one of 16, 32, 64, 128, 256, or a pair of them; got {block}."
+    message = f"block must be one of 16, 32, 64, 128, 256, or a tuple of two of them; got {block!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
         build(block)
 
@@ -1069,3 +1071,9 @@ def test_a_default_device_moves_no_mask():
     with torch.device("meta"):
         got = BlockMask.from_dense(dense, block=16), BlockMask.from_layout(layout, block=16, q_len=40, k_len=40)
     assert got == want
+
+
+def test_one_tile_is_not_called_tiles():
+    assert repr(BlockMask.dense(64, block=64)) == (
+        "BlockMask(64 x 64, blocks of 64, 1 tile: 1 full + 0 partial, density 100 %)"
+    )
