@@ -66,7 +66,7 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "deepspeed_fixed, horizontal", "factorized", "i // 4 = j // 4 or j % 4 = 3 or i % 4 = 3",
-        lambda n, block: masks.deepspeed_fixed(n, horizontal_global_attention=True, block=block),
+        lambda n, block: masks.deepspeed_fixed(n, horizontal=True, block=block),
         lambda h, q, k, n, block: (
             (q // block // CHUNK == k // block // CHUNK) | (k // block % CHUNK == 3) | (q // block % CHUNK == 3)
         ), tokens=MEDIUM,
@@ -80,7 +80,7 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "deepspeed_fixed, per head", "factorized", "i // 4 = j // 4 or j % 4 = 3 - h, for head h of 4",
-        lambda n, block: masks.deepspeed_fixed(n, heads=4, num_different_global_patterns=4, block=block),
+        lambda n, block: masks.deepspeed_fixed(n, heads=4, global_patterns=4, block=block),
         lambda h, q, k, n, block: (q // block // CHUNK == k // block // CHUNK) | (k // block % CHUNK == 3 - h),
         tokens=MEDIUM,
     ),
