@@ -245,6 +245,17 @@ def test_the_peer_is_asked_for_families_unless_told_otherwise():
     assert included == {cli.Peers.families: names[:1], cli.Peers.all: names[:2], cli.Peers.none: []}
 
 
+def test_the_peer_is_not_asked_after_its_time(tmp_path, no_analysis, monkeypatch):
+    monkeypatch.setattr(flex, "longest", lambda *args, **options: pytest.fail("asked"))
+    results = tmp_path / "rows.json"
+    table.save([ROW], results)
+    options = ["--results", str(results), "--tokens", "64", "--at", "64", "--block", "16", "--peer-minutes", "0"]
+    result = CliRunner().invoke(cli.app, ["table", *options, "--only", "local", "--only", "dense"])
+    assert result.exit_code == 0, result.output
+    assert table.load(results)["local"].eager == ROW.eager
+    assert 'No time for FlexAttention (--peer-minutes): --only "dense" --only "local"' in result.output
+
+
 def test_table_command_asks_the_peer_in_both_modes(tmp_path, no_analysis, monkeypatch):
     asked = []
 

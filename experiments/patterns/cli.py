@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -82,17 +83,25 @@ def make_table(
         ),
     ] = Peers.families,
     peer_seconds: Annotated[float, typer.Option(help="Longest that one build of FlexAttention may take.")] = 4.0,
+    peer_minutes: Annotated[
+        float, typer.Option(help="FlexAttention is not asked again after so long; its earlier numbers are kept.")
+    ] = 12.0,
     peer_gigabytes: Annotated[float, typer.Option(help="Most memory that FlexAttention may take.")] = 8.0,
 ) -> None:
     """Measure every pattern; print the table, write it into a Markdown file."""
     chosen = _chosen(only)
     rows = table.load(results)
+    start, left_out = time.monotonic(), []
     with _progress() as bar:
         task = bar.add_task("", total=len(chosen))
         for pattern in chosen:
             bar.update(task, description=escape(pattern.name))
             row = measure(pattern, tokens=tokens, at=at, block=block, repeats=repeats)
-            if peers.include(pattern):
+            asked = peers.include(pattern)
+            if asked and time.monotonic() - start > 60 * peer_minutes:
+                asked = False
+                left_out.append(pattern.name)
+            if asked:
                 for mode in flex.MODES:
                     bar.update(task, description=escape(f"{pattern.name}, FlexAttention {mode}"))
                     peer = flex.longest(pattern.name, mode, block=block, seconds=peer_seconds, gigabytes=peer_gigabytes)
@@ -110,6 +119,9 @@ def make_table(
         table.put(text, out)
         console.print(f"Table: {out}", soft_wrap=True)
     console.print(f"All numbers: {results}", soft_wrap=True)
+    if left_out:
+        again = " ".join(f'--only "{name}"' for name in left_out)
+        console.print(f"No time for FlexAttention (--peer-minutes): {again}", soft_wrap=True, markup=False)
 
 
 def _order(rows: dict[str, Row]) -> list[str]:

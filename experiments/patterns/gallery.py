@@ -86,7 +86,8 @@ def page(
                 interpolation="antialiased",
                 zorder=1,
             )
-            panel.spines[:].set_zorder(0.5)  # the frame must not hide the first keys, which many patterns are about
+            # Around the picture, not over its edge: the first keys are what many patterns are about.
+            panel.spines[:].set_position(("outward", 72 / DPI))
             if tokens <= 64 * block:  # finer lines would hide what they divide
                 # One artist: ticks with grid lines take most of the time of drawing.
                 at = range(block, tokens, block)
