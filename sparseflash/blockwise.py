@@ -93,8 +93,9 @@ def _backward(
         weights /= _or_one(total[where]).unsqueeze(-1)
         dout_rows = dout_tiles[where]
         dweights = dout_rows @ mask.gather(v_tiles, keys, part.cols).transpose(-1, -2)
-        delta = (weights * dweights).sum(-1) - dlse_tiles[where]
-        dscores = weights * (dweights - delta.unsqueeze(-1)) * scale
+        delta = (weights * dweights).sum(-1)
+        # dlse is added last: where one key has all the weight, the rest cancels without any error.
+        dscores = weights * (dweights - delta.unsqueeze(-1) + dlse_tiles[where].unsqueeze(-1)) * scale
         dq[where] = dscores @ mask.gather(k_tiles, keys, part.cols)
         mask.scatter_add(dv, keys, part.cols, weights.transpose(-1, -2) @ dout_rows)
         mask.scatter_add(dk, keys, part.cols, dscores.transpose(-1, -2) @ queries)

@@ -51,41 +51,16 @@ def cut_to_tf32(x):
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-@contextlib.contextmanager
-def products_in(arithmetic):
-    """PyTorch takes TF32 for products of some shapes only, so here it is written out."""
+def plain_results(problem, device, arithmetic):
+    """The reference in the problem's own dtype. PyTorch takes TF32 for some shapes only, so here it is written out."""
     if arithmetic != "tf32":
-        yield
-        return
+        return results(problem, "reference", device)
     with mock.patch.object(torch.Tensor, "__matmul__", lambda a, b: TF32Product.apply(a, b)):
-        yield
-
-
-def by_the_textbook(problem, device):
-    """The reference in the problem's own dtype, its gradients by the formula that attention kernels use,
-    `ds = p * (dp - (sum(dout * out) - dlse))` (FlashAttention-2, algorithm 2).
-
-    Automatic differentiation cancels the sum in the other order, which is free of any error where a query has one key.
-    """
-    q, k, v, dout, dlse = (x.detach() for x in problem.tensors(device))
-    group = problem.heads // problem.kv_heads
-    keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scale = problem.dim**-0.5 if problem.scale is None else problem.scale
-    scores = (q @ keys.mT) * scale
-    if problem.mask is not None:
-        scores = scores.masked_fill(~problem.mask.to(device).to_dense().expand(scores.shape), -torch.inf)
-    lse = scores.float().logsumexp(-1)
-    empty = lse.isinf()
-    p = torch.exp(scores.float() - lse.masked_fill(empty, 0.0)[..., None])
-    out = p.to(q.dtype) @ values
-    delta = (dout.float() * out.float()).sum(-1) - dlse.masked_fill(empty, 0.0)
-    ds = (p * ((dout @ values.mT).float() - delta[..., None])).to(q.dtype)
-    dq, dk, dv = (ds @ keys) * scale, (ds.mT @ q) * scale, p.to(q.dtype).mT @ dout
-    return Results(out, lse, dq, *(x.unflatten(1, (problem.kv_heads, group)).sum(2) for x in (dk, dv)))
+        return results(problem, "reference", device)
 
 
 def plain_errors(problem, device, arithmetic):
-    """The largest errors of two plain implementations, over four draws of the values, and sixteen where they are few.
+    """The largest errors of the plain implementation, over four draws of the values, and sixteen where they are few.
 
     One draw of few values would be a stick of random length: a plain result is sometimes right to the last bit.
     """
@@ -95,12 +70,11 @@ def plain_errors(problem, device, arithmetic):
         finer = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         return [finer * e for e in plain_errors(replace(problem, dtype=torch.float32), device, arithmetic)]
     few = problem.batch * problem.heads * problem.q_len < 256
-    errors = []
-    for draw in (replace(problem, seed=problem.seed + n) for n in range(16 if few else 4)):
-        truth = results(draw, "reference", device, torch.float64)
-        with products_in(arithmetic):
-            for plain in (results(draw, "reference", device), by_the_textbook(draw, device)):
-                errors.append(map(largest_error, plain, truth))
+    draws = [replace(problem, seed=problem.seed + draw) for draw in range(16 if few else 4)]
+    errors = [
+        map(largest_error, plain_results(draw, device, arithmetic), results(draw, "reference", device, torch.float64))
+        for draw in draws
+    ]
     return [max(several) for several in zip(*errors, strict=True)]
 
 
@@ -154,15 +128,17 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
         check(problem, "triton")
 
 
-@pytest.mark.parametrize("way", ["pointers", "descriptors"])
-def test_one_key_where_the_gradients_of_scores_cancel(way):
-    """With one key dp is sum(dout * out), so that only rounding is left of their difference."""
+@pytest.mark.parametrize(
+    ("backend", "way"), [("triton", "pointers"), ("triton", "descriptors"), ("blockwise", "pointers")]
+)
+def test_one_key_where_the_gradients_of_scores_cancel(backend, way):
+    """With one key dp is its own sum, and of the gradient of a score only dlse is left."""
     problem = Problem(
         None, batch=1, heads=1, kv_heads=1, q_len=47, k_len=1, dim=24, v_dim=16, dtype=torch.float32, scale=None,
         layout="contiguous", seed=0,
     )  # fmt: skip
     with loads(way):
-        check(problem, "triton")
+        check(problem, backend)
 
 
 def spread_out(dim, dtype, seed=0):

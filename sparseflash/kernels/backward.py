@@ -51,7 +51,7 @@ def delta_kernel(
 
 @triton.jit
 def key_gradients(
-    dk, dv, k_tile, v_tile, q, dout, lse2_ptr, inverse_ptr, delta_ptr, batch, head, first_q, q_len, first_k,
+    dk, dv, k_tile, v_tile, q, dout, lse2_ptr, inverse_ptr, delta_ptr, dlse_ptr, batch, head, first_q, q_len, first_k,
     words_ptr, tile,
     qk_scale, one, q_strides, dout_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
@@ -85,7 +85,11 @@ def key_gradients(
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION).T
     else:
         dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
-    ds = p * (dp - delta[None, :])
+    ds = dp - delta[None, :]
+    if KEPT:
+        if dlse_ptr is not None:
+            ds += tl.where(inverse > 0.0, tl.load(dlse_ptr + rows, mask=rows < q_len, other=0.0)[None, :], 0.0)
+    ds = p * ds
     dk = accumulate(ds.to(q_tile.dtype), q_tile, dk, one, PRECISION)
     return dk, dv
 
@@ -95,6 +99,7 @@ def key_gradients(
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
     lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
+    dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEPT, see dq_kernel
     dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
     work_ptr,  # [B * Hkv * col_tiles, group, ITEM]: as in the forward, over columns, one list a query head of the group
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
@@ -134,14 +139,16 @@ def dk_dv_kernel(
             full = inside + at_end
         head = kv_head * group + member
         row = (tl.cast(batch, tl.int64) * (kv_heads * group) + head) * q_len
-        inverse_row = inverse_ptr
+        inverse_row, dlse_row = inverse_ptr, dlse_ptr
         if KEPT:
             inverse_row += row
+            if dlse_ptr is not None:
+                dlse_row += row
         for i in range(0, full * SPLIT):
             first_q = next_block * BLOCK_Q + i % SPLIT * BLOCK_M
             next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
-                dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, batch, head,
+                dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row, batch, head,
                 first_q, q_len, first_k, words_ptr, 0, qk_scale, one, q_strides, dout_strides,
                 D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, KEPT, TMA, PRECISION,
             )  # fmt: skip
@@ -152,7 +159,7 @@ def dk_dv_kernel(
             next_block = tl.load(index_ptr + masked_start + (i + 1) // SPLIT)
             next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
-                dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, batch, head,
+                dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row, batch, head,
                 first_q, q_len, first_k, words_ptr, tile, qk_scale, one, q_strides, dout_strides,
                 D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, KEPT, TMA, PRECISION,
             )  # fmt: skip
@@ -174,8 +181,9 @@ def dk_dv_kernel(
 def dq_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
     lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
-    dq_ptr,  # [B, Hq, Nq, D], written unless DELTA
-    dlse_ptr,  # [B, Hq, Nq] contiguous, or None; used if DELTA
+    dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEPT
+    dq_ptr,  # [B, Hq, Nq, D], written; if DELTA out, [B, Hq, Nq, DV], read
+    own_inverse_ptr,  # [B, Hq, Nq] contiguous, written if DELTA
     work_ptr,  # as in the forward
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
     scale, qk_scale, one, heads, group, q_len, k_len, row_tiles,
@@ -184,11 +192,13 @@ def dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, KEPT: tl.constexpr, DELTA: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries; or, if DELTA, its delta = rowsum(p * dp) - dlse, written where the next run reads it.
+    """dQ of one tile of queries; or, if DELTA, its delta = rowsum(p * dp), for the runs that follow.
 
     Where few keys have nearly all the weight, the gradient of a score is the difference of nearly equal numbers, dp and
-    delta. In half precision rowsum(out * dout) is as good a delta as any. In fp32 its rounding would be noise that a
-    plain implementation does not have, so there delta is summed from the same dp that it is subtracted from.
+    delta. In half precision rowsum(out * dout) - dlse is as good a delta as any. In fp32 its rounding would be noise
+    that a plain implementation does not have. So there delta is the mean, under the same p, of the same dp that it is
+    subtracted from, summed as what they differ by from rowsum(out * dout); and dlse is added to what is left. The
+    inverse sum of the weights is taken again here, from the scores as the backward computes them.
     """
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
@@ -216,11 +226,17 @@ def dq_kernel(
     dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, TMA)
     lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0 if KEPT else float("inf"))
     if DELTA:
+        out_tile = load_tokens(dq_ptr, batch, head, first_q, q_len, dq_strides, DV, PADDED_DV, BLOCK_M, False, False)
+        guess = tl.sum(out_tile * dout_tile, 1)
         delta = tl.zeros([BLOCK_M], tl.float32)
+        weight = tl.zeros([BLOCK_M], tl.float32)
     else:
         delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
     if KEPT:
         inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
+        if dlse_ptr is not None:
+            dlse = tl.load(dlse_ptr + row + rows, mask=rows < q_len, other=0.0)
+            dlse = tl.where(inverse > 0.0, dlse, 0.0)  # without a live key it may be NaN
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
 
     for i in range(0, full * SPLIT):
@@ -234,9 +250,13 @@ def dq_kernel(
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
         if DELTA:
-            delta += tl.sum(p * dp, 1)
+            delta += tl.sum(p * (dp - guess[:, None]), 1)
+            weight += tl.sum(p, 1)
         else:
-            ds = p * (dp - delta[:, None])
+            ds = dp - delta[:, None]
+            if dlse_ptr is not None:
+                ds += dlse[:, None]
+            ds = p * ds
             dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
     next_block, next_tile = masked_block, masked_tile
@@ -264,16 +284,19 @@ def dq_kernel(
         p = tl.where(live, p, 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
         if DELTA:
-            delta += tl.sum(p * dp, 1)
+            delta += tl.sum(p * (dp - guess[:, None]), 1)
+            weight += tl.sum(p, 1)
         else:
-            ds = p * (dp - delta[:, None])
+            ds = dp - delta[:, None]
+            if dlse_ptr is not None:
+                ds += dlse[:, None]
+            ds = p * ds
             dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
     if DELTA:
-        if dlse_ptr is not None:
-            delta -= tl.load(dlse_ptr + row + rows, mask=rows < q_len, other=0.0)
-        delta = tl.where(inverse > 0.0, delta, 0.0)  # no live key: dlse may be NaN
-        tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
+        weight = tl.where(weight > 0.0, weight, 1.0)
+        tl.store(delta_ptr + row + rows, guess + tl.div_rn(delta, weight), mask=rows < q_len)
+        tl.store(own_inverse_ptr + row + rows, tl.div_rn(inverse, weight), mask=rows < q_len)
     else:
         dq = dq * scale
         store_tokens(

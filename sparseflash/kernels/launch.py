@@ -59,10 +59,11 @@ def backward(
     if lse2 is None:
         lse2 = torch.empty_like(lse)
         row_gradients(out, lse, dout, dlse, lse2, delta)
+        dlse = None  # is in delta now
     else:
-        query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dq, dlse, only_delta=True)
-    key_gradients(problem, q, k, v, dout, lse2, inverse, delta, dk, dv)
-    query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dq, None, only_delta=False)
+        inverse = row_means(problem, q, k, v, out, dout, lse2, inverse, delta)
+    key_gradients(problem, q, k, v, dout, lse2, inverse, delta, dlse, dk, dv)
+    query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dlse, dq)
 
 
 def row_gradients(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, lse2: Tensor, delta: Tensor) -> None:
@@ -79,27 +80,44 @@ def row_gradients(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, l
 
 def key_gradients(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
-    delta: Tensor, dk: Tensor, dv: Tensor,
+    delta: Tensor, dlse: Tensor | None, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes `dk` and `dv`."""
-    launch = _prepared("dk_dv", problem, q, k, v, dout, dk, dv)
+    launch = _prepared("dk_dv", problem, q, k, v, dout, dk, dv, has_dlse=dlse is not None)
     side = launch.side
     launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dk, dv, side.work, side.index, side.tile, side.words,
-        problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, dk, dv, side.work, side.index, side.tile,
+        side.words, problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
 def query_gradients(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
-    delta: Tensor, dq: Tensor, dlse: Tensor | None, *, only_delta: bool,
+    delta: Tensor, dlse: Tensor | None, dq: Tensor,
 ) -> None:  # fmt: skip
-    """Writes `dq`, or, if `only_delta`, `delta`."""
-    launch = _prepared("delta" if only_delta else "dq", problem, q, k, v, dout, dq, has_dlse=dlse is not None)
+    """Writes `dq`."""
+    _walk_rows("dq", problem, q, k, v, dout, lse2, inverse, delta, dlse, dq, None)
+
+
+def row_means(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, maximum: Tensor,
+    inverse: Tensor | None, delta: Tensor,
+) -> Tensor:  # fmt: skip
+    """Writes what the two passes need of each query, in fp32: `delta`; returns the inverse they take."""
+    own_inverse = torch.empty_like(delta)
+    _walk_rows("delta", problem, q, k, v, dout, maximum, inverse, delta, None, out, own_inverse)
+    return own_inverse
+
+
+def _walk_rows(
+    name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
+    delta: Tensor, dlse: Tensor | None, rows: Tensor, own_inverse: Tensor | None,
+) -> None:  # fmt: skip
+    launch = _prepared(name, problem, q, k, v, dout, rows, has_dlse=dlse is not None)
     side = launch.side
     launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dq, dlse, side.work, side.index, side.tile, side.words,
-        problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, rows, own_inverse, side.work, side.index, side.tile,
+        side.words, problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
