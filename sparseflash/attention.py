@@ -8,7 +8,7 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from sparseflash import blockwise, reference
+from sparseflash import blockwise, dropout, reference
 from sparseflash.blockmask import BlockMask
 
 BACKENDS = ("triton", "blockwise", "reference")
@@ -19,14 +19,16 @@ _DENSE_BLOCK = 128
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None,
-    return_lse: Literal[False] = False, backend: Backend | None = None,
+    return_lse: Literal[False] = False, dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    backend: Backend | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None,
-    return_lse: Literal[True], backend: Backend | None = None,
+    return_lse: Literal[True], dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -38,6 +40,8 @@ def attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over the live scores of `mask`: `softmax(scale * q k^T, live scores only) v`.
@@ -53,7 +57,13 @@ def attention(
             at every call, or a hidden one kept in device memory, would be a surprise.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of a query's live
-            scores, in fp32 (fp64 for fp64 inputs). It is differentiable too.
+            scores, in fp32 (fp64 for fp64 inputs). It is differentiable too, and does not know of dropout.
+        dropout_p: the probability with which a weight of the softmax is replaced by 0, in steps of 1/256; the others
+            are divided by what is left. Below 1. As in PyTorch's own attention it is yours to set it to 0 when you
+            do not train.
+        seed: of the dropout: an int, or, so that it can change inside a CUDA graph, one int64 in a tensor on q's
+            device. The same seed drops the same weights in every backend and on every device (`dropout.keep_mask`
+            says which). None: drawn from PyTorch's generator of q's device, so `torch.manual_seed` fixes it.
         backend: `"triton"`, the GPU kernel (fp16, bf16, fp32; D and Dv from 16 to 256), is the default for CUDA
             tensors; `"blockwise"`, PyTorch over the live tiles, for all others; `"reference"` computes the dense
             matrix and defines the semantics. A backend that cannot run raises; none falls back to another.
@@ -83,10 +93,12 @@ def attention(
     if mask is not None:
         _check_mask(mask, q, k)
     scale = _scale(scale, q.shape[-1])
+    dropped = dropout.threshold(dropout_p)
+    dropping = (dropout.seed_tensor(seed, q.device), dropped) if dropped else ()
     if backend is None:
         backend = "triton" if q.device.type == "cuda" else "blockwise"
     if backend == "reference":
-        out, lse = reference.attention(q, k, v, mask, scale)
+        out, lse = reference.attention(q, k, v, mask, scale, *dropping)
         return (out, lse) if return_lse else out
     if backend == "blockwise":
         operator = blockwise.attention
@@ -101,11 +113,13 @@ def attention(
     else:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
     if mask is None:
-        out, lse, _ = operator(q, k, v, None, None, None, None, None, None, _DENSE_BLOCK, _DENSE_BLOCK, scale)
+        out, lse, _ = operator(
+            q, k, v, None, None, None, None, None, None, _DENSE_BLOCK, _DENSE_BLOCK, scale, *dropping
+        )  # fmt: skip
     else:
         out, lse, _ = operator(
             q, k, v, mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, mask.lengths,
-            mask.block_q, mask.block_k, scale,
+            mask.block_q, mask.block_k, scale, *dropping,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
+from sparseflash import dropout, tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.csr import derived, row_of_entry
 from sparseflash.operator import empty_lse, empty_out, register
@@ -47,6 +47,7 @@ def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
     words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int, scale: float,
+    seed: Tensor | None = None, dropped: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
@@ -62,6 +63,8 @@ def _forward(
         weights = torch.exp(scores - highest.unsqueeze(-1))
         where = part.heads[:, None], part.rows[None, :]
         maximum[where], total[where] = highest, weights.sum(-1)
+        if seed is not None:
+            weights *= mask.kept(part, seed, dropped)
         out[where] = (weights @ mask.gather(v_tiles, keys, part.cols)) / _or_one(total[where]).unsqueeze(-1)
     lse = empty_lse(q).copy_(mask.join(maximum + torch.log(total), q))
     kept = _empty_kept(q)
@@ -75,6 +78,7 @@ def _backward(
     indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
     pattern: Tensor | None, lengths: Tensor | None,
     block_q: int, block_k: int, scale: float,
+    seed: Tensor | None = None, dropped: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -93,11 +97,16 @@ def _backward(
         weights /= _or_one(total[where]).unsqueeze(-1)
         dout_rows = dout_tiles[where]
         dweights = dout_rows @ mask.gather(v_tiles, keys, part.cols).transpose(-1, -2)
+        passed = weights
+        if seed is not None:
+            kept_weights = mask.kept(part, seed, dropped)
+            dweights *= kept_weights
+            passed = weights * kept_weights
         delta = (weights * dweights).sum(-1)
         # dlse is added last: where one key has all the weight, the rest cancels without any error.
         dscores = weights * (dweights - delta.unsqueeze(-1) + dlse_tiles[where].unsqueeze(-1)) * scale
         dq[where] = dscores @ mask.gather(k_tiles, keys, part.cols)
-        mask.scatter_add(dv, keys, part.cols, weights.transpose(-1, -2) @ dout_rows)
+        mask.scatter_add(dv, keys, part.cols, passed.transpose(-1, -2) @ dout_rows)
         mask.scatter_add(dk, keys, part.cols, dscores.transpose(-1, -2) @ queries)
     return (
         torch.empty_like(q).copy_(mask.join(dq, q)),
@@ -170,6 +179,15 @@ class _Mask:
             inside = (q < part.stop)[:, :, None] & (k < part.stop).reshape(rows, 1, -1)
             live = inside if live is None else live & inside
         return live
+
+    def kept(self, part: _Rows, seed: Tensor, dropped: int) -> Tensor:
+        """What dropout multiplies the weights by, `[n, R, block_q, c * block_k]`: 0, or one over what is left."""
+        rows, device = len(part.cols), part.cols.device
+        per_block = self.block_k // dropout.GROUP
+        group = (part.cols[:, :, None] * per_block + torch.arange(per_block, device=device)).reshape(rows, 1, -1)
+        query = (part.rows[:, None] * self.block_q + torch.arange(self.block_q, device=device)).unsqueeze(-1)
+        keep = dropout.kept(seed, dropped, part.heads.view(-1, 1, 1, 1), query, group)
+        return keep.to(self.dtype) * dropout.amplification(dropped)
 
     def gather(self, x_tiles: Tensor, heads: Tensor, cols: Tensor) -> Tensor:
         """The tokens of the tiles `cols [R, c]`, side by side: `[n, R, c * block, D]`."""

@@ -16,8 +16,10 @@ from torch import Tensor
 # A mask as the operator sees it, in the order of the arguments. All None: dense attention.
 _MASK_ARRAYS = "Tensor? indptr, Tensor? indices, Tensor? tile, Tensor? words, Tensor? pattern, Tensor? lengths"
 _NUMBERS = "SymInt block_q, SymInt block_k, float scale"
+_DROPOUT = "Tensor? seed=None, int dropped=0"  # see dropout.py
 _MASK_ARGUMENTS = 6
 _NUMBER_ARGUMENTS = 3
+_DROPOUT_ARGUMENTS = 2
 
 # `torch.library.custom_op` would do the same with 8 us more a call: it checks at run time what opcheck checks in tests.
 _LIBRARY = torch.library.Library("sparseflash", "DEF")
@@ -30,21 +32,21 @@ def register(
 ) -> Operator:
     """Registers `sparseflash::{name}`, its backward and its inference form; returns a function that picks the form.
 
-    `forward(q, k, v, *mask_arrays, block_q, block_k, scale) -> (out, lse, kept)`, where `kept`, of the shape of
-    `empty_kept(q)`, is what this backend's backward wants beside the rest;
-    `backward(dout, dlse, q, k, v, out, lse, kept, *mask_arrays, block_q, block_k, scale) -> (dq, dk, dv)`, where `dlse`
-    is None if no gradient comes through lse.
+    `forward(q, k, v, *mask_arrays, block_q, block_k, scale, seed, dropped)` returns `(out, lse, kept)`, where `kept`,
+    of the shape of `empty_kept(q)`, is what this backend's backward wants beside the rest;
+    `backward(dout, dlse, q, k, v, out, lse, kept, *mask_arrays, block_q, block_k, scale, seed, dropped)` returns
+    `(dq, dk, dv)`; `dlse` is None if no gradient comes through lse.
     The inference form computes the same and has no gradient: passing the Python of the autograd registration costs
     about 10 us a call, which is much for a short sequence.
     Outputs must have the strides of `empty_out`, `empty_lse` and `torch.empty_like`.
     """
     inputs = "Tensor q, Tensor k, Tensor v"
     for form in (name, f"{name}_inference"):
-        _define(form, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)", forward)
+        _define(form, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)", forward)
     _define(
         f"{name}_backward",
-        f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {_MASK_ARRAYS}, {_NUMBERS}) "
-        "-> (Tensor, Tensor, Tensor)",
+        f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {_MASK_ARRAYS}, {_NUMBERS}, "
+        f"{_DROPOUT}) -> (Tensor, Tensor, Tensor)",
         backward,
     )
     forward_op: Operator = getattr(torch.ops.sparseflash, name).default
@@ -60,21 +62,23 @@ def register(
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        q, k, v, *rest = inputs
+        q, k, v, *rest, seed, dropped = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(q, k, v, *output, *rest[:_MASK_ARGUMENTS])
-        ctx.numbers = rest[_MASK_ARGUMENTS:]
+        ctx.save_for_backward(q, k, v, *output, *rest[:_MASK_ARGUMENTS], seed)
+        ctx.numbers = *rest[_MASK_ARGUMENTS:], dropped
 
     def differentiate(
         ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
-            return (None,) * (3 + _MASK_ARGUMENTS + _NUMBER_ARGUMENTS)
+            return (None,) * (3 + _MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
         if dout is None:
             dout = torch.zeros_like(ctx.saved_tensors[3])
-        dq, dk, dv = backward_op(dout, dlse, *ctx.saved_tensors, *ctx.numbers)
-        return dq, dk, dv, *(None,) * (_MASK_ARGUMENTS + _NUMBER_ARGUMENTS)
+        *saved, seed = ctx.saved_tensors
+        *numbers, dropped = ctx.numbers
+        dq, dk, dv = backward_op(dout, dlse, *saved, *numbers, seed, dropped)
+        return dq, dk, dv, *(None,) * (_MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
 
     def refuse(ctx: Any, *gradients: Any) -> NoReturn:
         raise NotImplementedError(

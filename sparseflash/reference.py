@@ -9,10 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseflash import dropout
 from sparseflash.blockmask import BlockMask
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, seed: Tensor | None = None, dropped: int = 0
+) -> tuple[Tensor, Tensor]:
     """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd. Shapes as in `sparseflash.attention`.
 
     A query without a live key has `out = 0` and `lse = -inf`, and passes no gradient on. `lse` is fp32 for inputs of
@@ -30,7 +33,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: fl
     weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
-    out = (weights / total.masked_fill(empty, 1.0)) @ v
+    weights = weights / total.masked_fill(empty, 1.0)
+    if seed is not None:
+        keep = dropout.kept_everywhere(seed, dropped, *weights.shape)
+        weights = weights.masked_fill(~keep, 0.0) * dropout.amplification(dropped)
+    out = weights @ v
     lse = highest + torch.log(total.masked_fill(empty, 1.0))  # highest is -inf for empty rows, and so is lse
     return out, lse.squeeze(-1).to(_lse_dtype(q))
 

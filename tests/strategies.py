@@ -316,6 +316,7 @@ class Problem:
     scale: float | None
     layout: str  # one of LAYOUTS
     seed: int
+    dropout_p: float = 0.0
 
     @cached_property
     def mask(self) -> BlockMask | None:
@@ -361,8 +362,9 @@ def problems(
     dtypes: Sequence[torch.dtype],
     most_heads: int = 4,
     most_batch: int = 2,
+    dropouts: Sequence[float] = (0.0,),
 ) -> Problem:
-    """Attention problems: masks of every kind or none, grouped heads, dtypes, scales, memory layouts."""
+    """Attention problems: masks of every kind or none, grouped heads, dtypes, scales, memory layouts, dropout."""
     batch, heads = draw(st.integers(1, most_batch)), draw(st.integers(1, most_heads))
     kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     recipe = None
@@ -386,4 +388,5 @@ def problems(
         scale=draw(st.none() | st.sampled_from([1.0, 0.05, 0.3, -0.2, 0.0])),
         layout=draw(st.sampled_from(LAYOUTS)),
         seed=draw(SEEDS),
+        dropout_p=draw(st.sampled_from(dropouts)),
     )

@@ -27,7 +27,10 @@ def results(problem, backend, device, dtype=None):
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
         dout, dlse = dout.to(dtype), dlse.to(torch.promote_types(dtype, torch.float32))
     mask = problem.mask if problem.mask is None else problem.mask.to(device)
-    out, lse = attention(q, k, v, mask, scale=problem.scale, return_lse=True, backend=backend)
+    out, lse = attention(
+        q, k, v, mask, scale=problem.scale, return_lse=True, dropout_p=problem.dropout_p, seed=problem.seed,
+        backend=backend,
+    )  # fmt: skip
     return Results(out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
 
 
@@ -111,7 +114,7 @@ def loads(way):
 
 
 @given(problems(most_tokens=300, head_dims=(1, 8, 16, 40), value_dims=(1, 16, 24), blocks=(16, 32, 64, 128),
-                dtypes=(torch.float64, torch.float32, *HALF)))  # fmt: skip
+                dtypes=(torch.float64, torch.float32, *HALF), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
 @settings(max_examples=4 * settings().max_examples)
 def test_blockwise_is_exact(problem):
     check(problem, "blockwise")
@@ -122,7 +125,14 @@ def test_blockwise_is_exact(problem):
 @given(data=st.data())
 def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
     problem = data.draw(
-        problems(most_tokens=50, head_dims=(16, 24, 32), value_dims=(16, 24), blocks=(16, 32), dtypes=(dtype,))
+        problems(
+            most_tokens=50,
+            head_dims=(16, 24, 32),
+            value_dims=(16, 24),
+            blocks=(16, 32),
+            dtypes=(dtype,),
+            dropouts=(0.0, 0.0, 0.3),
+        )
     )
     with loads(way):
         check(problem, "triton")
@@ -205,6 +215,31 @@ _GPU_CASES = [
     for way in ("descriptors", "pointers")
     if not (arithmetic == "float32" and way == "descriptors")  # full fp32 never takes them
 ]
+
+
+_DROPOUT_CASES = [
+    ("bfloat16", (64, 64), "descriptors"), ("bfloat16", (128, 128), "pointers"),
+    ("bfloat16", (256, 256), "descriptors"),
+    ("float16", (80, 48), "pointers"), ("tf32", (64, 64), "descriptors"), ("float32", (32, 32), "pointers"),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("arithmetic", "dims", "way"), _DROPOUT_CASES, ids=str)
+def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
+    dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
+
+    @given(
+        problems(
+            most_tokens=500, head_dims=dims[:1], value_dims=dims[1:], blocks=(32, 128), dtypes=(dtype,),
+            dropouts=(0.1, 0.6),
+        )
+    )  # fmt: skip
+    def run(problem):
+        with loads(way), tf32(arithmetic == "tf32"):
+            check(problem, "triton", "cuda", arithmetic)
+
+    run()
 
 
 @pytest.mark.gpu

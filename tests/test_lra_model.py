@@ -39,6 +39,13 @@ def test_steps_on_one_batch_lower_its_loss(pool):
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_weights_are_dropped_in_training_only():
+    batch = fake_batch()
+    model = model_with(masks.local(48, 8, block=16), attention_dropout=0.5)
+    assert not torch.equal(model.train()(batch.ids, batch.lengths), model(batch.ids, batch.lengths))
+    assert torch.equal(model.eval()(batch.ids, batch.lengths), model(batch.ids, batch.lengths))
+
+
 def test_step_returns_loss_and_right_answers():
     batch = fake_batch()
     model = model_with(masks.local(48, 8, block=16))
@@ -65,7 +72,15 @@ def test_each_layer_has_its_own_mask():
     def reach(per_layer: list[BlockMask]) -> Tensor:
         """Which tokens the first position's logits depend on."""
         torch.manual_seed(0)
-        sizes = {"vocabulary": 17, "classes": 10, "width": 8, "heads": 1, "mlp": 8, "dropout": 0.0}
+        sizes = {
+            "vocabulary": 17,
+            "classes": 10,
+            "width": 8,
+            "heads": 1,
+            "mlp": 8,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
         model = Classifier(per_layer, **sizes, pool="first", positions="learned")
         model(torch.ones(1, 48, dtype=torch.int64), torch.tensor([48])).sum().backward()
         return model.positions.grad.abs().sum(1) > 0
@@ -102,6 +117,7 @@ def test_sinusoidal_positions_are_distinct_and_as_large_as_the_embedding():
         ({"schedule": "step"}, "schedule must be one of constant, cosine, rsqrt; got 'step'"),
         ({"precision": "fp8"}, "precision must be fp32 or bf16; got 'fp8'"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
+        ({"attention_dropout": -0.1}, "attention_dropout must be at least 0 and below 1; got -0.1"),
         ({"steps": 0}, "steps must be at least 1; got 0"),
         ({"minutes": 0.0}, "minutes must be more than 0"),
     ],

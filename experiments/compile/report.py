@@ -36,6 +36,7 @@ class Report:
     block: int
     descriptors: bool
     lengths: bool
+    dropout: bool
     registers: int  # a thread
     spilled: int  # bytes a thread writes to memory for want of registers
     shared: int  # bytes of shared memory a program
@@ -63,16 +64,23 @@ class _NoDevice:
 
 
 def compile_all(
-    arch: int, arithmetic: str, dim: int, *, block: int = 128, descriptors: bool = False, lengths: bool = False
+    arch: int,
+    arithmetic: str,
+    dim: int,
+    *,
+    block: int = 128,
+    descriptors: bool = False,
+    lengths: bool = False,
+    dropout: bool = False,
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
     `descriptors`: the launcher is to use them where it can.
     """
     with _compiling_for(arch, descriptors) as compiled:
-        _launch_all(arithmetic, dim, block, lengths)
+        _launch_all(arithmetic, dim, block, lengths, dropout)
     return [
-        _report(name, kernel, arch, arithmetic, dim, block, lengths)
+        _report(name, kernel, arch, arithmetic, dim, block, lengths, dropout)
         for name, kernel in compiled
         if name != "delta_kernel"  # a sum over rows; nothing to tune
     ]
@@ -98,7 +106,7 @@ def _compiling_for(arch: int, descriptors: bool) -> Iterator[list[tuple[str, Any
         yield compiled
 
 
-def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool) -> None:
+def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool) -> None:
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
     q, k, v, out, dout, dq, dk, dv = (torch.empty(1, 2, TOKENS, dim, dtype=dtype) for _ in range(8))
     lse, dlse = torch.empty(1, 2, TOKENS), torch.empty(1, 2, TOKENS)
@@ -107,12 +115,15 @@ def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool) -> None:
     arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
     plan = plan_of(*arrays, (1, 2), 2, (TOKENS, TOKENS), (block, block))
     stops = torch.tensor([100], dtype=torch.int32) if lengths else None
-    problem = launch.Problem(plan, stops, (block, block), dim**-0.5, arithmetic == "tf32")
+    seed = torch.tensor([0]) if dropout else None
+    problem = launch.Problem(plan, stops, (block, block), dim**-0.5, arithmetic == "tf32", seed, 26 if dropout else 0)
     launch.forward(problem, q, k, v, out, lse, kept)
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
 
 
-def _report(name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, lengths: bool) -> Report:
+def _report(
+    name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool
+) -> Report:
     ptx = kernel.asm["ptx"]
     said = _ptxas(ptx, arch)
     registers = re.search(r"Used (\d+) registers", said)
@@ -127,6 +138,7 @@ def _report(name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block:
         block=block,
         descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline
         lengths=lengths,
+        dropout=dropout,
         registers=int(registers[1]),
         spilled=int(spilled[1]),
         shared=kernel.metadata.shared,

@@ -65,6 +65,7 @@ def train(
     heads: Annotated[int | None, option("heads")] = None,
     mlp: Annotated[int | None, option("mlp")] = None,
     dropout: Annotated[float | None, option("dropout")] = None,
+    attention_dropout: Annotated[float | None, option("attention_dropout")] = None,
     pool: Annotated[str | None, option("pool")] = None,
     positions: Annotated[str | None, option("positions")] = None,
     steps: Annotated[int | None, option("steps")] = None,

@@ -20,9 +20,10 @@ POSITIONS = ("learned", "sinusoidal")
 class SelfAttention(nn.Module):
     """Multi-head self-attention over the live scores of a mask."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
+        self.dropout = dropout  # of the weights
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
@@ -32,17 +33,19 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
-        y: Tensor = self.out(attention(*self.project(x), mask).transpose(1, 2).flatten(2))  # [B, N, W]
+        dropout = self.dropout if self.training else 0.0
+        mixed = attention(*self.project(x), mask, dropout_p=dropout).transpose(1, 2)  # [B, N, H, D]
+        y: Tensor = self.out(mixed.flatten(2))  # [B, N, W]
         return y
 
 
 class Layer(nn.Module):
     """Attention, then an MLP, each on the normalised input and added to it."""
 
-    def __init__(self, width: int, heads: int, mlp: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, mlp: int, dropout: float, attention_dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = SelfAttention(width, heads)
+        self.attention = SelfAttention(width, heads, attention_dropout)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, mlp), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp, width))
         self.dropout = nn.Dropout(dropout)
@@ -71,6 +74,7 @@ class Classifier(nn.Module):
         heads: int,
         mlp: int,
         dropout: float,
+        attention_dropout: float,
         pool: str,
         positions: str,
     ) -> None:
@@ -91,7 +95,7 @@ class Classifier(nn.Module):
         else:
             self.register_buffer("positions", sinusoids(length, width), persistent=False)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(Layer(width, heads, mlp, dropout) for _ in self.masks)
+        self.layers = nn.ModuleList(Layer(width, heads, mlp, dropout, attention_dropout) for _ in self.masks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Sequential(nn.Linear(width, mlp), nn.GELU(), nn.Linear(mlp, classes))
 

@@ -27,6 +27,7 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
         heads=config.heads,
         mlp=config.mlp,
         dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
         pool=config.pool,
         positions=config.positions,
     )

@@ -7,6 +7,7 @@ there are no atomics and the bits are the same at every run.
 import triton
 import triton.language as tl
 
+from sparseflash.kernels.dropout import kept_weights
 from sparseflash.kernels.tile import (
     ITEM,
     accumulate,
@@ -51,12 +52,12 @@ def delta_kernel(
 
 @triton.jit
 def key_gradients(
-    dk, dv, k_tile, v_tile, q, dout, lse2_ptr, inverse_ptr, delta_ptr, dlse_ptr, batch, head, first_q, q_len, first_k,
-    words_ptr, tile,
+    dk, dv, k_tile, v_tile, q, dout, lse2_ptr, inverse_ptr, delta_ptr, dlse_ptr, batch, head, heads, first_q, q_len,
+    first_k, words_ptr, tile, seed_ptr, dropped, amplification,
     qk_scale, one, q_strides, dout_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of queries gives to dk (without the scale) and dv. Scores are [keys, queries] here."""
     rows = first_q + tl.arange(0, BLOCK_M)
@@ -80,11 +81,17 @@ def key_gradients(
         live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
         p = tl.where(live, p, 0.0)
     dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA)
-    dv = accumulate(p.to(dout_tile.dtype), dout_tile, dv, one, PRECISION)
+    passed = p
+    if DROPOUT:
+        keep = kept_weights(seed_ptr, dropped, batch * heads + head, first_q, first_k, BLOCK_M, BLOCK_N, True)
+        passed = tl.where(keep, p, 0.0)
+    dv = accumulate(passed.to(dout_tile.dtype), dout_tile, dv, one, PRECISION)
     if PRECISION == "ieee":
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION).T
     else:
         dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
+    if DROPOUT:
+        dp = tl.where(keep, dp * amplification, 0.0)
     ds = dp - delta[None, :]
     if KEPT:
         if dlse_ptr is not None:
@@ -95,7 +102,11 @@ def key_gradients(
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
-@triton.jit(do_not_specialize=["scale", "qk_scale", "one", "kv_heads", "group", "q_len", "k_len", "col_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "dropped", "amplification", "scale", "qk_scale", "one", "kv_heads", "group", "q_len", "k_len", "col_tiles"
+    ]
+)  # fmt: skip
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
     lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
@@ -103,11 +114,12 @@ def dk_dv_kernel(
     dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
     work_ptr,  # [B * Hkv * col_tiles, group, ITEM]: as in the forward, over columns, one list a query head of the group
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
+    seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale, one, kv_heads, group, q_len, k_len, col_tiles,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
@@ -149,8 +161,9 @@ def dk_dv_kernel(
             next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
                 dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row, batch, head,
-                first_q, q_len, first_k, words_ptr, 0, qk_scale, one, q_strides, dout_strides,
-                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, KEPT, TMA, PRECISION,
+                kv_heads * group, first_q, q_len, first_k, words_ptr, 0, seed_ptr, dropped, amplification,
+                qk_scale, one, q_strides, dout_strides,
+                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, DROPOUT, KEPT, TMA, PRECISION,
             )  # fmt: skip
         next_block, next_tile = masked_block, masked_tile
         for i in range(0, masked * SPLIT):
@@ -160,11 +173,14 @@ def dk_dv_kernel(
             next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
                 dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row, batch, head,
-                first_q, q_len, first_k, words_ptr, tile, qk_scale, one, q_strides, dout_strides,
-                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, KEPT, TMA, PRECISION,
+                kv_heads * group, first_q, q_len, first_k, words_ptr, tile, seed_ptr, dropped, amplification,
+                qk_scale, one, q_strides, dout_strides,
+                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, DROPOUT, KEPT, TMA, PRECISION,
             )  # fmt: skip
 
     dk = dk * scale
+    if DROPOUT:
+        dv = dv * amplification
     if HAS_LENGTHS:
         live = (first_k + tl.arange(0, BLOCK_N) < length)[:, None]
         dk = tl.where(live, dk, 0.0)
@@ -177,7 +193,11 @@ def dk_dv_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["scale", "qk_scale", "one", "heads", "group", "q_len", "k_len", "row_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len", "row_tiles"
+    ]
+)  # fmt: skip
 def dq_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
     lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
@@ -186,11 +206,13 @@ def dq_kernel(
     own_inverse_ptr,  # [B, Hq, Nq] contiguous, written if DELTA
     work_ptr,  # as in the forward
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
+    seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale, one, heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, KEPT: tl.constexpr, DELTA: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, DELTA: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries; or, if DELTA, its delta = rowsum(p * dp), for the runs that follow.
 
@@ -249,6 +271,9 @@ def dq_kernel(
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
+        if DROPOUT:
+            keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+            dp = tl.where(keep, dp * amplification, 0.0)
         if DELTA:
             delta += tl.sum(p * (dp - guess[:, None]), 1)
             weight += tl.sum(p, 1)
@@ -283,6 +308,9 @@ def dq_kernel(
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         p = tl.where(live, p, 0.0)
         dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
+        if DROPOUT:
+            keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+            dp = tl.where(keep, dp * amplification, 0.0)
         if DELTA:
             delta += tl.sum(p * (dp - guess[:, None]), 1)
             weight += tl.sum(p, 1)

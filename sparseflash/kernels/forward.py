@@ -7,6 +7,7 @@ ones with their bits.
 import triton
 import triton.language as tl
 
+from sparseflash.kernels.dropout import kept_weights
 from sparseflash.kernels.tile import (
     ITEM,
     accumulate,
@@ -22,7 +23,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
-@triton.jit(do_not_specialize=["heads", "group", "q_len", "k_len", "row_tiles", "scale", "qk_scale", "one"])
+@triton.jit(
+    do_not_specialize=[
+        "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len", "row_tiles"
+    ]
+)  # fmt: skip
 def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], [B, Hq, Nq] contiguous
@@ -30,6 +35,7 @@ def forward_kernel(
     work_ptr,  # [B * Hq * row_tiles, ITEM]: see plan.py
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed; the bits
     lengths_ptr,  # [B] if HAS_LENGTHS
+    seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale,  # not negative; scale / ln 2
     one,  # 1.0: see accumulate
     heads, group, q_len, k_len, row_tiles,
@@ -37,7 +43,7 @@ def forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the mask's tiles
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
-    HAS_LENGTHS: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries."""
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
@@ -80,6 +86,9 @@ def forward_kernel(
         p = exponentials(scores, m_new[:, None], qk_scale, KEEP, PRECISION)
         alpha = decay(m_i, m_new, qk_scale, KEEP)
         l_i = l_i * alpha + tl.sum(p, 1)
+        if DROPOUT:
+            keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+            p = tl.where(keep, p, 0.0)
         acc = acc * alpha[:, None]
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
         acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
@@ -116,6 +125,9 @@ def forward_kernel(
             p = tl.exp2(scores - m_safe[:, None])
         alpha = decay(m_i, m_safe, qk_scale, KEEP)
         l_i = l_i * alpha + tl.sum(p, 1)
+        if DROPOUT:
+            keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+            p = tl.where(keep, p, 0.0)
         acc = acc * alpha[:, None]
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
         acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
@@ -126,6 +138,8 @@ def forward_kernel(
     if HAS_LENGTHS:
         empty = empty | (rows >= length)
     total = tl.where(empty, 1.0, l_i)
+    if DROPOUT:
+        acc = acc * amplification
     maximum = tl.where(empty, 0.0, m_i)
     if KEEP:
         out = tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))

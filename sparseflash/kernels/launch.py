@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparseflash.dropout import amplification
 from sparseflash.kernels.backward import delta_kernel, dk_dv_kernel, dq_kernel
 from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
 from sparseflash.kernels.forward import forward_kernel
@@ -36,6 +37,8 @@ class Problem(NamedTuple):
     block: tuple[int, int]
     scale: float
     tf32: bool
+    seed: Tensor | None = None  # one int64, of the dropout; None: nothing is dropped
+    dropped: int = 0  # of 256
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor) -> None:
@@ -45,7 +48,8 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     maximum, inverse = _halves(kept)
     launch.run(
         *launch.tokens(q, k, v), out, lse, maximum, inverse, side.work, side.index, side.tile, side.words,
-        problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
+        problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped), problem.scale,
+        problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
@@ -87,7 +91,8 @@ def key_gradients(
     side = launch.side
     launch.run(
         *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, dk, dv, side.work, side.index, side.tile,
-        side.words, problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
+        side.words, problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped), problem.scale,
+        problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
@@ -117,7 +122,8 @@ def _walk_rows(
     side = launch.side
     launch.run(
         *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, rows, own_inverse, side.work, side.index, side.tile,
-        side.words, problem.lengths, problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
+        side.words, problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped), problem.scale,
+        problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
 
 
@@ -154,7 +160,7 @@ class _Launch:
             -(-k_len // config.block_n) if columns else -(-q_len // config.block_m),
             *map(_strides, (q, k, v, *rest)),
             dim, v_dim, _padded(dim), _padded(v_dim), *problem.block, config.block_m, config.block_n,
-            problem.lengths is not None, q.dtype == torch.float32,
+            problem.lengths is not None, problem.seed is not None, q.dtype == torch.float32,
             *([name == "delta"] if kernel == "dq" else []), self.descriptors,
             "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision
         )  # fmt: skip
@@ -192,7 +198,7 @@ def _prepared(name: str, problem: Problem, *tensors: Tensor, has_dlse: bool = Fa
     # slices; strides; and whether addresses are multiples of 16 bytes. All other arrays come from our own allocations,
     # which are.
     key = (
-        name, has_dlse, problem.tf32, problem.lengths is None, tensors[0].dtype,
+        name, has_dlse, problem.tf32, problem.lengths is None, problem.seed is None, tensors[0].dtype,
         tensors[0].shape[-1], tensors[2].shape[-1],
         *[x.stride() for x in tensors], *[x.data_ptr() % 16 for x in tensors],
     )  # fmt: skip

@@ -20,13 +20,16 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
     words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int, scale: float,
+    seed: Tensor | None = None, dropped: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _check(q, k, v)
     out, lse, kept = empty_out(q, v), empty_lse(q), _empty_kept(q)
     if k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf), kept
     if q.numel() > 0:
-        problem = _problem(q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale)
+        problem = _problem(
+            q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped
+        )
         launch.forward(problem, q, k, v, out, lse, kept)
     return out, lse, kept
 
@@ -35,14 +38,14 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
     indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
     pattern: Tensor | None, lengths: Tensor | None,
-    block_q: int, block_k: int, scale: float,
+    block_q: int, block_k: int, scale: float, seed: Tensor | None = None, dropped: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if k.numel() == 0 or q.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     if dout.stride(-1) != 1:  # what a sum() sends back is one number, expanded
         dout = dout.contiguous()
-    problem = _problem(q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale)
+    problem = _problem(q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped)
     dlse = None if dlse is None else dlse.contiguous()
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
     return dq, dk, dv
@@ -59,13 +62,14 @@ attention = register("triton", _forward, _backward, _empty_kept)
 def _problem(
     q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
     pattern: Tensor | None, lengths: Tensor | None, block: tuple[int, int], scale: float,
+    seed: Tensor | None, dropped: int,
 ) -> launch.Problem:  # fmt: skip
     q_heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     if indptr is None or indices is None or tile is None or words is None or pattern is None:
         plan = dense_plan(q_heads, k.shape[1], tokens, block, q.device)
     else:
         plan = plan_of(indptr, indices, tile, words, pattern, q_heads, k.shape[1], tokens, block)
-    return launch.Problem(plan, lengths, block, scale, q.dtype == torch.float32 and _tf32())
+    return launch.Problem(plan, lengths, block, scale, q.dtype == torch.float32 and _tf32(), seed, dropped)
 
 
 def _tf32() -> bool:

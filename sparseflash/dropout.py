@@ -1,0 +1,102 @@
+"""Dropout of attention weights without memory: a weight's fate is computed from a seed and where it stands.
+
+Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter of four 32-bit
+words, here `(key // 16, query, batch element * Hq + query head, 0)`, and a seed of 64 bits into 16 bytes, one each for
+16 neighbouring keys. A weight is dropped if its byte is below a threshold. So forward, backward and every backend agree
+on what is dropped, in any order and on any device. This is the definition, in PyTorch; `kernels/dropout.py` is the same
+in Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 16  # keys that share a counter
+_LEVELS = 256  # a byte decides
+_ROUNDS = 7
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
+
+def threshold(dropout_p: float) -> int:
+    """How many of 256 weights are dropped: the nearest number, but not 0 if any are to be."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1; got {dropout_p}.")
+    return min(_LEVELS - 1, max(1, round(dropout_p * _LEVELS))) if dropout_p > 0.0 else 0
+
+
+def amplification(dropped: int) -> float:
+    """What the weights that stay are multiplied by, so that their expectation is the weight."""
+    return _LEVELS / (_LEVELS - dropped)
+
+
+def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The seed as the backends take it: one int64 on the device. None: drawn from the device's generator in PyTorch."""
+    if seed is None:
+        return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
+            raise ValueError(
+                f"seed must be an int, or one int64 on q's device {device}; "
+                f"got {seed.dtype}, shape {list(seed.shape)}, on {seed.device}."
+            )
+        return seed
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}.")
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"seed must fit in 64 bits, with its sign; got {seed}.")
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def keep_mask(
+    seed: int | Tensor, dropout_p: float, batch: int, heads: int, q_len: int, k_len: int,
+    device: torch.device | str | None = None,
+) -> Tensor:  # fmt: skip
+    """Which weights `attention(..., dropout_p=dropout_p, seed=seed)` keeps: bool `[batch, heads, q_len, k_len]`.
+
+    Every kept weight is multiplied by `1 / (1 - p)`, with p the `dropout_p` rounded to a multiple of 1/256.
+
+    >>> keep = keep_mask(0, 0.25, 1, 2, 100, 100)
+    >>> keep.shape, round(keep.float().mean().item(), 2)
+    (torch.Size([1, 2, 100, 100]), 0.75)
+    """
+    place = seed.device if device is None and isinstance(seed, Tensor) else torch.device(device or "cpu")
+    return kept_everywhere(seed_tensor(seed, place), threshold(dropout_p), batch, heads, q_len, k_len)
+
+
+def kept_everywhere(seed: Tensor, dropped: int, batch: int, heads: int, q_len: int, k_len: int) -> Tensor:
+    """Which weights stay, bool `[batch, heads, q_len, k_len]`."""
+    row = torch.arange(batch * heads, device=seed.device).view(batch, heads, 1, 1)
+    query = torch.arange(q_len, device=seed.device).view(-1, 1)
+    group = torch.arange(-(-k_len // GROUP), device=seed.device)
+    return kept(seed, dropped, row, query, group)[..., :k_len]
+
+
+def kept(seed: Tensor, dropped: int, row: Tensor, query: Tensor, group: Tensor) -> Tensor:
+    """Which weights stay, bool `[..., 16 * G]`, for int64 coordinates that broadcast to `[..., G]`.
+
+    `row` is batch element * Hq + query head, `group` the number of the key over 16.
+    """
+    counter = [*torch.broadcast_tensors(group, query, row), torch.zeros_like(row)]
+    words = torch.stack(philox(seed, counter), dim=-1)  # [..., G, 4]
+    bytes_ = (words.unsqueeze(-1) >> torch.arange(0, 32, 8, device=words.device)) & 0xFF  # [..., G, 4, 4]
+    return bytes_.flatten(-3) >= dropped
+
+
+def philox(seed: Tensor, counter: list[Tensor], rounds: int = _ROUNDS) -> list[Tensor]:
+    """Four random words below 2^32 for a counter of four and one seed, all in int64."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(rounds):
+        low, high = _product(_MULTIPLIERS[0], c0), _product(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high[1] ^ c1 ^ k0, high[0], low[1] ^ c3 ^ k1, low[0]
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return list(torch.broadcast_tensors(c0, c1, c2, c3))
+
+
+def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The low and the high word of the product of two words."""
+    product = a * b  # wraps at 64 bits with a sign, which leaves the bits right
+    return product & _WORD, (product >> 32) & _WORD
