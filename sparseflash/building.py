@@ -198,7 +198,7 @@ def _assemble(
     def trimmed(some: Tensor) -> Tensor:
         number, end = some // 4, some % 4
         made = full.repeat(len(some), 1, 1)
-        made[number > 0] = words[number[number > 0] - 1]
+        made[number > 0] = words.index_select(0, number[number > 0] - 1)
         return made & ends[end]
 
     kind, bits = tiles.classify(trimmed, pairs, block_q, block_k)
@@ -211,7 +211,7 @@ def _assemble(
     appearing = tile[first]
     is_partial = appearing > 0
     tile = (is_partial.cumsum(0) * is_partial)[number]
-    bits = bits[appearing[is_partial] - 1]
+    bits = bits.index_select(0, appearing[is_partial] - 1)
     starts = torch.arange(patterns * row_blocks + 1, device=rows.device)
     return torch.searchsorted(rows, starts), cols, tile, bits
 
