@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
-from sparseflash.masks.tiling.arguments import integers
+from sparseflash.checks import Block, integers
 from sparseflash.masks.tiling.spans import spans
 
 

@@ -103,8 +103,11 @@ def attention(
     if mask is None:
         out, lse, _ = operator(q, k, v, None, None, None, None, None, None, _DENSE_BLOCK, _DENSE_BLOCK, scale)
     else:
+        lengths = mask.lengths
+        if lengths is not None and lengths.shape[0] != q.shape[0]:
+            lengths = lengths.expand(q.shape[0]).contiguous()
         out, lse, _ = operator(
-            q, k, v, mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, mask.lengths,
+            q, k, v, mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths,
             mask.block_q, mask.block_k, scale,
         )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -179,9 +182,9 @@ def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"mask must be for 1 or {q.shape[0]} batch elements, as q has; it is for {batch}.")
     if heads not in (1, q.shape[1]):
         raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.")
-    if mask.lengths is not None and mask.lengths.shape[0] != q.shape[0]:
+    if mask.lengths is not None and mask.lengths.shape[0] not in (1, q.shape[0]):
         raise ValueError(
-            f"mask must have one length for each of q's {q.shape[0]} batch elements; it has {mask.lengths.shape[0]}."
+            f"mask must have 1 or {q.shape[0]} lengths, as q has batch elements; it has {mask.lengths.shape[0]}."
         )
     if mask.indices.device != q.device:
         raise ValueError(

@@ -48,7 +48,7 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     costs more index and smaller products: 64 to 128 runs fastest on current GPUs where the over-coverage is the same.
 
     `blocks`: sizes in tokens, or `(block_q, block_k)` pairs. Takes time in proportion to the live tiles (and to the
-    distinct partial ones for finer blocks). Raises ValueError for a bad block.
+    distinct partial ones for finer blocks). Raises ValueError for a bad block, TypeError for what is no list of them.
 
     >>> near = BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 1024, block=64)
     >>> for entry in coarsening(near, (16, 64, 256)):
@@ -57,6 +57,8 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     blocks of 64 x 64: 46 live tiles, 10.87 computed scores a live one
     blocks of 256 x 256: 10 live tiles, 37.8 computed scores a live one
     """
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+        raise TypeError(f"blocks must be a list of blocks; got {blocks!r}.")
     pairs = [block_pair(block) for block in blocks]
     counts, live = [0] * len(pairs), 0
     for walk in walks(mask):
