@@ -40,8 +40,9 @@ def top_k_blocks(
 
     The mask is loose (see `BlockMask`) and lies on the device of `scores`, with room for k tiles a row: nothing waits
     for the device, so it can be made at every step. The same scores give the same mask, also when activation
-    checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call, and kept: choose
-    outside of what `torch.compile` compiles, which would make it again at every step (the mask is then an argument).
+    checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call, and kept.
+    `torch.compile(fullgraph=True)` traces scores, choice and attention as one graph, for each length anew (but not with
+    `dynamic=True`, which PyTorch refuses).
 
     Source: top-k over pooled scores in MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025)
     and, with learned scores, SeerAttention (Gao et al., 2024); SpargeAttn has it beside `mass_blocks`. MoBA (Lu et al.,

@@ -144,7 +144,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
         kept &= torch.zeros_like(kept).scatter_(-1, best, True)
     kept_flat = kept.view(-1)
 
-    room = patterns * of.room(min(most, choices * block_q * max(1, span // block_k)))
+    room = patterns * of.rooms[min(most, choices * block_q * max(1, span // block_k))]
     found = compact(kept, room)
     bits = torch.zeros(room * block_q * width, dtype=torch.int32, device=indices.device)
     for tile, word, value in once or words():

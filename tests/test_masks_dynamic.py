@@ -347,10 +347,10 @@ BUILD = {
 N = 50
 
 
-def padded_problem():
+def padded_problem(seed=0):
     """A length that is no multiple of the block, grouped heads, tensors that want gradients."""
     shapes = [(1, 4, N, 16), (1, 2, N, 16), (1, 2, N, 16)]
-    return [torch.randn(s, generator=generator(i)).requires_grad_() for i, s in enumerate(shapes)]
+    return [torch.randn(s, generator=generator(3 * seed + i)).requires_grad_() for i, s in enumerate(shapes)]
 
 
 def build(name, q, k):
@@ -402,6 +402,41 @@ def test_the_same_scores_give_the_same_arrays(name):
     first, second = build(name, q, k), build(name, q, k)
     for array in ("indptr", "indices", "tile", "bits", "pattern"):
         assert torch.equal(getattr(first, array), getattr(second, array))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False], ids=["fullgraph", "breaks allowed"])
+@pytest.mark.parametrize("name", ALL)
+def test_torch_compile_makes_one_graph_of_choice_and_attention(name, fullgraph):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def step(q, k, v):
+        return attention(q, k, v, build(name, q, k)).sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=count, fullgraph=fullgraph)
+    for seed in (0, 1):  # another choice from other values
+        q, k, v = padded_problem(seed)
+        got, want = compiled(q, k, v), step(q, k, v)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        got, want = (torch.autograd.grad(out.sum(), (q, k, v)) for out in (got, want))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_torch_compile_serves_another_length():
+    def step(q, k, v):
+        scores = masks.pooled_scores(q, k, block=16)
+        return attention(q, k, v, masks.top_k_blocks(scores, 2, q_len=q.shape[2], block=16, causal=True))
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for length in (64, 100, 70):
+        q, k, v = torch.randn(3, 1, 2, length, 16, generator=generator(length))
+        torch.testing.assert_close(compiled(q, k, v), step(q, k, v), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,9 +58,7 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     blocks of 64 x 64: 46 live tiles, 10.87 computed scores a live one
     blocks of 256 x 256: 10 live tiles, 37.8 computed scores a live one
     """
-    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
-        raise TypeError(f"blocks must be a list of blocks; got {blocks!r}.")
-    pairs = [block_pair(block) for block in blocks]
+    pairs = [block_pair(block) for block in _listed(blocks)]
     counts, live = [0] * len(pairs), 0
     for walk in walks(mask):
         live += len(walk.users) * int(walk.live().sum())
@@ -70,6 +69,12 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
                 parts[part] = live_parts(walk, *part)
             counts[number] += len(walk.users) * _live_tiles(walk, parts[part], block_q, block_k, mask.blocks[1])
     return [Coarsening(q, k, count, live) for (q, k), count in zip(pairs, counts, strict=True)]
+
+
+def _listed(blocks: Any) -> Sequence[Block]:
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+        raise TypeError(f"blocks must be a list of blocks; got {blocks!r}.")
+    return blocks
 
 
 def live_parts(walk: Walk, part_q: int, part_k: int) -> Tensor:

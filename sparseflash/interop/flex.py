@@ -60,8 +60,8 @@ def from_flex(block_mask: FlexBlockMask) -> BlockMask:
     their size is 1). In eager mode FlexAttention asks `mask_mod` everywhere and ignores the lists: masks made by
     `create_block_mask` mean the same either way.
 
-    Raises TypeError for anything else; ValueError for blocks that a mask cannot have (powers of two from 16 to 256), and
-    for lists that name a block twice or out of range; whatever `mask_mod` raises, as that of a sliced `BlockMask` does.
+    Raises TypeError for anything else; ValueError for blocks that a mask cannot have (powers of two from 16 to 256) and
+    lists that name a block twice or out of range; whatever `mask_mod` raises, as that of a sliced `BlockMask` does.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> from_flex(create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu", BLOCK_SIZE=64))
@@ -69,8 +69,8 @@ def from_flex(block_mask: FlexBlockMask) -> BlockMask:
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-    if not isinstance(block_mask, FlexBlockMask):
-        kind = type(block_mask)
+    kind: type = type(block_mask)
+    if not issubclass(kind, FlexBlockMask):
         raise TypeError(f"block_mask must be FlexAttention's BlockMask; got {kind.__module__}.{kind.__qualname__}.")
     block_q, block_k = block_mask.BLOCK_SIZE
     if block_q not in BLOCKS or block_k not in BLOCKS:
