@@ -58,7 +58,9 @@ def from_flex(block_mask: FlexBlockMask) -> BlockMask:
     A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` says so; `mask_mod` is
     evaluated in those blocks alone, for the batch elements and heads that the lists tell apart (those of index 0 where
     their size is 1). In eager mode FlexAttention asks `mask_mod` everywhere and ignores the lists: masks made by
-    `create_block_mask` mean the same either way.
+    `create_block_mask` mean the same either way. Because `mask_mod` may be anything, a thousand partial blocks of
+    128 x 128 take about a second on a CPU (full ones nothing): keep a long mask itself (`BlockMask.save`) rather than
+    what `to_flex` made of it.
 
     Raises TypeError for anything else; ValueError for blocks that a mask cannot have (powers of two from 16 to 256) and
     lists that name a block twice or out of range; whatever `mask_mod` raises, as that of a sliced `BlockMask` does.
