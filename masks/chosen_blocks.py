@@ -88,11 +88,11 @@ def mass_blocks(
     `most` blocks (default: all there are), which is also the room that the mask has: a smaller one takes less memory
     and time, and bounds the work of a step. `mass=1` keeps every block that does not score -inf or NaN.
 
-    `scores` are logits, as `pooled_scores` gives them, shaped as for `top_k_blocks`; of probabilities take the `log()`.
-    Shares are added in units of 2^-40, exactly, so the choice is the same at every run. For the rest see
-    `top_k_blocks`.
+    `scores` are logits, as `pooled_scores` and `antidiagonal_scores` give them, shaped as for `top_k_blocks`; of
+    probabilities take the `log()`. Shares are added in units of 2^-40, exactly, so the choice is the same at every run.
+    For the rest see `top_k_blocks`.
 
-    Source: the threshold tau of XAttention (Xu et al., 2025, section 2.2; over sums along antidiagonals), tau of
+    Source: the threshold tau of XAttention (Xu et al., 2025, section 2.2; over `antidiagonal_scores`), tau of
     SpargeAttn (Zhang et al., 2025; over pooled scores), gamma of FlexPrefill (Lai et al., 2025).
 
     Raises ValueError unless `0 < mass <= 1`, and if `most` is less than the blocks that a row always keeps.

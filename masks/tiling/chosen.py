@@ -133,6 +133,22 @@ def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
     return values.detach().reshape((1,) * (4 - values.ndim) + values.shape)
 
 
+def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | None) -> None:
+    """The shapes of what block scores are made of."""
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating tensor [batch, heads, tokens, head dim]; got {got}.")
+    batch, heads, _, dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != dim or 0 in q.shape or 0 in k.shape or heads % k.shape[1]:
+        raise ValueError(
+            "q and k must have one batch size, one head dim and query heads a multiple of the key heads, and no "
+            f"dimension of 0; got {list(q.shape)} and {list(k.shape)}."
+        )
+    if lengths is not None and lengths.shape != (batch,):
+        raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")
+
+
 def full_words(frame: Frame) -> Tensor:
     """The bits of every kind, the full one (0) included: int32 `[1 + T, block_q, words]`."""
     full = frame.bits.new_full((1, *frame.bits.shape[1:]), tiles.full_word(frame.block[1]))
