@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair, check_block_count, token_counts
+from sparseflash.checks import Block, block_pair, check_block_count, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import Frame, as_heads, frame, mask_of_blocks
 
@@ -129,7 +129,7 @@ def _checked(
         at_least(0, value, name, "blocks")
         for value, name in ((sink_blocks, "sink_blocks"), (local_blocks, "local_blocks"))
     )
-    return scores, frame(q_len, k_len, (block_q, block_k), bool(causal), sink, local, scores.device)
+    return scores, frame(q_len, k_len, (block_q, block_k), flag(causal, "causal"), sink, local, scores.device)
 
 
 def _enough(value: int, name: str, of: Frame) -> int:

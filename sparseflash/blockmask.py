@@ -175,8 +175,9 @@ class BlockMask:
         """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
 
         `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
-        with them. It is evaluated tile by tile, on about 2 million scores at a time, never on the whole `N x N`
-        matrix: memory is bounded, time is in proportion to the tiles looked at. `k_len` defaults to `q_len`.
+        with them: it is made of `&`, `|` and `~`, not of `and`, `or` and `not`. It is evaluated tile by tile, on about
+        2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to the
+        tiles looked at. `k_len` defaults to `q_len`.
 
         `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
         block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int
@@ -418,6 +419,7 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on another device; itself if it is there already."""
+        device = torch.device(device)
         arrays = tuple(None if a is None else a.to(device) for a in self._arrays())
         if all(a is b for a, b in zip(arrays, self._arrays(), strict=True)):
             return self

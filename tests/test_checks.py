@@ -75,3 +75,57 @@ def test_coarsening_takes_a_list_of_blocks(value):
 def test_orders_to_lint_are_named():
     with pytest.raises(TypeError, match="orders must be a dict from names to orders of the tokens; got list"):
         analysis.lint(masks.causal(64), orders=[torch.arange(64)])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **causal: masks.local(64, 3, **causal),
+        lambda **causal: masks.dilated(64, 3, 2, **causal),
+        lambda **causal: masks.butterfly(64, block=16, **causal),
+        lambda **causal: masks.documents([64], **causal),
+        lambda **causal: masks.chunked(64, 8, **causal),
+        lambda **causal: masks.longformer(64, 3, 1, **causal),
+        lambda **causal: masks.random_blocks(64, 1, block=16, **causal),
+        lambda **causal: masks.deepspeed_bigbird(64, block=16, **causal),
+        lambda **causal: masks.deepspeed_fixed(64, block=16, **causal),
+        lambda **causal: masks.hierarchical(64, block=16, **causal),
+        lambda **causal: masks.top_k_blocks(torch.zeros(4, 4), 2, q_len=64, block=16, **causal),
+        lambda **causal: masks.mass_blocks(torch.zeros(4, 4), 0.5, q_len=64, block=16, **causal),
+        lambda **causal: masks.top_k_keys(torch.zeros(64, 64), 2, k_len=64, **causal),
+        lambda **causal: masks.selected_keys(torch.zeros(64, 2, dtype=torch.int64), 64, **causal),
+    ],
+)
+def test_patterns_are_causal_or_not(build):
+    build(causal=True), build(causal=False)
+    with pytest.raises(TypeError, match="causal must be True or False; got 'no'"):
+        build(causal="no")
+
+
+@pytest.mark.parametrize(
+    ("live", "error", "message"),
+    [
+        (
+            lambda b, h, q, k: k <= q,
+            TypeError,
+            r"two arguments.*function of \(b, h, q, k\).*lambda q, k: mask_mod\(0, 0",
+        ),
+        (lambda q: q, TypeError, r"two arguments, positions of queries and of keys; got a function of \(q\)"),
+        (DENSE, TypeError, r"live must be a function of positions \(q_idx, k_idx\); got Tensor"),
+        (lambda q, k: (k <= q).flatten(), ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1024\]"),
+        (lambda q, k: (k <= q)[None], ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1, 4, 16, 16\]"),
+    ],
+)
+def test_rules_that_are_none_say_why(live, error, message):
+    with pytest.raises(error, match=message):
+        BlockMask.from_function(live, 32, block=16)
+
+
+def test_rules_may_be_of_any_kind_that_takes_two():
+    assert BlockMask.from_function(torch.ge, 32, block=16) == masks.causal(32, block=16)
+    assert BlockMask.from_function(lambda *at: at[1] <= at[0], 32, block=16) == masks.causal(32, block=16)
+
+
+def test_a_mask_moves_to_devices_only():
+    with pytest.raises(TypeError):
+        masks.causal(32).to(torch.float16)

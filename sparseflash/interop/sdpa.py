@@ -50,7 +50,7 @@ def from_sdpa(
             place = tuple(wrong[0].tolist())
             raise ValueError(
                 f"attn_mask must hold 0 and -inf only (a bias is no mask); got {attn_mask[place].item()} at "
-                f"{list(place)}."
+                f"{list(place)}. If only 0 is live, give attn_mask == 0."
             )
         attn_mask = live
     shape = list(attn_mask.shape)
