@@ -175,7 +175,7 @@ def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
-            f"got {q.shape[2]} and {k.shape[2]}."
+            f"got {q.shape[2]} and {k.shape[2]}. A part of it is mask.crop(q=(start, stop), k=(start, stop))."
         )
     batch, heads = mask.pattern.shape
     if batch not in (1, q.shape[0]):
