@@ -93,8 +93,9 @@ def spans(
     own = (kind < 0).nonzero()[:, 0]
     r, c = i[own], j[own]
     nearest = torch.arange(row_blocks) * block_q // block_k
-    ends = torch.stack([start, stop] if no_limit else [start, stop, limit], 1) - nearest[:, None, None] * block_k
-    profile = tiles.deduplicate(torch.cat([ends, rows[:, None]], 1).to(torch.int32))[1]
+    ends = [start, stop] if no_limit else [start, stop, limit]
+    relative = [(x - nearest[:, None] * block_k).to(torch.int32) for x in ends]
+    profile = tiles.deduplicate(torch.stack([*relative, rows.to(torch.int32)], 1))[1]
     marks = tiles.deduplicate(of_key[:, None, :])[1]
     number, first = number_by_first_appearance(number_combinations([profile[r], c - nearest[r], marks[c]])[0])
     found = []
