@@ -7,6 +7,7 @@ if __name__ != "sparseflash.masks":
     raise ImportError("import the pattern library as sparseflash.masks, not as masks.")
 
 from sparseflash.masks import order as order
+from sparseflash.masks.antidiagonal_scores import antidiagonal_scores as antidiagonal_scores
 from sparseflash.masks.axial import axial as axial
 from sparseflash.masks.bigbird import bigbird as bigbird
 from sparseflash.masks.bigbird import deepspeed_bigbird as deepspeed_bigbird
@@ -45,6 +46,7 @@ from sparseflash.masks.vertical_slash import vertical_slash as vertical_slash
 
 __all__ = [
     "a_shape",
+    "antidiagonal_scores",
     "axial",
     "bigbird",
     "butterfly",

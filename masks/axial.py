@@ -66,8 +66,8 @@ def axial(shape: Sequence[int], *, order: Tensor | None = None, block: Block = 1
     codes = [query_shape[rows], key_shape[cols], *offset.unbind(1)]
 
     def live(some: Tensor) -> Tensor:
-        queries = query_shapes[query_shape[rows[some]]]
-        keys = key_shapes[key_shape[cols[some]]] + offset[some, None]
+        queries = query_shapes.index_select(0, query_shape[rows[some]])
+        keys = key_shapes.index_select(0, key_shape[cols[some]]) + offset[some, None]
         # Coordinates of one axis side by side: comparing every second number takes three times as long.
         queries, keys = (x.movedim(-1, 0).contiguous() for x in (queries, keys))
         equal = queries[0, :, :, None] == keys[0, :, None, :]  # on all axes so far

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair, check_block_count, token_counts
+from sparseflash.checks import Block, block_pair, check_block_count, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import Frame, as_heads, frame, mask_of_blocks
 
@@ -40,8 +40,9 @@ def top_k_blocks(
 
     The mask is loose (see `BlockMask`) and lies on the device of `scores`, with room for k tiles a row: nothing waits
     for the device, so it can be made at every step. The same scores give the same mask, also when activation
-    checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call, and kept: choose
-    outside of what `torch.compile` compiles, which would make it again at every step (the mask is then an argument).
+    checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call, and kept.
+    `torch.compile(fullgraph=True)` traces scores, choice and attention as one graph, for each length anew (but not with
+    `dynamic=True`, which PyTorch refuses).
 
     Source: top-k over pooled scores in MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025)
     and, with learned scores, SeerAttention (Gao et al., 2024); SpargeAttn has it beside `mass_blocks`. MoBA (Lu et al.,
@@ -87,11 +88,11 @@ def mass_blocks(
     `most` blocks (default: all there are), which is also the room that the mask has: a smaller one takes less memory
     and time, and bounds the work of a step. `mass=1` keeps every block that does not score -inf or NaN.
 
-    `scores` are logits, as `pooled_scores` gives them, shaped as for `top_k_blocks`; of probabilities take the `log()`.
-    Shares are added in units of 2^-40, exactly, so the choice is the same at every run. For the rest see
-    `top_k_blocks`.
+    `scores` are logits, as `pooled_scores` and `antidiagonal_scores` give them, shaped as for `top_k_blocks`; of
+    probabilities take the `log()`. Shares are added in units of 2^-40, exactly, so the choice is the same at every run.
+    For the rest see `top_k_blocks`.
 
-    Source: the threshold tau of XAttention (Xu et al., 2025, section 2.2; over sums along antidiagonals), tau of
+    Source: the threshold tau of XAttention (Xu et al., 2025, section 2.2; over `antidiagonal_scores`), tau of
     SpargeAttn (Zhang et al., 2025; over pooled scores), gamma of FlexPrefill (Lai et al., 2025).
 
     Raises ValueError unless `0 < mass <= 1`, and if `most` is less than the blocks that a row always keeps.
@@ -128,7 +129,7 @@ def _checked(
         at_least(0, value, name, "blocks")
         for value, name in ((sink_blocks, "sink_blocks"), (local_blocks, "local_blocks"))
     )
-    return scores, frame(q_len, k_len, (block_q, block_k), bool(causal), sink, local, scores.device)
+    return scores, frame(q_len, k_len, (block_q, block_k), flag(causal, "causal"), sink, local, scores.device)
 
 
 def _enough(value: int, name: str, of: Frame) -> int:

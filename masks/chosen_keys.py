@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.checks import Block, block_pair, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import Frame, as_heads, compact, frame, full_words, loose_mask
 
@@ -108,7 +108,7 @@ def top_k_keys(
 def _checked(q_len: int, k_len: int, block: Block, causal: bool, device: torch.device) -> Frame:
     pair = block_pair(block)
     q_len, k_len = token_counts(q_len, k_len)
-    return frame(q_len, k_len, pair, bool(causal), 0, 0, device)
+    return frame(q_len, k_len, pair, flag(causal, "causal"), 0, 0, device)
 
 
 def _span(span: int) -> int:
@@ -144,7 +144,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
         kept &= torch.zeros_like(kept).scatter_(-1, best, True)
     kept_flat = kept.view(-1)
 
-    room = patterns * of.room(min(most, choices * block_q * max(1, span // block_k)))
+    room = patterns * of.rooms[min(most, choices * block_q * max(1, span // block_k))]
     found = compact(kept, room)
     bits = torch.zeros(room * block_q * width, dtype=torch.int32, device=indices.device)
     for tile, word, value in once or words():

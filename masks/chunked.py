@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, token_counts
+from sparseflash.checks import Block, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.spans import spans
 
@@ -38,4 +38,4 @@ def chunked(q_len: int, chunk: int, *, causal: bool = False, block: Block = 128)
     chunk = at_least(1, chunk, "chunk", "tokens")
     q = torch.arange(q_len)
     start = q // chunk * chunk
-    return spans(start, q + 1 if causal else start + chunk, q_len, block=block)
+    return spans(start, q + 1 if flag(causal, "causal") else start + chunk, q_len, block=block)

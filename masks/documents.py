@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
-from sparseflash.masks.tiling.arguments import integers
+from sparseflash.checks import Block, flag, integers
 from sparseflash.masks.tiling.spans import spans
 
 
@@ -54,7 +53,7 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
     q_stops, k_stops = q_sizes.cumsum(0), k_sizes.cumsum(0)
     document = torch.repeat_interleave(torch.arange(len(q_sizes)), q_sizes)
     start, stop = (k_stops - k_sizes)[document], k_stops[document]
-    if causal:
+    if flag(causal, "causal"):
         stop = stop - (q_stops[document] - 1 - torch.arange(len(document)))
     return spans(start, stop, int(k_stops[-1]), block=block)
 

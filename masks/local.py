@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, token_counts
+from sparseflash.checks import Block, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.band import band
 from sparseflash.masks.tiling.diagonals import diagonals
@@ -44,6 +44,7 @@ def local(
     >>> local(4096, left=255, right=0) == local(4096, 256, causal=True)
     True
     """
+    causal = flag(causal, "causal")
     if left is not None or right is not None:
         if window is not None or causal or left is None or right is None:
             raise ValueError(
@@ -88,6 +89,7 @@ def dilated(q_len: int, window: int, dilation: int, *, causal: bool = False, blo
     """
     q_len, _ = token_counts(q_len, q_len)
     window, dilation = at_least(1, window, "window", "keys"), at_least(1, dilation, "dilation", "tokens")
+    causal = flag(causal, "causal")
     within = (q_len - 1) // dilation  # steps that stay in the sequence
     farthest = min(window - 1 if causal else window // 2, within)
     return diagonals(torch.arange(0 if causal else -farthest, farthest + 1) * dilation, q_len, block=block)

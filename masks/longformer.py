@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, token_counts
+from sparseflash.checks import Block, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least, is_list, positions
 from sparseflash.masks.tiling.spans import spans
 
@@ -39,7 +39,7 @@ def longformer(q_len: int, window: int, global_tokens: Any, *, causal: bool = Fa
     BlockMask(4096 x 4096, blocks of 128, 212 tiles: 94 full + 118 partial (6 distinct), density 12.2 %)
     """
     q_len, _ = token_counts(q_len, q_len)
-    window = at_least(1, window, "window", "keys")
+    window, causal = at_least(1, window, "window", "keys"), flag(causal, "causal")
     marked = torch.zeros(q_len, dtype=torch.bool)
     if is_list(global_tokens):
         marked[positions(global_tokens, "global_tokens", q_len)] = True

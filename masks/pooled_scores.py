@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.checks import Block, block_pair
+from sparseflash.masks.tiling.chosen import check_queries_and_keys
 
 
 @torch.no_grad()
@@ -30,7 +31,8 @@ def pooled_scores(
 
     Source: MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025), SpargeAttn (Zhang et al.,
     2025; it keeps blocks whose tokens do not resemble one another dense). SeerAttention (Gao et al., 2024) learns the
-    pooling; Quest (Tang et al., 2024) bounds the scores by minima and maxima instead.
+    pooling; Quest (Tang et al., 2024) bounds the scores by minima and maxima instead. XAttention's are
+    `antidiagonal_scores`.
 
     Raises ValueError for tensors or lengths of other shapes.
 
@@ -39,19 +41,8 @@ def pooled_scores(
     torch.Size([1, 4, 16, 16])
     """
     block_q, block_k = block_pair(block)
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
-            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating tensor [batch, heads, tokens, head dim]; got {got}.")
-    batch, heads, _, dim = q.shape
-    kv_heads = k.shape[1]
-    if k.shape[0] != batch or k.shape[3] != dim or 0 in q.shape or 0 in k.shape or heads % kv_heads:
-        raise ValueError(
-            "q and k must have one batch size, one head dim and query heads a multiple of the key heads, and no "
-            f"dimension of 0; got {list(q.shape)} and {list(k.shape)}."
-        )
-    if lengths is not None and lengths.shape != (batch,):
-        raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")
+    check_queries_and_keys(q, k, lengths)
+    (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         q_mean, k_mean = _means(q, block_q, lengths), _means(k, block_k, lengths)
         q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another

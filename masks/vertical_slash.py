@@ -87,25 +87,34 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     first_q = torch.arange(row_blocks) * block_q
     last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
     i, at = between(torch.zeros_like(first_q), torch.searchsorted(marked, last_q // block_k, right=True) - 1)
+    column = i * col_blocks + marked[at]
     crossed = tiles_at(offsets, q_len, block_q, block_k)
-    slashed = torch.sort(crossed[0] * col_blocks + crossed[1]).values
-    key = torch.unique(torch.cat([slashed, i * col_blocks + marked[at]]))
+    slashed = crossed[0] * col_blocks + crossed[1]
+    # Both lists ascend, and are merged without sorting.
+    place = torch.searchsorted(slashed, column)
+    alone = torch.cat([slashed, slashed.new_full((1,), -1)])[place] != column
+    has_slash = torch.ones(len(slashed) + int(alone.sum()), dtype=torch.bool)
+    has_slash[place[alone] + torch.arange(len(has_slash) - len(slashed))] = False
+    key = torch.empty(len(has_slash), dtype=torch.int64)
+    key[has_slash], key[~has_slash] = slashed, column[alone]
     i, j = key // col_blocks, key % col_blocks
     corner = i * block_q - j * block_k
-    has_slash = torch.isin(key, slashed, assume_unique=True)
 
     # Tiles of diagonals only recur along them; those of columns only, down them; the rest are made one by one.
-    corners, which = distinct(corner)
+    corners, which = distinct(corner[has_slash])
     of_corner = words_at(offsets, corners, block_q, block_k)
-    kind = which + 1
-    words = [of_corner, of_key[marked][:, None, :].expand(-1, block_q, -1)]
+    slash = torch.full_like(key, len(corners))  # number in `slashed_words`, whose last is empty
+    slash[has_slash] = which
     below_diagonal = corner >= block_k - 1
-    kind = torch.where(~has_slash & below_diagonal, torch.searchsorted(marked, j) + 1 + len(corners), kind)
+    kind = torch.where(has_slash, slash, torch.searchsorted(marked, j) + len(corners)) + 1
+    words = [of_corner, of_key[marked][:, None, :].expand(-1, block_q, -1)]
+    slashed_words = torch.nn.functional.pad(of_corner, (0, 0, 0, 0, 0, 1))
     offset = len(corners) + len(marked)
     own = (has_cols[j] & (has_slash | ~below_diagonal)).nonzero()[:, 0]
     for some in own.split(max(1, WORDS_AT_ONCE // (block_q * of_key.shape[1]))):
         past = below(corner[some][:, None] + torch.arange(1, block_q + 1), block_k)
-        made, inverse = tiles.deduplicate(of_corner[which[some]] | (of_key[j[some]][:, None, :] & past))
+        made = slashed_words.index_select(0, slash[some]) | (of_key[j[some]][:, None, :] & past)
+        made, inverse = tiles.deduplicate(made)
         words.append(made)
         kind[some] = inverse + 1 + offset
         offset += len(made)

@@ -3,8 +3,21 @@
 `BlockMask` says which scores exist, `attention` computes exactly those, `sparseflash.masks` has ready patterns.
 """
 
+from typing import TYPE_CHECKING
+
 from sparseflash.attention import attention as attention
 from sparseflash.blockmask import BlockMask as BlockMask
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        """`sparseflash.masks` and the like without an import of their own: loaded when they are first asked for."""
+        if name not in ("analysis", "draw", "interop", "masks"):
+            raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
+        from importlib import import_module
+
+        return import_module(f"sparseflash.{name}")
+
 
 __version__ = "0.1.0"
 __all__ = ["BlockMask", "attention"]

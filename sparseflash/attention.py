@@ -117,8 +117,11 @@ def attention(
             q, k, v, None, None, None, None, None, None, _DENSE_BLOCK, _DENSE_BLOCK, scale, *dropping
         )  # fmt: skip
     else:
+        lengths = mask.lengths
+        if lengths is not None and lengths.shape[0] != q.shape[0]:
+            lengths = lengths.expand(q.shape[0]).contiguous()
         out, lse, _ = operator(
-            q, k, v, mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, mask.lengths,
+            q, k, v, mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths,
             mask.block_q, mask.block_k, scale, *dropping,
         )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -186,16 +189,16 @@ def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
-            f"got {q.shape[2]} and {k.shape[2]}."
+            f"got {q.shape[2]} and {k.shape[2]}. A part of it is mask.crop(q=(start, stop), k=(start, stop))."
         )
     batch, heads = mask.pattern.shape
     if batch not in (1, q.shape[0]):
         raise ValueError(f"mask must be for 1 or {q.shape[0]} batch elements, as q has; it is for {batch}.")
     if heads not in (1, q.shape[1]):
         raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.")
-    if mask.lengths is not None and mask.lengths.shape[0] != q.shape[0]:
+    if mask.lengths is not None and mask.lengths.shape[0] not in (1, q.shape[0]):
         raise ValueError(
-            f"mask must have one length for each of q's {q.shape[0]} batch elements; it has {mask.lengths.shape[0]}."
+            f"mask must have 1 or {q.shape[0]} lengths, as q has batch elements; it has {mask.lengths.shape[0]}."
         )
     if mask.indices.device != q.device:
         raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
-from sparseflash.checks import Block, block_pair, boolean, check_block_count, token_counts
+from sparseflash.checks import Block, block_pair, boolean, check_block_count, integers, token_counts
 from sparseflash.counting import live_scores
 from sparseflash.csr import columns_of, derived, may_vary_in_size, stored_tiles
 from sparseflash.invariants import check_arrays, validate
@@ -40,7 +40,7 @@ class BlockMask:
     - `tile`     int32 `[nnz]`: 0: every score is live; t > 0: `bits[t - 1]` says which
     - `bits`     int32 `[T, block_q, max(block_k // 32, 1)]`: bit `k % 32` of word `k // 32` of row q is score (q, k)
     - `pattern`  int32 `[B or 1, Hq or 1]`: the pattern of each batch element and query head; 1 means shared
-    - `lengths`  int32 `[B]` or None: tokens of each sequence; queries and keys at or past it are dead (padding)
+    - `lengths`  int32 `[B or 1]` or None: tokens of each sequence; queries and keys at or past it are dead (padding)
 
     Build one with `from_dense`, `from_layout`, `from_function`, `from_tiles`, `dense`, or a function of
     `sparseflash.masks`; call the class itself only with arrays that keep these rules (`validate()` checks them all).
@@ -175,8 +175,9 @@ class BlockMask:
         """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
 
         `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
-        with them. It is evaluated tile by tile, on about 2 million scores at a time, never on the whole `N x N`
-        matrix: memory is bounded, time is in proportion to the tiles looked at. `k_len` defaults to `q_len`.
+        with them: it is made of `&`, `|` and `~`, not of `and`, `or` and `not`. It is evaluated tile by tile, on about
+        2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to the
+        tiles looked at. `k_len` defaults to `q_len`.
 
         `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
         block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int
@@ -250,25 +251,25 @@ class BlockMask:
         layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool)
         return cls.from_layout(layout, block=(block_q, block_k), q_len=q_len, k_len=k_len)
 
-    def with_lengths(self, lengths: Tensor) -> BlockMask:
+    def with_lengths(self, lengths: Tensor | Sequence[int]) -> BlockMask:
         """The same mask with padding: queries and keys at or past a sequence's length are dead.
 
         `lengths`: integer tensor `[B]` on the mask's device, tokens; values are clamped to `0 .. max(q_len, k_len)`.
         Replaces lengths given before. Asks the device nothing, shares the arrays and everything derived from them, so
-        it is cheap enough for every training step. Kernels skip the blocks past the end.
+        it is cheap enough for every training step. Kernels skip the blocks past the end. A list of ints does as well,
+        but is copied to the device first, for which the CPU waits. A single length makes a mask of one batch element,
+        which serves any number of them, as a shared pattern does.
 
-        Raises TypeError for a tensor that is not integer, ValueError for another shape, device or batch size.
+        Raises TypeError for what is not of integers, ValueError for another shape, device or batch size.
 
-        >>> mask = BlockMask.dense(64, block=32).with_lengths(torch.tensor([40, 64]))
+        >>> mask = BlockMask.dense(64, block=32).with_lengths([40, 64])
         >>> mask.to_dense().sum((-2, -1)).tolist()
         [[1600], [4096]]
         """
-        is_integer = isinstance(lengths, Tensor) and not (
-            lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool
-        )
-        if not is_integer:
-            got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-            raise TypeError(f"lengths must be an integer tensor; got {got}.")
+        if not isinstance(lengths, Tensor):
+            lengths = integers(lengths, "lengths").to(self.device)
+        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+            raise TypeError(f"lengths must be an integer tensor; got {lengths.dtype}.")
         batch = self.pattern.shape[0]
         if lengths.ndim != 1 or (batch != 1 and lengths.shape[0] != batch):
             want = "B" if batch == 1 else str(batch)
@@ -322,6 +323,15 @@ class BlockMask:
         Those of a loose mask have as much room as its rows.
         """
         return columns_of(self.indptr, self.indices, self.tile, *self.blocks)
+
+    @property
+    def T(self) -> BlockMask:
+        """`transpose()`: the mask with queries and keys exchanged, as of an array.
+
+        >>> BlockMask.dense(100, 60, block=16).T.shape
+        (1, 1, 60, 100)
+        """
+        return self.transpose()
 
     @property
     def density(self) -> float:
@@ -409,6 +419,7 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on another device; itself if it is there already."""
+        device = torch.device(device)
         arrays = tuple(None if a is None else a.to(device) for a in self._arrays())
         if all(a is b for a, b in zip(arrays, self._arrays(), strict=True)):
             return self

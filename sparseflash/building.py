@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +49,7 @@ def tiles_of_function(
     device: torch.device,
 ) -> Part:
     """The tiles of a predicate; see `BlockMask.from_function`."""
+    _check_rule(live)
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     if isinstance(candidates, tuple):
         rows, cols = tile_list(*candidates, row_blocks, col_blocks)
@@ -66,6 +69,23 @@ def tiles_of_function(
             found.append(part)
     i, j, tile, words = (torch.cat(column) for column in zip(*found, strict=True))
     return i, j, tile, words
+
+
+def _check_rule(live: Any) -> None:
+    """A rule takes two things. FlexAttention's takes four, and the error of calling it would not say so."""
+    if not callable(live):
+        raise TypeError(f"live must be a function of positions (q_idx, k_idx); got {type(live).__name__}.")
+    try:
+        signature = inspect.signature(live)
+    except ValueError:  # of some functions of C nobody knows
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"live must take two arguments, positions of queries and of keys; got a function of {signature}. Of "
+            "FlexAttention's mask_mod(b, h, q_idx, kv_idx), give lambda q, k: mask_mod(0, 0, q, k)."
+        ) from error
 
 
 def tile_list(rows: Tensor, cols: Tensor, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +130,13 @@ def _evaluate(live: Live, rows: Tensor, cols: Tensor, q_len: int, k_len: int, bl
     k = cols[:, None, None] * block_k + torch.arange(block_k, device=device)[None, None, :]
     # A predicate that looks something up (a document number, say) must never see a position past the end.
     answer = boolean(live(q.clamp(max=q_len - 1), k.clamp(max=k_len - 1)), "what live returns")
-    inside = answer.expand(len(rows), block_q, block_k) & (q < q_len) & (k < k_len)
+    shape = (len(rows), block_q, block_k)
+    if answer.ndim > 3 or any(n not in (1, m) for n, m in zip(answer.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(
+            f"what live returns must broadcast, as its arguments {list(q.shape)} and {list(k.shape)} do, to "
+            f"{list(shape)}; got {list(answer.shape)}."
+        )
+    inside = answer.expand(shape) & (q < q_len) & (k < k_len)
     words = tiles.pack(inside)
     full = tiles.full_word(block_k)
     some, every = (words != 0).any(-1).any(-1), (words == full).all(-1).all(-1)
@@ -198,7 +224,7 @@ def _assemble(
     def trimmed(some: Tensor) -> Tensor:
         number, end = some // 4, some % 4
         made = full.repeat(len(some), 1, 1)
-        made[number > 0] = words[number[number > 0] - 1]
+        made[number > 0] = words.index_select(0, number[number > 0] - 1)
         return made & ends[end]
 
     kind, bits = tiles.classify(trimmed, pairs, block_q, block_k)
@@ -211,7 +237,7 @@ def _assemble(
     appearing = tile[first]
     is_partial = appearing > 0
     tile = (is_partial.cumsum(0) * is_partial)[number]
-    bits = bits[appearing[is_partial] - 1]
+    bits = bits.index_select(0, appearing[is_partial] - 1)
     starts = torch.arange(patterns * row_blocks + 1, device=rows.device)
     return torch.searchsorted(rows, starts), cols, tile, bits
 

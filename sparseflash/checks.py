@@ -1,13 +1,16 @@
-"""Checks of what a caller gives to build a mask: blocks, lengths, boolean tensors."""
+"""Checks of what a caller gives: blocks, lengths, numbers and lists of them, boolean tensors, masks."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
 
 BLOCKS = (16, 32, 64, 128, 256)
 Block = int | tuple[int, int]
@@ -37,6 +40,37 @@ def integer(value: Any, name: str, unit: str) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an integer number of {unit}; got {value!r}.")
     return operator.index(value)
+
+
+def integers(values: Any, name: str) -> Tensor:
+    """A list, 1-D tensor or 1-D array of integers as an int64 tensor `[E]` on the CPU."""
+    try:
+        tensor = torch.as_tensor(values).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a list of integers; got {values!r}.") from error
+    if tensor.numel() == 0:
+        tensor = tensor.to(torch.int64)  # an empty list has no type
+    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be a list of integers; got {tensor.dtype} of shape {list(tensor.shape)}.")
+    return tensor.to(torch.int64)
+
+
+def flag(value: Any, name: str) -> bool:
+    """A plain bool of one of Python or NumPy: any other value would pass for True."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False; got {value!r}.")
+    return bool(value)
+
+
+def checked_mask(value: Any) -> BlockMask:
+    """`value` if it is a mask."""
+    from sparseflash.blockmask import BlockMask
+
+    if not isinstance(value, BlockMask):
+        raise TypeError(
+            f"mask must be a BlockMask; got {type(value).__name__} (BlockMask.from_dense takes boolean tensors)."
+        )
+    return value
 
 
 def boolean(value: Any, name: str) -> Tensor:

@@ -214,7 +214,11 @@ def test_tensors_that_do_not_fit_are_refused(inputs, error, message):
         (masks.causal(32, 64), ValueError, r"is for 32 queries and 64 keys, got 32 and 32"),
         (BlockMask.from_dense(torch.rand(3, 1, 32, 32) < 0.5), ValueError, r"mask must be for 1 or 2 batch.*for 3"),
         (BlockMask.from_dense(torch.rand(1, 2, 32, 32) < 0.5), ValueError, r"mask must be for 1 or 4 heads.*for 2"),
-        (masks.causal(32).with_lengths(torch.tensor([1, 2, 3])), ValueError, r"q's 2 batch elements; it has 3"),
+        (
+            masks.causal(32).with_lengths(torch.tensor([1, 2, 3])),
+            ValueError,
+            r"mask must have 1 or 2 lengths.*it has 3",
+        ),
         (
             masks.causal(32).to("meta"),
             ValueError,
@@ -226,6 +230,18 @@ def test_tensors_that_do_not_fit_are_refused(inputs, error, message):
 def test_masks_that_do_not_fit_are_refused(backend, mask, error, message):
     with pytest.raises(error, match=message):
         attention(Q, Q, Q, mask, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_single_length_holds_for_the_whole_batch(backend):
+    mask = masks.causal(32, block=16)
+    q = torch.rand_like(Q).requires_grad_()
+    k, v = torch.rand_like(Q), torch.rand_like(Q)
+    one = attention(q, k, v, mask.with_lengths([20]), backend=backend)
+    two = attention(q, k, v, mask.with_lengths([20, 20]), backend=backend)
+    assert torch.equal(one, two) and one[:, :, :20].any() and not one[:, :, 20:].any()
+    one.sum().backward()
+    assert not q.grad[:, :, 20:].any()
 
 
 def test_an_unknown_backend_is_refused():

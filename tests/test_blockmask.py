@@ -484,6 +484,11 @@ def test_lengths_may_be_strided():
     assert mask.with_lengths(torch.tensor([5]).expand(3)).lengths.tolist() == [5, 5, 5]
 
 
+@pytest.mark.parametrize("given_lengths", [[7, 40], (7, 40), np.array([7, 40])], ids=["list", "tuple", "array"])
+def test_lengths_may_be_a_list(given_lengths):
+    assert_same(window().with_lengths(given_lengths), window().with_lengths(torch.tensor([7, 40])))
+
+
 def test_giving_lengths_asks_the_device_nothing():
     # Tensors on the meta device have no values, so that reading one raises.
     mask = window().to("meta")
@@ -495,8 +500,11 @@ def test_giving_lengths_asks_the_device_nothing():
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ([3, 4], TypeError, "lengths must be an integer tensor; got list"),
-        (None, TypeError, "lengths must be an integer tensor; got NoneType"),
+        ([3.0, 4.0], TypeError, "lengths must be a list of integers; got torch.float32"),
+        ([True], TypeError, "lengths must be a list of integers; got torch.bool"),
+        ([[3]], TypeError, r"lengths must be a list of integers; got torch.int64 of shape \[1, 1\]"),
+        (None, TypeError, "lengths must be a list of integers; got None"),
+        (3, TypeError, r"lengths must be a list of integers; got torch.int64 of shape \[\]"),
         (torch.tensor([3.0]), TypeError, "lengths must be an integer tensor; got torch.float32"),
         (torch.tensor([True]), TypeError, "lengths must be an integer tensor; got torch.bool"),
         (torch.tensor([3j]), TypeError, "lengths must be an integer tensor; got torch.complex64"),

@@ -188,3 +188,15 @@ assert not any(name.partition(".")[0] == "scipy" for name in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_parts_of_the_library_need_no_import_of_their_own():
+    program = """
+import sys, sparseflash
+for name in ("analysis", "draw", "interop", "masks"):
+    assert f"sparseflash.{name}" not in sys.modules
+    assert getattr(sparseflash, name) is sys.modules[f"sparseflash.{name}"]
+assert not hasattr(sparseflash, "attentions")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """Patterns chosen from the data: each keeps what its formula says, waits for nothing, and passes no gradient on."""
 
+import importlib
 import itertools
 import math
 from unittest import mock
@@ -14,6 +15,8 @@ from sparseflash.kernels.plan import plan_of
 from sparseflash.masks import chosen_keys
 from strategies import SEEDS, blocks, lengths
 from waiting import NoWaiting
+
+antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores")  # the name is the function's, too
 
 MOST = 150
 BLOCKS = (16, 32, 64)
@@ -335,6 +338,75 @@ def test_pooled_scores_are_summed_in_single_precision_under_autocast_too(dtype):
     torch.testing.assert_close(got, masks.pooled_scores(q.double(), k.double(), block=32, scale=1.0).to(got.dtype))
 
 
+# ---------------------------------------------------------------------- antidiagonal scores
+
+
+def antidiagonal_formula(q, k, block, stride, causal):
+    """The docstring's formula for one head, a group and a token at a time: q `[Nq, D]`, k `[Nk, D]`, in fp64."""
+    (q_len, dim), k_len = q.shape, k.shape[0]
+    groups_q, groups_k = -(-q_len // stride), -(-k_len // stride)
+    s = torch.full((groups_q, groups_k), -torch.inf, dtype=torch.float64)
+    for a, c in itertools.product(range(groups_q), range(groups_k)):
+        last = min(a * stride + stride, q_len) - 1 + k_len - q_len
+        if not causal or c * stride <= last:
+            tokens = [(a * stride + stride - 1 - t, c * stride + t) for t in range(stride)]
+            pairs = [(x, y) for x, y in tokens if x < q_len and y < k_len]
+            s[a, c] = sum((q[x] @ k[y] for x, y in pairs), torch.tensor(0.0).double()) / (stride * dim**0.5)
+    p = s.softmax(1).nan_to_num(0.0)
+    found = torch.zeros(blocks_of(q_len, k_len, block), dtype=torch.float64)
+    for i, j in itertools.product(*map(range, found.shape)):
+        rows, cols = (slice(n * b // stride, (n + 1) * b // stride) for n, b in zip((i, j), block))
+        found[i, j] = p[rows, cols].sum(1).mean()
+    return found.log()
+
+
+@given(sizes(), st.sampled_from([4, 8, 16]), st.booleans(), SEEDS, st.sampled_from([1, 1 << 24]))
+def test_antidiagonal_scores_follow_their_formula(drawn, stride, causal, seed, at_once):
+    q_len, k_len, block = drawn
+    q = 3 * torch.randn(2, 2, q_len, 4, generator=generator(seed))
+    k = torch.randn(2, 1, k_len, 4, generator=generator(seed + 1))
+    with mock.patch.object(antidiagonal, "_AT_ONCE", at_once):
+        got = masks.antidiagonal_scores(q, k, block=block, stride=stride, causal=causal)
+    assert got.dtype == torch.float32 and got.shape == (2, 2, *blocks_of(q_len, k_len, block))
+    for b, h in itertools.product(range(2), range(2)):
+        want = antidiagonal_formula(q[b, h].double(), k[b, 0].double(), block, stride, causal)
+        torch.testing.assert_close(got[b, h].double(), want, rtol=1e-4, atol=1e-4)
+
+
+@given(sizes(), st.integers(0, MOST), st.booleans(), SEEDS)
+def test_antidiagonal_scores_with_lengths_are_those_of_the_shorter_sequence(drawn, length, causal, seed):
+    q_len, _, block = drawn
+    q, k = torch.randn(2, 1, 2, q_len, 8, generator=generator(seed))
+    length = min(length, q_len)
+    q[:, :, length:], k[:, :, length:] = torch.nan, torch.inf
+    given_arguments = {"block": block, "stride": 8, "causal": causal}
+    got = masks.antidiagonal_scores(q, k, lengths=torch.tensor([length]), **given_arguments)
+    rows, cols = blocks_of(length, length, block)
+    assert (got[..., cols:] == -torch.inf).all() and (got[..., rows:, :] == -torch.inf).all()
+    if length:
+        short = masks.antidiagonal_scores(q[:, :, :length], k[:, :, :length], **given_arguments)
+        torch.testing.assert_close(got[..., :rows, :cols], short, rtol=1e-4, atol=1e-5)
+
+
+def test_antidiagonals_cross_slashes_of_odd_distance_only():
+    k = torch.eye(128)[None, None]
+    odd, even = (
+        masks.antidiagonal_scores(64 * k.roll(distance, 2), k, block=32, stride=8)[0, 0] for distance in (41, 40)
+    )
+    assert odd[3].argmax() == 2  # queries 96..127 look at keys 55..86
+    torch.testing.assert_close(even, torch.full((4, 4), 0.25).log())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_antidiagonal_scores_are_of_at_least_single_precision_and_carry_no_gradient(dtype):
+    q, k = torch.randn(2, 1, 2, 100, 16, generator=generator(0)).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = masks.antidiagonal_scores(q, k, block=32, causal=True)
+    assert got.dtype == torch.promote_types(dtype, torch.float32) and not got.requires_grad
+    want = masks.antidiagonal_scores(q.double(), k.double(), block=32, causal=True)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
 # ---------------------------------------------------------------------- in use
 
 
@@ -347,10 +419,10 @@ BUILD = {
 N = 50
 
 
-def padded_problem():
+def padded_problem(seed=0):
     """A length that is no multiple of the block, grouped heads, tensors that want gradients."""
     shapes = [(1, 4, N, 16), (1, 2, N, 16), (1, 2, N, 16)]
-    return [torch.randn(s, generator=generator(i)).requires_grad_() for i, s in enumerate(shapes)]
+    return [torch.randn(s, generator=generator(3 * seed + i)).requires_grad_() for i, s in enumerate(shapes)]
 
 
 def build(name, q, k):
@@ -402,6 +474,41 @@ def test_the_same_scores_give_the_same_arrays(name):
     first, second = build(name, q, k), build(name, q, k)
     for array in ("indptr", "indices", "tile", "bits", "pattern"):
         assert torch.equal(getattr(first, array), getattr(second, array))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False], ids=["fullgraph", "breaks allowed"])
+@pytest.mark.parametrize("name", ALL)
+def test_torch_compile_makes_one_graph_of_choice_and_attention(name, fullgraph):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def step(q, k, v):
+        return attention(q, k, v, build(name, q, k)).sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=count, fullgraph=fullgraph)
+    for seed in (0, 1):  # another choice from other values
+        q, k, v = padded_problem(seed)
+        got, want = compiled(q, k, v), step(q, k, v)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        got, want = (torch.autograd.grad(out.sum(), (q, k, v)) for out in (got, want))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_torch_compile_serves_another_length():
+    def step(q, k, v):
+        scores = masks.pooled_scores(q, k, block=16)
+        return attention(q, k, v, masks.top_k_blocks(scores, 2, q_len=q.shape[2], block=16, causal=True))
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for length in (64, 100, 70):
+        q, k, v = torch.randn(3, 1, 2, length, 16, generator=generator(length))
+        torch.testing.assert_close(compiled(q, k, v), step(q, k, v), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -531,6 +638,22 @@ def test_mass_must_be_a_number(mass):
         (lambda: masks.top_k_keys(SCORES.long(), 1, k_len=4), TypeError, r"scores must have a floating dtype"),
         (lambda: masks.pooled_scores(SCORES, SCORES), ValueError, r"q must be a floating tensor .*; got .* \[4, 4\]"),
         (lambda: masks.pooled_scores(torch.zeros(1, 1, 2, 3), None), ValueError, r"k must be .*; got NoneType"),
+        (lambda: masks.antidiagonal_scores(SCORES, SCORES), ValueError, r"q must be a floating tensor .* \[4, 4\]"),
+        (
+            lambda: masks.antidiagonal_scores(*torch.zeros(2, 1, 1, 8, 4), block=32, stride=12),
+            ValueError,
+            "stride must divide the block; got 12 and 32",
+        ),
+        (
+            lambda: masks.antidiagonal_scores(*torch.zeros(2, 1, 1, 8, 4), stride=0),
+            ValueError,
+            "stride must be at least 1 token; got 0",
+        ),
+        (
+            lambda: masks.antidiagonal_scores(*torch.zeros(2, 1, 1, 8, 4), causal="yes"),
+            TypeError,
+            "causal must be True or False; got 'yes'",
+        ),
         (
             lambda: masks.pooled_scores(torch.zeros(1, 3, 8, 4), torch.zeros(1, 2, 8, 4)),
             ValueError,

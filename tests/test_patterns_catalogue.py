@@ -47,6 +47,7 @@ def test_only_causal_entries_say_so(pattern):
 
 # Public functions that are no patterns of their own.
 NO_PATTERN = {
+    "antidiagonal_scores": "gives scores, not a mask",
     "per_batch": "joins masks that exist",
     "per_head": "joins masks that exist",
     "pooled_scores": "gives scores, not a mask",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.checks import block_pair, integer, token_counts
+from sparseflash.checks import block_pair, integer, integers, token_counts
 
 
 def at_least(least: int, value: Any, name: str, unit: str) -> int:
@@ -23,19 +23,6 @@ def at_least(least: int, value: Any, name: str, unit: str) -> int:
 def is_list(value: Any) -> bool:
     """Whether `value` is a list, tensor or array of things, not one number."""
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
-
-
-def integers(values: Any, name: str) -> Tensor:
-    """A list, 1-D tensor or 1-D array of integers as an int64 tensor `[E]` on the CPU."""
-    try:
-        tensor = torch.as_tensor(values).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a list of integers; got {values!r}.") from error
-    if tensor.numel() == 0:
-        tensor = tensor.to(torch.int64)  # an empty list has no type
-    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be a list of integers; got {tensor.dtype} of shape {list(tensor.shape)}.")
-    return tensor.to(torch.int64)
 
 
 def positions(values: Any, name: str, stop: int) -> Tensor:

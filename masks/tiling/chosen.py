@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,22 +27,29 @@ class Frame(NamedTuple):
     forced: Tensor  # bool [Mq, Mk]: it always is
     kind: Tensor  # int32 [Mq * Mk]: what is live in it if it is, as `BlockMask.tile`
     bits: Tensor  # int32 [T, block_q, words]
-    open_in_row: np.ndarray  # int64 [Mq]
+    rooms: tuple[int, ...]  # tiles of a pattern if every row keeps as many as it can: 0, 1, ..., Mk at most
     forced_in_row: int  # the most of any row
 
-    def room(self, most: int) -> int:
-        """Tiles of a pattern if every row keeps as many as it can, `most` at most."""
-        return int(np.minimum(self.open_in_row, most).sum())
 
-
-@lru_cache(maxsize=32)
 def frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
 ) -> Frame:
     """All tiles or those of `masks.causal`. Forced: `sink` first ones, and those nearer than `local` to the diagonal.
 
     The diagonal is aligned at the bottom right; a block row may cross it in several tiles, which are all at distance 0.
+    Made once and kept; a constant to torch.compile, which need not, and could not, trace how it is made.
     """
+    return _frame(q_len, k_len, block, causal, sink, local, device)
+
+
+# The mark of `torch.compiler.assume_constant_result`, without the second that importing the compiler costs.
+frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=32)
+def _frame(
+    q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
+) -> Frame:
     block_q, block_k = block
     shift = k_len - q_len
     i, j = torch.arange(-(-q_len // block_q))[:, None], torch.arange(-(-k_len // block_k))
@@ -67,8 +73,13 @@ def frame(
 
     return Frame(
         q_len, k_len, block, there(open_), there(forced), there(kind.view(-1)), there(edges.bits),
-        open_.sum(1).numpy(), int(forced.sum(1).max()),
+        (0, *_longer_than(open_.sum(1), open_.shape[1]).cumsum(0).tolist()), int(forced.sum(1).max()),
     )  # fmt: skip
+
+
+def _longer_than(counts: Tensor, stop: int) -> Tensor:
+    """How many of some counts are above 0, 1, ..., stop - 1."""
+    return len(counts) - torch.bincount(counts, minlength=stop + 1).cumsum(0)[:stop]
 
 
 class Kept(NamedTuple):
@@ -104,7 +115,7 @@ def loose_mask(frame: Frame, kept: Kept, tile: Tensor, bits: Tensor, heads: tupl
 def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:
     """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` a row, each with what the frame lets live."""
     batch, heads, rows, cols = kept.shape
-    found = compact(kept, batch * heads * frame.room(most))
+    found = compact(kept, batch * heads * frame.rooms[most])
     return loose_mask(frame, found, frame.kind[found.place % (rows * cols)], frame.bits, (batch, heads), group)
 
 
@@ -120,6 +131,22 @@ def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
             f"{name} must have shape [{axes}], [H, {axes}] or [B, H, {axes}], none of them 0; got {list(values.shape)}."
         )
     return values.detach().reshape((1,) * (4 - values.ndim) + values.shape)
+
+
+def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | None) -> None:
+    """The shapes of what block scores are made of."""
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating tensor [batch, heads, tokens, head dim]; got {got}.")
+    batch, heads, _, dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != dim or 0 in q.shape or 0 in k.shape or heads % k.shape[1]:
+        raise ValueError(
+            "q and k must have one batch size, one head dim and query heads a multiple of the key heads, and no "
+            f"dimension of 0; got {list(q.shape)} and {list(k.shape)}."
+        )
+    if lengths is not None and lengths.shape != (batch,):
+        raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")
 
 
 def full_words(frame: Frame) -> Tensor:

@@ -28,7 +28,7 @@ def diagonals(offsets: Tensor, q_len: int, *, block: Block = 128) -> BlockMask:
 
 
 def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """`(rows, cols)` of the tiles that one of the diagonals crosses, each once (and perhaps some past its ends)."""
+    """`(rows, cols)` of the tiles that one of the diagonals crosses, sorted (and perhaps some past its ends)."""
     offsets = offsets[(offsets > -q_len) & (offsets < q_len)]
     row_blocks, col_blocks = -(-q_len // block_q), -(-q_len // block_k)
     if len(offsets) == 0:
@@ -36,8 +36,8 @@ def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[T
     # A tile holds block_q + block_k - 1 successive distances. So no tile lies between two diagonals that are at most
     # that far apart, which makes one band of them, and no tile is crossed by two bands.
     gap = (offsets.diff() > block_q + block_k - 1).nonzero()[:, 0]
-    nearest = offsets[torch.cat([gap.new_zeros(1), gap + 1])]
-    farthest = offsets[torch.cat([gap, gap.new_full((1,), len(offsets) - 1)])]
+    nearest = offsets[torch.cat([gap.new_zeros(1), gap + 1])].flip(0)  # the farthest band first: by columns
+    farthest = offsets[torch.cat([gap, gap.new_full((1,), len(offsets) - 1)])].flip(0)
     first_q = (torch.arange(row_blocks) * block_q)[:, None]
     last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
     first = (first_q - farthest).div(block_k, rounding_mode="floor").clamp(min=0)  # [Mq, bands]
@@ -58,6 +58,7 @@ def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Te
     backwards[high - inside] = True
     windows = backwards.unfold(0, bits, 1)
     word_from = torch.cat([tiles.pack(some)[:, 0] for some in windows.split(1 << 16)])  # its first bit: high - index
-    first = corners[:, None, None] + torch.arange(block_q)[:, None] - torch.arange(words_per_row) * bits
-    words: Tensor = word_from[high - first]
-    return words
+    # In portions, because the numbers that are looked up take twice the memory of the words.
+    row = torch.arange(block_q)[:, None] - torch.arange(words_per_row) * bits
+    words = [word_from[high - (some[:, None, None] + row)] for some in corners.split(1 << 10)]
+    return torch.cat(words)

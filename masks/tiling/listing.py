@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import arrays_of
+from sparseflash.checks import flag
 from sparseflash.masks.tiling.draws import Integers
 from sparseflash.numbering import distinct
 
@@ -66,7 +67,7 @@ def of_blocks(
     `layouts`: `(rows, cols)` for each head, int64 `[E]`, edges in any order, given any number of times. `causal` drops
     those with j > i, and cuts the diagonal tiles to `k <= q`.
     """
-    count = -(-q_len // block)
+    count, causal = -(-q_len // block), flag(causal, "causal")
     triangle = tiles.pack(torch.ones(1, block, block, dtype=torch.bool).tril())
     parts = []
     for rows, cols in layouts:

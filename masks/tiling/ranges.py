@@ -58,8 +58,8 @@ def within_ranges(
     codes = [window[rows], key_shape[cols], *offset.unbind(1)]
 
     def live(some: Tensor) -> Tensor:
-        keys = key_shapes[key_shape[cols[some]]] + offset[some, None]
-        return _live(windows[window[rows[some]]], keys, steps)
+        keys = key_shapes.index_select(0, key_shape[cols[some]]) + offset[some, None]
+        return _live(windows.index_select(0, window[rows[some]]), keys, steps)
 
     return by_kind(live, rows, cols, codes, count, block=(block_q, block_k))
 

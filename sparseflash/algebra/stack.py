@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
     """Masks that may be stacked, canonical and in one block."""
     if isinstance(masks, BlockMask):
         raise TypeError("masks must be a list of BlockMasks; got a single one.")
+    if not isinstance(masks, Iterable):
+        raise TypeError(f"masks must be a list of BlockMasks; got {type(masks).__name__}.")
     masks = list(masks)
     if not masks:
         raise ValueError("masks must hold at least one mask; got none.")

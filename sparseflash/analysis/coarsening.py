@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     costs more index and smaller products: 64 to 128 runs fastest on current GPUs where the over-coverage is the same.
 
     `blocks`: sizes in tokens, or `(block_q, block_k)` pairs. Takes time in proportion to the live tiles (and to the
-    distinct partial ones for finer blocks). Raises ValueError for a bad block.
+    distinct partial ones for finer blocks). Raises ValueError for a bad block, TypeError for what is no list of them.
 
     >>> near = BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 1024, block=64)
     >>> for entry in coarsening(near, (16, 64, 256)):
@@ -57,7 +58,7 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     blocks of 64 x 64: 46 live tiles, 10.87 computed scores a live one
     blocks of 256 x 256: 10 live tiles, 37.8 computed scores a live one
     """
-    pairs = [block_pair(block) for block in blocks]
+    pairs = [block_pair(block) for block in _listed(blocks)]
     counts, live = [0] * len(pairs), 0
     for walk in walks(mask):
         live += len(walk.users) * int(walk.live().sum())
@@ -68,6 +69,12 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
                 parts[part] = live_parts(walk, *part)
             counts[number] += len(walk.users) * _live_tiles(walk, parts[part], block_q, block_k, mask.blocks[1])
     return [Coarsening(q, k, count, live) for (q, k), count in zip(pairs, counts, strict=True)]
+
+
+def _listed(blocks: Any) -> Sequence[Block]:
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+        raise TypeError(f"blocks must be a list of blocks; got {blocks!r}.")
+    return blocks
 
 
 def live_parts(walk: Walk, part_q: int, part_k: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer
+from sparseflash.checks import checked_mask, integer
 
 
 def repeats(mask: BlockMask, batch: int | None, heads: int | None) -> int:
@@ -11,7 +11,7 @@ def repeats(mask: BlockMask, batch: int | None, heads: int | None) -> int:
 
     None: as many as the mask has. A mask that is shared (1 in its shape) serves any number, another only its own.
     """
-    times = 1
+    mask, times = checked_mask(mask), 1
     for name, asked, own in (("batch", batch, mask.shape[0]), ("heads", heads, mask.shape[1])):
         if asked is None:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sparseflash.analysis.relation import Relation, of_walks
 from sparseflash.analysis.walks import Walk, walk
@@ -51,11 +51,17 @@ class Element:
         return of_walks([], block_of(self._masks), self.stop)
 
 
-def checked(masks: Masks) -> list[BlockMask]:
-    """The masks of the layers, on the CPU; the errors that `reach` documents."""
-    every = [masks] if isinstance(masks, BlockMask) else list(masks)
+def listed(masks: Masks) -> list[BlockMask]:
+    """The masks of the layers, at least one."""
+    every = list(masks) if isinstance(masks, Iterable) else [masks]
     if not every or not all(isinstance(mask, BlockMask) for mask in every):
         raise TypeError(f"masks must be a BlockMask or a sequence of one or more; got {masks!r}.")
+    return every
+
+
+def checked(masks: Masks) -> list[BlockMask]:
+    """The masks of the layers, on the CPU; the errors that `reach` documents."""
+    every = listed(masks)
     on_cpu: dict[int, BlockMask] = {id(mask): mask.canonical().to("cpu") for mask in every}
     every = [on_cpu[id(mask)] for mask in every]
     for mask in every:

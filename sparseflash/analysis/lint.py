@@ -19,7 +19,7 @@ from sparseflash.analysis.relation import TooManyTiles
 from sparseflash.analysis.tokens import blind_queries, future_scores, unseen_keys
 from sparseflash.analysis.walks import Walk, walks
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import BLOCKS, integer
+from sparseflash.checks import BLOCKS, flag, integer
 
 Severity = Literal["error", "warning", "note"]
 
@@ -85,13 +85,15 @@ def lint(
     >>> lint(BlockMask.from_function(lambda q, k: k <= q, 256, block=64), causal=True)
     []
     """
-    every = [masks] if isinstance(masks, BlockMask) else list(masks)
+    every, causal = model.listed(masks), flag(causal, "causal")
     # Cross-attention alone is no layer whose output is the next one's input.
-    together = not (len(every) == 1 and isinstance(every[0], BlockMask) and every[0].q_len != every[0].k_len)
+    together = not (len(every) == 1 and every[0].q_len != every[0].k_len)
     if together:
         every = model.checked(every)
     if layers is not None and integer(layers, "layers", "layers") < 1:
         raise ValueError(f"layers must be at least 1; got {layers}.")
+    if orders is not None and not isinstance(orders, Mapping):
+        raise TypeError(f"orders must be a dict from names to orders of the tokens; got {type(orders).__name__}.")
     found: list[Finding] = []
     leaks = 0
     seen: dict[int, list[int]] = {}

@@ -10,7 +10,7 @@ from sparseflash.analysis.layers import Element, Masks, block_of, check_size, ch
 from sparseflash.analysis.relation import Relation, TooManyTiles, compose, tiles_of
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import Part
-from sparseflash.checks import integer
+from sparseflash.checks import flag, integer
 
 MOST_TILES = 1 << 24
 
@@ -77,7 +77,7 @@ def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
     >>> layers_to_full_reach(BlockMask.from_layout(butterfly.tril()), causal=True) is None  # never, at any depth
     True
     """
-    goal = Relation.is_causally_everything if causal else Relation.is_everything
+    goal = Relation.is_causally_everything if flag(causal, "causal") else Relation.is_everything
 
     def needed(element: Element) -> int | None:
         last, powers = _powers(element, goal)

@@ -29,7 +29,8 @@ from sparseflash.numbering import number_by_first_appearance
 
 MOST_PARTIAL = 1 << 24
 _TARGETS_AT_ONCE = 1 << 14
-_PAIRS_AT_ONCE = 1 << 20
+_BITS_AT_ONCE = 1 << 26  # 8 MB of them
+_PRODUCTS_KEPT = 1 << 12  # 8 MB of them, in blocks of 128
 
 
 class TooManyTiles(ValueError):
@@ -223,14 +224,22 @@ def compose(a: Relation, b: Relation) -> Relation:
         of_a, of_b = words_of(left, a.words, a.block), words_of(right, b.words, b.block)
         return multiply(of_a, of_b, which_left, which_right, a.block)
 
+    every_code = (len(a.words) + 1) * kinds_b
+    # Where few kinds of tiles meet in many places, each product is made once, and not once a batch.
+    few = every_code <= min(_PRODUCTS_KEPT, len(open_rows))
+    products = look_up(np.arange(every_code)) if few else None
+
+    def product_of(codes: Index) -> Tensor:
+        return look_up(codes) if products is None else products.index_select(0, torch.from_numpy(codes))
+
     unions = []
-    step = max(1, min(_TARGETS_AT_ONCE, (_PAIRS_AT_ONCE << 4) // max(count, 1)))
+    step = max(1, min(_TARGETS_AT_ONCE, _BITS_AT_ONCE // max(count, 1)))
     for first in range(0, len(open_rows), step):
         i, j = open_rows[first : first + step], open_cols[first : first + step]
         target, through = bitrows.pairs(live_a[i] & across[j], count)
         code = a.kind_at(i[target] * count + through) * kinds_b + b.kind_at(through * count + j[target])
         sizes = np.bincount(target, minlength=len(i))
-        state, words = union(sizes, code.__getitem__, look_up, a.block)
+        state, words = union(sizes, code.__getitem__, product_of, a.block)
         unions.append((i * count + j, state, words))
     return _settled(a.block, count, full, unions)
 

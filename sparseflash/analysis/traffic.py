@@ -10,7 +10,7 @@ from sparseflash import tiles
 from sparseflash.analysis.heads import dims, repeats
 from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer
+from sparseflash.checks import checked_mask, integer
 
 _LEAST = 16  # queries and keys of the smallest tile that tensor cores multiply
 _WORK_ITEM = 32  # bytes of a program's entry in the plan
@@ -105,7 +105,9 @@ def bytes_moved(
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
     e = torch.empty(0, dtype=dtype).element_size()
-    held = _held(mask.block_q, head_dim, v_dim, e, integer(sram_bytes, "sram_bytes", "bytes"), tile_queries)
+    held = _held(
+        checked_mask(mask).block_q, head_dim, v_dim, e, integer(sram_bytes, "sram_bytes", "bytes"), tile_queries
+    )
     heads_in_all = repeats(mask, batch, heads) * mask.shape[0] * mask.shape[1]
     times = repeats(mask, batch, heads)
     q_len, k_len, block_q, block_k = mask.q_len, mask.k_len, mask.block_q, mask.block_k

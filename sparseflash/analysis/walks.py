@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
+from sparseflash.checks import checked_mask
 from sparseflash.csr import row_of_entry
 
 
@@ -48,7 +49,7 @@ class Walk:
 
 def walks(mask: BlockMask) -> Iterator[Walk]:
     """One walk for each distinct (pattern, length), in order of first appearance."""
-    mask = mask.canonical().to("cpu")
+    mask = checked_mask(mask).canonical().to("cpu")
     batch, heads = mask.shape[:2]
     patterns = mask.pattern.expand(batch, heads).tolist()
     longest = max(mask.q_len, mask.k_len)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseflash import tiles
+from sparseflash.checks import checked_mask
 from sparseflash.csr import row_of_entry
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def shares(mask: BlockMask, pattern: int = 0, rows: int = 512, cols: int = 512, 
     array([[0.765625, 0.265625, 0.      , 0.      ],
            [1.      , 1.      , 0.765625, 0.265625]])
     """
-    patterns = (len(mask.indptr) - 1) // mask.blocks[0]
+    patterns = (len(checked_mask(mask).indptr) - 1) // mask.blocks[0]
     if not 0 <= pattern < patterns:
         raise ValueError(f"pattern must lie in 0..{patterns - 1}; got {pattern}.")
     if rows < 1 or cols < 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparseflash.checks import integer
+from sparseflash.checks import checked_mask, integer
 from sparseflash.draw.cells import Shares, shares
 from sparseflash.draw.colours import DEAD_SCORE, EMPTY, FULL, GRID, PARTIAL, colours, hexadecimal
 from sparseflash.draw.panels import Choice, Panel, panels
@@ -40,6 +40,7 @@ def plot(
     legend: bool = True,
 ) -> Figure | Axes:
     """The picture that `BlockMask.plot` draws."""
+    mask = checked_mask(mask)
     try:
         from matplotlib.figure import Figure
     except ImportError as failure:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsIndex
 
+from sparseflash.checks import checked_mask
+
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
@@ -36,7 +38,7 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
     >>> panels(BlockMask.from_layout(layout, block=16), heads=3)
     [Panel(pattern=0, length=None, title='head 3')]
     """
-    all_batch, all_heads = mask.shape[:2]
+    all_batch, all_heads = checked_mask(mask).shape[:2]
     chosen_heads = _chosen("heads", heads, all_heads)
     chosen_batch = _chosen("batch", batch, all_batch)
     pattern = mask.pattern.expand(all_batch, all_heads).tolist()

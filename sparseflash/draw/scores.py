@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparseflash import tiles
+from sparseflash.checks import checked_mask
 from sparseflash.draw.cells import tile_list
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def kinds(mask: BlockMask, pattern: int = 0, *, length: int | None = None) -> ND
     >>> kinds(BlockMask.from_function(lambda q, k: k < 20, 4, 64, block=(16, 16)))[0, ::5].tolist()
     [2, 2, 2, 2, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     """
-    (row_blocks, col_blocks), block_q, block_k = mask.blocks, mask.block_q, mask.block_k
+    (row_blocks, col_blocks), block_q, block_k = checked_mask(mask).blocks, mask.block_q, mask.block_k
     i, j, tile = tile_list(mask, pattern)
     bits = tiles.unpack(mask.bits.cpu(), block_k).to(torch.uint8)
     choices = torch.cat([torch.full((1, block_q, block_k), 3, dtype=torch.uint8), 1 + bits])

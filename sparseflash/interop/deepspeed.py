@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer
+from sparseflash.checks import checked_mask, integer
 from sparseflash.interop.heads import no_parts, pattern_of_mask, whole_blocks
 
 
@@ -35,6 +35,7 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
              [0, 1, 0],
              [0, 0, 1]]]), block=16)
     """
+    mask = checked_mask(mask)
     if mask.block_q != mask.block_k or mask.q_len != mask.k_len:
         raise ValueError(
             "a DeepSpeed layout must be square, in tokens and in blocks; got "

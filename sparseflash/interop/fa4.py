@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
+from sparseflash.checks import checked_mask
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.lists import mask_of_lists, padded_lists
 from sparseflash.interop.lookup import MaskMod, TileLookup, tile_lookup
@@ -55,6 +56,7 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
     >>> tensors.forward.mask_block_cnt.tolist(), tensors.lookup
     ([[[0, 0, 0]]], None)
     """
+    mask = checked_mask(mask)
     if mask.block_q % 128 or mask.block_k != 128:
         raise ValueError(
             "FA4 must have blocks of 128 keys and a multiple of 128 queries; got "

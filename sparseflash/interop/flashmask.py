@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import SCORES_AT_ONCE, Part
-from sparseflash.checks import Block, block_pair, integer, token_counts
+from sparseflash.checks import Block, block_pair, checked_mask, integer, token_counts
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.heads import mask_of_patterns
 from sparseflash.numbering import number_by_first_appearance
@@ -52,7 +52,7 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
               [4],
               [4]]]], dtype=torch.int32), causal=True)
     """
-    mask = mask.bake_lengths()
+    mask = checked_mask(mask).bake_lengths()
     pattern = _of_kv_heads(mask.pattern, kv_heads)
     if causal and mask.q_len != mask.k_len:
         raise ValueError(

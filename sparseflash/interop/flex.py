@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import BLOCKS
+from sparseflash.checks import BLOCKS, checked_mask
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.lists import Lists, mask_of_lists, padded_lists
 from sparseflash.interop.lookup import mask_mod, tile_lookup
@@ -33,7 +33,7 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-    mask = mask.bake_lengths()
+    mask = checked_mask(mask).bake_lengths()
     row_blocks, col_blocks = mask.blocks
     by_rows = (mask.indptr, mask.indices, mask.tile), row_blocks, col_blocks
     by_columns = mask.columns, col_blocks, row_blocks
@@ -58,15 +58,22 @@ def from_flex(block_mask: FlexBlockMask) -> BlockMask:
     A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` says so; `mask_mod` is
     evaluated in those blocks alone, for the batch elements and heads that the lists tell apart (those of index 0 where
     their size is 1). In eager mode FlexAttention asks `mask_mod` everywhere and ignores the lists: masks made by
-    `create_block_mask` mean the same either way.
+    `create_block_mask` mean the same either way. Because `mask_mod` may be anything, a thousand partial blocks of
+    128 x 128 take about a second on a CPU (full ones nothing): keep a long mask itself (`BlockMask.save`) rather than
+    what `to_flex` made of it.
 
-    Raises ValueError for blocks that a mask cannot have (powers of two from 16 to 256), lists that name a block twice
-    or out of range; whatever `mask_mod` raises, as that of a sliced `BlockMask` does.
+    Raises TypeError for anything else; ValueError for blocks that a mask cannot have (powers of two from 16 to 256) and
+    lists that name a block twice or out of range; whatever `mask_mod` raises, as that of a sliced `BlockMask` does.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> from_flex(create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu", BLOCK_SIZE=64))
     BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
     """
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+    kind: type = type(block_mask)
+    if not issubclass(kind, FlexBlockMask):
+        raise TypeError(f"block_mask must be FlexAttention's BlockMask; got {kind.__module__}.{kind.__qualname__}.")
     block_q, block_k = block_mask.BLOCK_SIZE
     if block_q not in BLOCKS or block_k not in BLOCKS:
         raise ValueError(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import Part, arrays_of
-from sparseflash.checks import BLOCKS, Block, block_pair
+from sparseflash.checks import BLOCKS, Block, block_pair, checked_mask
 from sparseflash.csr import row_of_entry
 
 
@@ -40,7 +40,7 @@ def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) 
 
     `format` is what cannot hold several patterns, for the error message.
     """
-    mask = mask.bake_lengths()
+    mask = checked_mask(mask).bake_lengths()
     pattern = mask.pattern
     for name, dim, index in (("batch", 0, batch), ("head", 1, head)):
         if index is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
+from sparseflash.checks import checked_mask
 from sparseflash.csr import row_of_entry
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -28,7 +29,7 @@ class TileLookup(NamedTuple):
 
 def tile_lookup(mask: BlockMask) -> TileLookup:
     """The lookup arrays of a mask: 4 bytes a tile, live or not, and the bits of the distinct tiles."""
-    mask = mask.bake_lengths()
+    mask = checked_mask(mask).bake_lengths()
     (row_blocks, col_blocks), nnz = mask.blocks, len(mask.indices)
     rows = row_of_entry(mask.indptr, nnz)
     table = mask.tile.new_zeros(len(mask.indptr) - 1, col_blocks)

@@ -33,8 +33,8 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
 
     if format not in ("csr", "bsr"):
         raise ValueError(f'format must be "csr" or "bsr"; got {format!r}.')
-    shape = (mask.q_len, mask.k_len)
     part = tuple(array.cpu() for array in one_head(mask, batch, head, "a matrix"))
+    shape = (mask.q_len, mask.k_len)
     rows, cols, tile, words = part
     if format == "bsr":
         whole_blocks(mask, "a BSR matrix", 'Use format="csr".')

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, integer
+from sparseflash.checks import Block, checked_mask, integer
 
 
 def to_sdpa(mask: BlockMask) -> Tensor:
@@ -18,7 +18,7 @@ def to_sdpa(mask: BlockMask) -> Tensor:
     >>> to_sdpa(BlockMask.from_function(lambda q, k: k <= q, 32, block=16))[0, 0].int().sum(1)[:4].tolist()
     [1, 2, 3, 4]
     """
-    return mask.to_dense()
+    return checked_mask(mask).to_dense()
 
 
 def from_sdpa(
@@ -50,7 +50,7 @@ def from_sdpa(
             place = tuple(wrong[0].tolist())
             raise ValueError(
                 f"attn_mask must hold 0 and -inf only (a bias is no mask); got {attn_mask[place].item()} at "
-                f"{list(place)}."
+                f"{list(place)}. If only 0 is live, give attn_mask == 0."
             )
         attn_mask = live
     shape = list(attn_mask.shape)

@@ -61,6 +61,14 @@ PATTERNS: list[Pattern] = [
         lambda n, block: masks.mass_blocks(scored(n, block), 0.9, q_len=n, block=block), tokens=CHOSEN, chosen=True,
     ),
     Pattern(
+        "mass_blocks, antidiagonal", GROUP,
+        "k <= q and the fewest blocks that hold 90 % by antidiagonals, own included (XAttention)",
+        lambda n, block: masks.mass_blocks(
+            masks.antidiagonal_scores(*queries_and_keys(n), block=block, stride=16, causal=True), 0.9, q_len=n,
+            block=block, causal=True, local_blocks=1,
+        ), tokens=CHOSEN, chosen=True, causal=True,
+    ),
+    Pattern(
         "top_k_keys", GROUP, "k <= q and k in q's own run of 64 keys or in its 2 highest scoring ones (MoBA)",
         top_k_keys, tokens=CHOSEN, chosen=True, causal=True,
     ),

@@ -1,0 +1,131 @@
+"""What is no mask, or no answer to yes or no, is refused by every function, in one way."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from sparseflash import BlockMask, analysis, draw, interop, masks
+
+DENSE = torch.ones(32, 32, dtype=torch.bool)
+OF_A_MASK = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (analysis, draw, interop)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name)) and not name.startswith("from_")
+}
+OF_LAYERS = ("lint", "reach", "layers_to_full_reach", "diameter")
+
+
+def called(function, value):
+    needed = {"head_dim": 64} if "head_dim" in inspect.signature(function).parameters else {}
+    return function(value, **needed)
+
+
+def test_the_functions_are_found():
+    assert {"sparseflash.analysis.density", "sparseflash.draw.plot", "sparseflash.interop.to_flex"} <= OF_A_MASK.keys()
+    assert len(OF_A_MASK) == 9 + 6 + 8
+
+
+@pytest.mark.parametrize("value", [3, None, DENSE, "mask"], ids=["int", "None", "tensor", "str"])
+@pytest.mark.parametrize("name", OF_A_MASK)
+def test_what_is_no_mask_is_refused(name, value):
+    function = OF_A_MASK[name]
+    message = f"mask must be a BlockMask; got {type(value).__name__} (BlockMask.from_dense takes boolean tensors)."
+    if function.__name__ in OF_LAYERS:
+        message = "masks must be a BlockMask or a sequence of one or more; got "
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        called(function, value)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_A_MASK if OF_A_MASK[name].__name__ in OF_LAYERS])
+@pytest.mark.parametrize("value", [[], [3], [BlockMask.dense(32), None]], ids=["none", "int", "one and None"])
+def test_lists_of_other_than_masks_are_refused(name, value):
+    with pytest.raises(TypeError, match="masks must be a BlockMask or a sequence of one or more; got "):
+        OF_A_MASK[name](value)
+
+
+@pytest.mark.parametrize("stack", [masks.per_head, masks.per_batch])
+def test_stacking_refuses_what_is_no_list(stack):
+    with pytest.raises(TypeError, match="masks must be a list of BlockMasks; got int"):
+        stack(3)
+
+
+@pytest.mark.parametrize("value", [BlockMask.dense(32), 3], ids=["ours", "int"])
+def test_from_flex_refuses_other_masks(value):
+    with pytest.raises(TypeError, match=r"block_mask must be FlexAttention's BlockMask; got (sparseflash|builtins)\."):
+        interop.from_flex(value)
+
+
+@pytest.mark.parametrize("value", ["yes", "no", 1, None])
+def test_causal_is_true_or_false(value):
+    mask = masks.causal(32, block=16)
+    for function in (analysis.lint, analysis.layers_to_full_reach):
+        with pytest.raises(TypeError, match=f"causal must be True or False; got {value!r}"):
+            function(mask, causal=value)
+
+
+@pytest.mark.parametrize("value", [128, None, "64"])
+def test_coarsening_takes_a_list_of_blocks(value):
+    with pytest.raises(TypeError, match=f"blocks must be a list of blocks; got {value!r}"):
+        analysis.coarsening(masks.causal(64), value)
+
+
+def test_orders_to_lint_are_named():
+    with pytest.raises(TypeError, match="orders must be a dict from names to orders of the tokens; got list"):
+        analysis.lint(masks.causal(64), orders=[torch.arange(64)])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **causal: masks.local(64, 3, **causal),
+        lambda **causal: masks.dilated(64, 3, 2, **causal),
+        lambda **causal: masks.butterfly(64, block=16, **causal),
+        lambda **causal: masks.documents([64], **causal),
+        lambda **causal: masks.chunked(64, 8, **causal),
+        lambda **causal: masks.longformer(64, 3, 1, **causal),
+        lambda **causal: masks.random_blocks(64, 1, block=16, **causal),
+        lambda **causal: masks.deepspeed_bigbird(64, block=16, **causal),
+        lambda **causal: masks.deepspeed_fixed(64, block=16, **causal),
+        lambda **causal: masks.hierarchical(64, block=16, **causal),
+        lambda **causal: masks.top_k_blocks(torch.zeros(4, 4), 2, q_len=64, block=16, **causal),
+        lambda **causal: masks.mass_blocks(torch.zeros(4, 4), 0.5, q_len=64, block=16, **causal),
+        lambda **causal: masks.top_k_keys(torch.zeros(64, 64), 2, k_len=64, **causal),
+        lambda **causal: masks.selected_keys(torch.zeros(64, 2, dtype=torch.int64), 64, **causal),
+    ],
+)
+def test_patterns_are_causal_or_not(build):
+    build(causal=True), build(causal=False)
+    with pytest.raises(TypeError, match="causal must be True or False; got 'no'"):
+        build(causal="no")
+
+
+@pytest.mark.parametrize(
+    ("live", "error", "message"),
+    [
+        (
+            lambda b, h, q, k: k <= q,
+            TypeError,
+            r"two arguments.*function of \(b, h, q, k\).*lambda q, k: mask_mod\(0, 0",
+        ),
+        (lambda q: q, TypeError, r"two arguments, positions of queries and of keys; got a function of \(q\)"),
+        (DENSE, TypeError, r"live must be a function of positions \(q_idx, k_idx\); got Tensor"),
+        (lambda q, k: (k <= q).flatten(), ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1024\]"),
+        (lambda q, k: (k <= q)[None], ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1, 4, 16, 16\]"),
+    ],
+)
+def test_rules_that_are_none_say_why(live, error, message):
+    with pytest.raises(error, match=message):
+        BlockMask.from_function(live, 32, block=16)
+
+
+def test_rules_may_be_of_any_kind_that_takes_two():
+    assert BlockMask.from_function(torch.ge, 32, block=16) == masks.causal(32, block=16)
+    assert BlockMask.from_function(lambda *at: at[1] <= at[0], 32, block=16) == masks.causal(32, block=16)
+
+
+def test_a_mask_moves_to_devices_only():
+    with pytest.raises(TypeError):
+        masks.causal(32).to(torch.float16)
