@@ -9,9 +9,9 @@ from torch import Tensor
 from experiments.lra import exactness, schedule
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.data import LISTOPS
 from experiments.lra.model import POOLS, POSITIONS, Classifier, pool, sinusoids
 from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
+from experiments.lra.tasks import TASKS
 from sparseflash import BlockMask, masks
 
 TINY = Config(block=16, depth=2, width=32, heads=2, mlp=32, dropout=0.0, lr=3e-3, clip=1.0)
@@ -27,7 +27,7 @@ def fake_batch(rows: int = 6, length: int = 48, seed: int = 0) -> Batch:
 
 
 def model_with(mask: BlockMask, **changes) -> Classifier:
-    return build_model(Config(**{**vars(TINY), **changes}), LISTOPS, mask)
+    return build_model(Config(**{**vars(TINY), **changes}), TASKS["listops"], mask)
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -75,7 +75,9 @@ def test_each_layer_has_its_own_mask():
         sizes = {
             "vocabulary": 17,
             "classes": 10,
+            "towers": 1,
             "width": 8,
+            "head_dim": None,
             "heads": 1,
             "mlp": 8,
             "dropout": 0.0,

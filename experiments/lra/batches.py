@@ -14,31 +14,34 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.lra.cache import Examples
-from experiments.lra.tokens import CLS, PADDING
+
+PADDING = 0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How examples become rows of a batch."""
+    """How sequences become rows of a batch."""
 
     length: int  # N, a multiple of the mask's block
-    max_tokens: int  # longer examples are cut to this many tokens, as in the reference loader
-    cls: bool  # put [CLS] first
+    max_tokens: int  # longer sequences are cut to this many tokens, as in the reference loader
+    cls: int | None  # the id of [CLS], which is put first; None: it is not
 
     @staticmethod
-    def fit(max_tokens: int, *, cls: bool, block: int) -> Shape:
+    def fit(max_tokens: int, *, cls: int | None, block: int) -> Shape:
         """The shortest length for `max_tokens` tokens, in whole blocks.
 
-        >>> Shape.fit(2000, cls=True, block=128).length
+        >>> Shape.fit(2000, cls=16, block=128).length
         2048
         """
-        return Shape(-(-(max_tokens + cls) // block) * block, max_tokens, cls)
+        return Shape(-(-(max_tokens + (cls is not None)) // block) * block, max_tokens, cls)
 
 
 @dataclass(frozen=True)
 class Batch:
-    ids: torch.Tensor  # int64 [B, N], padding at the end
-    lengths: torch.Tensor  # int32 [B], tokens before the padding, [CLS] counted
+    """B examples of T sequences each; the sequences of an example follow each other."""
+
+    ids: torch.Tensor  # int64 [B * T, N], padding at the end
+    lengths: torch.Tensor  # int32 [B * T], tokens before the padding, [CLS] counted
     labels: torch.Tensor  # int64 [B]
     live_tokens: int  # sum of lengths, known without asking the device
 
@@ -54,17 +57,19 @@ class Batch:
 
 def collate(examples: Examples, rows: NDArray[np.int64], shape: Shape) -> Batch:
     """The examples with these indices as one batch."""
-    ids = np.full((len(rows), shape.length), PADDING, np.uint8)
-    lengths = np.empty(len(rows), np.int32)
-    for place, row in enumerate(rows):
-        example = examples[row][: shape.max_tokens]
-        ids[place, shape.cls : shape.cls + len(example)] = example
-        lengths[place] = shape.cls + len(example)
-    if shape.cls:
-        ids[:, 0] = CLS
+    first = int(shape.cls is not None)
+    ids = np.full((len(rows) * examples.towers, shape.length), PADDING, np.int64)
+    lengths = np.empty(len(ids), np.int32)
+    for place in range(len(ids)):
+        symbols = examples.sequence(rows[place // examples.towers], place % examples.towers)[: shape.max_tokens]
+        ids[place, first : first + len(symbols)] = symbols
+        ids[place, first : first + len(symbols)] += examples.shift
+        lengths[place] = first + len(symbols)
+    if shape.cls is not None:
+        ids[:, 0] = shape.cls
     labels = examples.labels[rows].astype(np.int64)
     return Batch(
-        torch.from_numpy(ids.astype(np.int64)),
+        torch.from_numpy(ids),
         torch.from_numpy(lengths),
         torch.from_numpy(labels),
         int(lengths.sum()),

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.data import Task
 from experiments.lra.model import Classifier
+from experiments.lra.tasks.task import Task
 from sparseflash import BlockMask
 
 
@@ -23,8 +23,10 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
         [mask] * config.depth,
         vocabulary=task.vocabulary,
         classes=task.classes,
+        towers=task.towers,
         width=config.width,
         heads=config.heads,
+        head_dim=config.head_dim,
         mlp=config.mlp,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
