@@ -96,7 +96,10 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
         (["--mask", "butterfyl"], "the mask must be dense, local, butterfly, module:function or file.py:function"),
         (["--mask", "no_such_module:mask"], "the mask's module 'no_such_module' was not found"),
         (["--preset", "huge"], "the preset must be one of lra, flash, modern, demo; got 'huge'"),
-        (["--task", "chess"], "task must be one of listops; got 'chess'"),
+        (
+            ["--task", "chess"],
+            "task must be one of listops, text, retrieval, image, pathfinder32, pathfinder64, pathfinder128, pathfinder256; got 'chess'",
+        ),
         (["--device", "tpu"], "the device must be auto, cpu, cuda or cuda:<number>; got 'tpu'"),
         (["--width", "30", "--heads", "4"], "width must be a multiple of heads"),
         (["--batch", "65"], "at most the number of training examples, 64; got 65"),
