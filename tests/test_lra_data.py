@@ -127,17 +127,29 @@ def examples(lengths):
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 40), st.booleans())
 def test_batches_are_padded_to_whole_blocks(lengths, max_tokens, cls):
-    shape = Shape.fit(max_tokens, cls=TASKS["listops"].cls if cls else None, block=16)
+    shape = Shape(16, max_tokens, TASKS["listops"].cls if cls else None)
     batch = collate(examples(lengths), np.arange(len(lengths)), shape)
     assert shape.length % 16 == 0
     assert 0 <= shape.length - max_tokens - cls < 16
-    assert batch.ids.shape == (len(lengths), shape.length)
     assert batch.lengths.tolist() == [min(length, max_tokens) + cls for length in lengths]
+    assert batch.ids.shape == (len(lengths), shape.whole_blocks(max(batch.lengths.tolist())))
     assert batch.live_tokens == sum(batch.lengths.tolist())
     for row, length in enumerate(batch.lengths.tolist()):
         assert (batch.ids[row, :length] != PADDING).all()
         assert (batch.ids[row, length:] == PADDING).all()
         assert (batch.ids[row, 0] == TASKS["listops"].cls) == cls
+
+
+def test_black_pixels_are_left_out_and_the_others_know_their_places():
+    symbols = np.array([0, 7, 0, 0, 9, 3, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0], np.uint8)
+    begins = np.array([[0], [6], [13]])
+    data = Examples(symbols, begins, np.array([[6], [13], [16]]), np.array([1, 0, 1], np.uint8), shift=1)
+    batch = collate(data, np.arange(3), Shape(16, 3, cls=257, drop_background=True))
+    assert batch.lengths.tolist() == [4, 2, 2]
+    assert batch.ids[:, :4].tolist() == [[257, 8, 10, 4], [257, 6, 0, 0], [257, 1, 0, 0]]
+    assert batch.places[:, :4].tolist() == [[0, 2, 5, 6], [0, 7, 0, 0], [0, 1, 0, 0]]
+    with pytest.raises(ValueError, match=r"an image has 3 pixels that are not black.* raise --max-tokens, which is 2"):
+        collate(data, np.arange(3), Shape(16, 2, cls=None, drop_background=True))
 
 
 @given(st.integers(1, 40), st.integers(1, 10), st.integers(0, 5))

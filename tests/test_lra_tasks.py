@@ -122,7 +122,7 @@ def test_pairs_are_two_sequences_each_cut_to_four_thousand_bytes(tmp_path):
     assert (bytes(data.train.sequence(3, 0)), bytes(data.train.sequence(3, 1))) == (b"about 3 train", b"and xxxx")
     assert (len(data.test.sequence(0, 0)), len(data.test.sequence(0, 1))) == (4000, 5)
     batch = collate(data.train, np.array([3, 0]), replace(TINY, pool="mean", max_tokens=20).shape)
-    assert batch.ids.shape == (4, 32) and batch.labels.tolist() == [1, 0]
+    assert batch.ids.shape == (4, 16) and batch.labels.tolist() == [1, 0]
     assert bytes((batch.ids[1, :8] - 1).tolist()) == b"and xxxx"
     assert batch.lengths.tolist() == [13, 8, 13, 5]
 
@@ -258,7 +258,7 @@ def test_small_heads_are_computed_as_they_are():
     from sparseflash import attention, masks
 
     torch.manual_seed(0)
-    layer = SelfAttention(32, 4, 4, 0.0)
+    layer = SelfAttention(32, 4, 4, 0.0, False)
     q, k, v = torch.randn(3, 2, 4, 32, 4)
     mask = masks.local(32, 8, block=16)
     want = attention(q.double(), k.double(), v.double(), mask, backend="reference")

@@ -70,6 +70,8 @@ def train(
     attention_dropout: Annotated[float | None, option("attention_dropout")] = None,
     pool: Annotated[str | None, option("pool")] = None,
     positions: Annotated[str | None, option("positions")] = None,
+    qk_norm: Annotated[bool | None, option("qk_norm")] = None,
+    background: Annotated[str | None, option("background")] = None,
     steps: Annotated[int | None, option("steps")] = None,
     minutes: Annotated[float | None, option("minutes")] = None,
     batch: Annotated[int | None, option("batch")] = None,

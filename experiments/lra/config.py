@@ -7,7 +7,8 @@ from typing import Any
 
 from experiments.lra.batches import Shape
 from experiments.lra.generate import Settings
-from experiments.lra.model import POOLS, POSITIONS
+from experiments.lra.model import POOLS
+from experiments.lra.positions import POSITIONS
 from experiments.lra.presets import settings_of
 from experiments.lra.schedule import SCHEDULES
 from experiments.lra.tasks import TASKS
@@ -37,7 +38,9 @@ class Config:
     dropout: float = setting(0.1, "Chance that a feature is dropped (embedding, attention output, MLP).")
     attention_dropout: float = setting(0.0, "Chance that an attention weight is dropped, in steps of 1/256.")
     pool: str = setting("cls", f"What the head reads: {', '.join(POOLS)}; cls is a token of its own before all others.")
-    positions: str = setting("learned", f"Positions added to the embedding: {', '.join(POSITIONS)}.")
+    positions: str = setting("learned", f"Positions: {', '.join(POSITIONS)}; rotary ones turn queries and keys.")
+    qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
+    background: str = setting("keep", "Images: keep, or drop black pixels, which then are no tokens.")
 
     steps: int = setting(5000, "Training steps.")
     minutes: float | None = setting(None, "End early after this many minutes; a cosine schedule ends then too.")
@@ -82,6 +85,7 @@ class Config:
         for name, allowed in (
             ("pool", POOLS),
             ("positions", POSITIONS),
+            ("background", ("keep", "drop")),
             ("schedule", SCHEDULES),
             ("task", TASKS),
             ("difficulty", FOLDS),
@@ -89,13 +93,18 @@ class Config:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        if TASKS[self.task].side is None and (self.background == "drop" or self.positions == "rotary2d"):
+            raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
 
     @property
     def shape(self) -> Shape:
         """How the task's sequences become rows of a batch."""
         task = TASKS[self.task]
-        return Shape.fit(
-            self.max_tokens or task.longest, cls=task.cls if self.pool == "cls" else None, block=self.block
+        return Shape(
+            self.block,
+            self.max_tokens or task.longest,
+            cls=task.cls if self.pool == "cls" else None,
+            drop_background=self.background == "drop",
         )
 
     @property

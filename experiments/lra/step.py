@@ -32,6 +32,9 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
         attention_dropout=config.attention_dropout,
         pool=config.pool,
         positions=config.positions,
+        places=config.shape.places(task.longest),
+        side=task.side,
+        qk_norm=config.qk_norm,
     )
     return model.to(mask.device)
 
@@ -68,7 +71,7 @@ def training_step(
 def forward(model: Classifier, batch: Batch, config: Config) -> Tensor:
     """Logits [B, C] in fp32."""
     with precision(batch.ids.device, config):
-        logits: Tensor = model(batch.ids, batch.lengths)
+        logits: Tensor = model(batch.ids, batch.lengths, batch.places)
     return logits.float()
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from experiments.lra.cache import Examples, Row, cached
 from experiments.lra.tasks.task import Data, Task, need
 
-TASK = Task("image", 258, 10, longest=1024)
+TASK = Task("image", 258, 10, longest=1024, side=32)
 
 PIXELS = 32 * 32
 FORMS = {

@@ -19,7 +19,7 @@ from experiments.lra.cache import Row, cached
 from experiments.lra.tasks.task import Data, Options, Task, need
 
 SIDES = (32, 64, 128, 256)
-TASKS = {f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side) for side in SIDES}
+TASKS = {f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side) for side in SIDES}
 
 FOLDS = {
     "easy": "curv_baseline",

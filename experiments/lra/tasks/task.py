@@ -17,6 +17,7 @@ class Task:
     classes: int
     towers: int = 1  # sequences an example; 2: both are encoded alike, and the head compares them
     longest: int = 0  # tokens that the published models see of a sequence
+    side: int | None = None  # pixels along a side, of a square image in rows
 
     @property
     def cls(self) -> int:
