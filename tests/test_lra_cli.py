@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.lra import cli, demo
-from experiments.lra.config import DEFAULTS, HELP, PRESETS, configure, resumed
+from experiments.lra.config import DEFAULTS, HELP, configure, resumed
 from experiments.lra.generate import Settings, generate
+from experiments.lra.presets import PRESETS
 from test_lra_train import DATA, TINY
 
 OPTIONS = {name: value for name, value in vars(TINY).items() if value != DEFAULTS[name]}
@@ -94,8 +95,11 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
     [
         (["--mask", "butterfyl"], "the mask must be dense, local, butterfly, module:function or file.py:function"),
         (["--mask", "no_such_module:mask"], "the mask's module 'no_such_module' was not found"),
-        (["--preset", "huge"], "the preset must be one of lra, modern, demo; got 'huge'"),
-        (["--task", "chess"], "task must be one of listops; got 'chess'"),
+        (["--preset", "huge"], "the preset must be one of lra, flash, modern, demo; got 'huge'"),
+        (
+            ["--task", "chess"],
+            "task must be one of listops, text, retrieval",
+        ),
         (["--device", "tpu"], "the device must be auto, cpu, cuda or cuda:<number>; got 'tpu'"),
         (["--width", "30", "--heads", "4"], "width must be a multiple of heads"),
         (["--batch", "65"], "at most the number of training examples, 64; got 65"),
@@ -127,10 +131,17 @@ def test_every_setting_is_an_option_with_help_and_default():
     assert result.output.count("[default:") >= len(HELP)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_valid_and_give_way_to_options(preset):
-    assert configure(preset, {}).steps == PRESETS[preset]["steps"]
-    assert configure(preset, {"steps": 7, "mask": "dense"}).steps == 7
+@pytest.mark.parametrize(("preset", "task"), [(preset, task) for preset in PRESETS for task in PRESETS[preset]])
+def test_presets_are_valid_and_give_way_to_options(preset, task):
+    assert configure(preset, {"task": task}).steps == PRESETS[preset][task]["steps"]
+    assert configure(preset, {"task": task, "steps": 7, "mask": "dense"}).steps == 7
+
+
+def test_a_preset_that_is_not_for_the_task_is_refused():
+    with pytest.raises(ValueError, match="the preset demo is for listops; got the task 'text'"):
+        configure("demo", {"task": "text"})
+    with pytest.raises(ValueError, match="the preset must be one of lra, flash, modern, demo; got 'best'"):
+        configure("best", {})
 
 
 def test_resumed_runs_keep_their_settings():
@@ -141,14 +152,12 @@ def test_resumed_runs_keep_their_settings():
 
 def test_the_modern_presets_checkpoint_fits_four_files():
     """Weights and two moments in fp32, in files below 16 MiB."""
-    from experiments.lra.batches import Shape
-    from experiments.lra.data import LISTOPS
     from experiments.lra.step import build_model
+    from experiments.lra.tasks import TASKS
     from sparseflash import BlockMask
 
     config = configure("modern", {})
-    length = Shape.fit(config.max_tokens, cls=True, block=config.block).length
-    model = build_model(config, LISTOPS, BlockMask.dense(length, block=config.block))
+    model = build_model(config, TASKS["listops"], BlockMask.dense(config.shape.length, block=config.block))
     size = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
     assert 30e6 < size < 4 * 15 * 2**20
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from experiments.lra import tokens
 from experiments.lra.baselines import baselines
-from experiments.lra.batches import Shape, collate, evaluation_batches, rows_of_step, training_batches
-from experiments.lra.cache import Examples, open_examples
-from experiments.lra.data import load
+from experiments.lra.batches import PADDING, Shape, collate, evaluation_batches, rows_of_step, training_batches
+from experiments.lra.cache import Examples
 from experiments.lra.generate import Settings, generate
+from experiments.lra.tasks import TASKS, load
+from experiments.lra.tasks.listops import open_file
 
 RELEASED = (
     b"Source\tTarget\r\n"
@@ -37,7 +38,7 @@ def test_released_files_are_read_from_any_level_of_the_archive(released):
     for folder in (released, released.parent, released.parent.parent):
         data = load("listops", folder)
         assert not data.generated
-        assert [tokens.decode(bytes(example)) for example in data.train] == [
+        assert [tokens.decode(bytes(data.train.sequence(i))) for i in range(3)] == [
             ["[MAX", "3", "4", "]"],
             ["[SM", "2", "[MIN", "7", "5", "]", "9", "]"],
             ["[MED", "1", "8", "]"],
@@ -60,14 +61,14 @@ def test_generated_files_are_known_as_generated(tmp_path):
 
 def test_cache_is_mapped_from_disk_and_follows_the_file(released):
     path = released / "basic_train.tsv"
-    first = open_examples(path)
-    assert isinstance(first.ids, np.memmap)
+    first = open_file(path)
+    assert isinstance(first.symbols, np.memmap)
     assert len(list((released / "tokens").iterdir())) == 1
-    assert open_examples(path).ids.tolist() == first.ids.tolist()
+    assert open_file(path).symbols.tolist() == first.symbols.tolist()
     path.write_bytes(RELEASED + b"( ( ( [SM 3 ) 4 ) ] )\t7\r\n")
-    assert len(open_examples(path)) == 4
+    assert len(open_file(path)) == 4
     os.utime(path, ns=(0, 0))
-    open_examples(path)
+    open_file(path)
     assert len(list((released / "tokens").iterdir())) == 3
 
 
@@ -104,7 +105,7 @@ def test_missing_files_are_named_with_what_to_do(released, tmp_path):
     (released / "basic_val.tsv").unlink()
     with pytest.raises(FileNotFoundError, match=r"lacks basic_val.tsv; place"):
         load("listops", released)
-    with pytest.raises(ValueError, match="the task must be one of listops; got 'chess'"):
+    with pytest.raises(ValueError, match=r"the task must be one of listops, text, .*; got 'chess'"):
         load("chess", released)
 
 
@@ -120,22 +121,35 @@ def examples(lengths):
     """Examples whose tokens tell which example they belong to."""
     ids = np.concatenate([np.full(length, 1 + index % 15, np.uint8) for index, length in enumerate(lengths)])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    return Examples(ids, starts, (np.arange(len(lengths)) % 10).astype(np.uint8))
+    labels = (np.arange(len(lengths)) % 10).astype(np.uint8)
+    return Examples(ids, starts[:-1, None], starts[1:, None], labels, shift=0)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 40), st.booleans())
 def test_batches_are_padded_to_whole_blocks(lengths, max_tokens, cls):
-    shape = Shape.fit(max_tokens, cls=cls, block=16)
+    shape = Shape(16, max_tokens, TASKS["listops"].cls if cls else None)
     batch = collate(examples(lengths), np.arange(len(lengths)), shape)
     assert shape.length % 16 == 0
     assert 0 <= shape.length - max_tokens - cls < 16
-    assert batch.ids.shape == (len(lengths), shape.length)
     assert batch.lengths.tolist() == [min(length, max_tokens) + cls for length in lengths]
+    assert batch.ids.shape == (len(lengths), shape.whole_blocks(max(batch.lengths.tolist())))
     assert batch.live_tokens == sum(batch.lengths.tolist())
     for row, length in enumerate(batch.lengths.tolist()):
-        assert (batch.ids[row, :length] != tokens.PADDING).all()
-        assert (batch.ids[row, length:] == tokens.PADDING).all()
-        assert (batch.ids[row, 0] == tokens.CLS) == cls
+        assert (batch.ids[row, :length] != PADDING).all()
+        assert (batch.ids[row, length:] == PADDING).all()
+        assert (batch.ids[row, 0] == TASKS["listops"].cls) == cls
+
+
+def test_black_pixels_are_left_out_and_the_others_know_their_places():
+    symbols = np.array([0, 7, 0, 0, 9, 3, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0], np.uint8)
+    begins = np.array([[0], [6], [13]])
+    data = Examples(symbols, begins, np.array([[6], [13], [16]]), np.array([1, 0, 1], np.uint8), shift=1)
+    batch = collate(data, np.arange(3), Shape(16, 3, cls=257, drop_background=True))
+    assert batch.lengths.tolist() == [4, 2, 2]
+    assert batch.ids[:, :4].tolist() == [[257, 8, 10, 4], [257, 6, 0, 0], [257, 1, 0, 0]]
+    assert batch.places[:, :4].tolist() == [[0, 2, 5, 6], [0, 7, 0, 0], [0, 1, 0, 0]]
+    with pytest.raises(ValueError, match=r"an image has 3 pixels that are not black.* raise --max-tokens, which is 2"):
+        collate(data, np.arange(3), Shape(16, 2, cls=None, drop_background=True))
 
 
 @given(st.integers(1, 40), st.integers(1, 10), st.integers(0, 5))
@@ -154,7 +168,7 @@ def test_an_epoch_sees_every_example_once(count, batch, seed):
 
 @given(st.integers(0, 30))
 def test_batches_can_be_picked_up_at_any_step(first_step):
-    data, shape = examples([5] * 20), Shape(16, 10, False)
+    data, shape = examples([5] * 20), Shape(16, 10, None)
     whole = training_batches(data, shape, 3, 1, 0)
     for _ in range(first_step):
         next(whole)
@@ -164,9 +178,9 @@ def test_batches_can_be_picked_up_at_any_step(first_step):
 
 
 def test_evaluation_sees_the_first_examples_in_order():
-    batches = list(evaluation_batches(examples([5] * 10), Shape(16, 10, False), 4, limit=7))
+    batches = list(evaluation_batches(examples([5] * 10), Shape(16, 10, None), 4, limit=7))
     assert [batch.labels.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6]]
-    everything = evaluation_batches(examples([5] * 10), Shape(16, 10, False), 4, limit=100)
+    everything = evaluation_batches(examples([5] * 10), Shape(16, 10, None), 4, limit=100)
     assert sum(len(batch.labels) for batch in everything) == 10
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.lra import batches, listops, tokens
+from experiments.lra.tasks import TASKS
 
 seeds = st.integers(0, 2**32)
 
@@ -142,7 +143,7 @@ def test_foreign_tokens_are_refused(source):
 
 
 def test_vocabulary_has_a_place_for_every_token_padding_and_cls():
-    ids = {index + 1 for index in range(len(listops.NAMES))} | {tokens.PADDING, tokens.CLS}
+    ids = {index + 1 for index in range(len(listops.NAMES))} | {batches.PADDING, TASKS["listops"].cls}
     assert ids == set(range(tokens.VOCABULARY)) == set(range(17))
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +10,10 @@ from torch import Tensor
 from experiments.lra import exactness, schedule
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.data import LISTOPS
-from experiments.lra.model import POOLS, POSITIONS, Classifier, pool, sinusoids
+from experiments.lra.model import POOLS, Classifier, pool
+from experiments.lra.positions import POSITIONS, Turns, sinusoids, turned
 from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
+from experiments.lra.tasks import TASKS
 from sparseflash import BlockMask, masks
 
 TINY = Config(block=16, depth=2, width=32, heads=2, mlp=32, dropout=0.0, lr=3e-3, clip=1.0)
@@ -23,11 +25,12 @@ def fake_batch(rows: int = 6, length: int = 48, seed: int = 0) -> Batch:
     ids = torch.randint(1, 16, (rows, length), generator=generator)
     lengths = torch.randint(length // 3, length, (rows,), generator=generator, dtype=torch.int32)
     ids[torch.arange(length) >= lengths[:, None]] = 0
-    return Batch(ids, lengths, torch.arange(rows) % 10, int(lengths.sum()))
+    return Batch(ids, lengths, None, torch.arange(rows) % 10, int(lengths.sum()))
 
 
 def model_with(mask: BlockMask, **changes) -> Classifier:
-    return build_model(Config(**{**vars(TINY), **changes}), LISTOPS, mask)
+    config = Config(**{**vars(TINY), **changes})
+    return build_model(config, TASKS[config.task], mask)
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -62,10 +65,70 @@ def test_step_returns_loss_and_right_answers():
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_padding_is_not_seen(pool, positions):
     batch = fake_batch()
-    model = model_with(BlockMask.dense(48, block=16), pool=pool, positions=positions).eval()
+    task = "image" if positions == "rotary2d" else "listops"
+    model = model_with(BlockMask.dense(48, block=16), task=task, pool=pool, positions=positions).eval()
     other = batch.ids.clone()
     other[torch.arange(48) >= batch.lengths[:, None]] = 7
     assert torch.equal(model(batch.ids, batch.lengths), model(other, batch.lengths))
+
+
+def test_a_shorter_batch_sees_the_same_as_a_padded_one():
+    batch = fake_batch()
+    model = model_with(masks.butterfly(96, block=16), qk_norm=True, positions="rotary").eval()
+    wide = torch.nn.functional.pad(batch.ids, (0, 48))
+    torch.testing.assert_close(model(wide, batch.lengths), model(batch.ids, batch.lengths))
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_an_image_without_its_background_is_the_image_with_black_pixels_masked(positions):
+    """Dropping a black pixel is the same as letting no other attend to it, with each pixel where it was."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(1, 256, (2, 1024), generator=generator) * (torch.rand(2, 1024, generator=generator) < 0.05)
+    from experiments.lra.batches import collate
+    from experiments.lra.cache import Examples
+
+    begins = np.array([[0], [1024]])
+    data = Examples(pixels.flatten().byte().numpy(), begins, begins + 1024, np.array([0, 1], np.uint8), shift=1)
+    config = Config(**{**vars(TINY), "task": "image", "positions": positions, "pool": "mean", "background": "drop"})
+    batch = collate(data, np.arange(2), config.shape)
+    assert batch.ids.shape[1] < 100
+    model = build_model(config, TASKS["image"], BlockMask.dense(1024, block=16)).eval()
+    live = pixels > 0
+    alone = BlockMask.from_dense((live[:, :, None] & live[:, None, :])[:, None], block=16)  # [B, 1, N, N]
+    got = model(batch.ids, batch.lengths, batch.places)
+    model.masks_for = lambda length, lengths: [alone] * len(model.layers)
+    x = []
+    model.norm.register_forward_hook(lambda module, args, out: x.append(out))
+    model(pixels + 1, torch.tensor([1024, 1024]))
+    want = model.head(torch.stack([x[0][row][live[row]].mean(0) for row in range(2)]))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_turns_make_the_product_depend_on_the_distance_alone():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+
+    def product(turns, at, other):
+        ends = (turned(x, turns(torch.tensor([[place]]))) for x, place in ((q, at), (k, other)))
+        return torch.mul(*ends).sum()
+
+    line, plane = Turns(16, None, 0), Turns(16, 32, 1)
+    torch.testing.assert_close(product(line, 3, 10), product(line, 1003, 1010))
+    assert abs(product(line, 3, 10) - product(line, 3, 11)) > 1e-3
+
+    def pixel(row, column):
+        return 1 + 32 * row + column  # after [CLS]
+
+    torch.testing.assert_close(
+        product(plane, pixel(2, 3), pixel(5, 1)), product(plane, pixel(12, 20), pixel(15, 18)), atol=1e-5, rtol=1e-5
+    )
+    assert abs(product(plane, pixel(2, 3), pixel(5, 1)) - product(plane, pixel(2, 3), pixel(1, 5))) > 1e-3
+
+
+@pytest.mark.parametrize(("head_dim", "side"), [(5, None), (6, 32)])
+def test_heads_that_cannot_be_turned_are_refused(head_dim, side):
+    with pytest.raises(ValueError, match="rotary positions need head dims that are multiples of"):
+        Turns(head_dim, side, 0)
 
 
 def test_each_layer_has_its_own_mask():
@@ -75,7 +138,9 @@ def test_each_layer_has_its_own_mask():
         sizes = {
             "vocabulary": 17,
             "classes": 10,
+            "towers": 1,
             "width": 8,
+            "head_dim": None,
             "heads": 1,
             "mlp": 8,
             "dropout": 0.0,
@@ -112,8 +177,8 @@ def test_sinusoidal_positions_are_distinct_and_as_large_as_the_embedding():
     ("changes", "message"),
     [
         ({"width": 30, "heads": 4}, "width must be a multiple of heads; got width 30, heads 4"),
-        ({"pool": "sum"}, "pool must be one of cls, first, mean, max; got 'sum'"),
-        ({"positions": "none"}, "positions must be one of learned, sinusoidal; got 'none'"),
+        ({"pool": "sum"}, "pool must be one of cls, first, mean, max, mean\\+max; got 'sum'"),
+        ({"positions": "none"}, "positions must be one of learned, sinusoidal, rotary, rotary2d; got 'none'"),
         ({"schedule": "step"}, "schedule must be one of constant, cosine, rsqrt; got 'step'"),
         ({"precision": "fp8"}, "precision must be fp32 or bf16; got 'fp8'"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),

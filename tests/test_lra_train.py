@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from experiments.lra import checkpoint
 from experiments.lra.config import Config
-from experiments.lra.data import load
 from experiments.lra.generate import Settings, generate
 from experiments.lra.runlog import RunLog, read
+from experiments.lra.tasks import load
 from experiments.lra.train import Run, find_device, saved_run
 
 DATA = Settings(10, 60, train=64, val=16, test=24)
@@ -116,7 +116,7 @@ def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
     config = replace(TINY, steps=10**6, checkpoint_every=5, eval_every=10**6)
     script = (
         "import sys; from pathlib import Path; from experiments.lra.config import Config\n"
-        "from experiments.lra.data import load; from experiments.lra.train import Run\n"
+        "from experiments.lra.tasks import load; from experiments.lra.train import Run\n"
         f"Run(Config(**{vars(config)!r}), load('listops', Path(sys.argv[1])), Path(sys.argv[2])).train()"
     )
     command = [sys.executable, "-c", script, str(data.folder), str(tmp_path / "run")]

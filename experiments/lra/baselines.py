@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.lra.cache import Examples
-from experiments.lra.data import Data
+from experiments.lra.tasks.task import Data
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,17 @@ class Baseline:
 
 
 def baselines(data: Data) -> list[Baseline]:
-    """For ListOps: the majority class, and the best answer given only the first token, the root operator."""
+    """The majority class, and for ListOps the best answer given only the first token, the root operator."""
+    rules = {"majority class": False} | ({"root operator": True} if data.task.name == "listops" else {})
     return [
-        fit("majority class", groups_of(data.train, False), groups_of(data.test, False), data),
-        fit("root operator", groups_of(data.train, True), groups_of(data.test, True), data),
+        fit(rule, groups_of(data.train, by_first), groups_of(data.test, by_first), data)
+        for rule, by_first in rules.items()
     ]
 
 
 def groups_of(examples: Examples, by_first_token: bool) -> NDArray[np.uint8]:
     """What the rule may look at in each example: its first token, or nothing."""
-    return examples.first_ids if by_first_token else np.zeros(len(examples), np.uint8)
+    return examples.first_symbols if by_first_token else np.zeros(len(examples), np.uint8)
 
 
 def fit(rule: str, train_groups: NDArray[np.uint8], test_groups: NDArray[np.uint8], data: Data) -> Baseline:

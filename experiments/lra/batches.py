@@ -14,31 +14,49 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.lra.cache import Examples
-from experiments.lra.tokens import CLS, PADDING
+
+PADDING = 0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How examples become rows of a batch."""
+    """How sequences become rows of a batch."""
 
-    length: int  # N, a multiple of the mask's block
-    max_tokens: int  # longer examples are cut to this many tokens, as in the reference loader
-    cls: bool  # put [CLS] first
+    block: int  # of the mask: rows have whole blocks
+    max_tokens: int  # longer sequences are cut to this many tokens, as in the reference loader
+    cls: int | None  # the id of [CLS], which is put first; None: it is not
+    drop_background: bool = False  # leave out symbols 0, the black pixels of an image
 
-    @staticmethod
-    def fit(max_tokens: int, *, cls: bool, block: int) -> Shape:
-        """The shortest length for `max_tokens` tokens, in whole blocks.
+    @property
+    def first(self) -> int:
+        """Where a sequence begins in its row."""
+        return int(self.cls is not None)
 
-        >>> Shape.fit(2000, cls=True, block=128).length
+    @property
+    def length(self) -> int:
+        """The length of the longest row.
+
+        >>> Shape(128, 2000, cls=16).length
         2048
         """
-        return Shape(-(-(max_tokens + cls) // block) * block, max_tokens, cls)
+        return self.whole_blocks(self.max_tokens + self.first)
+
+    def places(self, longest: int) -> int:
+        """How many places there are for tokens, of sequences of at most `longest` symbols."""
+        return self.first + longest if self.drop_background else self.length
+
+    def whole_blocks(self, tokens: int) -> int:
+        """This many tokens, rounded up."""
+        return -(-tokens // self.block) * self.block
 
 
 @dataclass(frozen=True)
 class Batch:
-    ids: torch.Tensor  # int64 [B, N], padding at the end
-    lengths: torch.Tensor  # int32 [B], tokens before the padding, [CLS] counted
+    """B examples of T sequences each; the sequences of an example follow each other."""
+
+    ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest row's, in whole blocks
+    lengths: torch.Tensor  # int32 [B * T], tokens before the padding, [CLS] counted
+    places: torch.Tensor | None  # int64 [B * T, N], where each token stood before some were left out; None: none was
     labels: torch.Tensor  # int64 [B]
     live_tokens: int  # sum of lengths, known without asking the device
 
@@ -46,29 +64,50 @@ class Batch:
         """The batch on a device; from pinned memory where that lets the copy overlap with work on a GPU."""
         if device.type == "cpu":
             return self
-        ids, lengths, labels = (
-            tensor.pin_memory().to(device, non_blocking=True) for tensor in (self.ids, self.lengths, self.labels)
+        ids, lengths, places, labels = (
+            None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
+            for tensor in (self.ids, self.lengths, self.places, self.labels)
         )
-        return Batch(ids, lengths, labels, self.live_tokens)
+        return Batch(ids, lengths, places, labels, self.live_tokens)
 
 
 def collate(examples: Examples, rows: NDArray[np.int64], shape: Shape) -> Batch:
     """The examples with these indices as one batch."""
-    ids = np.full((len(rows), shape.length), PADDING, np.uint8)
-    lengths = np.empty(len(rows), np.int32)
-    for place, row in enumerate(rows):
-        example = examples[row][: shape.max_tokens]
-        ids[place, shape.cls : shape.cls + len(example)] = example
-        lengths[place] = shape.cls + len(example)
-    if shape.cls:
-        ids[:, 0] = CLS
+    sequences = [examples.sequence(row, tower) for row in rows for tower in range(examples.towers)]
+    kept = [live_pixels(each, shape) for each in sequences] if shape.drop_background else None
+    if kept is not None:
+        sequences = [each[pixels] for each, pixels in zip(sequences, kept, strict=True)]
+    sequences = [each[: shape.max_tokens] for each in sequences]
+    first = shape.first
+    lengths = np.array([first + len(each) for each in sequences], np.int32)
+    ids = np.full((len(sequences), shape.whole_blocks(int(lengths.max()))), PADDING, np.int64)
+    places = None if kept is None else np.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, first : lengths[row]] = sequence
+        ids[row, first : lengths[row]] += examples.shift
+        if places is not None and kept is not None:
+            places[row, first : lengths[row]] = first + kept[row]
+    if shape.cls is not None:
+        ids[:, 0] = shape.cls
     labels = examples.labels[rows].astype(np.int64)
     return Batch(
-        torch.from_numpy(ids.astype(np.int64)),
+        torch.from_numpy(ids),
         torch.from_numpy(lengths),
+        None if places is None else torch.from_numpy(places),
         torch.from_numpy(labels),
         int(lengths.sum()),
     )
+
+
+def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
+    """Where an image is not black; of one that is black all over, its first pixel."""
+    live = np.flatnonzero(symbols)
+    if len(live) > shape.max_tokens:
+        raise ValueError(
+            f"an image has {len(live)} pixels that are not black, and would lose some: raise --max-tokens, which is "
+            f"{shape.max_tokens}"
+        )
+    return live if len(live) else np.zeros(1, np.int64)
 
 
 @lru_cache(maxsize=2)

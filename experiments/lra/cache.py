@@ -1,97 +1,111 @@
-"""Tokenised examples on disk: read once from the text, then memory-mapped by every run."""
+"""Tokenised examples on disk: read once from a task's files, then memory-mapped by every run."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
 
-from experiments.lra import tokens
+FORMAT = 2  # raise it when the symbols or the arrays change, so that old caches are not read
 
-FORMAT = 1  # raise it when the ids or the arrays change, so that old caches are not read
+# A class, and the symbols of each sequence: one, or two for a task with two towers.
+Row = tuple[int, tuple[bytes, ...]]
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples of different lengths, end to end.
+    """Examples of different lengths, T sequences each.
 
-    ids      uint8 [total]   token ids; example i is ids[starts[i]:starts[i + 1]]
-    starts   int64 [n + 1]
+    symbols  uint8 [total]   sequence t of example i is symbols[begins[i, t]:ends[i, t]]
+    begins   int64 [n, T]
+    ends     int64 [n, T]
     labels   uint8 [n]       classes
+    shift    what makes a symbol an id: 1 where symbols begin at 0, because id 0 is padding
     """
 
-    ids: NDArray[np.uint8]
-    starts: NDArray[np.int64]
+    symbols: NDArray[np.uint8]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
     labels: NDArray[np.uint8]
+    shift: int
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        return self.ids[self.starts[index] : self.starts[index + 1]]
+    @property
+    def towers(self) -> int:
+        return self.begins.shape[1]
+
+    def sequence(self, index: int, tower: int = 0) -> NDArray[np.uint8]:
+        """The symbols of one sequence."""
+        return self.symbols[self.begins[index, tower] : self.ends[index, tower]]
 
     @property
-    def first_ids(self) -> NDArray[np.uint8]:
-        """The first token of every example; in ListOps that is the root operator. uint8 [n]"""
-        return self.ids[self.starts[:-1]]
+    def first_symbols(self) -> NDArray[np.uint8]:
+        """The first symbol of every example; in ListOps that is the root operator. uint8 [n]"""
+        return self.symbols[self.begins[:, 0]]
+
+    def take(self, rows: NDArray[np.int64]) -> Examples:
+        """Some of the examples, in this order; no symbol is copied."""
+        return Examples(self.symbols, self.begins[rows], self.ends[rows], self.labels[rows], self.shift)
 
 
-def read_tsv(path: Path) -> Iterator[tuple[bytes, int]]:
-    """(ids, class) for each line of a file in the released format; raises ValueError naming file and line."""
-    with open(path, "rb") as file:
-        header = file.readline().rstrip(b"\r\n")
-        if header != b"Source\tTarget":
-            raise ValueError(f"{path} must begin with the header Source<tab>Target; got {header[:60]!r}")
-        for number, line in enumerate(file, start=2):
-            try:
-                source, target = line.rstrip(b"\r\n").split(b"\t")
-                if len(target) != 1 or not target.isdigit():
-                    raise ValueError(f"has the class {target!r} where one digit must stand")
-                yield tokens.encode(source), int(target)
-            except ValueError as error:
-                raise ValueError(f"line {number} of {path} is not a ListOps example: {line[:60]!r}: {error}") from None
+def cached(
+    place: Path,
+    name: str,
+    sources: Iterable[Path],
+    rows: Callable[[], Iterator[Row]],
+    *,
+    shift: int,
+    total: int | None = None,
+) -> Examples:
+    """The examples that `rows` reads, memory-mapped from `<place>/tokens/`, which is written when it is missing.
 
-
-def tokenise(path: Path) -> Examples:
-    """All examples of a file, in memory."""
-    ids = bytearray()
-    starts, labels = [0], []
-    for example, label in read_tsv(path):
-        ids += example
-        starts.append(len(ids))
-        labels.append(label)
-    if not labels:
-        raise ValueError(f"{path} must hold at least one example; it has only the header")
-    return Examples(np.frombuffer(ids, np.uint8), np.array(starts, np.int64), np.array(labels, np.uint8))
-
-
-def open_examples(path: Path) -> Examples:
-    """The examples of a file, memory-mapped from `<its folder>/tokens/`, which is written when it is missing.
-
-    A cache belongs to one state of the file: its name, size and time of change.
+    A cache belongs to one state of the sources: their names, sizes and times of change.
+    total: how many rows to expect, for the progress bar.
     """
-    state = path.stat()
-    key = blake2b(f"{FORMAT} {path.name} {state.st_size} {state.st_mtime_ns}".encode(), digest_size=8).hexdigest()
-    folder = path.parent / "tokens" / f"{path.stem}-{key}"
+    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    key = blake2b(f"{FORMAT} {name} {states}".encode(), digest_size=8).hexdigest()
+    folder = place / "tokens" / f"{name}-{key}"
     if not folder.exists():
-        write(tokenise(path), folder)
-    return Examples(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "starts", "labels")))
+        _write(rows(), folder, name, total)
+    starts, labels = (np.load(folder / f"{array}.npy", mmap_mode="r") for array in ("starts", "labels"))
+    symbols = np.memmap(folder / "symbols.u8", np.uint8, mode="r")
+    towers = (len(starts) - 1) // len(labels)
+    return Examples(symbols, starts[:-1].reshape(-1, towers), starts[1:].reshape(-1, towers), labels, shift)
 
 
-def write(examples: Examples, folder: Path) -> None:
-    """Save the arrays so that the folder exists only when it is complete."""
+def _write(rows: Iterator[Row], folder: Path, name: str, total: int | None) -> None:
+    """Save the rows so that the folder exists only when it is complete."""
     folder.parent.mkdir(exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    starts, labels = [0], []
+    console = Console(stderr=True)
     try:
-        for name in ("ids", "starts", "labels"):
-            np.save(unfinished / f"{name}.npy", getattr(examples, name))
+        with open(unfinished / "symbols.u8", "wb") as file:
+            shown = track(
+                rows, f"Reading {name}", total, console=console, disable=not console.is_terminal, transient=True
+            )
+            for label, sequences in shown:
+                labels.append(label)
+                for sequence in sequences:
+                    if not sequence:
+                        raise ValueError(f"example {len(labels)} of {name} must have at least one token; it is empty")
+                    file.write(sequence)
+                    starts.append(starts[-1] + len(sequence))
+        if not labels:
+            raise ValueError(f"{name} must hold at least one example; there is none")
+        np.save(unfinished / "starts.npy", np.array(starts, np.int64))
+        np.save(unfinished / "labels.npy", np.array(labels, np.uint8))
         unfinished.chmod(0o755)  # mkdtemp makes it private
         try:
             os.replace(unfinished, folder)

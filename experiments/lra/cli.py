@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.lra import demo
-from experiments.lra.config import DEFAULTS, HELP, PRESETS, Config, configure, resumed
-from experiments.lra.data import Data, load
+from experiments.lra.config import DEFAULTS, HELP, Config, configure, resumed
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
+from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
 from experiments.lra.report import print_result
+from experiments.lra.tasks import Data, load
 from experiments.lra.train import Run, saved_run
 
 DATA = Path("data/lra")
@@ -63,11 +64,14 @@ def train(
     depth: Annotated[int | None, option("depth")] = None,
     width: Annotated[int | None, option("width")] = None,
     heads: Annotated[int | None, option("heads")] = None,
+    head_dim: Annotated[int | None, option("head_dim")] = None,
     mlp: Annotated[int | None, option("mlp")] = None,
     dropout: Annotated[float | None, option("dropout")] = None,
     attention_dropout: Annotated[float | None, option("attention_dropout")] = None,
     pool: Annotated[str | None, option("pool")] = None,
     positions: Annotated[str | None, option("positions")] = None,
+    qk_norm: Annotated[bool | None, option("qk_norm")] = None,
+    background: Annotated[str | None, option("background")] = None,
     steps: Annotated[int | None, option("steps")] = None,
     minutes: Annotated[float | None, option("minutes")] = None,
     batch: Annotated[int | None, option("batch")] = None,
@@ -84,6 +88,8 @@ def train(
     eval_examples: Annotated[int | None, option("eval_examples")] = None,
     checkpoint_every: Annotated[int | None, option("checkpoint_every")] = None,
     log_every: Annotated[int | None, option("log_every")] = None,
+    difficulty: Annotated[str | None, option("difficulty")] = None,
+    split: Annotated[str | None, option("split")] = None,
     longer_than: Annotated[int | None, option("longer_than")] = None,
     shorter_than: Annotated[int | None, option("shorter_than")] = None,
     train_examples: Annotated[int | None, option("train_examples")] = None,
@@ -94,7 +100,7 @@ def train(
         Path | None,
         typer.Option(
             help="Folder with the task's files, released or generated.",
-            show_default=f"generated as needed, below {DATA}",
+            show_default=f"for ListOps: generated as needed, below {DATA}",
         ),
     ] = None,
     out: Annotated[
@@ -186,7 +192,9 @@ def find_data(config: Config, folder: Path | None) -> Data:
 
     A named folder is never filled: whoever asks for the released files must not get others.
     """
-    return load(config.task, generated(config.generator, DATA) if folder is None else folder)
+    if folder is None and config.task != "listops":
+        raise ValueError(f"the task {config.task} needs --data, the folder with its files")
+    return load(config.task, generated(config.generator, DATA) if folder is None else folder, config.data)
 
 
 def default_name(config: Config) -> str:

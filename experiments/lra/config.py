@@ -1,14 +1,19 @@
-"""Every setting of a training run, with its help text and default, and the presets."""
+"""Every setting of a training run, with its help text and default."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from experiments.lra.data import TASKS
+from experiments.lra.batches import Shape
 from experiments.lra.generate import Settings
-from experiments.lra.model import POOLS, POSITIONS
+from experiments.lra.model import POOLS
+from experiments.lra.positions import POSITIONS
+from experiments.lra.presets import settings_of
 from experiments.lra.schedule import SCHEDULES
+from experiments.lra.tasks import TASKS
+from experiments.lra.tasks.pathfinder import FOLDS, SPLITS
+from experiments.lra.tasks.task import Options
 
 
 def setting(default: Any, text: str) -> Any:
@@ -27,17 +32,20 @@ class Config:
 
     depth: int = setting(4, "Encoder layers.")
     width: int = setting(128, "Features of each token.")
-    heads: int = setting(4, "Attention heads; each has width / heads features.")
+    heads: int = setting(4, "Attention heads.")
+    head_dim: int | None = setting(None, "Features of each head; by default width / heads.")
     mlp: int = setting(256, "Hidden features of the MLPs.")
     dropout: float = setting(0.1, "Chance that a feature is dropped (embedding, attention output, MLP).")
     attention_dropout: float = setting(0.0, "Chance that an attention weight is dropped, in steps of 1/256.")
     pool: str = setting("cls", f"What the head reads: {', '.join(POOLS)}; cls is a token of its own before all others.")
-    positions: str = setting("learned", f"Positions added to the embedding: {', '.join(POSITIONS)}.")
+    positions: str = setting("learned", f"Positions: {', '.join(POSITIONS)}; rotary ones turn queries and keys.")
+    qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
+    background: str = setting("keep", "Images: keep, or drop black pixels, which then are no tokens.")
 
     steps: int = setting(5000, "Training steps.")
     minutes: float | None = setting(None, "End early after this many minutes; a cosine schedule ends then too.")
     batch: int = setting(32, "Sequences a step.")
-    max_tokens: int = setting(2000, "Tokens after which a sequence is cut.")
+    max_tokens: int | None = setting(None, "Tokens after which a sequence is cut; by default the task's own number.")
     lr: float = setting(5e-4, "Peak learning rate.")
     warmup: int = setting(500, "Steps over which the learning rate rises to its peak.")
     schedule: str = setting("cosine", f"Learning rate after the warm-up: {', '.join(SCHEDULES)}.")
@@ -52,6 +60,9 @@ class Config:
     checkpoint_every: int = setting(500, "Steps between checkpoints; only the newest is kept.")
     log_every: int = setting(10, "Steps between lines of the log, each the mean over these steps.")
 
+    difficulty: str = setting(Options.difficulty, f"Pathfinder: {', '.join(FOLDS)}.")
+    split: str = setting(Options.split, f"Pathfinder: {', '.join(SPLITS)}; shuffled is what S4 and most others do.")
+
     longer_than: int = setting(Settings.longer_than, "Generated data: every expression has more tokens.")
     shorter_than: int = setting(Settings.shorter_than, "Generated data: every expression has fewer tokens.")
     train_examples: int = setting(Settings.train, "Generated data: training expressions.")
@@ -60,9 +71,9 @@ class Config:
     data_seed: int = setting(Settings.seed, "Generated data: seed of the expressions.")
 
     def __post_init__(self) -> None:
-        positive = ("block", "window", "depth", "width", "heads", "mlp", "steps", "batch", "max_tokens")
+        positive = ("block", "window", "depth", "width", "heads", "head_dim", "mlp", "steps", "batch", "max_tokens")
         for name in (*positive, "eval_every", "eval_examples", "checkpoint_every", "log_every"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
@@ -74,11 +85,32 @@ class Config:
         for name, allowed in (
             ("pool", POOLS),
             ("positions", POSITIONS),
+            ("background", ("keep", "drop")),
             ("schedule", SCHEDULES),
             ("task", TASKS),
+            ("difficulty", FOLDS),
+            ("split", SPLITS),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        if TASKS[self.task].side is None and (self.background == "drop" or self.positions == "rotary2d"):
+            raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
+
+    @property
+    def shape(self) -> Shape:
+        """How the task's sequences become rows of a batch."""
+        task = TASKS[self.task]
+        return Shape(
+            self.block,
+            self.max_tokens or task.longest,
+            cls=task.cls if self.pool == "cls" else None,
+            drop_background=self.background == "drop",
+        )
+
+    @property
+    def data(self) -> Options:
+        """What the settings say of the task's data."""
+        return Options(self.difficulty, self.split)
 
     @property
     def generator(self) -> Settings:
@@ -107,72 +139,11 @@ FREE_ON_RESUME = (
     "log_every",
 )
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # The paper's sizes and the Long Range Arena's schedule (lr 0.05 / sqrt(step), warm-up 1000) and dropout.
-    # 9.7 million parameters: a checkpoint with the optimiser takes 116 MB.
-    "lra": {
-        "depth": 4,
-        "width": 512,
-        "heads": 8,
-        "mlp": 1024,
-        "attention_dropout": 0.1,
-        "pool": "cls",
-        "steps": 5000,
-        "batch": 32,
-        "lr": 0.05 / 1000**0.5,
-        "warmup": 1000,
-        "schedule": "rsqrt",
-        "weight_decay": 0.1,
-        "precision": "bf16",
-    },
-    # For one GPU: 3.8 million parameters, so that a checkpoint with the optimiser's state stays below 48 MB.
-    "modern": {
-        "depth": 6,
-        "width": 256,
-        "heads": 4,
-        "mlp": 512,
-        "steps": 20000,
-        "batch": 64,
-        "lr": 1e-3,
-        "warmup": 1000,
-        "weight_decay": 0.05,
-        "precision": "bf16",
-    },
-    # Short expressions, a small model, and a head that reads the first token, the root operator: on two CPU
-    # cores half a minute a mask suffices to learn what the operator says. [CLS] would have to find it first.
-    "demo": {
-        "block": 64,
-        "window": 128,
-        "depth": 2,
-        "width": 64,
-        "heads": 2,
-        "mlp": 128,
-        "dropout": 0.0,
-        "pool": "first",
-        "steps": 120,
-        "minutes": 0.4,
-        "batch": 8,
-        "max_tokens": 1024,
-        "lr": 2e-3,
-        "warmup": 20,
-        "device": "cpu",
-        "eval_every": 1000,
-        "checkpoint_every": 1000,
-        "log_every": 5,
-        "longer_than": 300,
-        "shorter_than": 1024,
-        "train_examples": 2000,
-        "val_examples": 200,
-        "test_examples": 300,
-    },
-}
-
 
 def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
-    """The defaults, changed by a preset, changed by what the user chose."""
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {preset!r}")
-    return Config(**{**(PRESETS[preset] if preset else {}), **chosen})
+    """The defaults, changed by a preset for the task, changed by what the user chose."""
+    named = settings_of(preset, chosen.get("task", DEFAULTS["task"])) if preset else {}
+    return Config(**{**named, **chosen})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from experiments.lra import exactness, masks, picture
 from experiments.lra.baselines import baselines
-from experiments.lra.batches import Shape, collate
+from experiments.lra.batches import collate
 from experiments.lra.config import Config
-from experiments.lra.data import Data
 from experiments.lra.exactness import ALLOWED, Exactness
 from experiments.lra.files import write_json
 from experiments.lra.progress import TrainingBar
+from experiments.lra.tasks import Data
 from experiments.lra.train import Run
 
 MASKS = ("dense", "local", "butterfly", "experiments.lra.custom_mask:beacons")
@@ -34,7 +34,7 @@ class Outcome:
 
 def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple[str, ...] = MASKS) -> bool:
     """Run the whole demo into the folder `out`, replacing an earlier one; whether every mask was exact."""
-    shape = Shape.fit(config.max_tokens, cls=config.pool == "cls", block=config.block)
+    shape = config.shape
     built = {short(name): masks.build(name, shape.length, block=config.block, window=config.window) for name in names}
     drawn = picture.draw(built, out / "masks.png")
     console.print(f"The masks: {drawn}", soft_wrap=True)

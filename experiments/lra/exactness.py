@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.model import Classifier, Layer
+from experiments.lra.model import Classifier, Layer, Turn
 from experiments.lra.step import forward, precision
 from sparseflash import BlockMask, attention
 
@@ -57,10 +57,10 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
     """q, k, v and the output's gradient in the first layer; in the last, only what is pooled gets one."""
     layer = model.layers[0]
     assert isinstance(layer, Layer)
-    inputs: list[Tensor] = []
+    inputs: list[tuple[Tensor, BlockMask, Turn | None]] = []
     outputs: list[Tensor] = []
     hooks = [
-        layer.attention.register_forward_pre_hook(lambda module, args: inputs.append(args[0])),
+        layer.attention.register_forward_pre_hook(lambda module, args: inputs.append(args)),
         layer.attention.out.register_forward_pre_hook(lambda module, args: outputs.append(args[0])),
     ]
     try:
@@ -70,9 +70,10 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
             hook.remove()
     (dout,) = torch.autograd.grad(loss, outputs)  # [B, N, W]
     with torch.no_grad(), precision(batch.ids.device, config):
-        q, k, v = layer.attention.project(inputs[0])
+        x, mask, turn = inputs[0]
+        q, k, v = layer.attention.project(x, turn)
     dout = dout.unflatten(-1, (layer.attention.heads, -1)).transpose(1, 2)  # [B, H, N, D]
-    return Captured(q, k, v, dout, model.masks[0].with_lengths(batch.lengths))
+    return Captured(q, k, v, dout, mask)
 
 
 def sparse(call: Captured) -> list[Tensor]:

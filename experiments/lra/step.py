@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.data import Task
 from experiments.lra.model import Classifier
+from experiments.lra.tasks.task import Task
 from sparseflash import BlockMask
 
 
@@ -23,13 +23,18 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
         [mask] * config.depth,
         vocabulary=task.vocabulary,
         classes=task.classes,
+        towers=task.towers,
         width=config.width,
         heads=config.heads,
+        head_dim=config.head_dim,
         mlp=config.mlp,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         pool=config.pool,
         positions=config.positions,
+        places=config.shape.places(task.longest),
+        side=task.side,
+        qk_norm=config.qk_norm,
     )
     return model.to(mask.device)
 
@@ -66,7 +71,7 @@ def training_step(
 def forward(model: Classifier, batch: Batch, config: Config) -> Tensor:
     """Logits [B, C] in fp32."""
     with precision(batch.ids.device, config):
-        logits: Tensor = model(batch.ids, batch.lengths)
+        logits: Tensor = model(batch.ids, batch.lengths, batch.places)
     return logits.float()
 
 

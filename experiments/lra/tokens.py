@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from experiments.lra.listops import NAMES, OPERATORS
 
-PADDING = 0
-CLS = len(NAMES) + 1
-VOCABULARY = CLS + 1
+VOCABULARY = 1 + len(NAMES) + 1
 
 UNKNOWN = 255
 LETTERS = {operator.encode(): letter for operator, letter in zip(OPERATORS, (b"a", b"b", b"c", b"d"), strict=True)}

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from experiments.lra import checkpoint, masks, schedule
-from experiments.lra.batches import Batch, Shape, evaluation_batches, training_batches
+from experiments.lra.batches import Batch, evaluation_batches, training_batches
 from experiments.lra.config import Config, as_dict
-from experiments.lra.data import Data
 from experiments.lra.files import write_json
 from experiments.lra.metrics import final_metrics
 from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
+from experiments.lra.tasks import Data
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
     ) -> None:
         self.config, self.data, self.folder, self.report = config, data, folder, report
         self.device = find_device(config.device)
-        self.shape = Shape.fit(config.max_tokens, cls=config.pool == "cls", block=config.block)
+        self.shape = config.shape
         self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)

@@ -1,0 +1,68 @@
+"""Where tokens stand: added to the embedding, or as turns of queries and keys.
+
+A place is a token's index in its whole sequence, [CLS] counted, also where tokens before it were left out.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+POSITIONS = ("learned", "sinusoidal", "rotary", "rotary2d")
+_LONGEST_TURN = 10_000.0  # 2 pi of these are the tokens of the slowest turn of "rotary" (Su et al., 2021)
+_PIXELS = (3.0, 400.0)  # of the fastest and the slowest turn of "rotary2d"
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Fixed positions [N, W]: sines and cosines of wavelengths 2 pi to 20,000 pi (Vaswani et al., 2017)."""
+    if width % 2:
+        raise ValueError(f"sinusoidal positions need an even width; got {width}")
+    rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    angles = torch.arange(length)[:, None] * rates  # [N, W / 2]
+    # Scaled to the size of the embedding, which they are added to.
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1) * math.sqrt(2 / width)
+
+
+class Turns(nn.Module):
+    """The angles by which queries and keys are turned, so that their product knows how far they are apart.
+
+    side: pixels along a side of a square image: half of the turns go with the row, half with the column; None: all go
+        with the place in the sequence.
+    first: the place of the first pixel.
+    """
+
+    rates: Tensor
+
+    def __init__(self, head_dim: int, side: int | None, first: int) -> None:
+        super().__init__()
+        parts = 2 if side is None else 4
+        if head_dim % parts:
+            raise ValueError(f"rotary positions need head dims that are multiples of {parts}; got {head_dim}")
+        count = head_dim // parts
+        steps = torch.arange(count) / max(1, count - 1 if side is not None else count)
+        if side is None:
+            rates = _LONGEST_TURN**-steps
+        else:
+            fastest, slowest = _PIXELS
+            rates = 2 * math.pi / (fastest * (slowest / fastest) ** steps)
+        self.register_buffer("rates", rates, persistent=False)
+        self.side, self.first = side, first
+
+    def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[B, 1, N, D / 2]` for places `[B, N]`."""
+        if self.side is None:
+            angles = places[..., None] * self.rates
+        else:
+            pixel = (places - self.first).clamp(min=0)  # [CLS] stands where the first pixel does
+            row, column = pixel // self.side, pixel % self.side
+            angles = torch.cat([row[..., None] * self.rates, column[..., None] * self.rates], dim=-1)
+        return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+
+
+def turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """x `[B, H, N, D]`, feature i and feature i + D / 2 turned together."""
+    cosine, sine = turn
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)

@@ -1,0 +1,89 @@
+"""Named settings: for each preset, what it changes for each task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Settings = dict[str, Any]
+
+
+def _epochs(count: int, examples: int, batch: int) -> Settings:
+    """So many passes over the training examples, the first of which warms up."""
+    return {"batch": batch, "steps": count * (examples // batch), "warmup": examples // batch}
+
+
+# The sizes and schedules of the Long Range Arena's own transformer (lra_benchmarks/*/configs), in bf16. Its learning
+# rate of 0.05 / sqrt(step) has its peak at the end of the warm-up. ListOps: 9.7 million parameters, a checkpoint with
+# the optimiser takes 116 MB.
+_ARENA: Settings = {"attention_dropout": 0.1, "pool": "cls", "positions": "sinusoidal", "precision": "bf16"}
+_RSQRT: Settings = {"batch": 32, "schedule": "rsqrt", "weight_decay": 0.1}
+_PIXELS: Settings = {"schedule": "cosine", "weight_decay": 0.0, "clip": 0.0, "lr": 1e-3}
+_ARENA_TASKS: dict[str, Settings] = {
+    "listops": {**_RSQRT, "depth": 4, "width": 512, "heads": 8, "mlp": 1024, "steps": 5000, "lr": 0.05 / 1000**0.5,
+                "warmup": 1000},
+    "text": {**_RSQRT, "depth": 4, "width": 256, "heads": 4, "mlp": 1024, "steps": 20000, "lr": 0.05 / 8000**0.5,
+             "warmup": 8000},
+    "retrieval": {**_RSQRT, "depth": 4, "width": 128, "heads": 4, "mlp": 512, "steps": 5000, "lr": 0.05 / 8000**0.5,
+                  "warmup": 8000},
+    "image": {**_PIXELS, **_epochs(200, 45000, 256), "depth": 1, "width": 128, "heads": 8, "head_dim": 8, "mlp": 128,
+              "dropout": 0.3, "attention_dropout": 0.2, "lr": 5e-4, "positions": "learned"},
+    "pathfinder32": {**_PIXELS, **_epochs(200, 160000, 512), "depth": 4, "width": 32, "heads": 4, "head_dim": 4,
+                     "mlp": 32, "dropout": 0.2, "pool": "mean"},
+    "pathfinder64": {**_PIXELS, **_epochs(200, 160000, 256), "depth": 2, "width": 32, "heads": 4, "mlp": 32},
+    "pathfinder128": {**_PIXELS, **_epochs(200, 160000, 64), "depth": 1, "width": 32, "heads": 2, "head_dim": 8,
+                      "mlp": 32, "clip": 1.0, "pool": "mean", "positions": "learned"},
+    "pathfinder256": {**_PIXELS, **_epochs(100, 160000, 32), "depth": 2, "width": 32, "heads": 4, "mlp": 32},
+}  # fmt: skip
+
+# The FlashAttention authors' Pathfinder (HazyResearch/fly).
+_FLASH: Settings = {
+    "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.2, "attention_dropout": 0.2, "pool": "mean",
+    "lr": 1e-3, "schedule": "cosine", "weight_decay": 0.0, "precision": "bf16", **_epochs(200, 160000, 512),
+}  # fmt: skip
+
+# For one GPU: 3.8 million parameters, so that a checkpoint with the optimiser's state stays below 48 MB.
+_MODERN: Settings = {
+    "depth": 6, "width": 256, "heads": 4, "mlp": 512, "steps": 20000, "batch": 64, "lr": 1e-3, "warmup": 1000,
+    "weight_decay": 0.05, "precision": "bf16",
+}  # fmt: skip
+_PATHS: Settings = {
+    "width": 128, "heads": 4, "mlp": 256, "dropout": 0.0, "pool": "mean+max", "positions": "rotary2d", "qk_norm": True,
+    "background": "drop", "weight_decay": 0.0,
+}  # fmt: skip
+_MODERN_TASKS: dict[str, Settings] = {
+    "listops": {},
+    "text": {"batch": 32, "dropout": 0.2, "attention_dropout": 0.1},
+    "retrieval": {"batch": 16},
+    "image": {"batch": 64, "dropout": 0.2, "pool": "mean"},
+    # Relative positions in two dimensions and no background: then the loss falls at once, where with learned positions
+    # and all pixels it stays at that of guessing for long, or for good.
+    "pathfinder32": {**_PATHS, "batch": 128, "steps": 50000},
+    "pathfinder64": {**_PATHS, "batch": 64, "steps": 50000, "max_tokens": 2048},
+    "pathfinder128": {**_PATHS, "batch": 32, "steps": 100000, "max_tokens": 6144},
+    "pathfinder256": {**_PATHS, "batch": 16, "steps": 100000, "max_tokens": 10240},
+}
+
+# Short expressions, a small model, and a head that reads the first token, the root operator: on two CPU
+# cores half a minute a mask suffices to learn what the operator says. [CLS] would have to find it first.
+_DEMO: Settings = {
+    "block": 64, "window": 128, "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.0, "pool": "first",
+    "steps": 120, "minutes": 0.4, "batch": 8, "max_tokens": 1024, "lr": 2e-3, "warmup": 20, "device": "cpu",
+    "eval_every": 1000, "checkpoint_every": 1000, "log_every": 5, "longer_than": 300, "shorter_than": 1024,
+    "train_examples": 2000, "val_examples": 200, "test_examples": 300,
+}  # fmt: skip
+
+PRESETS: dict[str, dict[str, Settings]] = {
+    "lra": {task: {**_ARENA, **settings} for task, settings in _ARENA_TASKS.items()},
+    "flash": {"pathfinder32": _FLASH, "pathfinder64": _FLASH, "pathfinder128": _FLASH, "pathfinder256": _FLASH},
+    "modern": {task: {**_MODERN, **settings} for task, settings in _MODERN_TASKS.items()},
+    "demo": {"listops": _DEMO},
+}
+
+
+def settings_of(preset: str, task: str) -> Settings:
+    """What a preset changes for a task; raises ValueError where there is no such preset or it has no such task."""
+    if preset not in PRESETS:
+        raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+    if task not in PRESETS[preset]:
+        raise ValueError(f"the preset {preset} is for {', '.join(PRESETS[preset])}; got the task {task!r}")
+    return PRESETS[preset][task]

@@ -1,0 +1,25 @@
+"""The tasks: one module each, which finds a task's files in a folder and reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.lra.tasks import image, listops, pathfinder, retrieval, text
+from experiments.lra.tasks.task import Data, Options, Task
+
+_MODULES = (listops, text, retrieval, image)
+TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in _MODULES} | pathfinder.TASKS
+
+
+def load(name: str, folder: Path, options: Options = Options()) -> Data:  # noqa: B008 - it is frozen
+    """Open a task's splits from a folder with the released or, where a task has a generator, the generated files.
+
+    The first time, the files are read into `tokens/` beside them, which later runs map into memory. Raises ValueError
+    for an unknown task or a damaged file, and FileNotFoundError, saying which files belong where.
+    """
+    if name not in TASKS:
+        raise ValueError(f"the task must be one of {', '.join(TASKS)}; got {name!r}")
+    if name in pathfinder.TASKS:
+        return pathfinder.load(TASKS[name], folder, options)
+    module = next(module for module in _MODULES if name == module.TASK.name)
+    return module.load(folder)

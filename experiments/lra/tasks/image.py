@@ -1,0 +1,103 @@
+"""Image: CIFAR-10 in grey, pixel by pixel in rows. The "binary" or the "python" files of the data set."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.lra.cache import Examples, Row, cached
+from experiments.lra.tasks.task import Data, Task, need
+
+TASK = Task("image", 258, 10, longest=1024, side=32)
+
+PIXELS = 32 * 32
+FORMS = {
+    "cifar-10-batches-bin": ([f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"),
+    "cifar-10-batches-py": ([f"data_batch_{i}" for i in range(1, 6)], "test_batch"),
+}
+ADVICE = (
+    "unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz (www.cs.toronto.edu/~kriz/cifar.html) and pass the "
+    "folder that holds cifar-10-batches-bin or cifar-10-batches-py"
+)
+
+
+def load(folder: Path) -> Data:
+    """50,000 images: the first nine tenths to train on, the last tenth to validate; 10,000 to test."""
+    need(folder, ADVICE)
+    for form, (train_names, test_name) in FORMS.items():
+        for place in (folder / form, folder):
+            if place.name != form or not place.is_dir():
+                continue
+            missing = [name for name in (*train_names, test_name) if not (place / name).is_file()]
+            if missing:
+                raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {ADVICE}")
+            place = place.resolve()
+            both = open_files([place / name for name in train_names], "image-train")
+            test = open_files([place / test_name], "image-test")
+            rows = np.arange(len(both))
+            last = len(both) * 9 // 10
+            return Data(TASK, place, False, both.take(rows[:last]), both.take(rows[last:]), test)
+    raise FileNotFoundError(f"the data folder {folder} holds no CIFAR-10 files; {ADVICE}")
+
+
+def open_files(paths: list[Path], name: str) -> Examples:
+    return cached(paths[0].parent, name, paths, lambda: read(paths), shift=1)
+
+
+def read(paths: list[Path]) -> Iterator[Row]:
+    """A row for each image of some files of either form."""
+    for path in paths:
+        labels, colours = read_binary(path) if path.suffix == ".bin" else read_python(path)
+        for label, image in zip(labels.tolist(), grey(colours), strict=True):
+            yield label, (image.tobytes(),)
+
+
+def read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Classes [n] and colours [n, 3, 1024]: records of a class and 3,072 bytes, red before green before blue."""
+    data = np.fromfile(path, np.uint8)
+    if len(data) == 0 or len(data) % (1 + 3 * PIXELS):
+        raise ValueError(f"{path} must hold records of {1 + 3 * PIXELS} bytes; it has {len(data)} bytes")
+    records = data.reshape(-1, 1 + 3 * PIXELS)
+    return checked(path, records[:, 0], records[:, 1:])
+
+
+def read_python(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The same from a pickled dictionary of `labels` and `data`."""
+    try:
+        batch = ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        labels, data = np.array(batch[b"labels"]), np.asarray(batch[b"data"])
+    except (pickle.UnpicklingError, KeyError, TypeError, EOFError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path} is not a CIFAR-10 batch: {error}") from None
+    if data.dtype != np.uint8 or data.shape != (len(labels), 3 * PIXELS):
+        raise ValueError(f"{path} must hold uint8 images [n, {3 * PIXELS}]; got {data.dtype} {list(data.shape)}")
+    return checked(path, labels, data)
+
+
+def checked(path: Path, labels: NDArray[Any], data: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    if labels.min() < 0 or labels.max() >= TASK.classes:
+        raise ValueError(f"{path} must have classes 0 to 9; got {labels.min()} to {labels.max()}")
+    return labels.astype(np.uint8), data.reshape(-1, 3, PIXELS)
+
+
+class ArraysOnly(pickle.Unpickler):
+    """A pickle is a program; this one may make NumPy arrays and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module.split(".")[0], name) in {("numpy", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}:
+            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        if (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch needs")
+
+
+def grey(colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """`[n, 3, 1024]` to `[n, 1024]` as TensorFlow's `rgb_to_grayscale` does, which the Long Range Arena uses."""
+    weights = np.array([0.2989, 0.5870, 0.1140], np.float32)
+    bright = np.einsum("ncp,c->np", colours.astype(np.float32) / 255, weights)
+    return (bright * np.float32(255.5)).astype(np.uint8)

@@ -1,0 +1,66 @@
+"""ListOps: nested expressions, the answer a digit. Files `basic_{train,val,test}.tsv`, or our generator's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments.lra import tokens
+from experiments.lra.cache import Examples, Row, cached
+from experiments.lra.generate import LABEL, SPLITS
+from experiments.lra.tasks.task import Data, Task, need
+
+TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000)
+
+# The released archive nests its folders; a user may point at any of them.
+FOLDERS = (".", "listops-1000", "lra_release/listops-1000")
+
+ADVICE = (
+    "place basic_train.tsv, basic_val.tsv and basic_test.tsv of the Long Range Arena release (its folder "
+    "listops-1000) there, or write a set with `python -m experiments.lra generate` and pass the folder that "
+    "it prints, or leave --data out and let `train` generate what it needs"
+)
+
+
+def load(folder: Path) -> Data:
+    """The splits in `folder`, or in the folders where the released archive keeps them."""
+    place, prefix = find(folder)
+    train, val, test = (open_file(place / f"{prefix}_{split}.tsv") for split in SPLITS)
+    return Data(TASK, place, prefix == "generated", train, val, test)
+
+
+def find(folder: Path) -> tuple[Path, str]:
+    """The folder of the three files, and how their names begin: "basic" as released, or "generated"."""
+    need(folder, ADVICE)
+    for place in (folder / name for name in FOLDERS):
+        for prefix in ("basic", "generated"):
+            names = [f"{prefix}_{split}.tsv" for split in SPLITS]
+            missing = [name for name in names if not (place / name).is_file()]
+            if not missing:
+                if prefix == "generated" and not (place / LABEL).is_file():
+                    raise FileNotFoundError(f"{place} holds generated files without their {LABEL}; {ADVICE}")
+                return place.resolve(), prefix
+            if len(missing) < len(SPLITS):
+                raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {ADVICE}")
+    raise FileNotFoundError(f"the data folder {folder} holds no ListOps files; {ADVICE}")
+
+
+def open_file(path: Path) -> Examples:
+    """The examples of one file. Its symbols are ids already."""
+    return cached(path.parent, path.stem, [path], lambda: read(path), shift=0)
+
+
+def read(path: Path) -> Iterator[Row]:
+    """A row for each line of a file in the released format; raises ValueError naming file and line."""
+    with open(path, "rb") as file:
+        header = file.readline().rstrip(b"\r\n")
+        if header != b"Source\tTarget":
+            raise ValueError(f"{path} must begin with the header Source<tab>Target; got {header[:60]!r}")
+        for number, line in enumerate(file, start=2):
+            try:
+                source, target = line.rstrip(b"\r\n").split(b"\t")
+                if len(target) != 1 or not target.isdigit():
+                    raise ValueError(f"has the class {target!r} where one digit must stand")
+                yield int(target), (tokens.encode(source),)
+            except ValueError as error:
+                raise ValueError(f"line {number} of {path} is not a ListOps example: {line[:60]!r}: {error}") from None

@@ -1,0 +1,130 @@
+"""Pathfinder, Path-X and Path-256: are two dots on one path, pixel by pixel. The release's images and metadata.
+
+<folder>/pathfinder<R>/<fold>/imgs/<batch>/sample_<i>.png   8-bit grey, R x R
+<folder>/pathfinder<R>/<fold>/metadata/<batch>.npy          a line an image, as text or as a NumPy array of strings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from experiments.lra.cache import Row, cached
+from experiments.lra.tasks.task import Data, Options, Task, need
+
+SIDES = (32, 64, 128, 256)
+TASKS = {f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side) for side in SIDES}
+
+FOLDS = {
+    "easy": "curv_baseline",
+    "intermediate": "curv_contour_length_9",
+    "hard": "curv_contour_length_14",
+}
+SPLITS = ("shuffled", "ordered")
+_SHUFFLE_SEED = 42  # of S4 and of those who took its loader
+
+
+class Sample(NamedTuple):
+    """One line of the metadata."""
+
+    image: Path
+    label: int  # 1: the two dots are on one path
+
+
+def load(task: Task, folder: Path, options: Options) -> Data:
+    """Four fifths of the images to train on, a tenth each to validate and to test.
+
+    `split="shuffled"` is `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; `"ordered"` takes the
+    files' order. Empty images (the release has one) are left out.
+    """
+    if options.difficulty not in FOLDS:
+        raise ValueError(f"difficulty must be one of {', '.join(FOLDS)}; got {options.difficulty!r}")
+    if options.split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {options.split!r}")
+    fold = FOLDS[options.difficulty]
+    place = find(task, folder, fold)
+    metadata = sorted((place / "metadata").glob("*.npy"), key=lambda path: int(path.stem))
+    samples = [sample for path in metadata for sample in read_metadata(path, place)]
+    everything = cached(
+        place, f"{task.name}-{fold}", metadata, lambda: read(samples, task.longest), shift=1, total=len(samples)
+    )  # fmt: skip
+    tenth = len(everything) // 10
+    if tenth == 0:
+        raise ValueError(f"{place} must hold at least 10 images, for three splits; it has {len(everything)}")
+    rows = np.arange(len(everything))
+    if options.split == "shuffled":
+        rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SHUFFLE_SEED)).numpy()
+    last = len(rows) - 2 * tenth
+    parts = (rows[:last], rows[last : last + tenth], rows[last + tenth :])
+    generated = (place / "generator.json").is_file() or (place.parent / "generator.json").is_file()
+    return Data(task, place, generated, *map(everything.take, parts))
+
+
+def find(task: Task, folder: Path, fold: str) -> Path:
+    """The folder of one fold: in `folder`, or in the folders where the released archive keeps it."""
+    advice = (
+        f"place {task.name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
+        "archive holds two folders pathfinder128: take that of lra_release/lra_release)"
+    )
+    need(folder, advice)
+    inside = Path(task.name) / fold
+    for place in (inside, fold, ".", Path("lra_release") / inside, Path("lra_release/lra_release") / inside):
+        found = folder / place
+        if (found / "metadata").is_dir() and (found / "imgs").is_dir() and found.resolve().name == fold:
+            if not any((found / "metadata").glob("*.npy")):
+                raise FileNotFoundError(f"{found / 'metadata'} holds no .npy file; {advice}")
+            return found.resolve()
+    raise FileNotFoundError(f"the data folder {folder} holds no {inside}; {advice}")
+
+
+def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
+    """The samples of one file of metadata, in either form; raises ValueError naming file and line."""
+    with open(path, "rb") as file:
+        is_array = file.read(6) == b"\x93NUMPY"
+    if is_array:
+        try:
+            lines = [" ".join(map(str, row)) for row in np.load(path, allow_pickle=False)]
+        except ValueError as error:
+            raise ValueError(f"{path} must be an array of strings: {error}") from None
+    else:
+        lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        fields = line.split()
+        if len(fields) < 4 or fields[3] not in ("0", "1"):
+            raise ValueError(
+                f"line {number} of {path} must begin with folder, file, number and label (0 or 1); got {line[:60]!r}"
+            )
+        image = place / fields[0] / fields[1]
+        if place not in image.resolve().parents:
+            raise ValueError(f"line {number} of {path} names a file outside {place}: {line[:60]!r}")
+        yield Sample(image, int(fields[3]))
+
+
+def read(samples: list[Sample], pixels: int) -> Iterator[Row]:
+    """A row for each image that is not empty."""
+    for sample in samples:
+        if not sample.image.is_file():
+            raise FileNotFoundError(
+                f"the metadata names {sample.image}, which does not exist; unpack the archive again"
+            )
+        if sample.image.stat().st_size > 0:
+            yield sample.label, (grey_pixels(sample.image, pixels).tobytes(),)
+
+
+def grey_pixels(path: Path, pixels: int) -> NDArray[np.uint8]:
+    """An 8-bit grey image in rows, uint8 `[pixels]`."""
+    try:
+        with Image.open(path) as image:
+            grey = np.asarray(image)
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"{path} is not a readable image: {error}") from None
+    side = int(pixels**0.5)
+    if grey.dtype != np.uint8 or grey.shape != (side, side):
+        raise ValueError(f"{path} must be an 8-bit grey image of {side} x {side}; got {grey.dtype} {list(grey.shape)}")
+    return grey.reshape(-1)

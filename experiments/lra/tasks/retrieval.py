@@ -1,0 +1,46 @@
+"""Retrieval: does one paper cite the other, from both texts byte by byte. The release's pairs of AAN papers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments.lra.cache import Examples, Row, cached
+from experiments.lra.tasks.task import Data, Task, need
+
+TASK = Task("retrieval", 258, 2, towers=2, longest=4000)
+
+FOLDERS = (".", "tsv_data", "lra_release/tsv_data", "lra_release/lra_release/tsv_data")
+NAMES = tuple(f"new_aan_pairs.{split}.tsv" for split in ("train", "eval", "test"))
+LABELS = {b"0.0": 0, b"1.0": 1}
+ADVICE = f"place {', '.join(NAMES)} of the Long Range Arena release (its folder lra_release/tsv_data) there"
+
+
+def load(folder: Path) -> Data:
+    """The splits in `folder`, or in the folders where the released archive keeps them."""
+    need(folder, ADVICE)
+    for place in (folder / name for name in FOLDERS):
+        missing = [name for name in NAMES if not (place / name).is_file()]
+        if not missing:
+            train, val, test = (open_file(place.resolve() / name) for name in NAMES)
+            return Data(TASK, place.resolve(), False, train, val, test)
+        if len(missing) < len(NAMES):
+            raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {ADVICE}")
+    raise FileNotFoundError(f"the data folder {folder} holds no pairs of papers; {ADVICE}")
+
+
+def open_file(path: Path) -> Examples:
+    return cached(path.parent, path.stem, [path], lambda: read(path), shift=1)
+
+
+def read(path: Path) -> Iterator[Row]:
+    """A row for each line: label, two ids, two texts, of which the first 4,000 bytes count. There is no header."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            fields = line.rstrip(b"\r\n").split(b"\t")
+            if len(fields) != 5 or fields[0] not in LABELS or not fields[3] or not fields[4]:
+                raise ValueError(
+                    f"line {number} of {path} must be a label (0.0 or 1.0), two ids and two texts, with tabs between; "
+                    f"got {len(fields)} fields: {line[:60]!r}"
+                )
+            yield LABELS[fields[0]], (fields[3][: TASK.longest], fields[4][: TASK.longest])

@@ -1,0 +1,50 @@
+"""What a task is, and what its loader gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.lra.cache import Examples
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model must know of a task. Id 0 is padding, and the last id is [CLS]."""
+
+    name: str
+    vocabulary: int  # ids, with padding and [CLS]
+    classes: int
+    towers: int = 1  # sequences an example; 2: both are encoded alike, and the head compares them
+    longest: int = 0  # tokens that the published models see of a sequence
+    side: int | None = None  # pixels along a side, of a square image in rows
+
+    @property
+    def cls(self) -> int:
+        return self.vocabulary - 1
+
+
+@dataclass(frozen=True)
+class Data:
+    """The three splits of a task."""
+
+    task: Task
+    folder: Path
+    generated: bool  # written by our generator, not the released files
+    train: Examples
+    val: Examples
+    test: Examples
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose about a task's data; a task takes what concerns it."""
+
+    difficulty: str = "hard"  # Pathfinder: easy, intermediate, hard
+    split: str = "shuffled"  # Pathfinder: shuffled (S4, MEGA and most others) or ordered
+
+
+def need(folder: Path, advice: str) -> None:
+    """Raises FileNotFoundError, with advice on what belongs there, if the folder is missing."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the data folder {folder} does not exist; {advice}")
