@@ -23,7 +23,7 @@ from experiments.lra.train import Run, find_device, saved_run
 DATA = Settings(10, 60, train=64, val=16, test=24)
 TINY = Config(
     mask="butterfly", block=16, window=16, depth=2, width=32, heads=2, mlp=32, dropout=0.1, attention_dropout=0.2,
-    batch=8, max_tokens=40,
+    average=0.9, batch=8, max_tokens=40,
     lr=3e-3, warmup=2, steps=11, eval_every=4, checkpoint_every=3, log_every=2, device="cpu",
 )  # fmt: skip
 

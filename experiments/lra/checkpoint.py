@@ -1,7 +1,7 @@
 """Checkpoints: weights, optimiser state and random states, in safetensors files of bounded size.
 
     <run>/checkpoint-00000500/
-        part-01-of-03.safetensors ...   tensors named model.*, optimizer.<parameter>.*, random.*
+        part-01-of-03.safetensors ...   tensors named model.*, average.*, optimizer.<parameter>.*, random.*
         state.json                      step, seconds of training, the format
 
 A checkpoint is written under another name and renamed when it is whole, so one that exists is complete.
@@ -21,6 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from experiments.lra.average import Average
+
 FORMAT = 1
 # Below the 16 MiB that some stores allow a file. A tensor that is larger still has a file of its own.
 PART_BYTES = 15 * 2**20
@@ -34,14 +36,16 @@ class Progress:
     seconds: float  # of training, over all its sessions
 
 
-def save(run: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+def save(
+    run: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None = None
+) -> Path:
     """Write a checkpoint into the run's folder, then remove older ones. One of the same step is already the same."""
     target = run / f"checkpoint-{progress.step:08}"
     if target.exists():
         return target
     for left_by_a_kill in run.glob(".checkpoint-*"):
         shutil.rmtree(left_by_a_kill)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collect(model, optimizer)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collect(model, optimizer, average)}
     unfinished = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=run))
     try:
         parts = list(split(tensors, PART_BYTES))
@@ -58,7 +62,9 @@ def save(run: Path, progress: Progress, model: nn.Module, optimizer: torch.optim
     return target
 
 
-def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def load(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None = None
+) -> Progress:
     """Put a checkpoint's state into a model and its optimiser, and set the random states."""
     state = json.loads((checkpoint / "state.json").read_text())
     if state.pop("format") != FORMAT:
@@ -67,6 +73,8 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     for part in sorted(checkpoint.glob("part-*.safetensors")):
         tensors |= load_file(part)
     model.load_state_dict(under("model", tensors))
+    if average is not None:
+        average.load(under("average", tensors))
     names = parameter_names(model, optimizer)
     optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
     groups = optimizer.state_dict()["param_groups"]
@@ -88,10 +96,15 @@ def remove(run: Path) -> None:
         shutil.rmtree(checkpoint)
 
 
-def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def collect(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
+) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a checkpoint with their names, in a fixed order."""
     for name, tensor in model.state_dict().items():
         yield f"model.{name}", tensor
+    if average is not None:
+        for name, tensor in average.weights.items():
+            yield f"average.{name}", tensor
     names = parameter_names(model, optimizer)
     for index, values in optimizer.state_dict()["state"].items():
         for key, tensor in values.items():

@@ -51,6 +51,7 @@ class Config:
     schedule: str = setting("cosine", f"Learning rate after the warm-up: {', '.join(SCHEDULES)}.")
     weight_decay: float = setting(0.01, "AdamW weight decay of the matrices.")
     clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
+    average: float = setting(0.0, "Decay of an average of the weights, 0.999 say, which is then what is tested.")
     seed: int = setting(0, "Seed of the weights, the order of the data and the dropout.")
 
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
@@ -75,7 +76,7 @@ class Config:
         for name in (*positive, "eval_every", "eval_examples", "checkpoint_every", "log_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        for name in ("dropout", "attention_dropout"):
+        for name in ("dropout", "attention_dropout", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
         if self.precision not in ("fp32", "bf16"):

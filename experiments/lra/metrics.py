@@ -16,6 +16,8 @@ import torch
 import sparseflash
 from experiments.lra.baselines import baselines
 from experiments.lra.config import as_dict
+from experiments.lra.runlog import Record
+from experiments.lra.tasks.task import Data
 
 if TYPE_CHECKING:
     from experiments.lra.train import Run
@@ -35,6 +37,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "test_loss": test["loss"],
         "test_examples": test["examples"],
         "baselines": [asdict(baseline) for baseline in baselines(run.data)],
+        "plateau_left_at": plateau_left_at(trained, guessing(run.data)),
         "first_loss": statistics.fmean(record["loss"] for record in trained[:tenth]),
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
         "steps": run.step,
@@ -46,6 +49,28 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "device": device_name(run.device),
         "versions": versions(),
     }
+
+
+def guessing(data: Data) -> float:
+    """The loss of a model that knows the class frequencies and nothing else."""
+    return baselines(data)[0].loss
+
+
+def plateau_left_at(trained: list[Record], guessing: float) -> int | None:
+    """The first step from which the loss, a mean over ten lines of the log, stays below 97 % of that of guessing.
+
+    None: it never does. Many runs on Pathfinder stay at guessing for long, and some for good (Long Range Arena, issue
+    37), so a result is told with the step where it began.
+    """
+    losses = [record["loss"] for record in trained]
+    left = None
+    for i, record in enumerate(trained):
+        recent = losses[max(0, i - 9) : i + 1]
+        if statistics.fmean(recent) >= 0.97 * guessing:
+            left = None
+        elif left is None:
+            left = record["step"]
+    return left
 
 
 def device_name(device: torch.device) -> str:

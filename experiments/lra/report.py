@@ -23,6 +23,10 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
         f"{metrics['tokens_per_s']:,.0f} tokens/s on {metrics['device']}; "
         f"density {metrics['density']:.3f}; {metrics['parameters']:,} parameters"
     )
+    if metrics["plateau_left_at"] is None:
+        console.print("[yellow]The loss never left that of guessing:[/yellow] more steps may help, or another seed.")
+    else:
+        console.print(f"The loss left that of guessing the class at step {metrics['plateau_left_at']}.")
     console.print(f"Metrics: {path}", soft_wrap=True)
 
 

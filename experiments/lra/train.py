@@ -12,12 +12,14 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.lra import checkpoint, masks, schedule
+from experiments.lra.average import Average
 from experiments.lra.batches import Batch, evaluation_batches, training_batches
 from experiments.lra.config import Config, as_dict
 from experiments.lra.files import write_json
@@ -50,6 +52,7 @@ class Run:
         self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)
+        self.average = Average(self.model, config.average) if config.average > 0 else None
         self.step, self.seconds = 0, 0.0
         self._prepare_folder(resume, overwrite)
         self.log = RunLog(folder / "log.jsonl", self.step if resume else None)
@@ -61,7 +64,7 @@ class Run:
         if resume:
             check_same_data(json.loads(saved.read_text())["data"], used)
             if found := checkpoint.checkpoints(self.folder):
-                progress = checkpoint.load(found[-1], self.model, self.optimizer)
+                progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average)
                 self.step, self.seconds = progress.step, progress.seconds
         elif saved.exists():
             if not overwrite:
@@ -87,6 +90,8 @@ class Run:
             lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, self.progress())
             batch = next(batches).to(self.device)
             self.window.add(batch, *training_step(self.model, self.optimizer, batch, config, lr))
+            if self.average is not None:
+                self.average.update()
             self.step += 1
             paused = pause(self.step)
             validates = self.step % config.eval_every == 0
@@ -143,7 +148,8 @@ class Run:
         examples = self.data.test if test else self.data.val
         limit = len(examples) if test else self.config.eval_examples
         batches = evaluation_batches(examples, self.shape, self.config.batch, limit)
-        score = evaluate(self.model, batches, self.config, self.device)
+        with self.average.in_place() if self.average is not None else nullcontext():
+            score = evaluate(self.model, batches, self.config, self.device)
         self._record({"kind": kind, "step": self.step, **vars(score)})
 
     def _record(self, record: Record) -> None:
@@ -151,7 +157,8 @@ class Run:
         self.report(record)
 
     def _save(self) -> None:
-        checkpoint.save(self.folder, checkpoint.Progress(self.step, self.seconds), self.model, self.optimizer)
+        progress = checkpoint.Progress(self.step, self.seconds)
+        checkpoint.save(self.folder, progress, self.model, self.optimizer, self.average)
 
 
 class Window:
