@@ -151,7 +151,7 @@ def test_columns_hold_what_the_rows_hold(mask, seed):
     loose = loosen(mask, seed)
     indptr, indices, tile = loose.columns
     assert len(indices) == len(loose.indices) and indptr[-1] == loose.indptr[-1]
-    assert indices.min() >= 0 and indices.max() < mask.blocks[0], "in range, the room too"
+    assert ((indices >= 0) & (indices < mask.blocks[0])).all(), "in range, the room too"
     dense = dense_of_lists(loose, indptr[:-1], indptr.diff(), indices, tile, transposed=True)
     assert torch.equal(dense[loose.pattern.long()], replace(loose, lengths=None).to_dense())
 

@@ -101,6 +101,18 @@ def test_the_dense_plan_is_that_of_the_dense_mask(q_len, k_len):
         assert {at: live(ours, e) for at, e in a.items()} == {at: live(theirs, e) for at, e in b.items()}
 
 
+def test_a_forward_alone_plans_no_columns():
+    mask = masks.causal(300, block=64)
+    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
+    shape = (1, 2), 2, (300, 300), (64, 64)
+    made = plan_of(*arrays, *shape, columns=False)
+    made.rows(64)
+    with pytest.raises(RuntimeError, match="without columns"):
+        made.columns(64)
+    assert plan_of(*arrays, *shape) is made
+    assert len(made.columns(64).work) == 2 * 5
+
+
 def test_the_dense_plan_stores_nothing_that_grows_with_the_matrix():
     made = dense_plan((1, 1), 1, (1 << 20, 1 << 20), (128, 128), torch.device("cpu"))
     arrays = [made.rows(128).work, made.rows(128).index, made.rows(128).tile, made.columns(128).work]

@@ -28,7 +28,19 @@ def _forward(
         return out.zero_(), lse.fill_(-torch.inf), kept
     if q.numel() > 0:
         problem = _problem(
-            q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped
+            q,
+            k,
+            indptr,
+            indices,
+            tile,
+            words,
+            pattern,
+            lengths,
+            (block_q, block_k),
+            scale,
+            seed,
+            dropped,
+            columns=False,
         )
         launch.forward(problem, q, k, v, out, lse, kept)
     return out, lse, kept
@@ -45,7 +57,9 @@ def _backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     if dout.stride(-1) != 1:  # what a sum() sends back is one number, expanded
         dout = dout.contiguous()
-    problem = _problem(q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped)
+    problem = _problem(
+        q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped, columns=True
+    )
     dlse = None if dlse is None else dlse.contiguous()
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
     return dq, dk, dv
@@ -62,13 +76,13 @@ attention = register("triton", _forward, _backward, _empty_kept)
 def _problem(
     q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
     pattern: Tensor | None, lengths: Tensor | None, block: tuple[int, int], scale: float,
-    seed: Tensor | None, dropped: int,
+    seed: Tensor | None, dropped: int, *, columns: bool,
 ) -> launch.Problem:  # fmt: skip
     q_heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     if indptr is None or indices is None or tile is None or words is None or pattern is None:
         plan = dense_plan(q_heads, k.shape[1], tokens, block, q.device)
     else:
-        plan = plan_of(indptr, indices, tile, words, pattern, q_heads, k.shape[1], tokens, block)
+        plan = plan_of(indptr, indices, tile, words, pattern, q_heads, k.shape[1], tokens, block, columns=columns)
     return launch.Problem(plan, lengths, block, scale, q.dtype == torch.float32 and _tf32(), seed, dropped)
 
 

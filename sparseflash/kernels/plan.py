@@ -45,10 +45,11 @@ class Plan:
     """The plans of one mask for one batch size and number of heads, and the launches prepared for it."""
 
     def __init__(
-        self, rows: Lists, columns: Lists, words: Tensor, pattern: Tensor, kv_heads: int, lengths: tuple[int, int],
-        blocks: tuple[int, int], tiles_total: int,
+        self, rows: Lists, columns: Lists | None, words: Tensor, pattern: Tensor, kv_heads: int,
+        lengths: tuple[int, int], blocks: tuple[int, int], tiles_total: int,
     ) -> None:  # fmt: skip
-        self._rows, self._columns, self._words = rows, columns, words
+        self._rows, self._words = rows, words
+        self._columns = columns  # None until a backward needs them
         self._pattern = pattern  # int32 [B, Hq]
         self._kv_heads = kv_heads
         self._lengths, self._blocks = lengths, blocks
@@ -68,31 +69,42 @@ class Plan:
         """Work over tiles of `tile` keys, one list a query head of the group that shares the key head."""
         key = ("columns", tile)
         if key not in self._sides:
+            if self._columns is None:
+                raise RuntimeError("this plan was made without columns")
             batch, heads = self._pattern.shape
             pattern = self._pattern.view(batch, self._kv_heads, heads // self._kv_heads)
             work = _work(self._columns, pattern, self._lengths[1], self._blocks[1], tile)
             self._sides[key] = Side(work, self._columns.index, self._columns.tile, self._words)
         return self._sides[key]
 
+    def take_columns(self, columns: Lists) -> None:
+        """Completes a plan that was made without them."""
+        self._columns = columns
+
 
 def plan_of(
     indptr: Tensor, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor, q_heads: tuple[int, int],
-    kv_heads: int, lengths: tuple[int, int], blocks: tuple[int, int],
+    kv_heads: int, lengths: tuple[int, int], blocks: tuple[int, int], *, columns: bool = True,
 ) -> Plan:  # fmt: skip
-    """The plan of a mask for `q_heads = (batch, query heads)`, from the mask's cache."""
+    """The plan of a mask for `q_heads = (batch, query heads)`, from the mask's cache.
+
+    `columns`: the backward will be run, too. A mask made for one inference is spared half of the work.
+    """
     cache = derived(indices)
     key = ("plan", q_heads, kv_heads)
+    row_blocks, col_blocks = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
     if key not in cache:
-        row_blocks, col_blocks = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
-        if "lists" not in cache:
-            columns = columns_of(indptr, indices, tile, row_blocks, col_blocks)
-            cache["lists"] = _full_first(indptr, indices, tile), _full_first(*columns)
-        rows, columns_ = cache["lists"]
+        if "row lists" not in cache:
+            cache["row lists"] = _full_first(indptr, indices, tile)
         patterns = (len(indptr) - 1) // row_blocks
         total = len(indices) * q_heads[0] * q_heads[1] // patterns
         # Every pattern is used by some head, but patterns may be shared by unequal numbers of heads: an estimate.
-        cache[key] = Plan(rows, columns_, words, pattern.expand(q_heads), kv_heads, lengths, blocks, total)
+        cache[key] = Plan(cache["row lists"], None, words, pattern.expand(q_heads), kv_heads, lengths, blocks, total)
     plan: Plan = cache[key]
+    if columns:
+        if "column lists" not in cache:
+            cache["column lists"] = _full_first(*columns_of(indptr, indices, tile, row_blocks, col_blocks))
+        plan.take_columns(cache["column lists"])
     return plan
 
 
