@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiments.speed import timing
-from experiments.speed.__main__ import main
+from experiments.speed.__main__ import main, parser
 from experiments.speed.cases import BACKWARD, CASES, FORWARD
 from experiments.speed.patterns import pattern
 from experiments.speed.peers import PEERS, ours
@@ -153,3 +153,8 @@ def test_gpu_peers_refuse_a_cpu_with_a_reason() -> None:
     for name in ("flex", "flex-autotune", "sdpa-fa2", "sdpa-cudnn"):
         with pytest.raises(Unavailable, match="needs a CUDA device"):
             PEERS[name](case, pattern("dense", 64, 16), inputs)
+
+
+def test_the_help_shows_each_command_on_a_line_of_its_own():
+    lines = [line for line in parser().format_help().splitlines() if line.startswith("python -m experiments.speed")]
+    assert len(lines) == 4

@@ -1,9 +1,9 @@
 """Times sparseflash beside its peers, after checking that it is right.
 
-python -m experiments.speed                              every case, one GPU, under six minutes python -m
-experiments.speed --quick                      the main cases, under three minutes python -m experiments.speed
---cases 'd64-*,call-*'       some cases python -m experiments.speed --device cpu --length 256    the same on a
-CPU, tiny: a test of the benchmark itself
+python -m experiments.speed                              every case, one GPU, under six minutes
+python -m experiments.speed --quick                      the main cases, under three minutes
+python -m experiments.speed --cases 'd64-*,call-*'       some cases
+python -m experiments.speed --device cpu --length 256    the same on a CPU, tiny: a test of the benchmark itself
 """
 
 from __future__ import annotations
