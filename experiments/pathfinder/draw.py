@@ -36,7 +36,7 @@ class Drawing(NamedTuple):
 def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
     """Image `index` of a seed; it depends on nothing else. Raises ValueError where no targets fit into the image."""
     p = parameters
-    rng = stream(seed, index)
+    rng = image_stream(parameters, seed, index)
     label = below(rng, 2)
     margin = p.margins[below(rng, len(p.margins))]
     t = tables(p, margin)
@@ -49,3 +49,8 @@ def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
     placed = draw_distractors(rng, p.distractors, p.distractor_length, t, mask, distractors)
     dashes = np.concatenate([targets, distractors[: placed * p.distractor_length]])
     return Drawing(label, below(rng, 2), margin, attempts, dashes)
+
+
+def image_stream(parameters: Parameters, seed: int, index: int) -> NDArray[np.uint64]:
+    """An image's random numbers: others for every size and contour length, so that equal seeds share no labels."""
+    return stream(seed, parameters.size << 32 | parameters.contour_length, index)

@@ -35,7 +35,8 @@ def picture(vectors: Vectors, path: Path, *, real: Path | None = None, tiles: in
     ours = strip(np.concatenate([connected, apart]))
     rows = [(f"generated, {vectors.parameters.name}, seed {vectors.seed}: {len(connected)} connected, rest not", ours)]
     if real is not None:
-        theirs = np.asarray(Image.open(real).convert("L"))
+        with Image.open(real) as file:
+            theirs = np.asarray(file.convert("L"))
         if theirs.shape != ours.shape:
             raise ValueError(f"{real} must be {ours.shape[1]} x {ours.shape[0]} pixels, as ours; got {theirs.shape}")
         rows.append(("released images of the Long Range Arena, their labels unknown here", theirs))

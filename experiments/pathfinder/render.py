@@ -52,7 +52,10 @@ def compose(image, places, headings, targets, stamps, centres, discs):
         for y in range(width):
             for x in range(width):
                 canvas[top + y, left + x] = max(canvas[top + y, left + x], disc[y, x])
-    greatest = np.int64(canvas.max())
+    greatest = np.int64(0)
+    for y in range(size):
+        for x in range(size):
+            greatest = max(greatest, np.int64(canvas[y, x]))
     for y in range(size):
         for x in range(size):
             # 255 * canvas / greatest, halves rounded up

@@ -15,8 +15,6 @@ from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.shortcuts import RULES, Shortcut
 from experiments.pathfinder.statistics import COLUMNS, Estimate
 
-COMPARED = ("attempts", "distractors", "mean", "deviation", "nonzero", "bright")  # columns known of the original
-
 
 def about() -> str:
     """The command, the versions and the machine."""

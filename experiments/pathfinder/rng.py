@@ -1,7 +1,7 @@
 """Random numbers of one's own: image i of seed s is the same on every machine, with every version of every library.
 
 SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014). A stream is a state and an odd
-increment; its numbers are the mixed states. Every image has its own stream, the index-th split of the seed's.
+increment; its numbers are the mixed states. Every image has its own stream, a split of the seed's.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def mix_increment(z):
 
 
 @compiled
-def stream(seed, index):
-    """The stream of one image. uint64 [2]: state, increment"""
-    parent = mix(np.uint64(seed) + GOLDEN) + TWO * np.uint64(index) * GOLDEN
+def stream(seed, kind, index):
+    """The stream of one image; `kind` tells sets of images with the same seed apart. uint64 [2]: state, increment"""
+    parent = mix(mix(np.uint64(seed) + GOLDEN) ^ np.uint64(kind)) + TWO * np.uint64(index) * GOLDEN
     return np.array([mix(parent + GOLDEN), mix_increment(parent + TWO * GOLDEN)], dtype=np.uint64)
 
 

@@ -65,13 +65,44 @@ def greatest_near(mask, y, x, disc):
 
 
 @compiled
+def set_snake(snake, start_y, start_x, y, x, heading):
+    """The five values of a snake. One by one: numba takes seconds to compile an assignment to a slice."""
+    snake[0], snake[1], snake[2], snake[3], snake[4] = start_y, start_x, y, x, heading
+
+
+@compiled
+def note(dashes, number, snake):
+    """Write down a snake's last dash as a number of a list."""
+    dashes[number, 0], dashes[number, 1], dashes[number, 2] = snake[2], snake[3], snake[4]
+
+
+@compiled
+def overwrite(mask, other):
+    """mask = other"""
+    for y in range(len(mask)):
+        for x in range(len(mask)):
+            mask[y, x] = other[y, x]
+
+
+@compiled
+def framed(size, padding):
+    """A mask that is empty but for its border."""
+    mask = np.zeros((size, size), np.int16)
+    for y in range(size):
+        for x in range(size):
+            if min(y, x) < padding or max(y, x) >= size - padding:
+                mask[y, x] = UNIT
+    return mask
+
+
+@compiled
 def seed_from(tail_y, tail_x, heading, size, t, snake):
     """Begin a snake at a tail; whether its dash and the gap before it lie in the image."""
     head_y = ceil(tail_y + t.seed_head[heading, 0])
     head_x = ceil(tail_x + t.seed_head[heading, 1])
     start_y = ceil(head_y + t.seed_start[heading, 0])
     start_x = ceil(head_x + t.seed_start[heading, 1])
-    snake[:] = start_y, start_x, tail_y, tail_x, heading
+    set_snake(snake, start_y, start_x, tail_y, tail_x, heading)
     return min(head_y, head_x, start_y, start_x) >= 0 and max(head_y, head_x, start_y, start_x) < size
 
 
@@ -99,7 +130,7 @@ def extend(rng, snake, mask, t, cumulative):
         head_y, head_x = y + t.turns[turn, 0], x + t.turns[turn, 1]
         if not touches(mask, head_y, head_x, t.masks[SEEDS + turn]):
             merge(mask, last_y, last_x, t.masks[heading])
-            snake[:] = y, x, head_y, head_x, SEEDS + turn
+            set_snake(snake, y, x, head_y, head_x, SEEDS + turn)
             return True
     return False
 
@@ -140,21 +171,21 @@ def draw_targets(rng, size, padding, seed_distance, length, t, most_attempts, ma
     mask: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading; the first snake's, then the
     other's. Returns the number of pairs drawn, or 0 where none of `most_attempts` succeeded.
     """
-    empty = np.zeros((size, size), np.int16)
-    empty[:padding] = empty[size - padding :] = UNIT
-    empty[:, :padding] = empty[:, size - padding :] = UNIT
+    empty = framed(size, padding)
     snakes = np.empty((2, 5), np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
     for attempt in range(1, most_attempts + 1):
         if not seed_targets(rng, size, seed_distance, t, snakes):
             continue
-        mask[:] = empty
-        dashes[0], dashes[length] = snakes[0, 2:], snakes[1, 2:]
+        overwrite(mask, empty)
+        note(dashes, 0, snakes[0])
+        note(dashes, length, snakes[1])
         placed = 1
         while placed < length:
             if not extend(rng, snakes[0], mask, t, cumulative) or not extend(rng, snakes[1], mask, t, cumulative):
                 break
-            dashes[placed], dashes[length + placed] = snakes[0, 2:], snakes[1, 2:]
+            note(dashes, placed, snakes[0])
+            note(dashes, length + placed, snakes[1])
             placed += 1
         if placed == length:
             merge(mask, snakes[1, 2], snakes[1, 3], t.masks[snakes[1, 4]])
@@ -169,21 +200,26 @@ def choose_free(rng, mask, kernel, occupied, taken):
     occupied, taken: scratch, uint8 [size, size]
     """
     size = mask.shape[0]
+    free = 0
     for y in range(size):
         for x in range(size):
+            taken[y, x] = 0
             occupied[y, x] = mask[y, x] >= OCCUPIED
-    if size * size - occupied.sum() < LEAST_FREE * size * size:
+            free += not occupied[y, x]
+    if free < LEAST_FREE * size * size:
         return -1, -1
-    occupied[0] = occupied[size - 1] = 1
-    occupied[:, 0] = occupied[:, size - 1] = 1
-    taken[:] = 0
+    for along in range(size):
+        occupied[0, along] = occupied[size - 1, along] = occupied[along, 0] = occupied[along, size - 1] = 1
     for pixel in range(len(kernel)):
         dy, dx = kernel[pixel, 0], kernel[pixel, 1]
         for y in range(max(0, -dy), min(size, size - dy)):
             here, there = taken[y, max(0, -dx) : size - max(0, dx)], occupied[y + dy, max(0, dx) : size + min(0, dx)]
             for x in range(len(here)):
                 here[x] |= there[x]
-    free = size * size - taken.sum()
+    free = 0
+    for y in range(size):
+        for x in range(size):
+            free += not taken[y, x]
     if free == 0:
         return -1, -1
     left = below(rng, free)
@@ -211,11 +247,11 @@ def draw_distractor(rng, mask, t, snake, cumulative, occupied, taken, dashes):
             break
     else:
         return False
-    dashes[0] = snake[2:]
+    note(dashes, 0, snake)
     for placed in range(1, len(dashes)):
         if not extend(rng, snake, mask, t, cumulative):
             return False
-        dashes[placed] = snake[2:]
+        note(dashes, placed, snake)
     merge(mask, snake[2], snake[3], t.masks[snake[4]])
     return True
 
@@ -230,10 +266,10 @@ def draw_distractors(rng, wanted, length, t, mask, dashes):
     placed = 0
     for _ in range(wanted):
         for _ in range(SNAKE_TRIES):
-            before[:] = mask
+            overwrite(before, mask)
             mine = dashes[placed * length : (placed + 1) * length]
             if draw_distractor(rng, mask, t, snake, cumulative, occupied, taken, mine):
                 placed += 1
                 break
-            mask[:] = before
+            overwrite(mask, before)
     return placed

@@ -16,31 +16,25 @@ from PIL import Image, ImageDraw
 from scipy.ndimage import binary_dilation
 
 from experiments.pathfinder.geometry import disc, move
-from experiments.pathfinder.parameters import Parameters
 
 UNIT = 8192  # the integer that stands for 1.0; the largest contrast, 2 with 20 % overshoot, fits 16 bits
 FINER = 2  # resolution of the drawing over that of the picture ("antialias_scale")
 LANCZOS_REACH = 3  # pixels that a value spreads to when a picture is halved
 
 
-def radius(parameters: Parameters, margin: int) -> int:
-    """Half the side of a dash's picture, without the middle pixel, in which the dash begins."""
-    return parameters.dash_length + ceil(parameters.thickness) + margin
-
-
-def dash(angle: float, parameters: Parameters, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+@lru_cache(maxsize=4096)  # the folds of a size share their dashes
+def dash(angle: float, length: int, thickness: float, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """A dash from the middle of a picture in the given direction, and the area within a margin of it.
 
-    Both float64 [n, n], n = 2 * radius + 1, in 0..1 but for the overshoot.
+    Both float64 [n, n], n = 2 * (length + ceil(thickness) + margin) + 1, in 0..1 but for the overshoot.
     """
-    side = 2 * radius(parameters, margin) + 1
-    middle = FINER * radius(parameters, margin)
+    radius = length + ceil(thickness) + margin
+    side, middle = 2 * radius + 1, FINER * radius
     # This side makes the filter's scale a little less than 2: (4r + 1) / (2r + 1).
     drawing = Image.new("F", (FINER * (side - 1) + 1,) * 2, 0)
-    end_y, end_x = np.ceil(middle + move(np.float64(angle), FINER * parameters.dash_length))
-    ImageDraw.Draw(drawing).line(
-        [(middle, middle), (int(end_x), int(end_y))], fill=255, width=round(FINER * parameters.thickness)
-    )
+    end_y, end_x = np.ceil(middle + move(np.float64(angle), FINER * length))
+    ends = [(middle, middle), (int(end_x), int(end_y))]
+    ImageDraw.Draw(drawing).line(ends, fill=255, width=round(FINER * thickness))
     line = np.asarray(drawing)
     area = np.where(binary_dilation(line > 0, disc(FINER * margin)), np.float32(255), np.float32(0))
     return shrink(line, side), shrink(area, side)

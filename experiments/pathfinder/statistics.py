@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import floor, log10, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,9 @@ class Estimate:
         """The mean with the digits that its error leaves, and the error.
 
         >>> str(Estimate(13.7234, 0.031))
-        '13.72 ± 0.03'
+        '13.723 ± 0.031'
         """
-        digits = 0 if self.error >= 10 else 1 if self.error >= 1 else 2 if self.error >= 0.01 else 4
+        digits = max(0, 1 - floor(log10(self.error))) if self.error else 3
         return f"{self.mean:,.{digits}f} ± {self.error:.{digits}f}"
 
 

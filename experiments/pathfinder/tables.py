@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from experiments.pathfinder.geometry import SEED_ANGLES, circle, disc, move, reverse, turning_weight
 from experiments.pathfinder.parameters import Parameters
-from experiments.pathfinder.stamps import dash, markers, quantise, radius
+from experiments.pathfinder.stamps import dash, markers, quantise
 
 WEIGHT_UNIT = 2**20  # weights are whole multiples of its inverse, so that sums are exact and their order is no matter
 SEEDS = len(SEED_ANGLES)
@@ -52,14 +52,14 @@ def tables(parameters: Parameters, margin: int) -> Tables:
     """Raises ValueError for parameters with which no target snake can begin."""
     turns = circle(parameters.dash_length + margin)
     headings = all_headings(turns)
-    drawn = [dash(angle, parameters, margin)[1] for angle in drawn_angles(turns)]
+    _, drawn = dashes(parameters, margin)
     kernels = seed_kernels(drawn[:SEEDS], parameters, margin)
     room = np.array([seed_room(kernel, parameters) for kernel in kernels])
     usable = np.array([seen_from_every_corner(kernel) for kernel in kernels])
     if not (usable & (room[:, 1] >= room[:, 0]) & (room[:, 3] >= room[:, 2])).any():
         raise ValueError(f"no target snake can begin within an image with {parameters} and margin {margin}")
     # The original counts a pixel beyond 1.3 as free again; none may get there.
-    if max(area.max() for area in drawn) > 1.3:
+    if drawn.max() > 1.3:
         raise ValueError(f"the surroundings of a dash overshoot 1.3 with {parameters} and margin {margin}")
     weights = turning_weight(headings[:, None], headings[None, SEEDS:], parameters.continuity)
     near = disc(margin)
@@ -69,7 +69,7 @@ def tables(parameters: Parameters, margin: int) -> Tables:
         seed_start=move(reverse(SEED_ANGLES), parameters.dash_length + margin),
         turns=turns,
         weights=np.rint(weights * WEIGHT_UNIT).astype(np.int64),
-        masks=np.stack([quantise(area) for area in drawn]),
+        masks=quantise(drawn),
         disc=np.argwhere(near) - margin,
         usable=usable,
         room=room,
@@ -89,14 +89,21 @@ def drawn_angles(turns: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.concatenate([headings[:SEEDS], reverse(headings[SEEDS:])])
 
 
-def seed_kernels(areas: list[NDArray[np.float64]], parameters: Parameters, margin: int) -> list[NDArray[np.int64]]:
+def dashes(parameters: Parameters, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The line of every heading and its surroundings. Both float64 [360 + K, n, n]"""
+    angles = drawn_angles(circle(parameters.dash_length + margin)).tolist()
+    drawn = [dash(angle, parameters.dash_length, parameters.thickness, margin) for angle in angles]
+    return np.stack([line for line, _ in drawn]), np.stack([area for _, area in drawn])
+
+
+def seed_kernels(areas: NDArray[np.float64], parameters: Parameters, margin: int) -> list[NDArray[np.int64]]:
     """For every first dash, the pixels around its tail that must be free. int64 [k, 2] each
 
     The area's values are truncated to integers, which leaves those of at least 1. The original puts the dash one
     pixel right of and below the middle of its window, and the window cuts it: the pixels are not quite the dash's.
     """
     reach = parameters.dash_length + margin
-    offsets = [np.argwhere(area >= 1) - radius(parameters, margin) + 1 for area in areas]
+    offsets = [np.argwhere(area >= 1) - area.shape[0] // 2 + 1 for area in areas]
     return [offset[(np.abs(offset) <= reach).all(axis=1)] for offset in offsets]
 
 
@@ -122,8 +129,7 @@ def seed_room(kernel: NDArray[np.int64], parameters: Parameters) -> tuple[int, i
 @lru_cache(maxsize=16)
 def lines(parameters: Parameters, margin: int) -> NDArray[np.int16]:
     """The dashes' pictures, of targets and of distractors, in units of 1 / UNIT. int16 [2, 360 + K, n, n]"""
-    turns = circle(parameters.dash_length + margin)
-    drawn = np.stack([dash(angle, parameters, margin)[0] for angle in drawn_angles(turns)])
+    drawn, _ = dashes(parameters, margin)
     return np.stack([quantise(parameters.target_contrast * drawn), quantise(parameters.distractor_contrast * drawn)])
 
 

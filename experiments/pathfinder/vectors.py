@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,14 +114,14 @@ def save(vectors: Vectors, path: Path) -> None:
     arrays = {name: np.ascontiguousarray(getattr(vectors, name)) for name in array_types(vectors.parameters)}
     about = {
         "kind": KIND,
-        "format": str(FORMAT),
+        "format": FORMAT,
         "parameters": vectors.parameters.to_json(),
-        "seed": str(vectors.seed),
+        "seed": vectors.seed,
         "stamps": digest(vectors.parameters),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(arrays, unfinished, metadata=about)
+    save_file(arrays, unfinished, metadata={"about": json.dumps(about)})  # one entry: several have no fixed order
     unfinished.chmod(0o644)  # safetensors makes it private
     os.replace(unfinished, path)
 
@@ -135,13 +136,13 @@ def load(path: Path) -> Vectors:
         raise FileNotFoundError(f"there is no file {path}; `python -m experiments.pathfinder generate` writes one")
     try:
         with safe_open(path, framework="numpy") as file:
-            about = file.metadata() or {}
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
     if about.get("kind") != KIND:
         raise ValueError(f"{path} must hold {KIND}; got {about.get('kind')!r}")
-    if about["format"] != str(FORMAT):
+    if about["format"] != FORMAT:
         raise ValueError(f"{path} must have format {FORMAT}, the one this version reads; got {about['format']}")
     parameters = Parameters.from_json(about["parameters"])
     if about["stamps"] != digest(parameters):
@@ -152,7 +153,7 @@ def load(path: Path) -> Vectors:
     found, expected = {name: array.dtype for name, array in arrays.items()}, array_types(parameters)
     if found != expected:
         raise ValueError(f"{path} must hold the arrays {expected}; got {found}")
-    vectors = Vectors(parameters, int(about["seed"]), **arrays)
+    vectors = Vectors(parameters, about["seed"], **arrays)
     check_values(path, vectors)
     return vectors
 
