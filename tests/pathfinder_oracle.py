@@ -191,10 +191,10 @@ class Oracle:
         return snake, np.maximum(mask, snake.stamp)
 
     def marked_image(self):
-        """The image with its markers, 0..255, not rounded."""
+        """The image with its markers, 0..255, not yet cut to integers."""
         length = self.p.contour_length
         last = self.marked if self.label else 1 - self.marked
-        image = self.image
+        image = self.image / self.image.max()
         for place in (self.places[self.marked * length], self.places[(last + 1) * length - 1]):
             image = np.maximum(image, self.marker(place))
         return 255 * image / image.max()

@@ -1,5 +1,7 @@
 """Rendered images: the same bits from NumPy and PyTorch, in batches or alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +10,13 @@ from hypothesis import strategies as st
 
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import lra
-from experiments.pathfinder.render import DeviceRenderer, render
+from experiments.pathfinder.render import render
+from experiments.pathfinder.render_device import DeviceRenderer
 from experiments.pathfinder.vectors import collect
 from test_pathfinder_draw import OTHER
 
 CASES = {"32-6": lra(32, 6), "64-6": lra(64, 6), "128-9": lra(128, 9), "256-6": lra(256, 6), "other": OTHER}
+CASES["large"] = replace(OTHER, size=300)
 VECTORS = {}
 
 
@@ -50,6 +54,22 @@ def test_a_range_is_rendered_alone():
     vectors = vectors_of("64-6")
     assert np.array_equal(render(vectors, 3, 5), render(vectors)[3:5])
     assert np.array_equal(render(vectors, 10), render(vectors)[10:])
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_lines_are_scaled_to_the_markers_as_in_the_release(size):
+    """In the 16 released tiles that we have, no line exceeds 219 at 64 pixels and 226 at 128, and most reach it."""
+    p = lra(size, 6)
+    vectors = collect(p, 1, [draw(p, 1, index) for index in range(20)])
+    brightest = []
+    for image, ends in zip(render(vectors), vectors.markers):
+        lines = image.copy()
+        for y, x in ends:
+            lines[max(0, y - 9) : y + 10, max(0, x - 9) : x + 10] = 0
+        brightest.append(lines.max())
+    # 255 over the overshoot of a disc; the brightest dash of an image may lie below a disc
+    white = {64: 219, 128: 226, 256: 228}[size]
+    assert max(brightest) == white and np.median(brightest) >= white - 1
 
 
 @pytest.mark.parametrize("name", CASES)

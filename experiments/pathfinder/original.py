@@ -1,7 +1,7 @@
 """What the original generator gives: drewlinsley/pathfinder, commit ab9c130, with the Long Range Arena's parameters.
 
-Its image filter, scipy.misc.imresize, no longer exists. In its place stands a Lanczos filter in floating point, whose
-images are closer to the released ones than those of the integer one (see README.md).
+Its image filter, scipy.misc.imresize, no longer exists; in its place stands a Lanczos filter in floating point. Lines
+are scaled and levels cut as in the released images (see render.py).
 
 STATISTICS  by size and contour length: images, then the columns of statistics.py, from a plain transcription of the
             original run on one core
