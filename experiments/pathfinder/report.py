@@ -30,15 +30,16 @@ def statistics_report(found: Sequence[tuple[Parameters, int, dict[str, Estimate]
     for parameters, images, values in found:
         rows.append([parameters.name, f"{images:,}", *map(str, values.values())])
         if (key := (parameters.size, parameters.contour_length)) in original.STATISTICS and parameters.is_lra:
-            count, theirs = original.STATISTICS[key]
-            rows.append(["original", f"{count:,}", *(str(theirs.get(name, "")) for name in values)])
+            counted, rendered, theirs = original.STATISTICS[key]
+            rows.append(["original", f"{counted:,} ({rendered:,})", *(str(theirs.get(name, "")) for name in values)])
             rows.append(["apart by", "", *(deviation(values[name], theirs.get(name)) for name in values)])
     meanings = "\n".join(f"- {name}: {meaning}" for name, meaning in COLUMNS.items())
     return (
         "# Statistics of generated Pathfinder images\n\n"
         "With the parameters of the Long Range Arena; not the released images. Means over images and their standard\n"
         f"errors.\n\n{meanings}\n"
-        '- "original": drewlinsley/pathfinder at commit ab9c130, as `experiments/pathfinder/original.py` describes\n'
+        '- "original": drewlinsley/pathfinder at commit ab9c130, as `experiments/pathfinder/original.py` describes;\n'
+        "  in parentheses, the images that were rendered\n"
         '- "apart by": the difference in standard errors of the difference\n\n'
         f"{markdown(['images of', 'images', *COLUMNS], rows)}\n\n{about()}\n"
     )
