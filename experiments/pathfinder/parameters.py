@@ -50,13 +50,11 @@ class Parameters:
             raise ValueError(f"size must be at most 65536 pixels; got {self.size}")
         if self.contour_length < 2:
             raise ValueError(f"contour_length must be at least 2 dashes; got {self.contour_length}")
-        # The first end of a snake lies in a central square, which ends so far from the border that the border
-        # cannot cut the search for it; tables.py relies on that.
+        # The first target begins in a square twice the seed_distance from the border, but for the length of a dash.
+        # So the second begins within the image, and the border cannot cut the search for room; tables.py relies on it.
         reach = self.dash_length + max(self.margins)
-        if 2 * self.seed_distance <= reach:
-            raise ValueError(
-                f"twice the seed_distance must exceed dash_length plus margin, {reach}; got {2 * self.seed_distance}"
-            )
+        if self.seed_distance <= reach:
+            raise ValueError(f"seed_distance must exceed dash_length plus margin, {reach}; got {self.seed_distance}")
         if self.size <= 4 * self.seed_distance:
             raise ValueError(
                 f"size must exceed four times the seed_distance, {4 * self.seed_distance}, or the snakes have no room "

@@ -140,12 +140,8 @@ def seed_targets(rng, size, seed_distance, t, snakes):
     """Begin the two target snakes. snakes: int64 [2, 5]"""
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
-        first_y, last_y, first_x, last_x = (
-            t.room[heading, 0],
-            t.room[heading, 1],
-            t.room[heading, 2],
-            t.room[heading, 3],
-        )
+        first_y, last_y = t.room[heading, 0], t.room[heading, 1]
+        first_x, last_x = t.room[heading, 2], t.room[heading, 3]
         if not t.usable[heading] or last_y < first_y or last_x < first_x:
             return False
         tail_y = first_y + below(rng, last_y - first_y + 1)
