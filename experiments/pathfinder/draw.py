@@ -1,0 +1,56 @@
+"""One image as a drawing: which dashes lie where."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.pathfinder.parameters import Parameters
+from experiments.pathfinder.rng import below, stream
+from experiments.pathfinder.snakes import draw_distractors, draw_targets
+from experiments.pathfinder.tables import tables
+
+MOST_ATTEMPTS = 10_000_000  # the hardest of the Long Range Arena's images need 6,000 on average
+
+
+class Drawing(NamedTuple):
+    """One image.
+
+    label     1 if the markers are at the two ends of one target snake, 0 if they are on both
+    marked    the target snake, 0 or 1, whose first end is marked
+    margin    half the gap between dashes, in pixels
+    attempts  pairs of target snakes that were drawn until one succeeded
+    dashes    int64 [d, 3], y, x and heading (see tables.py): those of target 0, of target 1, of every distractor.
+              A target's first and last (y, x) are its two ends.
+    """
+
+    label: int
+    marked: int
+    margin: int
+    attempts: int
+    dashes: NDArray[np.int64]
+
+
+def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
+    """Image `index` of a seed; it depends on nothing else. Raises ValueError where no targets fit into the image."""
+    p = parameters
+    rng = image_stream(parameters, seed, index)
+    label = below(rng, 2)
+    margin = p.margins[below(rng, len(p.margins))]
+    t = tables(p, margin)
+    mask = np.empty((p.size, p.size), np.int16)
+    targets = np.empty((2 * p.contour_length, 3), np.int64)
+    attempts = draw_targets(rng, p.size, p.padding, p.seed_distance, p.contour_length, t, MOST_ATTEMPTS, mask, targets)
+    if not attempts:
+        raise ValueError(f"no pair of target snakes fits into image {index} in {MOST_ATTEMPTS:,} attempts with {p}")
+    distractors = np.empty((p.distractors * p.distractor_length, 3), np.int64)
+    placed = draw_distractors(rng, p.distractors, p.distractor_length, t, mask, distractors)
+    dashes = np.concatenate([targets, distractors[: placed * p.distractor_length]])
+    return Drawing(label, below(rng, 2), margin, attempts, dashes)
+
+
+def image_stream(parameters: Parameters, seed: int, index: int) -> NDArray[np.uint64]:
+    """An image's random numbers: others for every size and contour length, so that equal seeds share no labels."""
+    return stream(seed, parameters.size << 32 | parameters.contour_length, index)

@@ -1,0 +1,46 @@
+"""Directions, and how far a snake goes in them.
+
+Coordinates are (y, x), y downwards; the angle t means the direction (sin t, cos t). Positions are integers, and a move
+rounds up, so that a snake that has begun has only a few dozen directions: from an integer point to the integer points
+of a circle.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+SEED_ANGLES = np.arange(-180, 180) * np.pi / 180  # of the first dash of a snake, whole degrees
+
+
+def move(angle: NDArray[np.float64], distance: float) -> NDArray[np.float64]:
+    """The step of a distance in each direction. A position is moved by ceil(position + step). float64 [..., 2]"""
+    return np.stack([distance * np.sin(angle), distance * np.cos(angle)], axis=-1)
+
+
+def reverse(angle: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The opposite direction, between -pi and pi."""
+    return np.where(angle < 0, angle + np.pi, angle - np.pi)
+
+
+def circle(radius: int) -> NDArray[np.int64]:
+    """Where a dash can end, relative to where its gap begins, in order of y, then x. int64 [K, 2]
+
+    Points of the circle one pixel of arc apart, each rounded down: the circle is a little off its centre, as in the
+    original.
+    """
+    angles = np.arange(0, 360, 360 / (2 * radius * np.pi)) * np.pi / 180
+    return np.unique(np.floor(move(angles, radius)).astype(np.int64), axis=0)
+
+
+def turning_weight(before: NDArray[np.float64], after: NDArray[np.float64], continuity: float) -> NDArray[np.float64]:
+    """How readily a snake goes on in the second direction: 1 straight on, 0 from 90 / continuity degrees."""
+    turn = np.abs(after - before)
+    turn = np.minimum(turn, 2 * np.pi - turn)
+    return np.maximum(np.cos(np.minimum(continuity * turn, np.pi / 2)), 0) ** 2
+
+
+def disc(radius: int) -> NDArray[np.bool_]:
+    """The pixels at most a radius from the middle one. bool [2 * radius + 1, 2 * radius + 1]"""
+    y, x = np.ogrid[-radius : radius + 1, -radius : radius + 1]
+    return y**2 + x**2 <= radius**2

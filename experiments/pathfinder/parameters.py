@@ -1,0 +1,115 @@
+"""What a set of images depends on, and the values that the Long Range Arena used.
+
+Sources: the docstrings of `lra_benchmarks/data/pathfinder.py` (google-research/long-range-arena) and the wrapper's
+defaults in drewlinsley/pathfinder, commit ab9c130.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+FOLDS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # the release's folder names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """One distribution of images. Lengths are in pixels, those of snakes in dashes; a contrast of 1 is the marker's.
+
+    Raises ValueError for values that no image can have.
+    """
+
+    size: int  # of the image, height and width
+    dash_length: int
+    margins: tuple[int, ...]  # half the gap between dashes; one is drawn for each image
+    thickness: float
+    marker_radius: float
+    seed_distance: int  # between the first ends of the two target snakes
+    padding: int  # border that no dash may touch
+    continuity: float  # how strongly a sharp turn is disfavoured; no turn exceeds 90 degrees divided by it
+    target_contrast: float
+    distractor_contrast: float
+    distractors: int  # asked for; as many are placed as there is room
+    contour_length: int  # dashes of a target snake
+    distractor_length: int  # dashes of a distractor
+
+    def __post_init__(self) -> None:
+        positive = [field.name for field in fields(self) if field.name not in ("margins", "distractors")]
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.distractors < 0:
+            raise ValueError(f"distractors must not be negative; got {self.distractors}")
+        if not self.margins or min(self.margins) < 1 or max(self.margins) > 255:
+            raise ValueError(f"margins must be one or more numbers from 1 to 255; got {self.margins}")
+        if 2 * self.thickness != int(2 * self.thickness):
+            raise ValueError(f"thickness must be a multiple of half a pixel; got {self.thickness}")
+        if self.size > 65536:
+            raise ValueError(f"size must be at most 65536 pixels; got {self.size}")
+        if self.contour_length < 2:
+            raise ValueError(f"contour_length must be at least 2 dashes; got {self.contour_length}")
+        # The first target begins in a square twice the seed_distance from the border, but for the length of a dash.
+        # So the second begins within the image, and the border cannot cut the search for room; tables.py relies on it.
+        reach = self.dash_length + max(self.margins)
+        if self.seed_distance <= reach:
+            raise ValueError(f"seed_distance must exceed dash_length plus margin, {reach}; got {self.seed_distance}")
+        if self.size <= 4 * self.seed_distance:
+            raise ValueError(
+                f"size must exceed four times the seed_distance, {4 * self.seed_distance}, or the snakes have no room "
+                f"to begin; got {self.size}"
+            )
+
+    @property
+    def name(self) -> str:
+        """A short name; of other values than the Long Range Arena's, it ends in a digest of them all."""
+        name = f"pathfinder{self.size}-cl{self.contour_length}"
+        return name if self.is_lra else f"{name}-{blake2b(self.to_json().encode(), digest_size=4).hexdigest()}"
+
+    @property
+    def is_lra(self) -> bool:
+        """Whether these are parameters of the Long Range Arena."""
+        known = self.size in LRA and self.contour_length in FOLDS
+        return known and self == lra(self.size, self.contour_length)
+
+    def to_json(self) -> str:
+        """All values on one line; `from_json` reads it."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Parameters:
+        """Raises ValueError for names or values that are not parameters."""
+        values: dict[str, Any] = json.loads(text)
+        names = {field.name for field in fields(cls)}
+        if values.keys() != names:
+            raise ValueError(f"parameters must be {', '.join(sorted(names))}; got {', '.join(sorted(values))}")
+        return cls(**{**values, "margins": tuple(values["margins"])})
+
+
+# The number of distractors is 20, 22, 35 and 30 over 2, their length at contour length 6: the original computes it
+# once and keeps it for the longer contours, whose distractors have 3 and 4 dashes.
+LRA: dict[int, dict[str, Any]] = {
+    32: dict(dash_length=2, margins=(1,), thickness=0.5, marker_radius=1.5, seed_distance=7, padding=1)
+    | dict(continuity=1.0, target_contrast=1.5, distractor_contrast=2.0, distractors=10),
+    64: dict(dash_length=5, margins=(1,), thickness=1.0, marker_radius=2.5, seed_distance=12, padding=1)
+    | dict(continuity=1.8, target_contrast=0.8, distractor_contrast=0.8, distractors=11),
+    128: dict(dash_length=5, margins=(2, 3), thickness=1.5, marker_radius=3.0, seed_distance=20, padding=1)
+    | dict(continuity=1.8, target_contrast=0.9, distractor_contrast=0.9, distractors=17),
+    256: dict(dash_length=5, margins=(3,), thickness=2.0, marker_radius=5.0, seed_distance=27, padding=22)
+    | dict(continuity=1.8, target_contrast=1.0, distractor_contrast=1.0, distractors=15),
+}
+
+
+def lra(size: int, contour_length: int) -> Parameters:
+    """The Long Range Arena's parameters: Pathfinder is 32 and 14, "Path-X" 128 and 14, "Path-256" 256 and 14.
+
+    >>> lra(128, 14).distractor_length
+    4
+    """
+    if size not in LRA or contour_length not in FOLDS:
+        raise ValueError(
+            f"the Long Range Arena has sizes {', '.join(map(str, LRA))} with contour lengths "
+            f"{', '.join(map(str, FOLDS))}; got {size} with {contour_length}"
+        )
+    return Parameters(size=size, contour_length=contour_length, distractor_length=contour_length // 3, **LRA[size])

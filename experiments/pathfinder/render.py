@@ -1,0 +1,75 @@
+"""Vectors as images, on the CPU. render_device.py does the same on any device, to the bit.
+
+The lines are composed by maximum and scaled so that the brightest pixel is 1; the markers, discs of 1, are added by
+maximum; the whole is scaled so that the brightest pixel is 255, and cut to integers. So are the released images, as the
+eight tiles of Path-X and the eight of Path-64 that we have show to the level (README.md); the original code, as
+published, does not scale the lines and rounds. The contrasts hence matter only where targets' and distractors' differ.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.pathfinder.compiled import compiled
+from experiments.pathfinder.snakes import merge
+from experiments.pathfinder.stamps import UNIT, markers
+from experiments.pathfinder.tables import lines
+from experiments.pathfinder.vectors import Vectors
+
+
+def render(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+    """Images first .. last - 1, by default all. uint8 [n, size, size]"""
+    p = vectors.parameters
+    chosen = range(len(vectors))[first:last]
+    images = np.empty((len(chosen), p.size, p.size), np.uint8)
+    discs = markers(p.size, p.marker_radius)
+    centres = vectors.markers[first:last]
+    for image, index, ends in zip(images, chosen, centres):
+        dashes = slice(vectors.starts[index], vectors.starts[index + 1])
+        stamps = lines(p, int(vectors.margins[index]))
+        compose(image, vectors.places[dashes], vectors.headings[dashes], 2 * p.contour_length, stamps, ends, discs)
+    return images
+
+
+@compiled
+def compose(image, places, headings, targets, stamps, centres, discs):
+    """Draw one image. image: uint8 [size, size], overwritten; for the others see `render`"""
+    size, width = len(image), discs.shape[0]
+    lines = np.zeros((size, size), np.int16)
+    for dash in range(len(headings)):
+        y, x = np.int64(places[dash, 0]), np.int64(places[dash, 1])
+        merge(lines, y, x, stamps[0 if dash < targets else 1, headings[dash]])
+    # A line of value v and a disc of value m compare as v / brightest and m / UNIT do.
+    brightest = greatest(lines)
+    canvas = np.empty((size, size), np.int64)
+    for y in range(size):
+        for x in range(size):
+            canvas[y, x] = UNIT * np.int64(lines[y, x])
+    for marker in range(2):
+        top = window_start(centres[marker, 0], size, width)
+        left = window_start(centres[marker, 1], size, width)
+        disc = discs[centres[marker, 0] - top, centres[marker, 1] - left]
+        for y in range(width):
+            for x in range(width):
+                canvas[top + y, left + x] = max(canvas[top + y, left + x], brightest * disc[y, x])
+    white = greatest(canvas)
+    for y in range(size):
+        for x in range(size):
+            image[y, x] = 255 * canvas[y, x] // white
+
+
+@compiled
+def greatest(canvas):
+    """The greatest value of a canvas, int64."""
+    found = np.int64(0)
+    for y in range(len(canvas)):
+        for x in range(len(canvas)):
+            found = max(found, np.int64(canvas[y, x]))
+    return found
+
+
+@compiled
+def window_start(centre, size, width):
+    """Where the window of a marker begins, along one axis: around its centre, but within the image."""
+    return min(max(centre - width // 2, 0), size - width)

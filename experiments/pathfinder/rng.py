@@ -1,0 +1,62 @@
+"""Random numbers of one's own: image i of seed s is the same on every machine, with every version of every library.
+
+SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014). A stream is a state and an odd
+increment; its numbers are the mixed states. Every image has its own stream, a split of the seed's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from experiments.pathfinder.compiled import compiled
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, odd
+# Typed, because numba takes a uint64 beside a plain int to be a float.
+ONE, TWO = np.uint64(1), np.uint64(2)
+
+
+@compiled
+def mix(z):
+    """Scramble 64 bits (variant 13 of Stafford's mixers)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@compiled
+def mix_increment(z):
+    """An odd increment from 64 bits: scrambled by MurmurHash3's mixer, and without long runs of equal bits."""
+    z = (z ^ (z >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    z = (z ^ (z >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    z = (z ^ (z >> np.uint64(33))) | ONE
+    changes, bits = 0, z ^ (z >> ONE)
+    while bits:
+        bits &= bits - ONE
+        changes += 1
+    return z ^ np.uint64(0xAAAAAAAAAAAAAAAA) if changes < 24 else z
+
+
+@compiled
+def stream(seed, kind, index):
+    """The stream of one image; `kind` tells sets of images with the same seed apart. uint64 [2]: state, increment"""
+    parent = mix(mix(np.uint64(seed) + GOLDEN) ^ np.uint64(kind)) + TWO * np.uint64(index) * GOLDEN
+    return np.array([mix(parent + GOLDEN), mix_increment(parent + TWO * GOLDEN)], dtype=np.uint64)
+
+
+@compiled
+def bits64(stream):
+    """The next 64 bits."""
+    stream[0] += stream[1]
+    return mix(stream[0])
+
+
+@compiled
+def uniform(stream):
+    """The next number in [0, 1), a multiple of 2^-53."""
+    return np.float64(bits64(stream) >> np.uint64(11)) * 2.0**-53
+
+
+@compiled
+def below(stream, count):
+    """The next integer in 0 .. count - 1, for count up to 2^32; its chance is right to count / 2^32."""
+    return np.int64(((bits64(stream) >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32))

@@ -1,0 +1,271 @@
+"""Draw one image's snakes, as the original does, in integers.
+
+The mask holds the surroundings of all dashes, in units of 1 / UNIT, composed by maximum. A snake is
+int64 [5]: y and x of where the gap before its last dash begins, y and x of that dash's picture, its heading.
+
+Its last dash stays out of the mask until the next one is found, so that a snake does not collide with itself. As in
+the original, one snake therefore cannot see the other's last dash, and the first target's very last dash never enters.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+
+from experiments.pathfinder.compiled import compiled
+from experiments.pathfinder.rng import below, uniform
+from experiments.pathfinder.stamps import UNIT
+from experiments.pathfinder.tables import SEEDS, WEIGHT_UNIT
+
+TRIES = 3  # of a dash: "max_paddle_retrial" 2
+SNAKE_TRIES = 5  # of a distractor: "max_distractor_contour_retrial" 4
+OCCUPIED = ceil(0.3 * UNIT)  # the mask from which a pixel is taken
+TOUCHING = ceil(1.8 * UNIT)  # the sum of two masks from which two dashes are too close
+DEAD_END = 1e-4 * UNIT * WEIGHT_UNIT  # the sum of weights below which a snake cannot go on
+LEAST_FREE = 0.01  # part of the image below which no distractor is begun
+PHASES = np.stack([np.sin(np.arange(360) * np.pi / 180), np.cos(np.arange(360) * np.pi / 180)], axis=1)
+
+
+@compiled
+def merge(mask, y, x, stamp):
+    """mask = max(mask, stamp), the stamp centred at (y, x) and cut at the border."""
+    size, radius = mask.shape[0], stamp.shape[0] // 2
+    left, right = max(0, x - radius), min(size, x + radius + 1)
+    for row in range(max(0, y - radius), min(size, y + radius + 1)):
+        # Rows as arrays of their own let the compiler take 16 pixels at a time.
+        here, there = mask[row, left:right], stamp[row - y + radius, left - x + radius : right - x + radius]
+        for column in range(len(here)):
+            here[column] = max(here[column], there[column])
+
+
+@compiled
+def touches(mask, y, x, stamp):
+    """Whether mask + stamp reaches TOUCHING anywhere."""
+    size, radius = mask.shape[0], stamp.shape[0] // 2
+    left, right = max(0, x - radius), min(size, x + radius + 1)
+    greatest = np.int16(0)
+    for row in range(max(0, y - radius), min(size, y + radius + 1)):
+        here, there = mask[row, left:right], stamp[row - y + radius, left - x + radius : right - x + radius]
+        for column in range(len(here)):
+            greatest = max(greatest, np.int16(here[column] + there[column]))
+    return greatest >= TOUCHING
+
+
+@compiled
+def greatest_near(mask, y, x, disc):
+    """The mask dilated by a disc, at one pixel."""
+    size = mask.shape[0]
+    greatest = mask[y, x]
+    for near in range(len(disc)):
+        row, column = y + disc[near, 0], x + disc[near, 1]
+        if 0 <= row < size and 0 <= column < size:
+            greatest = max(greatest, mask[row, column])
+    return greatest
+
+
+@compiled
+def set_snake(snake, start_y, start_x, y, x, heading):
+    """The five values of a snake. One by one: numba takes seconds to compile an assignment to a slice."""
+    snake[0], snake[1], snake[2], snake[3], snake[4] = start_y, start_x, y, x, heading
+
+
+@compiled
+def note(dashes, number, snake):
+    """Write down a snake's last dash as a number of a list."""
+    dashes[number, 0], dashes[number, 1], dashes[number, 2] = snake[2], snake[3], snake[4]
+
+
+@compiled
+def overwrite(mask, other):
+    """mask = other"""
+    for y in range(len(mask)):
+        for x in range(len(mask)):
+            mask[y, x] = other[y, x]
+
+
+@compiled
+def framed(size, padding):
+    """A mask that is empty but for its border."""
+    mask = np.zeros((size, size), np.int16)
+    for y in range(size):
+        for x in range(size):
+            if min(y, x) < padding or max(y, x) >= size - padding:
+                mask[y, x] = UNIT
+    return mask
+
+
+@compiled
+def seed_from(tail_y, tail_x, heading, size, t, snake):
+    """Begin a snake at a tail; whether its dash and the gap before it lie in the image."""
+    head_y = ceil(tail_y + t.seed_head[heading, 0])
+    head_x = ceil(tail_x + t.seed_head[heading, 1])
+    start_y = ceil(head_y + t.seed_start[heading, 0])
+    start_x = ceil(head_x + t.seed_start[heading, 1])
+    set_snake(snake, start_y, start_x, tail_y, tail_x, heading)
+    return min(head_y, head_x, start_y, start_x) >= 0 and max(head_y, head_x, start_y, start_x) < size
+
+
+@compiled
+def extend(rng, snake, mask, t, cumulative):
+    """Add a dash to a snake and its dash before to the mask; whether there was room. cumulative: scratch, int64 [K]"""
+    size = mask.shape[0]
+    last_y, last_x, heading = snake[2], snake[3], snake[4]
+    y, x = ceil(snake[0] + t.step[heading, 0]), ceil(snake[1] + t.step[heading, 1])
+    total = np.int64(0)
+    for turn in range(len(t.turns)):
+        weight = t.weights[heading, turn]
+        head_y, head_x = y + t.turns[turn, 0], x + t.turns[turn, 1]
+        if weight and 0 <= head_y < size and 0 <= head_x < size:
+            # Negative where the mask overshoots 1; the original's sums have such terms, too.
+            total += (UNIT - greatest_near(mask, head_y, head_x, t.disc)) * weight
+        cumulative[turn] = total
+    if total < DEAD_END:
+        return False
+    for _ in range(TRIES):
+        drawn = uniform(rng) * total
+        turn = 0
+        while cumulative[turn] <= drawn:
+            turn += 1
+        head_y, head_x = y + t.turns[turn, 0], x + t.turns[turn, 1]
+        if not touches(mask, head_y, head_x, t.masks[SEEDS + turn]):
+            merge(mask, last_y, last_x, t.masks[heading])
+            set_snake(snake, y, x, head_y, head_x, SEEDS + turn)
+            return True
+    return False
+
+
+@compiled
+def seed_targets(rng, size, seed_distance, t, snakes):
+    """Begin the two target snakes. snakes: int64 [2, 5]"""
+    for _ in range(TRIES):
+        heading = below(rng, SEEDS)
+        first_y, last_y = t.room[heading, 0], t.room[heading, 1]
+        first_x, last_x = t.room[heading, 2], t.room[heading, 3]
+        if not t.usable[heading] or last_y < first_y or last_x < first_x:
+            return False
+        tail_y = first_y + below(rng, last_y - first_y + 1)
+        tail_x = first_x + below(rng, last_x - first_x + 1)
+        if seed_from(tail_y, tail_x, heading, size, t, snakes[0]):
+            break
+    else:
+        return False
+    for _ in range(TRIES):
+        heading = below(rng, SEEDS)
+        phase = below(rng, 360)
+        y = round(tail_y + seed_distance * PHASES[phase, 0])
+        x = round(tail_x + seed_distance * PHASES[phase, 1])
+        if seed_from(y, x, heading, size, t, snakes[1]):
+            return True
+    return False
+
+
+@compiled
+def draw_targets(rng, size, padding, seed_distance, length, t, most_attempts, mask, dashes):
+    """Draw pairs of target snakes until one succeeds as a whole; nothing of a failed pair is kept.
+
+    mask: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading; the first snake's, then the
+    other's. Returns the number of pairs drawn, or 0 where none of `most_attempts` succeeded.
+    """
+    empty = framed(size, padding)
+    snakes = np.empty((2, 5), np.int64)
+    cumulative = np.empty(len(t.turns), np.int64)
+    for attempt in range(1, most_attempts + 1):
+        if not seed_targets(rng, size, seed_distance, t, snakes):
+            continue
+        overwrite(mask, empty)
+        note(dashes, 0, snakes[0])
+        note(dashes, length, snakes[1])
+        placed = 1
+        while placed < length:
+            if not extend(rng, snakes[0], mask, t, cumulative) or not extend(rng, snakes[1], mask, t, cumulative):
+                break
+            note(dashes, placed, snakes[0])
+            note(dashes, length + placed, snakes[1])
+            placed += 1
+        if placed == length:
+            merge(mask, snakes[1, 2], snakes[1, 3], t.masks[snakes[1, 4]])
+            return attempt
+    return 0
+
+
+@compiled
+def choose_free(rng, mask, kernel, occupied, taken):
+    """A pixel, drawn uniformly from those around which the kernel finds no occupied one, or (-1, -1).
+
+    occupied, taken: scratch, uint8 [size, size]
+    """
+    size = mask.shape[0]
+    free = 0
+    for y in range(size):
+        for x in range(size):
+            taken[y, x] = 0
+            occupied[y, x] = mask[y, x] >= OCCUPIED
+            free += not occupied[y, x]
+    if free < LEAST_FREE * size * size:
+        return -1, -1
+    for along in range(size):
+        occupied[0, along] = occupied[size - 1, along] = occupied[along, 0] = occupied[along, size - 1] = 1
+    for pixel in range(len(kernel)):
+        dy, dx = kernel[pixel, 0], kernel[pixel, 1]
+        for y in range(max(0, -dy), min(size, size - dy)):
+            here, there = taken[y, max(0, -dx) : size - max(0, dx)], occupied[y + dy, max(0, dx) : size + min(0, dx)]
+            for x in range(len(here)):
+                here[x] |= there[x]
+    free = 0
+    for y in range(size):
+        for x in range(size):
+            free += not taken[y, x]
+    if free == 0:
+        return -1, -1
+    left = below(rng, free)
+    for y in range(size):
+        for x in range(size):
+            if not taken[y, x]:
+                if left == 0:
+                    return y, x
+                left -= 1
+    return -1, -1
+
+
+@compiled
+def draw_distractor(rng, mask, t, snake, cumulative, occupied, taken, dashes):
+    """Draw one short snake into the mask; whether there was room. Where there was not, the mask is spoilt."""
+    size = mask.shape[0]
+    for _ in range(TRIES):
+        heading = below(rng, SEEDS)
+        if not t.usable[heading]:
+            return False
+        y, x = choose_free(rng, mask, t.kernels[t.kernel_of[heading] : t.kernel_of[heading + 1]], occupied, taken)
+        if y < 0:
+            return False
+        if seed_from(y, x, heading, size, t, snake):
+            break
+    else:
+        return False
+    note(dashes, 0, snake)
+    for placed in range(1, len(dashes)):
+        if not extend(rng, snake, mask, t, cumulative):
+            return False
+        note(dashes, placed, snake)
+    merge(mask, snake[2], snake[3], t.masks[snake[4]])
+    return True
+
+
+@compiled
+def draw_distractors(rng, wanted, length, t, mask, dashes):
+    """Draw short snakes where there is room and return how many. dashes: int64 [wanted * length, 3]"""
+    snake = np.empty(5, np.int64)
+    cumulative = np.empty(len(t.turns), np.int64)
+    before = np.empty_like(mask)
+    occupied, taken = np.empty(mask.shape, np.uint8), np.empty(mask.shape, np.uint8)
+    placed = 0
+    for _ in range(wanted):
+        for _ in range(SNAKE_TRIES):
+            overwrite(before, mask)
+            mine = dashes[placed * length : (placed + 1) * length]
+            if draw_distractor(rng, mask, t, snake, cumulative, occupied, taken, mine):
+                placed += 1
+                break
+            overwrite(mask, before)
+    return placed

@@ -1,0 +1,74 @@
+"""The small pictures that an image is composed of: lines, their surroundings, markers.
+
+Every picture is drawn at twice the resolution and halved with a Lanczos filter, in floating point; the values overshoot
+a little above 1 and below 0, as they do in the release. They are stored as integers, so that everything later is exact:
+the same images everywhere, on the CPU and on a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from scipy.ndimage import binary_dilation
+
+from experiments.pathfinder.geometry import disc, move
+
+UNIT = 8192  # the integer that stands for 1.0; the largest contrast, 2 with 20 % overshoot, fits 16 bits
+FINER = 2  # resolution of the drawing over that of the picture ("antialias_scale")
+LANCZOS_REACH = 3  # pixels that a value spreads to when a picture is halved
+
+
+@lru_cache(maxsize=4096)  # the folds of a size share their dashes
+def dash(angle: float, length: int, thickness: float, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """A dash from the middle of a picture in the given direction, and the area within a margin of it.
+
+    Both float64 [n, n], n = 2 * (length + ceil(thickness) + margin) + 1, in 0..1 but for the overshoot.
+    """
+    radius = length + ceil(thickness) + margin
+    side, middle = 2 * radius + 1, FINER * radius
+    # This side makes the filter's scale a little less than 2: (4r + 1) / (2r + 1).
+    drawing = Image.new("F", (FINER * (side - 1) + 1,) * 2, 0)
+    end_y, end_x = np.ceil(middle + move(np.float64(angle), FINER * length))
+    ends = [(middle, middle), (int(end_x), int(end_y))]
+    ImageDraw.Draw(drawing).line(ends, fill=255, width=round(FINER * thickness))
+    line = np.asarray(drawing)
+    area = np.where(binary_dilation(line > 0, disc(FINER * margin)), np.float32(255), np.float32(0))
+    return shrink(line, side), shrink(area, side)
+
+
+def shrink(drawing: NDArray[np.float32], side: int) -> NDArray[np.float64]:
+    """A square drawing in 0..255 as a smaller one in 0..1. float64 [side, side]"""
+    return np.asarray(Image.fromarray(drawing).resize((side, side), Image.Resampling.LANCZOS), np.float64) / 255
+
+
+def quantise(picture: NDArray[np.float64]) -> NDArray[np.int16]:
+    """The picture in units of 1 / UNIT; raises ValueError for one so bright that 16 bits cannot hold it."""
+    if picture.max() * UNIT > np.iinfo(np.int16).max:
+        raise ValueError(f"a contrast must be at most 3; got a picture of brightness {picture.max():.1f}")
+    return np.rint(picture * UNIT).astype(np.int16)
+
+
+@lru_cache(maxsize=16)
+def markers(size: int, marker_radius: float) -> NDArray[np.int16]:
+    """Markers for every place in an image. int16 [w, w, w, w]: y and x of the centre in the window, then the window
+
+    The window follows the marker but never leaves the image, since at the image's border the filter weighs the pixels
+    that are left more. Elsewhere the window is so wide that its own borders see nothing of the marker.
+    """
+    width = marker_window(size, marker_radius)
+    pictures = np.empty((width, width, width, width), np.int16)
+    y, x = np.mgrid[: FINER * width, : FINER * width]
+    for centre_y in range(width):
+        for centre_x in range(width):
+            inside = (y - FINER * centre_y) ** 2 + (x - FINER * centre_x) ** 2 <= (FINER * marker_radius) ** 2
+            pictures[centre_y, centre_x] = quantise(shrink(np.where(inside, np.float32(255), np.float32(0)), width))
+    return pictures
+
+
+def marker_window(size: int, marker_radius: float) -> int:
+    """The side of a marker's picture, odd unless it is the whole image's."""
+    return min(size, 2 * (ceil(marker_radius) + 2 * LANCZOS_REACH + 1) + 1)

@@ -1,0 +1,195 @@
+"""Images as vectors: a list of dashes each, 180 to 520 bytes, in one file with the parameters that they depend on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from experiments.pathfinder.draw import Drawing
+from experiments.pathfinder.parameters import Parameters
+from experiments.pathfinder.tables import digest, tables
+
+KIND = "generated Pathfinder images as vectors"
+FORMAT = 1  # raise it when the arrays change their meaning
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """n images, drawn from one seed.
+
+    parameters, seed
+    labels    uint8  [n]          1 if the markers are at the two ends of one target snake, 0 if they are on both
+    marked    uint8  [n]          the target snake, 0 or 1, whose first end is marked
+    margins   uint8  [n]          half the gap between dashes, in pixels
+    attempts  uint32 [n]          pairs of target snakes that were drawn until one succeeded
+    starts    int64  [n + 1]      the dashes of image i are starts[i]:starts[i + 1]: those of target 0, of target 1,
+                                  of one distractor after the other, each from its first end on
+    places    uint8 or uint16 [d, 2]  (y, x) of the end that the dash is drawn from, see tables.py
+    headings  uint16 [d]          what is drawn there, see tables.py
+    """
+
+    parameters: Parameters
+    seed: int
+    labels: NDArray[np.uint8]
+    marked: NDArray[np.uint8]
+    margins: NDArray[np.uint8]
+    attempts: NDArray[np.uint32]
+    starts: NDArray[np.int64]
+    places: NDArray[np.unsignedinteger]
+    headings: NDArray[np.uint16]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """Which dashes are the targets'. int64 [n, 2, contour_length], in their order along the snake"""
+        length = self.parameters.contour_length
+        return self.starts[:-1, None, None] + np.arange(2 * length).reshape(2, length)
+
+    @property
+    def distractors(self) -> NDArray[np.int64]:
+        """How many distractors every image has. int64 [n]"""
+        dashes = np.diff(self.starts) - 2 * self.parameters.contour_length
+        return dashes // self.parameters.distractor_length
+
+    @property
+    def tips(self) -> NDArray[np.int64]:
+        """The two ends of the two targets. int64 [n, snake, first or last, (y, x)]"""
+        return self.places[self.targets[:, :, [0, -1]]].astype(np.int64)
+
+    @property
+    def markers(self) -> NDArray[np.int64]:
+        """The centres of the two markers, the first on a first end, the second on a last. int64 [n, 2, (y, x)]"""
+        image = np.arange(len(self))
+        last = np.where(self.labels == 1, self.marked, 1 - self.marked)
+        return np.stack([self.tips[image, self.marked, 0], self.tips[image, last, 1]], axis=1)
+
+
+def collect(parameters: Parameters, seed: int, drawings: Sequence[Drawing]) -> Vectors:
+    """Drawings as vectors."""
+    dashes = np.concatenate([np.empty((0, 3), np.int64), *(drawing.dashes for drawing in drawings)])
+    return Vectors(
+        parameters,
+        seed,
+        np.array([drawing.label for drawing in drawings], np.uint8),
+        np.array([drawing.marked for drawing in drawings], np.uint8),
+        np.array([drawing.margin for drawing in drawings], np.uint8),
+        np.array([drawing.attempts for drawing in drawings], np.uint32),
+        np.cumsum([0, *(len(drawing.dashes) for drawing in drawings)], dtype=np.int64),
+        dashes[:, :2].astype(place_type(parameters)),
+        dashes[:, 2].astype(np.uint16),
+    )
+
+
+def join(parts: Sequence[Vectors]) -> Vectors:
+    """Images of the same parameters and seed, one part after the other."""
+    if not parts:
+        raise ValueError("parts must hold at least one element")
+    sources = {(part.parameters, part.seed) for part in parts}
+    if len(sources) > 1:
+        raise ValueError(f"parts must have the same parameters and seed; got {sources}")
+    lengths = np.concatenate([np.diff(part.starts) for part in parts])
+    names = ("labels", "marked", "margins", "attempts", "places", "headings")
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return Vectors(parts[0].parameters, parts[0].seed, starts=starts, **arrays)
+
+
+def place_type(parameters: Parameters) -> type[np.unsignedinteger]:
+    """The smallest integer that holds a coordinate."""
+    return np.uint8 if parameters.size <= 256 else np.uint16
+
+
+def save(vectors: Vectors, path: Path) -> None:
+    """Write a safetensors file, which exists only when it is complete."""
+    arrays = {name: np.ascontiguousarray(getattr(vectors, name)) for name in array_types(vectors.parameters)}
+    about = {
+        "kind": KIND,
+        "format": FORMAT,
+        "parameters": vectors.parameters.to_json(),
+        "seed": vectors.seed,
+        "stamps": digest(vectors.parameters),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    save_file(arrays, unfinished, metadata={"about": json.dumps(about)})  # one entry: several have no fixed order
+    unfinished.chmod(0o644)  # safetensors makes it private
+    os.replace(unfinished, path)
+
+
+def load(path: Path) -> Vectors:
+    """Read a file that `save` has written.
+
+    Raises FileNotFoundError, and ValueError where the file is another, is damaged, or was drawn with stamps other than
+    those of the present Pillow, which would render other images.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; `python -m experiments.pathfinder generate` writes one")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    if about.get("kind") != KIND:
+        raise ValueError(f"{path} must hold {KIND}; got {about.get('kind')!r}")
+    if about["format"] != FORMAT:
+        raise ValueError(f"{path} must have format {FORMAT}, the one this version reads; got {about['format']}")
+    parameters = Parameters.from_json(about["parameters"])
+    if about["stamps"] != digest(parameters):
+        raise ValueError(
+            f"{path} was drawn with stamps {about['stamps']}, and these are {digest(parameters)}: with this version "
+            "of Pillow its images would differ; install the version that constraints.txt names"
+        )
+    found, expected = {name: array.dtype for name, array in arrays.items()}, array_types(parameters)
+    if found != expected:
+        raise ValueError(f"{path} must hold the arrays {expected}; got {found}")
+    vectors = Vectors(parameters, about["seed"], **arrays)
+    check_values(path, vectors)
+    return vectors
+
+
+def array_types(parameters: Parameters) -> dict[str, type[np.generic]]:
+    """The arrays of a file."""
+    return {
+        "labels": np.uint8,
+        "marked": np.uint8,
+        "margins": np.uint8,
+        "attempts": np.uint32,
+        "starts": np.int64,
+        "places": place_type(parameters),
+        "headings": np.uint16,
+    }
+
+
+def check_values(path: Path, vectors: Vectors) -> None:
+    """Raises ValueError where rendering would fail or the ground truth would be nonsense."""
+    p, n = vectors.parameters, len(vectors)
+    starts, places, headings = vectors.starts, vectors.places, vectors.headings
+    each = (vectors.labels, vectors.marked, vectors.margins, vectors.attempts)
+    shapes_hold = all(array.shape == (n,) for array in each) and starts.shape == (n + 1,) and headings.ndim == 1
+    if not shapes_hold or places.shape != (len(headings), 2):
+        raise ValueError(f"{path} is damaged: its arrays' shapes do not belong together")
+    if starts[0] != 0 or starts[-1] != len(headings):
+        raise ValueError(f"{path} is damaged: its images must have {len(headings)} dashes; got {starts[-1]}")
+    others = np.diff(starts) - 2 * p.contour_length
+    if (others < 0).any() or (others % p.distractor_length).any():
+        raise ValueError(f"{path} is damaged: an image must have two whole targets and whole distractors")
+    if (vectors.labels > 1).any() or (vectors.marked > 1).any() or not np.isin(vectors.margins, p.margins).all():
+        raise ValueError(f"{path} is damaged: it has labels, marked snakes or margins that there are not")
+    if len(places) and places.max() >= p.size:
+        raise ValueError(f"{path} is damaged: it has dashes outside the image")
+    # Margins have numbers of headings of their own.
+    known = np.zeros(256, np.int64)
+    known[list(p.margins)] = [len(tables(p, margin).step) for margin in p.margins]
+    if (headings >= np.repeat(known[vectors.margins], np.diff(starts))).any():
+        raise ValueError(f"{path} is damaged: it has directions that there are not")

@@ -1,0 +1,142 @@
+"""Drawings: the decisions of a plain floating-point generator, the same on every machine, and their ground truth."""
+
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from experiments.pathfinder import draw as draw_module
+from experiments.pathfinder.draw import draw
+from experiments.pathfinder.parameters import FOLDS, LRA, Parameters, lra
+from experiments.pathfinder.render import render
+from experiments.pathfinder.tables import tables
+from experiments.pathfinder.vectors import collect
+from pathfinder_oracle import Oracle
+
+CELLS = [(size, contour) for size in LRA for contour in FOLDS]
+OTHER = Parameters(
+    **{"size": 96, "dash_length": 4, "margins": (1, 2, 4), "thickness": 1.5, "marker_radius": 2.0, "seed_distance": 10},
+    **{"padding": 5, "continuity": 1.4, "target_contrast": 0.7, "distractor_contrast": 1.2, "distractors": 9},
+    **{"contour_length": 5, "distractor_length": 1},
+)
+
+
+def check_against_oracle(parameters, seed, index):
+    drawing, oracle = draw(parameters, seed, index), Oracle(parameters, seed, index)
+    assert (drawing.label, drawing.marked, drawing.margin) == (oracle.label, oracle.marked, oracle.margin)
+    assert drawing.attempts == oracle.attempts
+    assert [tuple(place) for place in drawing.dashes[:, :2].tolist()] == oracle.places
+    (image,) = render(collect(parameters, seed, [drawing]))
+    # Cut, not rounded; and the stamps have 13 bits.
+    assert np.abs(image + 0.5 - oracle.marked_image()).max() < 0.55
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**32 - 1))
+@example(0, 0)
+@settings(max_examples=settings().max_examples // 2)
+def test_decisions_and_image_are_those_of_the_plain_generator_at_32_pixels(seed, index):
+    check_against_oracle(lra(32, 6), seed, index)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "images"),
+    [(lra(32, 14), 1), (lra(64, 6), 4), (lra(128, 6), 3), (lra(128, 9), 1), (lra(256, 9), 2), (OTHER, 4)],
+    ids=["32-14", "64-6", "128-6", "128-9", "256-9", "other"],
+)
+def test_decisions_and_image_are_those_of_the_plain_generator(parameters, images):
+    for index in range(images):
+        check_against_oracle(parameters, 9, index)
+
+
+KNOWN = {
+    (32, 6): ([3, 7], "c76de8d4"),
+    (32, 9): ([11, 30], "e1749384"),
+    (32, 14): ([278, 382], "14b77dfd"),
+    (64, 6): ([2, 6], "3e886a8c"),
+    (64, 9): ([158, 20], "c3be5c65"),
+    (64, 14): ([1629, 5139], "0d173fb6"),
+    (128, 6): ([1, 3], "b5bab7c4"),
+    (128, 9): ([14, 1], "730fdd2f"),
+    (128, 14): ([94, 17], "d8a5303f"),
+    (256, 6): ([2, 1], "f6a6267f"),
+    (256, 9): ([5, 1], "aa880758"),
+    (256, 14): ([21, 2], "ef64b957"),
+}
+
+
+@pytest.mark.parametrize(("size", "contour"), CELLS)
+def test_first_images_of_seed_0_are_known(size, contour):
+    drawings = [draw(lra(size, contour), 0, index) for index in range(2)]
+    digest = blake2b(b"".join(drawing.dashes.astype("<i8").tobytes() for drawing in drawings), digest_size=4)
+    assert ([drawing.attempts for drawing in drawings], digest.hexdigest()) == KNOWN[size, contour]
+
+
+@pytest.mark.parametrize(("size", "contour"), [(32, 9), (64, 6), (128, 9), (256, 6)])
+def test_dashes_follow_one_another_along_every_snake(size, contour):
+    p = lra(size, contour)
+    for index in range(20):
+        drawing = draw(p, 1, index)
+        assert drawing.margin in p.margins
+        t = tables(p, drawing.margin)
+        others = len(drawing.dashes) - 2 * contour
+        assert others % p.distractor_length == 0 and others <= p.distractors * p.distractor_length
+        assert drawing.dashes[:, :2].min() >= 0 and drawing.dashes[:, :2].max() < size
+        for snake in (drawing.dashes[:contour], drawing.dashes[contour : 2 * contour]):
+            assert snake[0, 2] < 360 <= snake[1:, 2].min()  # whole degrees first, then turns
+            for before, after in pairwise(snake[1:]):
+                pivot = before[:2] - t.turns[before[2] - 360]
+                pivot = np.ceil(pivot + t.step[before[2]])
+                assert np.array_equal(after[:2] - pivot, t.turns[after[2] - 360])
+                assert t.weights[before[2], after[2] - 360] > 0
+
+
+def test_image_depends_on_parameters_seed_and_number():
+    p = lra(32, 6)
+    assert np.array_equal(draw(p, 3, 5).dashes, draw(p, 3, 5).dashes)
+    for other in (draw(p, 4, 5), draw(p, 3, 6), draw(lra(32, 9), 3, 5)):
+        assert not np.array_equal(draw(p, 3, 5).dashes[:4], other.dashes[:4])
+    labels = [[draw(lra(size, 6), 0, index).label for index in range(40)] for size in (32, 64)]
+    assert labels[0] != labels[1]
+
+
+def test_impossible_images_are_given_up(monkeypatch):
+    monkeypatch.setattr(draw_module, "MOST_ATTEMPTS", 100)
+    with pytest.raises(ValueError, match="no pair of target snakes fits into image 7 in 100 attempts"):
+        draw(replace(lra(32, 14), contour_length=60), 0, 7)
+    with pytest.raises(ValueError, match="no target snake can begin within an image"):
+        draw(replace(lra(64, 6), padding=40), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 0}, "size must be positive; got 0"),
+        ({"thickness": -1.0}, r"thickness must be positive; got -1\.0"),
+        ({"distractors": -1}, "distractors must not be negative; got -1"),
+        ({"margins": ()}, r"margins must be one or more numbers from 1 to 255; got \(\)"),
+        ({"margins": (0, 2)}, "margins must be one or more numbers from 1 to 255"),
+        ({"thickness": 0.7}, r"thickness must be a multiple of half a pixel; got 0\.7"),
+        ({"size": 70000}, "size must be at most 65536 pixels; got 70000"),
+        ({"contour_length": 1}, "contour_length must be at least 2 dashes; got 1"),
+        ({"seed_distance": 8}, "seed_distance must exceed dash_length plus margin, 8; got 8"),
+        ({"seed_distance": 32}, "size must exceed four times the seed_distance, 128, .* got 128"),
+    ],
+)
+def test_parameters_that_no_image_can_have_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(lra(128, 14), **change)
+
+
+def test_parameters_are_named_and_read_back():
+    assert lra(128, 14).name == "pathfinder128-cl14" and lra(128, 14).is_lra
+    other = replace(lra(128, 14), distractors=8)
+    assert other.name.startswith("pathfinder128-cl14-") and not other.is_lra and not OTHER.is_lra
+    assert Parameters.from_json(OTHER.to_json()) == OTHER
+    with pytest.raises(ValueError, match=r"parameters must be .*contour_length.*; got size"):
+        Parameters.from_json('{"size": 32}')
+    with pytest.raises(ValueError, match="has sizes 32, 64, 128, 256 with contour lengths 6, 9, 14; got 128 with 12"):
+        lra(128, 12)
