@@ -240,6 +240,51 @@ def test_missing_files_are_named_with_what_to_do(task, tmp_path):
         load(task, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """Forty generated images, as vectors."""
+    from experiments.pathfinder.generate import Settings, generate
+    from experiments.pathfinder.parameters import lra
+
+    return generate(Settings(lra(32, 6), 40), tmp_path_factory.mktemp("drawn"), workers=1)
+
+
+def test_generated_images_are_rendered_labelled_and_told_with_their_shortcuts(drawn, tmp_path):
+    from experiments.pathfinder.render import render
+    from experiments.pathfinder.vectors import load as load_vectors
+
+    data = load("pathfinder32", drawn, Options(difficulty="easy", split="ordered"))
+    vectors = load_vectors(drawn)
+    assert data.generated
+    assert (len(data.train), len(data.val), len(data.test)) == (32, 4, 4)
+    assert np.array_equal(data.val.sequence(1).reshape(32, 32), render(vectors)[33])
+    assert data.val.labels.tolist() == vectors.labels[32:36].tolist()
+    config = replace(TINY, task="pathfinder32", difficulty="easy", background="drop", positions="rotary2d", steps=2)
+    metrics = Run(config, data, tmp_path / "run").train()
+    assert metrics["generated_data"]
+    rules = [each["rule"] for each in metrics["baselines"]]
+    assert rules == ["majority class", "marker distance", "distance and end dashes"]
+
+
+def test_generated_images_of_another_size_or_difficulty_are_refused(drawn):
+    with pytest.raises(ValueError, match=r"needs images of 32 pixels with paths of 14 dashes; .* has 32 pixels and 6"):
+        load("pathfinder32", drawn)
+    with pytest.raises(ValueError, match="needs images of 64 pixels"):
+        load("pathfinder64", drawn, Options(difficulty="easy"))
+
+
+def test_exported_images_are_read_as_generated(drawn, tmp_path):
+    from experiments.pathfinder.release import export
+    from experiments.pathfinder.vectors import load as load_vectors
+
+    export(load_vectors(drawn), tmp_path)
+    vectors, files = (load("pathfinder32", place, Options("easy")) for place in (drawn, tmp_path))
+    assert files.generated
+    for ours, theirs in ((vectors.train, files.train), (vectors.test, files.test)):
+        assert ours.labels.tolist() == theirs.labels.tolist()
+        assert all(np.array_equal(ours.sequence(i), theirs.sequence(i)) for i in range(len(ours)))
+
+
 def test_the_cache_is_used_and_follows_the_files(tmp_path):
     fold = write_pathfinder(tmp_path)
     load("pathfinder32", tmp_path)

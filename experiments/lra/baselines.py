@@ -17,16 +17,21 @@ class Baseline:
 
     rule: str
     accuracy: float
-    loss: float  # cross-entropy in nats of the rule's class frequencies
+    loss: float | None  # cross-entropy in nats of the rule's class frequencies
 
 
 def baselines(data: Data) -> list[Baseline]:
-    """The majority class, and for ListOps the best answer given only the first token, the root operator."""
-    rules = {"majority class": False} | ({"root operator": True} if data.task.name == "listops" else {})
-    return [
-        fit(rule, groups_of(data.train, by_first), groups_of(data.test, by_first), data)
-        for rule, by_first in rules.items()
-    ]
+    """The majority class; for ListOps the best answer given only the first token, the root operator; for generated
+    Pathfinder images, what the dots and the dashes below them tell of the answer."""
+    found = [majority(data)]
+    if data.task.name == "listops":
+        found.append(fit("root operator", groups_of(data.train, True), groups_of(data.test, True), data))
+    return found + [Baseline(rule, accuracy, None) for rule, accuracy in data.shortcuts()]
+
+
+def majority(data: Data) -> Baseline:
+    """The most frequent class."""
+    return fit("majority class", groups_of(data.train, False), groups_of(data.test, False), data)
 
 
 def groups_of(examples: Examples, by_first_token: bool) -> NDArray[np.uint8]:

@@ -194,7 +194,8 @@ def find_data(config: Config, folder: Path | None) -> Data:
     A named folder is never filled: whoever asks for the released files must not get others.
     """
     if folder is None and config.task != "listops":
-        raise ValueError(f"the task {config.task} needs --data, the folder with its files")
+        made = " (or a file that `python -m experiments.pathfinder generate` writes)" if "path" in config.task else ""
+        raise ValueError(f"the task {config.task} needs --data, the folder with its files{made}")
     return load(config.task, generated(config.generator, DATA) if folder is None else folder, config.data)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.lra import exactness, masks, picture
-from experiments.lra.baselines import baselines
+from experiments.lra.baselines import baselines, majority
 from experiments.lra.batches import collate
 from experiments.lra.config import Config
 from experiments.lra.exactness import ALLOWED, Exactness
@@ -97,7 +97,8 @@ def table(outcomes: list[Outcome], data: Data) -> Table:
         )
     result.add_section()
     for baseline in baselines(data):
-        numbers = (f"{baseline.loss:.2f}", f"{100 * baseline.accuracy:.1f} %")
+        loss = "" if baseline.loss is None else f"{baseline.loss:.2f}"
+        numbers = (loss, f"{100 * baseline.accuracy:.1f} %")
         result.add_row(baseline.rule, "", "", "", "", *numbers, style="dim")
     return result
 
@@ -105,7 +106,7 @@ def table(outcomes: list[Outcome], data: Data) -> Table:
 def verdicts(outcomes: list[Outcome], data: Data) -> list[str]:
     """What the demo is to show, and whether it did."""
     inexact = [outcome.name for outcome in outcomes if not outcome.exactness.holds]
-    prior = baselines(data)[0].loss
+    prior = majority(data).loss
     unlearnt = [outcome.name for outcome in outcomes if outcome.metrics["test_loss"] >= prior]
     exact = f"[green]Exact:[/green] every mask is within {ALLOWED:g} times the plain implementation's error."
     learnt = f"[green]Learnt:[/green] every test loss is below that of the class frequencies, {prior:.2f} nats."

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 import sparseflash
-from experiments.lra.baselines import baselines
+from experiments.lra.baselines import baselines, majority
 from experiments.lra.config import as_dict
 from experiments.lra.runlog import Record
-from experiments.lra.tasks.task import Data
 
 if TYPE_CHECKING:
     from experiments.lra.train import Run
@@ -37,7 +36,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "test_loss": test["loss"],
         "test_examples": test["examples"],
         "baselines": [asdict(baseline) for baseline in baselines(run.data)],
-        "plateau_left_at": plateau_left_at(trained, guessing(run.data)),
+        "plateau_left_at": plateau_left_at(trained, majority(run.data).loss),
         "first_loss": statistics.fmean(record["loss"] for record in trained[:tenth]),
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
         "steps": run.step,
@@ -51,13 +50,9 @@ def final_metrics(run: Run) -> dict[str, Any]:
     }
 
 
-def guessing(data: Data) -> float:
-    """The loss of a model that knows the class frequencies and nothing else."""
-    return baselines(data)[0].loss
-
-
 def plateau_left_at(trained: list[Record], guessing: float) -> int | None:
-    """The first step from which the loss, a mean over ten lines of the log, stays below 97 % of that of guessing.
+    """The first step from which the loss, a mean over ten lines of the log, stays below 97 % of that of guessing, which
+    knows the class frequencies and nothing else.
 
     None: it never does. Many runs on Pathfinder stay at guessing for long, and some for good (Long Range Arena, issue
     37), so a result is told with the step where it began.

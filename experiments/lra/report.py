@@ -32,4 +32,5 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
 
 def add_baselines(table: Table, metrics: dict[str, Any]) -> None:
     for baseline in metrics["baselines"]:
-        table.add_row(baseline["rule"], f"{baseline['accuracy']:.3f}", f"{baseline['loss']:.3f}", style="dim")
+        loss = "" if baseline["loss"] is None else f"{baseline['loss']:.3f}"
+        table.add_row(baseline["rule"], f"{baseline['accuracy']:.3f}", loss, style="dim")

@@ -1,4 +1,6 @@
-"""Pathfinder, Path-X and Path-256: are two dots on one path, pixel by pixel. The release's images and metadata.
+"""Pathfinder, Path-X and Path-256: are two dots on one path, pixel by pixel.
+
+The release's images and metadata, or a file that `python -m experiments.pathfinder generate` has written:
 
 <folder>/pathfinder<R>/<fold>/imgs/<batch>/sample_<i>.png   8-bit grey, R x R
 <folder>/pathfinder<R>/<fold>/metadata/<batch>.npy          a line an image, as text or as a NumPy array of strings
@@ -8,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from experiments.lra.cache import Row, cached
+from experiments.lra.cache import Examples, Row, cached
 from experiments.lra.tasks.task import Data, Options, Task, need
+
+if TYPE_CHECKING:
+    from experiments.pathfinder.vectors import Vectors
 
 SIDES = (32, 64, 128, 256)
 TASKS = {f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side) for side in SIDES}
@@ -26,8 +31,12 @@ FOLDS = {
     "intermediate": "curv_contour_length_9",
     "hard": "curv_contour_length_14",
 }
+CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a path
 SPLITS = ("shuffled", "ordered")
+LABEL = "generated.json"  # beside images that our generator has written
 _SHUFFLE_SEED = 42  # of S4 and of those who took its loader
+_RENDERED_AT_ONCE = 500
+_IMAGES_FOR_SHORTCUTS = 10_000
 
 
 class Sample(NamedTuple):
@@ -47,6 +56,8 @@ def load(task: Task, folder: Path, options: Options) -> Data:
         raise ValueError(f"difficulty must be one of {', '.join(FOLDS)}; got {options.difficulty!r}")
     if options.split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {options.split!r}")
+    if folder.is_file():
+        return load_generated(task, folder, options)
     fold = FOLDS[options.difficulty]
     place = find(task, folder, fold)
     metadata = sorted((place / "metadata").glob("*.npy"), key=lambda path: int(path.stem))
@@ -54,6 +65,42 @@ def load(task: Task, folder: Path, options: Options) -> Data:
     everything = cached(
         place, f"{task.name}-{fold}", metadata, lambda: read(samples, task.longest), shift=1, total=len(samples)
     )  # fmt: skip
+    return Data(task, place, (place / LABEL).is_file(), *split(everything, options, place))
+
+
+def load_generated(task: Task, path: Path, options: Options) -> Data:
+    """The images of a file of vectors, rendered into the cache once; told with what one can answer without tracing."""
+    # Only here: Numba, which renders, takes a second to import.
+    from experiments.pathfinder.shortcuts import pairs, shortcuts
+    from experiments.pathfinder.vectors import load as load_vectors
+
+    vectors = load_vectors(path)
+    size, contour = vectors.parameters.size, vectors.parameters.contour_length
+    if (size, contour) != (task.side, CONTOURS[options.difficulty]):
+        raise ValueError(
+            f"{task.name}, {options.difficulty}, needs images of {task.side} pixels with paths of "
+            f"{CONTOURS[options.difficulty]} dashes; {path} has {size} pixels and {contour} dashes"
+        )
+    everything = cached(path.parent, path.stem, [path], lambda: rendered(vectors), shift=1, total=len(vectors))
+
+    def rules() -> list[tuple[str, float]]:
+        return [(found.rule, found.accuracy) for found in shortcuts(pairs(vectors)[:_IMAGES_FOR_SHORTCUTS])]
+
+    return Data(task, path, True, *split(everything, options, path), shortcuts=rules)
+
+
+def rendered(vectors: Vectors) -> Iterator[Row]:
+    """A row for each image."""
+    from experiments.pathfinder.render import render
+
+    for first in range(0, len(vectors), _RENDERED_AT_ONCE):
+        images = render(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
+        for label, image in zip(vectors.labels[first:].tolist(), images):
+            yield label, (image.tobytes(),)
+
+
+def split(everything: Examples, options: Options, place: Path) -> tuple[Examples, Examples, Examples]:
+    """The three splits of all images."""
     tenth = len(everything) // 10
     if tenth == 0:
         raise ValueError(f"{place} must hold at least 10 images, for three splits; it has {len(everything)}")
@@ -62,15 +109,16 @@ def load(task: Task, folder: Path, options: Options) -> Data:
         rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SHUFFLE_SEED)).numpy()
     last = len(rows) - 2 * tenth
     parts = (rows[:last], rows[last : last + tenth], rows[last + tenth :])
-    generated = (place / "generator.json").is_file() or (place.parent / "generator.json").is_file()
-    return Data(task, place, generated, *map(everything.take, parts))
+    train, val, test = map(everything.take, parts)
+    return train, val, test
 
 
 def find(task: Task, folder: Path, fold: str) -> Path:
     """The folder of one fold: in `folder`, or in the folders where the released archive keeps it."""
     advice = (
         f"place {task.name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
-        "archive holds two folders pathfinder128: take that of lra_release/lra_release)"
+        "archive holds two folders pathfinder128: take that of lra_release/lra_release), or pass a file that "
+        "`python -m experiments.pathfinder generate` has written"
     )
     need(folder, advice)
     inside = Path(task.name) / fold
