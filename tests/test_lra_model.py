@@ -61,6 +61,14 @@ def test_step_returns_loss_and_right_answers():
     assert after.examples == 12
 
 
+def test_a_length_first_met_in_a_validation_can_be_trained_on():
+    batch = fake_batch()
+    model = model_with(masks.butterfly(96, block=16))
+    score = evaluate(model, [batch], TINY, CPU)
+    loss, _ = training_step(model, build_optimizer(TINY, model), batch, TINY, lr=0.0)
+    assert loss.item() == pytest.approx(score.loss, rel=1e-5)
+
+
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_padding_is_not_seen(pool, positions):

@@ -168,8 +168,10 @@ class Classifier(nn.Module):
         for mask in self.masks:
             key = (id(mask), length)
             if key not in self._cropped:
-                whole = length == mask.q_len
-                self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
+                # It is kept for training, too, where autograd would refuse tensors made in inference mode.
+                with torch.inference_mode(False):
+                    whole = length == mask.q_len
+                    self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
             if id(mask) not in padded:
                 padded[id(mask)] = self._cropped[key].with_lengths(lengths)
         return [padded[id(mask)] for mask in self.masks]
