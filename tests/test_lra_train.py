@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,6 +210,16 @@ def test_checkpoint_files_stay_below_their_limit_and_lose_nothing(data, whole, m
     assert same_bits(weights(other), bits)
     ours, theirs = (r.optimizer.state_dict()["state"] for r in (other, run))
     assert all(torch.equal(ours[i][key], theirs[i][key]) for i in theirs for key in theirs[i])
+
+
+def test_a_checkpoint_has_the_random_state_of_the_gpu_that_it_ran_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": asked.append(torch.device(device)))
+    second = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True)
+    model = SimpleNamespace(state_dict=dict, named_parameters=list, parameters=lambda: iter([second]))
+    optimizer = SimpleNamespace(state_dict=lambda: {"state": {}}, param_groups=[])
+    assert [name for name, _ in checkpoint.collect(model, optimizer, None)] == ["random.cpu", "random.cuda"]
+    assert asked == [second.device]
 
 
 def test_a_tensor_above_the_limit_has_a_file_of_its_own():

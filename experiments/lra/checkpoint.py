@@ -80,8 +80,9 @@ def load(
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
     torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random.cuda"])
+    device = next(model.parameters()).device
+    if "random.cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random.cuda"], device)
     return Progress(**state)
 
 
@@ -110,8 +111,9 @@ def collect(
         for key, tensor in values.items():
             yield f"optimizer.{names[index]}.{key}", tensor
     yield "random.cpu", torch.get_rng_state()
-    if next(model.parameters()).is_cuda:
-        yield "random.cuda", torch.cuda.get_rng_state()
+    device = next(model.parameters()).device  # each GPU has its own generator
+    if device.type == "cuda":
+        yield "random.cuda", torch.cuda.get_rng_state(device)
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
