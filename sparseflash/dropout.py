@@ -42,7 +42,7 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
                 f"seed must be an int, or one int64 on q's device {device}; "
                 f"got {seed.dtype}, shape {list(seed.shape)}, on {seed.device}."
             )
-        return seed
+        return seed if seed.ndim < 2 else seed.view(1)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}.")
     if not -(1 << 63) <= seed < 1 << 63:
@@ -62,7 +62,9 @@ def keep_mask(
     >>> keep.shape, round(keep.float().mean().item(), 2)
     (torch.Size([1, 2, 100, 100]), 0.75)
     """
-    place = seed.device if device is None and isinstance(seed, Tensor) else torch.device(device or "cpu")
+    place = torch.device(device or "cpu")
+    if isinstance(seed, Tensor) and (device is None or (place.type == seed.device.type and place.index is None)):
+        place = seed.device
     return kept_everywhere(seed_tensor(seed, place), threshold(dropout_p), batch, heads, q_len, k_len)
 
 

@@ -82,7 +82,8 @@ def test_the_seed_decides(backend):
         return attention(q, k, v, dropout_p=0.4, seed=seed, backend=backend)
 
     assert torch.equal(run(3), run(3))
-    assert torch.equal(run(3), run(torch.tensor(3)))
+    for shape in ((), (1,), (1, 1), (1, 1, 1, 1, 1)):
+        assert torch.equal(run(3), run(torch.full(shape, 3)))
     assert not torch.equal(run(3), run(4))
     assert not torch.equal(run(3), run(3 + 2**40))
     torch.manual_seed(0)
