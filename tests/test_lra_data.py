@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from experiments.lra import tokens
 from experiments.lra.baselines import baselines
-from experiments.lra.batches import PADDING, Shape, collate, evaluation_batches, rows_of_step, training_batches
+from experiments.lra.batches import (
+    PADDING,
+    Shape,
+    check_images,
+    collate,
+    evaluation_batches,
+    rows_of_step,
+    training_batches,
+)
 from experiments.lra.cache import Examples
 from experiments.lra.generate import Settings, generate
 from experiments.lra.tasks import TASKS, load
@@ -70,6 +78,15 @@ def test_cache_is_mapped_from_disk_and_follows_the_file(released):
     os.utime(path, ns=(0, 0))
     open_file(path)
     assert len(list((released / "tokens").iterdir())) == 3
+
+
+def test_data_that_cannot_be_written_to_says_so(released, monkeypatch):
+    def refused(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refused)
+    with pytest.raises(ValueError, match=r"folder tokens, which cannot be written \(Permission denied\)"):
+        load("listops", released)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +167,10 @@ def test_black_pixels_are_left_out_and_the_others_know_their_places():
     assert batch.places[:, :4].tolist() == [[0, 2, 5, 6], [0, 7, 0, 0], [0, 1, 0, 0]]
     with pytest.raises(ValueError, match=r"an image has 3 pixels that are not black.* raise --max-tokens, which is 2"):
         collate(data, np.arange(3), Shape(16, 2, cls=None, drop_background=True))
+    with pytest.raises(ValueError, match=r"an image has 3 pixels that are not black.* raise --max-tokens, which is 2"):
+        check_images(data.take(np.array([2, 0])), Shape(16, 2, cls=None, drop_background=True))
+    check_images(data, Shape(16, 2, cls=None))
+    check_images(data, Shape(16, 3, cls=None, drop_background=True))
 
 
 @given(st.integers(1, 40), st.integers(1, 10), st.integers(0, 5))

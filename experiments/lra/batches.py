@@ -102,12 +102,23 @@ def collate(examples: Examples, rows: NDArray[np.int64], shape: Shape) -> Batch:
 def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
     """Where an image is not black; of one that is black all over, its first pixel."""
     live = np.flatnonzero(symbols)
-    if len(live) > shape.max_tokens:
+    check_room(len(live), shape)
+    return live if len(live) else np.zeros(1, np.int64)
+
+
+def check_images(examples: Examples, shape: Shape) -> None:
+    """Raises ValueError if an image has more pixels than a row has tokens: before a run, not at its end."""
+    if shape.drop_background and shape.max_tokens < (examples.ends - examples.begins).max():
+        rows = np.argsort(examples.begins[:, 0])  # as they lie on the disk
+        check_room(max(int(np.count_nonzero(examples.sequence(row) != 0)) for row in rows), shape)
+
+
+def check_room(live: int, shape: Shape) -> None:
+    if live > shape.max_tokens:
         raise ValueError(
-            f"an image has {len(live)} pixels that are not black, and would lose some: raise --max-tokens, which is "
+            f"an image has {live} pixels that are not black, and would lose some: raise --max-tokens, which is "
             f"{shape.max_tokens}"
         )
-    return live if len(live) else np.zeros(1, np.int64)
 
 
 @lru_cache(maxsize=2)

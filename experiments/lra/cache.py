@@ -86,8 +86,14 @@ def cached(
 
 def _write(rows: Iterator[Row], folder: Path, name: str, total: int | None) -> None:
     """Save the rows so that the folder exists only when it is complete."""
-    folder.parent.mkdir(exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ValueError(
+            f"what is read from {folder.parent.parent} is kept there, in its folder tokens, which cannot be written "
+            f"({error.strerror}); pass a copy of the data in a folder that can"
+        ) from None
     starts, labels = [0], []
     console = Console(stderr=True)
     try:

@@ -20,7 +20,7 @@ import torch
 
 from experiments.lra import checkpoint, masks, schedule
 from experiments.lra.average import Average
-from experiments.lra.batches import Batch, evaluation_batches, training_batches
+from experiments.lra.batches import Batch, check_images, evaluation_batches, training_batches
 from experiments.lra.config import Config, as_dict
 from experiments.lra.files import write_json
 from experiments.lra.metrics import final_metrics
@@ -49,6 +49,8 @@ class Run:
         self.config, self.data, self.folder, self.report = config, data, folder, report
         self.device = find_device(config.device)
         self.shape = config.shape
+        for examples in (data.train, data.val, data.test):
+            check_images(examples, self.shape)
         self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)
