@@ -1,8 +1,10 @@
 """The loaders on small files in exactly the released formats, each driven through training to a result and a resume."""
 
 import pickle
+import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -170,6 +172,20 @@ def test_a_pickle_that_is_more_than_data_is_refused_unrun(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "content",
+    [b"\x80\xff\x00", b"cnumpy.nothing\ndtype\n.", b"\x80\x03X\x02\x00\x00\x00\xff\xfe.",
+     pickle.dumps({b"labels": [], b"data": np.zeros((0, 3072), np.uint8)}),
+     pickle.dumps({b"labels": 3, b"data": np.zeros((1, 3072), np.uint8)})],
+    ids=["protocol", "module", "text", "empty", "one label"],
+)  # fmt: skip
+def test_a_pickle_that_is_no_batch_is_named(content, tmp_path):
+    write_image(tmp_path, "py")
+    (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(content)
+    with pytest.raises(ValueError, match=r"data_batch_3 (is not a CIFAR-10 batch|must hold uint8 images)"):
+        load("image", tmp_path)
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [(b"", "records of 3073 bytes; it has 0"), (b"x" * 3000, "it has 3000"), (b"\xff" * 3073, "0 to 9; got 255")],
 )  # fmt: skip
@@ -215,14 +231,34 @@ def test_the_empty_image_of_the_release_is_left_out(tmp_path):
         (lambda fold: Image.new("L", (64, 64)).save(fold / "imgs/2/sample_3.png"), ValueError, "grey image of 32 x 32"),
         (lambda fold: (fold / "metadata/2.npy").write_text("imgs/2 a.png 0 maybe\n"), ValueError, "line 1 of .*label"),
         (lambda fold: (fold / "metadata/2.npy").write_text("../../.. a.png 0 1\n"), ValueError, "names a file outside"),
+        (lambda fold: (fold / "metadata/2.npy").write_text("/etc a.png 0 1\n"), ValueError, "names a file outside"),
+        (lambda fold: (fold / "metadata/2.npy").write_bytes(b"imgs/2 \xff 0 2\n"), ValueError, "line 1 of .*label"),
+        (lambda fold: (fold / "metadata/all.npy").write_text(""), ValueError, "called <number>.npy; got .*all.npy"),
         (lambda fold: np.save(fold / "metadata/2.npy", np.array([["a", 1]], object)), ValueError, "array of strings"),
     ],
-    ids=["missing", "no image", "another size", "no label", "outside", "objects"],
+    ids=[
+        "missing",
+        "no image",
+        "another size",
+        "no label",
+        "outside",
+        "absolute",
+        "no text",
+        "no number",
+        "objects",
+    ],
 )
 def test_what_is_wrong_with_the_images_is_named(damage, error, message, tmp_path):
     damage(write_pathfinder(tmp_path))
     with pytest.raises(error, match=message):
         load("pathfinder32", tmp_path)
+
+
+def test_images_may_lie_on_another_disk(tmp_path):
+    fold = write_pathfinder(tmp_path)
+    shutil.move(fold / "imgs", tmp_path / "elsewhere")
+    (fold / "imgs").symlink_to(tmp_path / "elsewhere")
+    assert len(load("pathfinder32", tmp_path).train) > 0
 
 
 @pytest.mark.parametrize("options", [Options(difficulty="brutal"), Options(split="random")])
@@ -264,6 +300,11 @@ def test_generated_images_are_rendered_labelled_and_told_with_their_shortcuts(dr
     assert metrics["generated_data"]
     rules = [each["rule"] for each in metrics["baselines"]]
     assert rules == ["majority class", "marker distance", "distance and end dashes"]
+
+
+def test_where_generated_images_lie_is_kept_in_full(drawn, monkeypatch):
+    monkeypatch.chdir(drawn.parent)
+    assert load("pathfinder32", Path(drawn.name), Options(difficulty="easy")).folder == drawn.resolve()
 
 
 def test_generated_images_of_another_size_or_difficulty_are_refused(drawn):
@@ -308,3 +349,19 @@ def test_small_heads_are_computed_as_they_are():
     mask = masks.local(32, 8, block=16)
     want = attention(q.double(), k.double(), v.double(), mask, backend="reference")
     torch.testing.assert_close(layer.mix(q, k, v, mask).double(), want, atol=1e-6, rtol=1e-5)
+
+
+def test_small_heads_are_checked_as_the_model_calls_them(monkeypatch):
+    from experiments.lra import exactness, model
+    from sparseflash import attention, masks
+
+    def kernel(q, *rest, **options):
+        assert q.shape[-1] >= 16
+        return attention(q, *rest, **options)
+
+    for module in (exactness, model):
+        monkeypatch.setattr(module, "attention", kernel, raising=False)
+    q, k, v, dout = torch.randn(4, 2, 4, 32, 4)
+    call = exactness.Captured(q, k, v, dout, masks.local(32, 8, block=16))
+    for ours, exact in zip(exactness.sparse(call), exactness.dense(call, torch.float64), strict=True):
+        assert exactness.error(ours, exact) < 1e-5

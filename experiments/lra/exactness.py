@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.model import Classifier, Layer, Turn
+from experiments.lra.model import Classifier, Layer, Turn, attend
 from experiments.lra.step import forward, precision
-from sparseflash import BlockMask, attention
+from sparseflash import BlockMask
 
 ALLOWED = 2.0  # times the plain implementation's error
 
@@ -79,7 +79,7 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
 def sparse(call: Captured) -> list[Tensor]:
     """Output, dq, dk, dv of the library, as the model calls it."""
     q, k, v = leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    out = attention(q, k, v, call.mask)
+    out = attend(q, k, v, call.mask)
     return [out.detach(), *torch.autograd.grad(out, leaves, call.dout)]
 
 

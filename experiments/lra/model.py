@@ -22,13 +22,21 @@ SMALLEST_HEAD = 16
 Turn = tuple[Tensor, Tensor]  # see positions.Turns
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dropout_p: float = 0.0) -> Tensor:
+    """Attention [B, H, N, D]. The kernel takes heads of 16 and more: zeros beside fewer change nothing."""
+    head_dim = q.shape[-1]
+    missing = max(0, SMALLEST_HEAD - head_dim)
+    if missing:
+        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
+    return attention(q, k, v, mask, scale=head_dim**-0.5, dropout_p=dropout_p)[..., :head_dim]
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention over the live scores of a mask."""
 
     def __init__(self, width: int, heads: int, head_dim: int, dropout: float, qk_norm: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.head_dim = head_dim
         self.dropout = dropout  # of the weights
         self.qkv = nn.Linear(width, 3 * heads * head_dim)
         self.out = nn.Linear(heads * head_dim, width)
@@ -44,12 +52,8 @@ class SelfAttention(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v  # autocast has its own idea of a norm's dtype
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-        """Attention [B, H, N, D]. The kernel takes heads of 16 and more: zeros beside fewer change nothing."""
-        missing = max(0, SMALLEST_HEAD - self.head_dim)
-        if missing:
-            q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
-        dropout = self.dropout if self.training else 0.0
-        return attention(q, k, v, mask, scale=self.head_dim**-0.5, dropout_p=dropout)[..., : self.head_dim]
+        """Attention [B, H, N, D]."""
+        return attend(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
 
     def forward(self, x: Tensor, mask: BlockMask, turn: Turn | None = None) -> Tensor:
         y: Tensor = self.out(self.mix(*self.project(x, turn), mask).transpose(1, 2).flatten(2))  # [B, N, W]

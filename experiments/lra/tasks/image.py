@@ -71,10 +71,11 @@ def read_python(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """The same from a pickled dictionary of `labels` and `data`."""
     try:
         batch = ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-        labels, data = np.array(batch[b"labels"]), np.asarray(batch[b"data"])
-    except (pickle.UnpicklingError, KeyError, TypeError, EOFError, IndexError, AttributeError) as error:
+        labels, data = np.array(batch[b"labels"], np.int64), np.asarray(batch[b"data"])
+    # What unpickling raises on bytes that are no pickle is not documented.
+    except Exception as error:
         raise ValueError(f"{path} is not a CIFAR-10 batch: {error}") from None
-    if data.dtype != np.uint8 or data.shape != (len(labels), 3 * PIXELS):
+    if data.dtype != np.uint8 or data.shape != (labels.size, 3 * PIXELS) or labels.ndim != 1 or labels.size == 0:
         raise ValueError(f"{path} must hold uint8 images [n, {3 * PIXELS}]; got {data.dtype} {list(data.shape)}")
     return checked(path, labels, data)
 

@@ -57,10 +57,10 @@ def load(task: Task, folder: Path, options: Options) -> Data:
     if options.split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {options.split!r}")
     if folder.is_file():
-        return load_generated(task, folder, options)
+        return load_generated(task, folder.resolve(), options)
     fold = FOLDS[options.difficulty]
     place = find(task, folder, fold)
-    metadata = sorted((place / "metadata").glob("*.npy"), key=lambda path: int(path.stem))
+    metadata = sorted((place / "metadata").glob("*.npy"), key=number_of)
     samples = [sample for path in metadata for sample in read_metadata(path, place)]
     everything = cached(
         place, f"{task.name}-{fold}", metadata, lambda: read(samples, task.longest), shift=1, total=len(samples)
@@ -131,6 +131,13 @@ def find(task: Task, folder: Path, fold: str) -> Path:
     raise FileNotFoundError(f"the data folder {folder} holds no {inside}; {advice}")
 
 
+def number_of(metadata: Path) -> int:
+    """A batch's number: files are called `<number>.npy`."""
+    if not metadata.stem.isdecimal():
+        raise ValueError(f"a file of metadata must be called <number>.npy; got {metadata}")
+    return int(metadata.stem)
+
+
 def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
     """The samples of one file of metadata, in either form; raises ValueError naming file and line."""
     with open(path, "rb") as file:
@@ -141,17 +148,17 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
         except ValueError as error:
             raise ValueError(f"{path} must be an array of strings: {error}") from None
     else:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         fields = line.split()
         if len(fields) < 4 or fields[3] not in ("0", "1"):
             raise ValueError(
                 f"line {number} of {path} must begin with folder, file, number and label (0 or 1); got {line[:60]!r}"
             )
-        image = place / fields[0] / fields[1]
-        if place not in image.resolve().parents:
+        image = Path(fields[0], fields[1])
+        if image.is_absolute() or ".." in image.parts:
             raise ValueError(f"line {number} of {path} names a file outside {place}: {line[:60]!r}")
-        yield Sample(image, int(fields[3]))
+        yield Sample(place / image, int(fields[3]))
 
 
 def read(samples: list[Sample], pixels: int) -> Iterator[Row]:
