@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from sparseflash import attention, dropout, masks
+from sparseflash.csr import derived
 
 BACKENDS = ["blockwise", "triton", "reference"]
 
@@ -158,3 +159,26 @@ def test_opcheck_passes(backend):
 
     operator = getattr(torch.ops.sparseflash, backend).default
     torch.library.opcheck(operator, (*tensors(), *(None,) * 6, 128, 128, 0.25, torch.tensor([3]), 64))
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_a_compiled_step_draws_one_seed_for_forward_and_backward(backend):
+    def step(q, k, v):
+        return attention(q, k, v, dropout_p=0.5, backend=backend)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    q, k, _ = tensors()
+    v = torch.eye(40).expand(1, 2, 40, 40).contiguous().requires_grad_()
+    weights = compiled(q, k, v)  # as the values are the unit matrix
+    weights.sum().backward()
+    torch.testing.assert_close(v.grad, weights.detach().sum(2)[..., None].expand_as(v))
+
+
+def test_a_seed_at_an_odd_address_has_a_kernel_of_its_own():
+    q, k, v = (x.detach() for x in tensors())
+    mask = masks.local(40, 9, block=16)
+    for seed in torch.arange(4).split(1):
+        attention(q, k, v, mask, dropout_p=0.3, seed=seed, backend="triton")
+    (plan,) = (found for key, found in derived(mask.indices).items() if key[0] == "plan")
+    assert len(plan.launches) == 2  # addresses that are multiples of 16, and others

@@ -87,7 +87,7 @@ def key_gradients(
     delta: Tensor, dlse: Tensor | None, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes `dk` and `dv`."""
-    launch = _prepared("dk_dv", problem, q, k, v, dout, dk, dv, has_dlse=dlse is not None)
+    launch = _prepared("dk_dv", problem, q, k, v, dout, dk, dv, dlse=dlse)
     side = launch.side
     launch.run(
         *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, dk, dv, side.work, side.index, side.tile,
@@ -118,7 +118,7 @@ def _walk_rows(
     name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
     delta: Tensor, dlse: Tensor | None, rows: Tensor, own_inverse: Tensor | None,
 ) -> None:  # fmt: skip
-    launch = _prepared(name, problem, q, k, v, dout, rows, has_dlse=dlse is not None)
+    launch = _prepared(name, problem, q, k, v, dout, rows, dlse=dlse)
     side = launch.side
     launch.run(
         *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, rows, own_inverse, side.work, side.index, side.tile,
@@ -193,14 +193,14 @@ class _Launch:
 _KERNELS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
 
 
-def _prepared(name: str, problem: Problem, *tensors: Tensor, has_dlse: bool = False) -> _Launch:
+def _prepared(name: str, problem: Problem, *tensors: Tensor, dlse: Tensor | None = None) -> _Launch:
     # All that a compiled kernel is specialised to and the plan does not say: head dims, which strides do not tell of
-    # slices; strides; and whether addresses are multiples of 16 bytes. All other arrays come from our own allocations,
-    # which are.
+    # slices; strides; which arguments are None; and whether addresses are multiples of 16 bytes. All other arrays come
+    # from our own allocations, which are, or are as far from their start for every call of a plan.
     key = (
-        name, has_dlse, problem.tf32, problem.lengths is None, problem.seed is None, tensors[0].dtype,
-        tensors[0].shape[-1], tensors[2].shape[-1],
+        name, problem.tf32, tensors[0].dtype, tensors[0].shape[-1], tensors[2].shape[-1],
         *[x.stride() for x in tensors], *[x.data_ptr() % 16 for x in tensors],
+        *[None if x is None else x.data_ptr() % 16 for x in (dlse, problem.lengths, problem.seed)],
     )  # fmt: skip
     launch: _Launch | None = problem.plan.launches.get(key)
     if launch is None:
