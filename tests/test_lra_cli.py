@@ -129,6 +129,10 @@ def test_every_setting_is_an_option_with_help_and_default():
     for name in HELP:
         assert f"--{name.replace('_', '-')}" in result.output
     assert result.output.count("[default:") >= len(HELP)
+    shown = " ".join(result.output.replace("│", " ").split())
+    assert "Features of each head. [default: (width / heads)]" in shown
+    assert "[default: (no limit)]" in shown  # --minutes alone
+    assert shown.count("no limit") == 1
 
 
 @pytest.mark.parametrize(("preset", "task"), [(preset, task) for preset in PRESETS for task in PRESETS[preset]])

@@ -192,6 +192,9 @@ def test_sinusoidal_positions_are_distinct_and_as_large_as_the_embedding():
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
         ({"attention_dropout": -0.1}, "attention_dropout must be at least 0 and below 1; got -0.1"),
         ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"clip": -1.0}, "clip must be at least 0; got -1.0"),
+        ({"warmup": -1}, "warmup must be at least 0; got -1"),
+        ({"lr": float("nan")}, "lr must be at least 0; got nan"),
         ({"minutes": 0.0}, "minutes must be more than 0"),
     ],
 )

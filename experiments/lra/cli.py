@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.lra import demo
-from experiments.lra.config import DEFAULTS, HELP, Config, configure, resumed
+from experiments.lra.config import HELP, SHOWN_DEFAULTS, Config, configure, resumed
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
 from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
@@ -37,8 +37,7 @@ errors = Console(stderr=True)
 
 def option(name: str) -> Any:
     """An option that sets a field of Config; None where the user leaves it out, so that a preset counts."""
-    default = DEFAULTS[name]
-    return typer.Option(help=HELP[name], show_default="no limit" if default is None else str(default))
+    return typer.Option(help=HELP[name], show_default=SHOWN_DEFAULTS[name])
 
 
 def count_option(name: str) -> Any:

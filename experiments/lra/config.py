@@ -16,9 +16,9 @@ from experiments.lra.tasks.pathfinder import FOLDS, SPLITS
 from experiments.lra.tasks.task import Options
 
 
-def setting(default: Any, text: str) -> Any:
-    """A field of Config with the help text that the command line shows."""
-    return field(default=default, metadata={"help": text})
+def setting(default: Any, text: str, shown: str | None = None) -> Any:
+    """A field of Config with the help text that the command line shows, and what it calls the default."""
+    return field(default=default, metadata={"help": text, "shown": shown or str(default)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Config:
     depth: int = setting(4, "Encoder layers.")
     width: int = setting(128, "Features of each token.")
     heads: int = setting(4, "Attention heads.")
-    head_dim: int | None = setting(None, "Features of each head; by default width / heads.")
+    head_dim: int | None = setting(None, "Features of each head.", "width / heads")
     mlp: int = setting(256, "Hidden features of the MLPs.")
     dropout: float = setting(0.1, "Chance that a feature is dropped (embedding, attention output, MLP).")
     attention_dropout: float = setting(0.0, "Chance that an attention weight is dropped, in steps of 1/256.")
@@ -43,9 +43,11 @@ class Config:
     background: str = setting("keep", "Images: keep, or drop black pixels, which then are no tokens.")
 
     steps: int = setting(5000, "Training steps.")
-    minutes: float | None = setting(None, "End early after this many minutes; a cosine schedule ends then too.")
+    minutes: float | None = setting(
+        None, "End early after this many minutes; a cosine schedule ends then too.", "no limit"
+    )
     batch: int = setting(32, "Sequences a step.")
-    max_tokens: int | None = setting(None, "Tokens after which a sequence is cut; by default the task's own number.")
+    max_tokens: int | None = setting(None, "Tokens after which a sequence is cut.", "the task's own number")
     lr: float = setting(5e-4, "Peak learning rate.")
     warmup: int = setting(500, "Steps over which the learning rate rises to its peak.")
     schedule: str = setting("cosine", f"Learning rate after the warm-up: {', '.join(SCHEDULES)}.")
@@ -79,6 +81,9 @@ class Config:
         for name in ("dropout", "attention_dropout", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
+        for name in ("lr", "warmup", "weight_decay", "clip"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be fp32 or bf16; got {self.precision!r}")
         if self.minutes is not None and self.minutes <= 0:
@@ -127,6 +132,7 @@ class Config:
 
 
 HELP: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Config)}
+SHOWN_DEFAULTS: dict[str, str] = {each.name: each.metadata["shown"] for each in fields(Config)}
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
 # What may change when a run is resumed: it leaves the weights as they would be, or is meant to change them.
