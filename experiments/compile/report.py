@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from sparseflash import masks
 from sparseflash.kernels import launch
+from sparseflash.kernels.configs import Kernel
 from sparseflash.kernels.plan import plan_of
 
 TOKENS = 1024
@@ -72,12 +73,13 @@ def compile_all(
     descriptors: bool = False,
     lengths: bool = False,
     dropout: bool = False,
+    only: Kernel | None = None,
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
-    `descriptors`: the launcher is to use them where it can.
+    `descriptors`: the launcher is to use them where it can. `only`: compile nothing else.
     """
-    with _compiling_for(arch, descriptors) as compiled:
+    with _compiling_for(arch, descriptors, only) as compiled:
         _launch_all(arithmetic, dim, block, lengths, dropout)
     return [
         _report(name, kernel, arch, arithmetic, dim, block, lengths, dropout)
@@ -87,12 +89,14 @@ def compile_all(
 
 
 @contextmanager
-def _compiling_for(arch: int, descriptors: bool) -> Iterator[list[tuple[str, Any]]]:
+def _compiling_for(arch: int, descriptors: bool, only: Kernel | None) -> Iterator[list[tuple[str, Any]]]:
     """Launches compile for that architecture and run nothing; yields `(name, compiled kernel)` as they come."""
     compiled: list[tuple[str, Any]] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if only is not None and self.fn.__name__ != f"{only}_kernel":
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         compiled.append((self.fn.__name__, kernel))
         return None

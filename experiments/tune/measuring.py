@@ -1,0 +1,157 @@
+"""Times candidates on a GPU, in turns with the configuration that is shipped, over masks of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from statistics import geometric_mean
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from experiments.speed import check, timing
+from experiments.speed.patterns import block_mask, pattern
+from experiments.speed.peers.runner import Inputs
+from experiments.tune.space import Target
+from sparseflash import attention
+from sparseflash.kernels import configs, launch
+from sparseflash.kernels.configs import Config
+from sparseflash.kernels.plan import plan_of
+
+KINDS = ("causal", "butterfly", "local", "bigbird", "random12")
+SHIPPED = "shipped"
+_CHANNELS = 2048  # of all heads together
+
+
+class Measured(NamedTuple):
+    """A candidate's time over that of the shipped configuration, below 1 it is faster: by mask, and the mean."""
+
+    config: Config
+    ratios: dict[str, float]
+    mean: float
+
+
+class Bench:
+    """Inputs and masks of one target, and its kernel as a call."""
+
+    def __init__(self, target: Target, length: int, device: torch.device, kinds: Sequence[str] = KINDS) -> None:
+        self.target, self.length, self.device = target, length, device
+        self.heads = max(1, _CHANNELS // target.dim) if device.type == "cuda" else 1
+        self.dtype = torch.bfloat16 if target.arithmetic == "half" else torch.float32
+        if device.type == "cpu" and self.dtype == torch.bfloat16:
+            self.dtype = torch.float16  # the interpreter has no bf16
+        self.block = 128 if length >= 1024 else 32
+        self.patterns = {kind: pattern(kind, length, self.block).to(device) for kind in kinds}
+        self.masks = {kind: block_mask(kind, length, self.block).to(device) for kind in kinds}
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (1, self.heads, length, target.dim)
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(shape, generator=generator, device=device, dtype=self.dtype) for _ in range(4)
+        )
+
+    def ratios(
+        self, candidates: Sequence[Config], *, rounds: int, round_ms: float, progress: Callable[[int], None]
+    ) -> list[Measured]:
+        """All candidates' times, fastest first; one that cannot run is left out."""
+        times: dict[Config, dict[str, float]] = {config: {} for config in candidates}
+        for number, kind in enumerate(self.masks, start=1):
+            calls = {SHIPPED: timing.Timed(self.kernel(kind, None), nullcontext)}
+            for config in candidates:
+                calls[repr(config)] = timing.Timed(self.kernel(kind, config), nullcontext)
+            found = timing.in_turns(calls, self.device, rounds=rounds, round_ms=round_ms)
+            if found[SHIPPED].failure is not None:
+                raise RuntimeError(f"the shipped configuration fails on {kind}") from found[SHIPPED].failure
+            for config in candidates:
+                measured = found[repr(config)]
+                if measured.failure is None:
+                    times[config][kind] = measured.ms / found[SHIPPED].ms
+            progress(number)
+        whole = [
+            Measured(config, ratios, geometric_mean(ratios.values()))
+            for config, ratios in times.items()
+            if len(ratios) == len(self.masks)
+        ]
+        return sorted(whole, key=lambda each: each.mean)
+
+    def kernel(self, kind: str, config: Config | None) -> Callable[[], object]:
+        """The target's kernel under a mask, with a configuration, or with the shipped one, as a call."""
+        mask, tokens = self.masks[kind], (self.length, self.length)
+        arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
+        plan = copy(plan_of(*arrays, (1, self.heads), self.heads, tokens, (self.block, self.block)))
+        plan.launches = {}  # those that are kept with the plan are of another configuration
+        tf32 = self.target.arithmetic == "tf32"
+        problem = launch.Problem(plan, None, (self.block, self.block), self.target.dim**-0.5, tf32)
+        q, k, v, dout = self.q, self.k, self.v, self.dout
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        kept = q.new_empty((2, *q.shape[:-1]) if self.dtype == torch.float32 else (0,))
+        gradients = [torch.empty_like(q) for _ in range(3)]
+
+        def call() -> None:
+            with chosen(self.target, config):
+                if self.target.kernel == "forward":
+                    launch.forward(problem, q, k, v, out, lse, kept)
+                elif self.target.kernel == "dk_dv":
+                    launch.key_gradients(problem, q, k, v, dout, lse2, inverse, delta, None, *gradients[1:])
+                else:
+                    launch.query_gradients(problem, q, k, v, dout, lse2, inverse, delta, None, gradients[0])
+
+        delta, lse2, inverse = torch.empty_like(lse), torch.empty_like(lse), None
+        if self.target.kernel != "forward":
+            with chosen(self.target, None):
+                launch.forward(problem, q, k, v, out, lse, kept)
+            if kept.numel():
+                lse2, inverse = kept[0], kept[1]
+                delta.zero_()
+            else:
+                launch.row_gradients(out, lse, dout, None, lse2, delta)
+            plan.launches.clear()
+        return call
+
+    def error(self, config: Config, heads: int = 1) -> float:
+        """The largest error of forward and gradients with this configuration, in units of the yardstick."""
+        worst = 0.0
+        for kind in self.masks:
+            fresh = block_mask(kind, self.length, self.block).to(self.device)  # without launches from before
+            q, k, v = (x.clone().requires_grad_() for x in (self.q, self.k, self.v))
+            with chosen(self.target, config), precision(self.target.arithmetic == "tf32"):
+                out = attention(q, k, v, fresh, backend="triton")
+                gradients = torch.autograd.grad(out, (q, k, v), self.dout)
+            results = dict(zip(check.NAMES, (out.detach(), *gradients), strict=True))
+            inputs = Inputs(q, k, v, self.dout)
+            with precision(self.target.arithmetic == "tf32"):
+                pairs = check.checked_heads(1, self.heads, heads)
+                worst = max(worst, *check.error_ratios(results, inputs, self.patterns[kind], pairs).values())
+        return worst
+
+
+@contextmanager
+def chosen(target: Target, config: Config | None) -> Iterator[None]:
+    """The target's kernel runs with this configuration, by descriptors or by pointers as the target says."""
+    shipped = configs.config_for
+
+    def pick(kernel: str, *asked: object) -> Config:
+        return config if config is not None and kernel == target.kernel else shipped(kernel, *asked)  # type: ignore[arg-type]
+
+    limit = 0 if target.descriptors else 1 << 62
+    with (
+        mock.patch.object(launch, "config_for", pick),
+        mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", limit),
+    ):
+        yield
+
+
+@contextmanager
+def precision(tf32: bool) -> Iterator[None]:
+    """Whether PyTorch multiplies fp32 matrices in TF32."""
+    matmul = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32" if tf32 else "ieee") if hasattr(matmul, "fp32_precision") else (
+        "allow_tf32", tf32
+    )  # fmt: skip
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)

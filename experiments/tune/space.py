@@ -1,0 +1,54 @@
+"""What is tuned, and the tile sizes that are tried."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+from sparseflash.kernels.configs import Arithmetic, Config, Kernel
+
+KERNELS: tuple[Kernel, ...] = ("forward", "dk_dv", "dq")
+ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "ieee")
+DIMS = (32, 64, 128, 256)
+
+_TILES = (16, 32, 64, 128)
+_REGISTERS = 65_536  # of 32 bits, a multiprocessor
+_SHARED = 232_448  # bytes a program, the most of any architecture
+
+
+class Target(NamedTuple):
+    """One entry of a table."""
+
+    kernel: Kernel
+    arithmetic: Arithmetic
+    dim: int  # the head dim, padded to a power of two
+    descriptors: bool  # tiles come by tensor descriptors, or by pointers
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.arithmetic} D={self.dim} {'descriptors' if self.descriptors else 'pointers'}"
+
+
+def candidates(target: Target) -> list[Config]:
+    """Configurations worth a compilation: their accumulators fit in the registers, and their tiles in shared memory."""
+    stages = (1,) if target.arithmetic == "ieee" else (1, 2, 3, 4)
+    every = product(_TILES, _TILES, (4, 8), stages)
+    return [config for config in (Config(*numbers) for numbers in every) if _fits(target, config)]
+
+
+def _fits(target: Target, config: Config) -> bool:
+    size = 2 if target.arithmetic == "half" else 4
+    m, n, dim = config.block_m, config.block_n, target.dim
+    if target.kernel == "forward":
+        accumulators, kept, streamed = m * dim, m * dim, 2 * n * dim
+    elif target.kernel == "dk_dv":
+        accumulators, kept, streamed = 2 * n * dim, 2 * n * dim, 2 * m * dim
+    else:
+        accumulators, kept, streamed = m * dim, 2 * m * dim, 2 * n * dim
+    scores = m * n * (1 if target.kernel == "forward" else 2)
+    # At most 255 registers a thread, and a tenth of them for addresses.
+    threads = 32 * config.num_warps
+    if accumulators + scores > min(230 * threads, _REGISTERS):
+        return False
+    if m * n < 16 * 16 * config.num_warps:  # a warp has nothing to do
+        return False
+    return size * (kept + config.num_stages * streamed) <= _SHARED
