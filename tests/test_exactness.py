@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import Results, assert_exact, largest_error
+from experiments.tune.measuring import products_in_tf32
 from sparseflash import attention
 from strategies import Problem, Recipe, problems
 
@@ -178,7 +179,7 @@ def table_of(capability):
 def test_configurations_of_other_architectures_are_exact(capability, arithmetic, dim):
     """In the interpreter, where TF32 is fp32."""
     problem = spread_out(dim, torch.float16 if arithmetic == "half" else torch.float32)
-    with table_of(capability), tf32(arithmetic == "tf32"):
+    with table_of(capability), products_in_tf32(arithmetic == "tf32"):
         check(problem, "triton")
 
 
@@ -187,23 +188,8 @@ def test_configurations_of_other_architectures_are_exact(capability, arithmetic,
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 def test_configurations_of_other_architectures_are_exact_on_the_gpu(capability, arithmetic, dim):
     problem = spread_out(dim, torch.bfloat16 if arithmetic == "half" else torch.float32)
-    with table_of(capability), tf32(arithmetic == "tf32"):
+    with table_of(capability), products_in_tf32(arithmetic == "tf32"):
         check(problem, "triton", "cuda", {"half": "bfloat16", "ieee": "float32"}.get(arithmetic, arithmetic))
-
-
-@contextlib.contextmanager
-def tf32(wanted):
-    """PyTorch's switch for fp32 products, which the kernel obeys, too."""
-    matmul = torch.backends.cuda.matmul
-    name, value = ("fp32_precision", "tf32" if wanted else "ieee") if hasattr(matmul, "fp32_precision") else (
-        "allow_tf32", wanted
-    )  # fmt: skip
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)
 
 
 # Each pair of dtype and head dims compiles its own kernels, so what else makes a new kernel is rationed.
@@ -236,7 +222,7 @@ def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
         )
     )  # fmt: skip
     def run(problem):
-        with loads(way), tf32(arithmetic == "tf32"):
+        with loads(way), products_in_tf32(arithmetic == "tf32"):
             check(problem, "triton", "cuda", arithmetic)
 
     run()
@@ -251,7 +237,7 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
     @given(problems(most_tokens=700, head_dims=dims[:1], value_dims=dims[1:], blocks=blocks, dtypes=(dtype,)))
     @settings(max_examples=2 * settings().max_examples)
     def run(problem):
-        with loads(way), tf32(arithmetic == "tf32"):
+        with loads(way), products_in_tf32(arithmetic == "tf32"):
             check(problem, "triton", "cuda", arithmetic)
 
     run()

@@ -115,12 +115,12 @@ class Bench:
         for kind in self.masks:
             fresh = block_mask(kind, self.length, self.block).to(self.device)  # without launches from before
             q, k, v = (x.clone().requires_grad_() for x in (self.q, self.k, self.v))
-            with chosen(self.target, config), precision(self.target.arithmetic == "tf32"):
+            with chosen(self.target, config), products_in_tf32(self.target.arithmetic == "tf32"):
                 out = attention(q, k, v, fresh, backend="triton")
                 gradients = torch.autograd.grad(out, (q, k, v), self.dout)
             results = dict(zip(check.NAMES, (out.detach(), *gradients), strict=True))
             inputs = Inputs(q, k, v, self.dout)
-            with precision(self.target.arithmetic == "tf32"):
+            with products_in_tf32(self.target.arithmetic == "tf32"):
                 pairs = check.checked_heads(1, self.heads, heads)
                 worst = max(worst, *check.error_ratios(results, inputs, self.patterns[kind], pairs).values())
         return worst
@@ -143,11 +143,11 @@ def chosen(target: Target, config: Config | None) -> Iterator[None]:
 
 
 @contextmanager
-def precision(tf32: bool) -> Iterator[None]:
+def products_in_tf32(wanted: bool) -> Iterator[None]:
     """Whether PyTorch multiplies fp32 matrices in TF32."""
     matmul = torch.backends.cuda.matmul
-    name, value = ("fp32_precision", "tf32" if tf32 else "ieee") if hasattr(matmul, "fp32_precision") else (
-        "allow_tf32", tf32
+    name, value = ("fp32_precision", "tf32" if wanted else "ieee") if hasattr(matmul, "fp32_precision") else (
+        "allow_tf32", wanted
     )  # fmt: skip
     before = getattr(matmul, name)
     setattr(matmul, name, value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from experiments.lra import tokens
 from experiments.lra.cache import Examples, Row, cached
 from experiments.lra.generate import LABEL, SPLITS
-from experiments.lra.tasks.task import Data, Task, need
+from experiments.lra.tasks.task import Data, Task, has_all, need
 
 TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000)
 
@@ -34,14 +34,10 @@ def find(folder: Path) -> tuple[Path, str]:
     need(folder, ADVICE)
     for place in (folder / name for name in FOLDERS):
         for prefix in ("basic", "generated"):
-            names = [f"{prefix}_{split}.tsv" for split in SPLITS]
-            missing = [name for name in names if not (place / name).is_file()]
-            if not missing:
+            if has_all(place, [f"{prefix}_{split}.tsv" for split in SPLITS], ADVICE):
                 if prefix == "generated" and not (place / LABEL).is_file():
                     raise FileNotFoundError(f"{place} holds generated files without their {LABEL}; {ADVICE}")
                 return place.resolve(), prefix
-            if len(missing) < len(SPLITS):
-                raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {ADVICE}")
     raise FileNotFoundError(f"the data folder {folder} holds no ListOps files; {ADVICE}")
 
 

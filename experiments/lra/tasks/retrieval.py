@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.lra.cache import Examples, Row, cached
-from experiments.lra.tasks.task import Data, Task, need
+from experiments.lra.tasks.task import Data, Task, has_all, need
 
 TASK = Task("retrieval", 258, 2, towers=2, longest=4000)
 
@@ -20,12 +20,9 @@ def load(folder: Path) -> Data:
     """The splits in `folder`, or in the folders where the released archive keeps them."""
     need(folder, ADVICE)
     for place in (folder / name for name in FOLDERS):
-        missing = [name for name in NAMES if not (place / name).is_file()]
-        if not missing:
+        if has_all(place, NAMES, ADVICE):
             train, val, test = (open_file(place.resolve() / name) for name in NAMES)
             return Data(TASK, place.resolve(), False, train, val, test)
-        if len(missing) < len(NAMES):
-            raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {ADVICE}")
     raise FileNotFoundError(f"the data folder {folder} holds no pairs of papers; {ADVICE}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,3 +50,11 @@ def need(folder: Path, advice: str) -> None:
     """Raises FileNotFoundError, with advice on what belongs there, if the folder is missing."""
     if not folder.is_dir():
         raise FileNotFoundError(f"the data folder {folder} does not exist; {advice}")
+
+
+def has_all(place: Path, names: Sequence[str], advice: str) -> bool:
+    """Whether a folder holds these files; raises FileNotFoundError, with advice, if it holds only some of them."""
+    missing = [name for name in names if not (place / name).is_file()]
+    if 0 < len(missing) < len(names):
+        raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {advice}")
+    return not missing
