@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from experiments.lra import demo
 from experiments.lra.config import HELP, SHOWN_DEFAULTS, Config, configure, resumed
+from experiments.lra.errors import short_errors
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
 from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
@@ -32,7 +30,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
-errors = Console(stderr=True)
 
 
 def option(name: str) -> Any:
@@ -202,13 +199,3 @@ def default_name(config: Config) -> str:
     """The folder name of a run: its task, mask and seed."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
     return f"{config.task}-{mask}-seed{config.seed}"
-
-
-@contextmanager
-def short_errors() -> Iterator[None]:
-    """Show what the user can correct as one line, and anything else with its traceback."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError, FileExistsError, FloatingPointError) as error:
-        errors.print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)
-        raise typer.Exit(1) from error

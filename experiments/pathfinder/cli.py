@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +9,8 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.console import Console
-from rich.text import Text
 
+from experiments.lra.errors import short_errors
 from experiments.lra.generate import available_cores
 from experiments.lra.progress import counting_bar
 from experiments.pathfinder import original
@@ -35,7 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
-errors = Console(stderr=True)
 
 Size = Annotated[int, typer.Option(help=f"Height and width in pixels: {', '.join(map(str, LRA))}.")]
 Contour = Annotated[int, typer.Option(help=f"Dashes of a path, its difficulty: {', '.join(map(str, FOLDS))}.")]
@@ -170,13 +167,3 @@ def publish(text: str, out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)
-
-
-@contextmanager
-def short_errors() -> Iterator[None]:
-    """Show what the user can correct as one line, and anything else with its traceback."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
-        errors.print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)
-        raise typer.Exit(1) from error

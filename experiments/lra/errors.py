@@ -1,0 +1,20 @@
+"""Errors on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """Show what the user can correct as one line, and anything else with its traceback."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, FileExistsError, FloatingPointError) as error:
+        Console(stderr=True).print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)
+        raise typer.Exit(1) from error
