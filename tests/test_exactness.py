@@ -152,6 +152,30 @@ def test_one_key_where_the_gradients_of_scores_cancel(backend, way):
         check(problem, backend)
 
 
+def summed_in_order(builder, a, b, d, *options):
+    """a b + d in fp32 as ordinary cores have it: one fused multiply-add after the other."""
+    total = d.data
+    for i in range(a.data.shape[-1]):
+        products = a.data[:, i, None].astype("f8") * b.data[i, None, :].astype("f8")
+        total = (total.astype("f8") + products).astype("f4")
+    return type(d)(total, d.dtype.scalar)
+
+
+@pytest.mark.parametrize(
+    ("dim", "q_len", "k_len", "seed"),
+    [(128, 2, 2, 2097152), (256, 1, 273, 4904), (256, 1, 273, 0), (256, 1, 97, 1), (256, 1, 15, 1), (256, 60, 7, 1)],
+)
+def test_fp32_products_over_many_dims(dim, q_len, k_len, seed):
+    """Few keys and queries, where a plain product sums in many lanes."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    problem = Problem(
+        None, batch=1, heads=1, kv_heads=1, q_len=q_len, k_len=k_len, dim=dim, v_dim=dim, dtype=torch.float32,
+        scale=None, layout="contiguous", seed=seed,
+    )  # fmt: skip
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_dot", summed_in_order):
+        check(problem, "triton")
+
+
 def spread_out(dim, dtype, seed=0):
     """A problem with full and partial tiles, a ragged end, empty rows and padding, larger than any tile."""
     arguments = {"q_len": 200, "k_len": 200, "block": (128, 128), "patterns": [["full", "random", "dead", "lower"]],

@@ -15,6 +15,7 @@ from sparseflash.kernels.tile import (
     exponentials,
     live_scores,
     load_tokens,
+    products,
     store_tokens,
 )
 
@@ -52,9 +53,9 @@ def delta_kernel(
 
 @triton.jit
 def key_gradients(
-    dk, dv, k_tile, v_tile, q, dout, lse2_ptr, inverse_ptr, delta_ptr, dlse_ptr, batch, head, heads, first_q, q_len,
-    first_k, words_ptr, tile, seed_ptr, dropped, amplification,
-    qk_scale, one, q_strides, dout_strides,
+    dk, dv, k_tile, v_tile, q, k, v, dout, lse2_ptr, inverse_ptr, delta_ptr, dlse_ptr, batch, head, kv_head, heads,
+    first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification,
+    qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -70,7 +71,10 @@ def key_gradients(
         delta = tl.load(delta_ptr + rows)
     # In full fp32 the products are those of dq_kernel, to the bit, so that dp errs as the delta does that it meets.
     if PRECISION == "ieee":
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION).T
+        scores = products(
+            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
+            D, PADDED_D, BLOCK_M, BLOCK_N, not MASKED, False, PRECISION,
+        ).T  # fmt: skip
     else:
         scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
     p = exponentials(scores, lse2[None, :], qk_scale, KEPT, PRECISION)
@@ -87,7 +91,10 @@ def key_gradients(
         passed = tl.where(keep, p, 0.0)
     dv = accumulate(passed.to(dout_tile.dtype), dout_tile, dv, one, PRECISION)
     if PRECISION == "ieee":
-        dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION).T
+        dp = products(
+            dout_tile, dout, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides, batch,
+            one, DV, PADDED_DV, BLOCK_M, BLOCK_N, not MASKED, False, PRECISION,
+        ).T  # fmt: skip
     else:
         dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
     if DROPOUT:
@@ -160,9 +167,9 @@ def dk_dv_kernel(
             first_q = next_block * BLOCK_Q + i % SPLIT * BLOCK_M
             next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
-                dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row, batch, head,
-                kv_heads * group, first_q, q_len, first_k, words_ptr, 0, seed_ptr, dropped, amplification,
-                qk_scale, one, q_strides, dout_strides,
+                dk, dv, k_tile, v_tile, q, k, v, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row,
+                batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0,
+                seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
                 D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, DROPOUT, KEPT, TMA, PRECISION,
             )  # fmt: skip
         next_block, next_tile = masked_block, masked_tile
@@ -172,9 +179,9 @@ def dk_dv_kernel(
             next_block = tl.load(index_ptr + masked_start + (i + 1) // SPLIT)
             next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
-                dk, dv, k_tile, v_tile, q, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row, batch, head,
-                kv_heads * group, first_q, q_len, first_k, words_ptr, tile, seed_ptr, dropped, amplification,
-                qk_scale, one, q_strides, dout_strides,
+                dk, dv, k_tile, v_tile, q, k, v, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row,
+                batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile,
+                seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
                 D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, DROPOUT, KEPT, TMA, PRECISION,
             )  # fmt: skip
 
@@ -266,11 +273,17 @@ def dq_kernel(
         next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        scores = products(
+            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
+            D, PADDED_D, BLOCK_M, BLOCK_N, False, True, PRECISION,
+        )  # fmt: skip
         p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
-        dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
+        dp = products(
+            dout_tile, dout, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides, batch,
+            one, DV, PADDED_DV, BLOCK_M, BLOCK_N, False, True, PRECISION,
+        )  # fmt: skip
         if DROPOUT:
             keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
             dp = tl.where(keep, dp * amplification, 0.0)
@@ -299,7 +312,10 @@ def dq_kernel(
         next_tile = tl.load(tile_ptr + at)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        scores = products(
+            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
+            D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
+        )  # fmt: skip
         live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
         if HAS_LENGTHS:
             live = live & (first_k + tl.arange(0, BLOCK_N) < length)[None, :]
@@ -307,7 +323,10 @@ def dq_kernel(
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         p = tl.where(live, p, 0.0)
-        dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
+        dp = products(
+            dout_tile, dout, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides, batch,
+            one, DV, PADDED_DV, BLOCK_M, BLOCK_N, False, False, PRECISION,
+        )  # fmt: skip
         if DROPOUT:
             keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
             dp = tl.where(keep, dp * amplification, 0.0)

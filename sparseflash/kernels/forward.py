@@ -16,6 +16,7 @@ from sparseflash.kernels.tile import (
     exponentials,
     live_scores,
     load_tokens,
+    products,
     store_tokens,
 )
 
@@ -79,7 +80,10 @@ def forward_kernel(
         first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
         next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        scores = products(
+            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
+            D, PADDED_D, BLOCK_M, BLOCK_N, False, True, PRECISION,
+        )  # fmt: skip
         # The scale is not negative, so the maximum may be taken before it.
         highest = tl.max(scores, 1)
         m_new = tl.maximum(m_i, highest if KEEP else highest * qk_scale)
@@ -108,7 +112,10 @@ def forward_kernel(
         next_block = tl.load(index_ptr + at)
         next_tile = tl.load(tile_ptr + at)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        scores = products(
+            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
+            D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
+        )  # fmt: skip
         if not KEEP:
             scores = scores * qk_scale
         live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)

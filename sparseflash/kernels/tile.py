@@ -18,19 +18,52 @@ def load_tokens(
     if TMA:
         return x.load([batch, head, first, 0]).reshape(TOKENS, PADDED_DIM)
     else:
-        tokens = tl.arange(0, TOKENS)
-        dims = tl.arange(0, PADDED_DIM)
-        # The start is a 64-bit scalar and the rest fits in 32 bits, so tensors may have more than 2^31 elements.
-        start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
-        start += tl.cast(first, tl.int64) * strides[2]
-        pointers = x + start + (tokens[:, None] * strides[2] + dims[None, :])
-        if INSIDE:
-            if DIM == PADDED_DIM:
-                return tl.load(pointers)
-            else:
-                return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
+        return load_dims(x, batch, head, first, length, strides, 0, PADDED_DIM, DIM, TOKENS, INSIDE)
+
+
+@triton.jit
+def load_dims(
+    x_ptr, batch, head, first, length, strides,
+    FIRST_DIM: tl.constexpr, DIMS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    """Dims `FIRST_DIM .. FIRST_DIM + DIMS` of the tokens, [TOKENS, DIMS], zeros past DIM."""
+    tokens = tl.arange(0, TOKENS)
+    dims = FIRST_DIM + tl.arange(0, DIMS)
+    # The start is a 64-bit scalar and the rest fits in 32 bits, so tensors may have more than 2^31 elements.
+    start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    start += tl.cast(first, tl.int64) * strides[2]
+    pointers = x_ptr + start + (tokens[:, None] * strides[2] + dims[None, :])
+    if INSIDE:
+        if FIRST_DIM + DIMS <= DIM:
+            return tl.load(pointers)
         else:
-            return tl.load(pointers, mask=(first + tokens < length)[:, None] & (dims < DIM)[None, :], other=0.0)
+            return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
+    else:
+        return tl.load(pointers, mask=(first + tokens < length)[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def products(
+    x_tile, x, x_head, first_x, x_length, x_strides, y_tile, y, y_head, first_y, y_length, y_strides, batch, one,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, X_TOKENS: tl.constexpr, Y_TOKENS: tl.constexpr,
+    X_INSIDE: tl.constexpr, Y_INSIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x y^T of two tiles of tokens, [X_TOKENS, Y_TOKENS].
+
+    Full fp32 has no tensor cores: its products are one sum after the other, whose rounding errors grow with its length,
+    over 256 dims to thrice those of a library that sums in many lanes. So there 32 dims at a time are read again and
+    summed by themselves. `one`: see accumulate.
+    """
+    if PRECISION == "ieee":
+        PART: tl.constexpr = min(PADDED_DIM, 32)
+        total = tl.zeros([X_TOKENS, Y_TOKENS], tl.float32)
+        for at in tl.static_range(0, PADDED_DIM, PART):
+            x_part = load_dims(x, batch, x_head, first_x, x_length, x_strides, at, PART, DIM, X_TOKENS, X_INSIDE)
+            y_part = load_dims(y, batch, y_head, first_y, y_length, y_strides, at, PART, DIM, Y_TOKENS, Y_INSIDE)
+            total = accumulate(x_part, y_part.T, total, one, PRECISION)
+        return total
+    else:
+        return tl.dot(x_tile, y_tile.T, input_precision=PRECISION)
 
 
 @triton.jit
