@@ -11,7 +11,7 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least
-from sparseflash.masks.tiling.chosen import Frame, as_heads, compact, frame, full_words, loose_mask
+from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, frame, full_words, loose_mask
 
 _AT_ONCE = 1 << 24  # chosen words, or scores, that are looked at together
 
@@ -126,6 +126,9 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
     patterns = batch * heads
     most = min(cols if most is None else at_least(1, most, "most", "tiles"), cols)
     width = tiles.words_per_row(block_k)
+    table = patterns * rows * block_q * cols * block_k // span
+    if most == cols and min(block_k, tiles.WORD) <= span <= block_k and table <= _AT_ONCE:
+        return _selected_by_table(indices, of, span, group)
 
     if not distinct:
         indices = _without_repetitions(indices)
@@ -152,10 +155,39 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
         value = value * kept_flat[tile]
         bits.scatter_add_(0, found.number[tile].clamp_(min=0) * (block_q * width) + word, value)
     bits = bits.view(room, block_q, width)
-    # Where neighbours agree, tiles are full, and the kernel does not look at their bits.
-    full = (bits == tiles.full_word(block_k)).flatten(1).all(1)
-    number = torch.arange(1, room + 1, dtype=torch.int32, device=indices.device)
-    return loose_mask(of, found, number.masked_fill_(full, 0), bits, (batch, heads), group)
+    return _with_full_tiles(of, found, bits, (batch, heads), group)
+
+
+def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> BlockMask:
+    """What `_selected` does, for runs of whole words, few enough for a bool for each: in a third of the steps."""
+    batch, heads, q_len, choices = indices.shape
+    (rows, cols), (block_q, block_k) = of.open.shape, of.block
+    runs, runs_in_tile = -(-of.k_len // span), block_k // span
+    # A column before and one behind for numbers that name no key.
+    last = cols * runs_in_tile
+    column = indices.masked_fill(indices >= runs, last).clamp_(min=-1).to(torch.int64) + 1
+    table = torch.zeros(batch, heads, rows * block_q, last + 2, dtype=torch.bool, device=indices.device)
+    table[:, :, :q_len].scatter_(-1, column, True)
+    live = table[..., 1:-1]
+    if of.causal:  # a run that has begun has a live key, and one that has not has none
+        last_key = torch.arange(of.k_len - q_len, of.k_len - q_len + rows * block_q, device=indices.device)
+        live = live & (torch.arange(0, cols * block_k, span, device=indices.device) <= last_key[:, None])
+    live = live.unflatten(3, (cols, runs_in_tile)).unflatten(2, (rows, block_q))  # [B, H, Mq, block_q, Mk, ...]
+
+    kept = live.any(5).any(3)
+    found = compact(kept, batch * heads * of.rooms[min(cols, choices * block_q)])
+    row = torch.div(found.place, cols, rounding_mode="floor")
+    chosen = live.flatten(0, 2).transpose(1, 2)[row, found.indices]  # [room, block_q, runs_in_tile]
+    most_bits = full_words(of)[of.kind[found.place % (rows * cols)]].unflatten(2, (runs_in_tile, -1))
+    bits = torch.where(chosen.unsqueeze(3), most_bits, 0).flatten(2)
+    return _with_full_tiles(of, found, bits, (batch, heads), group)
+
+
+def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
+    """The mask of found tiles with these bits; where neighbours agree tiles are full, and no kernel looks at those."""
+    full = (bits == tiles.full_word(of.block[1])).flatten(1).all(1)
+    number = torch.arange(1, len(bits) + 1, dtype=torch.int32, device=bits.device)
+    return loose_mask(of, found, number.masked_fill_(full, 0), bits, heads, group)
 
 
 def _without_repetitions(indices: Tensor) -> Tensor:

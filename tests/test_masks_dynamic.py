@@ -254,12 +254,14 @@ def test_top_k_keys_are_the_highest_of_each_query_and_the_first_of_equals(drawn,
     assert_keeps(mask, live_of_indices(indices, k_len, span, causal), block)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("span", [8, 32])  # 32: all at once in another way
 @pytest.mark.parametrize("at_once", [1, 100, 1000])
-def test_borders_of_chunks_leave_no_trace(monkeypatch, at_once):
-    scores = coarse((2, 2, 70, 25), seed=5)
+def test_borders_of_chunks_leave_no_trace(monkeypatch, at_once, span, causal):
+    scores = coarse((2, 2, 70, -(-200 // span)), seed=5)
 
     def build():
-        return masks.top_k_keys(scores, 4, k_len=200, block=(16, 64), span=8)
+        return masks.top_k_keys(scores, 4, k_len=200, block=(16, 64), span=span, causal=causal)
 
     whole = build()
     monkeypatch.setattr(chosen_keys, "_AT_ONCE", at_once)

@@ -23,6 +23,7 @@ class Frame(NamedTuple):
     q_len: int
     k_len: int
     block: tuple[int, int]
+    causal: bool
     open: Tensor  # bool [Mq, Mk]: the tile may be chosen
     forced: Tensor  # bool [Mq, Mk]: it always is
     kind: Tensor  # int32 [Mq * Mk]: what is live in it if it is, as `BlockMask.tile`
@@ -72,7 +73,7 @@ def _frame(
         return x.to(device, non_blocking=True)
 
     return Frame(
-        q_len, k_len, block, there(open_), there(forced), there(kind.view(-1)), there(edges.bits),
+        q_len, k_len, block, causal, there(open_), there(forced), there(kind.view(-1)), there(edges.bits),
         (0, *_longer_than(open_.sum(1), open_.shape[1]).cumsum(0).tolist()), int(forced.sum(1).max()),
     )  # fmt: skip
 
