@@ -68,15 +68,17 @@ def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
         "from sparseflash.kernels.configs import Config\n"
         "target = Target('dq', 'half', 64, True)\n"
         "asked = [(Config(64, 64, 4, 2), 232448), (Config(128, 128, 4, 1), 232448), (Config(64, 64, 4, 2), 40000)]\n"
-        "print(json.dumps([compile_one(target, config, 90, limit).why for config, limit in asked]))"
+        "asked.append((Config(128, 128, 4, 1), 232448, True))\n"
+        "print(json.dumps([compile_one(target, config, 90, *options).why for config, *options in asked]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    good, spills, large = json.loads(done.stdout)
+    good, spills, large, asked_for = json.loads(done.stdout)
     assert good == ""
     assert spills.startswith("spills ")
     assert large.endswith("bytes of shared memory")
+    assert asked_for == ""
 
 
 @pytest.mark.parametrize(("kernel", "arithmetic"), [("forward", "half"), ("dk_dv", "half"), ("dq", "ieee")])
@@ -124,6 +126,12 @@ def run(*arguments):
     [
         (("--kernel", "dv"), "--kernel must be one of forward, dk_dv, dq"),
         (("--dim", "48"), "--dim must be one of 32, 64, 128, 256"),
+        (("--mask", "dense", "--mask", "square"), "--mask must be one of causal, dense"),
+        (
+            ("--config", "64x128"),
+            "--config: expected queries x keys x warps x stages, such as",
+        ),
+        (("--config", "64x96x4x2"), "--config: tiles and warps must be powers of two; got '64x96x4x2'"),
         (("--arithmetic", "ieee", "--loads", "descriptors", "--compile-only"), "nothing is left to tune"),
     ],
 )

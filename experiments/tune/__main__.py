@@ -30,6 +30,17 @@ def main(
     arch: Annotated[
         int | None, typer.Option(help="90 for compute capability 9.0.", show_default="of the GPU here, or 90")
     ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Try only this one, as queries x keys x warps x stages: 64x128x8x2; may be repeated. It is timed even "
+            "if it spills.",
+            show_default="all that may fit",
+        ),
+    ] = None,
+    mask: Annotated[
+        list[str] | None, typer.Option(help="To time under; may be repeated.", show_default="six kinds")
+    ] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Needs no GPU: what may be timed.")] = False,
     length: Annotated[int, typer.Option(help="Tokens of the timed masks.")] = 16384,
     rounds: Annotated[int, typer.Option(help="Turns that each candidate takes under each mask.")] = 3,
@@ -39,23 +50,29 @@ def main(
     write: Annotated[bool, typer.Option("--write", help="Put what is faster into configs.py.")] = False,
 ) -> None:
     """Find tile sizes for the kernels. A candidate is compiled; one that spills registers or whose matrix instructions
-    wait for one another is dropped; the others are timed under five masks in turns with the shipped configuration; the
+    wait for one another is dropped; the others are timed under six masks in turns with the shipped configuration; the
     fastest that passes the exactness check is reported, and written with --write."""
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported, which is below
     import torch
 
     from experiments.compile.__main__ import SHARED_LIMITS
     from experiments.lra.progress import counting_bar
+    from experiments.speed.patterns import KINDS as EVERY_MASK
     from experiments.tune.compiling import compile_candidates
-    from experiments.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
+    from experiments.tune.measuring import KINDS
+    from experiments.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates, parse
 
     for given, allowed, name in (
         (kernel, KERNELS, "kernel"), (arithmetic, ARITHMETICS, "arithmetic"), (dim, DIMS, "dim"),
-        (loads, ("descriptors", "pointers"), "loads"),
+        (loads, ("descriptors", "pointers"), "loads"), (mask, EVERY_MASK, "mask"),
     ):  # fmt: skip
         for value in given or ():
             if value not in allowed:
                 raise typer.BadParameter(f"--{name} must be one of {', '.join(map(str, allowed))}; got {value}")
+    try:
+        named = [parse(each) for each in config or ()]
+    except ValueError as failure:
+        raise typer.BadParameter(f"--config: {failure}") from None
     if not compile_only and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU to time on; --compile-only needs none")
     if arch is None:
@@ -71,60 +88,63 @@ def main(
     ]
     if not targets:
         raise typer.BadParameter("nothing is left to tune: fp32 (ieee) and sm_80 take no descriptors")
-    wanted = {target: candidates(target) for target in targets}
+    wanted = {target: named or candidates(target) for target in targets}
     total = sum(map(len, wanted.values()))
     with counting_bar(console, f"Compiling for sm_{arch}", total) as progress:
         compiled = compile_candidates(
-            wanted, arch, SHARED_LIMITS.get(arch, 101_376), workers=workers, progress=progress
+            wanted, arch, SHARED_LIMITS.get(arch, 101_376), spills=bool(named), workers=workers, progress=progress
         )
-    rows: list[dict[str, Any]] = [
-        {**each.target._asdict(), **each.config._asdict(), "dropped": each.why, "ratio": "", "error": ""}
+    rows: dict[Any, dict[str, Any]] = {
+        (each.target, each.config): each.target._asdict()
+        | each.config._asdict()
+        | {"dropped": each.why, "ratio": "", "error": ""}
         | ({"registers": each.report.registers, "spilled": each.report.spilled} if each.report else {})
         for each in compiled
-    ]
+    }
     out.mkdir(parents=True, exist_ok=True)
     good = {target: [each.config for each in compiled if each.target == target and not each.why] for target in targets}
     for target, configs in good.items():
         console.print(f"{target}: {len(configs)} of {len(wanted[target])} candidates compile as they should")
     if not compile_only:
-        _time(good, length, rounds, round_ms, write, rows)
+        _time(good, tuple(mask or KINDS), length, rounds, round_ms, write, rows)
     path = out / "tune.csv"
     with open(path, "w", newline="") as file:
-        names = list(dict.fromkeys(name for row in rows for name in row))
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
         writer = csv.DictWriter(file, names)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows.values())
     console.print(f"All candidates: {path}", soft_wrap=True)
 
 
-def _time(good: Any, length: int, rounds: int, round_ms: float, write: bool, rows: list[dict[str, Any]]) -> None:
+def _time(
+    good: Any, masks: tuple[str, ...], length: int, rounds: int, round_ms: float, write: bool, rows: dict[Any, Any]
+) -> None:
     """Times the candidates of each target, checks the fastest, and reports."""
     import torch
 
     from experiments.lra.progress import counting_bar
-    from experiments.tune.measuring import KINDS, Bench
+    from experiments.tune.measuring import Bench
     from experiments.tune.table import shipped, write_entry
 
     device = torch.device("cuda")
     capability = torch.cuda.get_device_capability()
     title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("target", "shipped", "fastest", "time over shipped", *KINDS, "error"):
+    for column in ("target", "shipped", "fastest", "time over shipped", *masks, "error"):
         table.add_column(column)
     for target, configs in good.items():
-        bench = Bench(target, length, device)
-        with counting_bar(console, str(target), len(KINDS)) as progress:
+        bench = Bench(target, length, device, masks)
+        with counting_bar(console, str(target), len(masks)) as progress:
             measured = bench.ratios(configs, rounds=rounds, round_ms=round_ms, progress=progress)
         for each in measured:
-            row = next(r for r in rows if {**target._asdict(), **each.config._asdict()}.items() <= r.items())
+            row = rows[target, each.config]
             row["ratio"] = each.mean
             row |= {f"ratio {kind}": ratio for kind, ratio in each.ratios.items()}
         for each in measured[:3]:
             error = bench.error(each.config)
-            row = next(r for r in rows if {**target._asdict(), **each.config._asdict()}.items() <= r.items())
-            row["error"] = error
+            rows[target, each.config]["error"] = error
             if error <= 1:  # NaN is not
-                ratios = (f"{each.ratios[kind]:.3f}" for kind in KINDS)
+                ratios = (f"{each.ratios[kind]:.3f}" for kind in masks)
                 numbers = (tuple(shipped(target, capability)), tuple(each.config))
                 table.add_row(str(target), *map(str, numbers), f"{each.mean:.3f}", *ratios, f"{error:.2f}")
                 if write and each.mean <= WORTH:

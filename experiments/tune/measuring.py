@@ -20,7 +20,7 @@ from sparseflash.kernels import configs, launch
 from sparseflash.kernels.configs import Config
 from sparseflash.kernels.plan import plan_of
 
-KINDS = ("causal", "butterfly", "local", "bigbird", "random12")
+KINDS = ("dense", "causal", "butterfly", "local", "bigbird", "random12")
 SHIPPED = "shipped"
 _CHANNELS = 2048  # of all heads together
 

@@ -28,6 +28,21 @@ class Target(NamedTuple):
         return f"{self.kernel} {self.arithmetic} D={self.dim} {'descriptors' if self.descriptors else 'pointers'}"
 
 
+def parse(text: str) -> Config:
+    """A configuration written as `64x128x8x2`: tile of queries, tile of keys, warps, stages.
+
+    >>> parse("64x128x8x2")
+    Config(block_m=64, block_n=128, num_warps=8, num_stages=2)
+    """
+    parts = text.split("x")
+    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"expected queries x keys x warps x stages, such as 64x128x8x2; got {text!r}")
+    config = Config(*map(int, parts))
+    if any(number < 1 or number & (number - 1) for number in config[:3]):
+        raise ValueError(f"tiles and warps must be powers of two; got {text!r}")
+    return config
+
+
 def candidates(target: Target) -> list[Config]:
     """Configurations worth a compilation: their accumulators fit in the registers, and their tiles in shared memory."""
     stages = (1,) if target.arithmetic == "ieee" else (1, 2, 3, 4)
