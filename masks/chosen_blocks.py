@@ -154,6 +154,6 @@ def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
     """The columns of each row, forced ones first, then by score; the scores, -inf where none; which may be kept."""
     scored = of.open & (scores > -torch.inf)  # not so NaN
     # Finite, so that no score is as high as a forced block, and the softmax has no inf - inf.
-    clean = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill_(~scored, -torch.inf)
+    clean = torch.where(scored, scores.clamp(max=torch.finfo(scores.dtype).max), -torch.inf)
     order = clean.masked_fill(of.forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
     return order, clean, scored | of.forced

@@ -11,7 +11,7 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least
-from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, frame, full_words, loose_mask
+from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, frame, full_words, kind_of, loose_mask
 
 _AT_ONCE = 1 << 24  # chosen words, or scores, that are looked at together
 
@@ -153,7 +153,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
     for tile, word, value in once or words():
         # Distinct bits never carry, so the sum is their union. What is not kept adds 0, somewhere.
         value = value * kept_flat[tile]
-        bits.scatter_add_(0, found.number[tile].clamp_(min=0) * (block_q * width) + word, value)
+        bits.scatter_add_(0, (found.running[tile] - 1).clamp_(min=0) * (block_q * width) + word, value)
     bits = bits.view(room, block_q, width)
     return _with_full_tiles(of, found, bits, (batch, heads), group)
 
@@ -178,7 +178,7 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
     found = compact(kept, batch * heads * of.rooms[min(cols, choices * block_q)])
     row = torch.div(found.place, cols, rounding_mode="floor")
     chosen = live.flatten(0, 2).transpose(1, 2)[row, found.indices]  # [room, block_q, runs_in_tile]
-    most_bits = full_words(of)[of.kind[found.place % (rows * cols)]].unflatten(2, (runs_in_tile, -1))
+    most_bits = full_words(of)[kind_of(of, found)].unflatten(2, (runs_in_tile, -1))
     bits = torch.where(chosen.unsqueeze(3), most_bits, 0).flatten(2)
     return _with_full_tiles(of, found, bits, (batch, heads), group)
 

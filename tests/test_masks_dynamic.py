@@ -734,13 +734,16 @@ def test_the_gpu_chooses_what_the_cpu_chooses():
 def test_a_mask_for_16384_tokens_takes_under_a_millisecond(name):
     q, k, _ = gpu_tensors()
     make = gpu_masks(q, k)[name]
+    make()
     times = []
-    for _ in range(25):
+    for _ in range(5):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        make()
+        for _ in range(20):  # as a model's layers do, one after the other
+            make()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    assert sorted(times)[len(times) // 2] < 1.0, f"milliseconds, of 25: {sorted(times)}"
+        times.append(start.elapsed_time(stop) / 20)
+    print(f"{name}: {sorted(times)[2]:.3f} ms a mask, of {len(times)} series {min(times):.3f} to {max(times):.3f}")
+    assert sorted(times)[2] < 1.0, f"milliseconds a mask: {sorted(times)}"

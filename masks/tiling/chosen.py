@@ -89,7 +89,7 @@ class Kept(NamedTuple):
     indptr: Tensor  # int32 [P * Mq + 1]
     indices: Tensor  # int32 [room]
     place: Tensor  # int64 [room], number of the tile in [P, Mq, Mk]; the last one's in the room that is not used
-    number: Tensor  # int64 [P * Mq * Mk], for each tile that is kept its place in `indices`
+    running: Tensor  # int64 [P * Mq * Mk], how many tiles are kept up to each and with it
 
 
 def compact(kept: Tensor, room: int) -> Kept:
@@ -100,7 +100,7 @@ def compact(kept: Tensor, room: int) -> Kept:
     # Looked up, not written: then the unused room is the same at every run, too.
     wanted = torch.arange(1, room + 1, device=kept.device)
     place = torch.searchsorted(running, wanted).clamp_(max=len(running) - 1)
-    return Kept(indptr, (place % cols).to(torch.int32), place, running - 1)
+    return Kept(indptr, (place % cols).to(torch.int32), place, running)
 
 
 def loose_mask(frame: Frame, kept: Kept, tile: Tensor, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
@@ -115,9 +115,15 @@ def loose_mask(frame: Frame, kept: Kept, tile: Tensor, bits: Tensor, heads: tupl
 
 def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:
     """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` a row, each with what the frame lets live."""
-    batch, heads, rows, cols = kept.shape
+    batch, heads = kept.shape[:2]
     found = compact(kept, batch * heads * frame.rooms[most])
-    return loose_mask(frame, found, frame.kind[found.place % (rows * cols)], frame.bits, (batch, heads), group)
+    return loose_mask(frame, found, kind_of(frame, found), frame.bits, (batch, heads), group)
+
+
+def kind_of(frame: Frame, kept: Kept) -> Tensor:
+    """What is live in each kept tile: int32 [room], as `Frame.kind`."""
+    kinds, tiles_of_all = frame.kind, len(kept.running)
+    return kinds[kept.place if len(kinds) == tiles_of_all else kept.place % len(kinds)]
 
 
 def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:

@@ -37,7 +37,7 @@ _IEEE: _Table = {
     ("forward", "ieee", 256): Config(16, 32, 8, 1),
     ("dk_dv", "ieee", 32): Config(32, 32, 8, 1),
     ("dk_dv", "ieee", 64): Config(32, 32, 8, 1),
-    ("dk_dv", "ieee", 128): Config(32, 32, 8, 1),
+    ("dk_dv", "ieee", 128): Config(16, 32, 8, 1),
     ("dk_dv", "ieee", 256): Config(16, 32, 8, 1),
     ("dq", "ieee", 32): Config(32, 32, 8, 1),
     ("dq", "ieee", 64): Config(32, 32, 8, 1),
@@ -90,12 +90,12 @@ _HOPPER: _Table = {
     ("forward", "half", 128): Config(128, 64, 4, 2),
     ("forward", "half", 256): Config(128, 64, 8, 2),
     ("dk_dv", "half", 32): Config(64, 64, 4, 2),
-    ("dk_dv", "half", 64): Config(64, 64, 4, 2),
+    ("dk_dv", "half", 64): Config(64, 64, 4, 3),
     ("dk_dv", "half", 128): Config(64, 64, 4, 2),
     ("dk_dv", "half", 256): Config(64, 64, 8, 1),
     ("dq", "half", 32): Config(64, 64, 4, 2),
     ("dq", "half", 64): Config(64, 64, 4, 2),
-    ("dq", "half", 128): Config(64, 64, 4, 2),
+    ("dq", "half", 128): Config(128, 64, 8, 3),
     ("dq", "half", 256): Config(64, 64, 8, 1),
 }
 
