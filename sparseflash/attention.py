@@ -103,9 +103,7 @@ def attention(
     if backend == "blockwise":
         operator = blockwise.attention
     elif backend == "triton":
-        from sparseflash.kernels import (
-            triton_attention,  # only here: the library works where Triton is missing
-        )
+        from sparseflash.kernels import triton_attention  # only here: the library works where Triton is missing
 
         operator = triton_attention
         if scale < 0:  # the kernel takes the maximum before it scales, which only a positive scale allows

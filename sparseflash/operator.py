@@ -37,7 +37,8 @@ def register(
     `backward(dout, dlse, q, k, v, out, lse, kept, *mask_arrays, block_q, block_k, scale, seed, dropped)` returns
     `(dq, dk, dv)`; `dlse` is None if no gradient comes through lse.
     The inference form computes the same and has no gradient: passing the Python of the autograd registration costs
-    about 10 us a call, which is much for a short sequence.
+    about 10 us a call, which is much for a short sequence. PyTorch's dispatcher costs as much again, so where nobody
+    would see the operator pass, the returned function calls `forward` itself.
     Outputs must have the strides of `empty_out`, `empty_lse` and `torch.empty_like`.
     """
     inputs = "Tensor q, Tensor k, Tensor v"
@@ -95,9 +96,26 @@ def register(
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return forward_op(q, k, v, *rest)
+        if _nobody_watches(q, k, v):
+            out, lse, kept = forward(q, k, v, *rest)
+            return out, lse, kept
         return inference_op(q, k, v, *rest)
 
     return run
+
+
+def _nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles, transforms or counts."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._is_tracing()
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not q.is_meta
+    )
 
 
 def _define(name: str, schema: str, function: Callable[..., Any]) -> None:
@@ -115,4 +133,4 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 def empty_lse(q: Tensor) -> Tensor:
     """`[B, Hq, Nq]`, fp32, or fp64 for fp64 inputs."""
-    return q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape[:-1], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -80,6 +80,37 @@ def test_a_step_with_new_lengths_waits_for_nothing():
         torch.cuda.set_sync_debug_mode(0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["dense", "butterfly", "lengths"])
+def test_a_cuda_graph_replays_forward_and_backward(name, dtype):
+    tokens, dim = 2000, 64
+    base = None if name == "dense" else masks.butterfly(tokens, block=64).to("cuda")
+    lengths = torch.tensor([2000, 1500], device="cuda", dtype=torch.int32)
+    mask = base.with_lengths(lengths) if name == "lengths" else base
+    tensors = inputs(2, 4, tokens, dim, dtype=dtype, kv_heads=2)
+    dout = torch.randn(2, 4, tokens, dim, device="cuda", dtype=dtype)
+
+    def step():
+        out = attention(*tensors, mask)
+        return out.detach(), *torch.autograd.grad(out, tensors, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles, plans
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (1, 2):
+        with torch.no_grad():
+            for x, fresh in zip(tensors, inputs(2, 4, tokens, dim, dtype=dtype, kv_heads=2, seed=seed), strict=True):
+                x.copy_(fresh)
+        graph.replay()
+        for a, b in zip(captured, step(), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_a_mask_made_on_the_gpu_equals_the_one_made_on_the_cpu():
     dense = torch.rand(2, 3, 300, 200) < 0.3
     dense[:, :, 50:150] = False

@@ -1,10 +1,14 @@
 """The operators are citizens of PyTorch: opcheck, torch.compile, autocast, checkpointing, no_grad."""
 
+from unittest import mock
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sparseflash import BlockMask, attention, masks
+from sparseflash import BlockMask, attention, masks, operator
 
 N, DIM = 48, 16
 BACKENDS = ["blockwise", "triton"]
@@ -30,17 +34,17 @@ def padded():
 def test_opcheck_passes(backend, mask):
     import sparseflash.kernels  # noqa: F401 - registers the operator
 
-    operator = getattr(torch.ops.sparseflash, backend).default
-    torch.library.opcheck(operator, (*tensors(), *mask_arguments(mask)))
+    op = getattr(torch.ops.sparseflash, backend).default
+    torch.library.opcheck(op, (*tensors(), *mask_arguments(mask)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck_passes_without_a_mask_and_with_heads_inside_tokens(backend):
     import sparseflash.kernels  # noqa: F401 - registers the operator
 
-    operator = getattr(torch.ops.sparseflash, backend).default
+    op = getattr(torch.ops.sparseflash, backend).default
     q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors())
-    torch.library.opcheck(operator, (q, k, v, *(None,) * 6, 128, 128, 0.25))
+    torch.library.opcheck(op, (q, k, v, *(None,) * 6, 128, 128, 0.25))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -163,3 +167,56 @@ def test_a_plan_dies_with_its_mask(backend):
     del mask
     gc.collect()
     assert arrays() is None
+
+
+# ---------------------------------------------------------------------- past the dispatcher
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.names.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_inference_call_gives_the_same_past_the_dispatcher(backend):
+    q, k, v = (x.detach() for x in tensors())
+    mask = padded()
+    with mock.patch.object(operator, "_nobody_watches", wraps=operator._nobody_watches) as asked:
+        plain = attention(q, k, v, mask, backend=backend, return_lse=True)
+    assert asked.call_count == 1 and operator._nobody_watches(q, k, v)
+    with Seen() as seen:
+        watched = attention(q, k, v, mask, backend=backend, return_lse=True)
+    assert f"sparseflash.{backend}_inference.default" in seen.names
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_whoever_watches_sees_the_operator():
+    q, k, v = (x.detach() for x in tensors())
+    asked = []
+
+    def ask(q, k, v):
+        asked.append(operator._nobody_watches(q, k, v))
+        return q
+
+    class Subclass(torch.Tensor):
+        pass
+
+    with torch.overrides.BaseTorchFunctionMode():
+        ask(q, k, v)
+    with FakeTensorMode() as fake:
+        ask(*map(fake.from_tensor, (q, k, v)))
+    with torch.profiler.profile():
+        ask(q, k, v)
+    torch.func.vmap(ask)(*(x[None] for x in (q, k, v)))
+    torch.func.jvp(ask, (q, k, v), (q, k, v))
+    torch.jit.trace(ask, (q, k, v), check_trace=False)
+    ask(*(x.as_subclass(Subclass) for x in (q, k, v)))
+    ask(*(x.to("meta") for x in (q, k, v)))
+    assert len(asked) >= 8 and not any(asked)
