@@ -1,0 +1,1 @@
+"""What attention costs in operations, bytes and time: ``python -m experiments.io``, see README.md."""
