@@ -12,6 +12,8 @@ from sparseflash.kernels.forward import write_rows
 from sparseflash.kernels.tile import decay, part_pointers
 
 MERGED = tl.constexpr(4)  # numbers an item that was cut: see cut_items
+# Parts on their way from memory: waiting for each before asking for the next would take longer than all the rest.
+AHEAD = tl.constexpr(4)
 
 
 @triton.jit(do_not_specialize=["amplification", "scale", "qk_scale", "heads", "q_len", "row_tiles"])
@@ -36,13 +38,13 @@ def combine_rows_kernel(
         length = tl.load(lengths_ptr + batch)
 
     m_i = tl.full([TOKENS, 1], float("-inf"), tl.float32)
-    for i in range(0, parts):
+    for i in tl.range(0, parts, num_stages=AHEAD):
         m_part = tl.load(part_pointers(parts_ptr + token, first_part + i, SIZE, SUMS, TOKENS, 1))
         m_i = tl.maximum(m_i, m_part)
     m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)  # -inf - -inf is NaN
     l_i = tl.zeros([TOKENS, 1], tl.float32)
     acc = tl.zeros([TOKENS, PADDED_DV], tl.float32)
-    for i in range(0, parts):
+    for i in tl.range(0, parts, num_stages=AHEAD):
         m_part = tl.load(part_pointers(parts_ptr + token, first_part + i, SIZE, SUMS, TOKENS, 1))
         l_part = tl.load(part_pointers(parts_ptr + token, first_part + i, SIZE, SUMS + BLOCK_M, TOKENS, 1))
         acc_part = tl.load(part_pointers(parts_ptr + token * PADDED_DV, first_part + i, SIZE, 0, TOKENS, PADDED_DV))
@@ -63,7 +65,7 @@ def sum_of_parts(
 ):  # fmt: skip
     """The sum of what the parts hold from FIRST on for TOKENS tokens, [TOKENS, PADDED_DIM]."""
     total = tl.zeros([TOKENS, PADDED_DIM], tl.float32)
-    for i in range(0, parts):
+    for i in tl.range(0, parts, num_stages=AHEAD):
         at = part_pointers(parts_ptr + token * PADDED_DIM, first_part + i, SIZE, FIRST, TOKENS, PADDED_DIM)
         total += tl.load(at)
     return total

@@ -80,7 +80,7 @@ def cuts_of(
         return None
     if each is not None:
         items = len(size)
-        pieces = int(_chunks(torch.full((items,), each), block)[0])  # on the CPU
+        pieces = int(_chunks(torch.full((items,), each, device="cpu"), block)[0])
         if pieces == 1:
             return None
         return Cuts(torch.full((items,), pieces, device=size.device), pieces * items, items)
