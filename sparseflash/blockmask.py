@@ -19,7 +19,7 @@ from sparseflash import tiles
 from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
 from sparseflash.checks import Block, block_pair, boolean, check_block_count, integers, token_counts
 from sparseflash.counting import live_scores
-from sparseflash.csr import columns_of, derived, may_vary_in_size, stored_tiles
+from sparseflash.csr import columns_of, derived, may_be_counted, may_vary_in_size, stored_tiles
 from sparseflash.invariants import check_arrays, validate
 from sparseflash.loose import canonical_arrays_of
 
@@ -96,6 +96,8 @@ class BlockMask:
         object.__setattr__(self, "words", torch.cat([self.bits.reshape(-1), self.bits.new_zeros(words_a_tile)]))
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
+        if not self.loose:
+            may_be_counted(self.indices)
 
     # ------------------------------------------------------------------ constructors
 

@@ -24,6 +24,16 @@ def derived(indices: Tensor) -> dict[Any, Any]:
     return cache
 
 
+def may_be_counted(indices: Tensor) -> None:
+    """Says of a mask's array that the host may wait for its numbers, once. Loose ones, made at every step, are not."""
+    indices._sparseflash_countable = True  # type: ignore[attr-defined]
+
+
+def is_countable(indices: Tensor) -> bool:
+    """Whether `may_be_counted` was said of it. Not so of what torch.compile makes inside a graph."""
+    return getattr(indices, "_sparseflash_countable", False)
+
+
 def row_of_entry(indptr: Tensor, count: int) -> Tensor:
     """The row of each entry: int64 `[count]`, without asking the device for anything.
 

@@ -39,3 +39,10 @@ def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch):
 
 def test_padding_compiles_too():
     assert len(reports("--arch", "90", "--dim", "80", "--lengths")) == 6
+
+
+def test_in_chunks_nothing_is_spilled_at_head_dim_64_either():
+    found = reports("--arch", "90", "--dim", "64", "--split")
+    passes = ["forward", "combine_rows", "dk_dv", "combine_gradients", "dq", "combine_gradients"]
+    assert [r["kernel"] for r in found] == passes * 2
+    assert all(r["split"] and r["spilled"] == 0 and not r["serialised"] for r in found)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import Results, assert_exact, largest_error
+from cutting import chunks_of
 from experiments.tune.measuring import products_in_tf32
 from sparseflash import attention
 from strategies import Problem, Recipe, problems
@@ -135,7 +136,8 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
             dropouts=(0.0, 0.0, 0.3),
         )
     )
-    with loads(way):
+    chunks = data.draw(st.sampled_from([None, None, 16, 32]))
+    with loads(way), chunks_of(chunks):
         check(problem, "triton")
 
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from experiments.speed import patterns
 from sparseflash import BlockMask, attention, masks
+from sparseflash.kernels.plan import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +44,44 @@ def test_twenty_runs_give_the_same_bits_and_no_nan(dim, dtype):
     for _ in range(19):
         for a, b in zip(first, forward_and_backward(*tensors, mask), strict=True):
             assert torch.equal(a, b)
+
+
+def bigbird(tokens):
+    """Two global rows and columns, three blocks around the diagonal, three drawn a row."""
+    return BlockMask.from_layout(patterns.bigbird(tokens // 128), block=128)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (64, torch.bfloat16), (64, torch.float32)], ids=str)
+def test_global_rows_and_columns_in_chunks_are_right_and_the_same_bits_in_twenty_runs(dim, dtype, padded):
+    tokens = 8192
+    mask = bigbird(tokens).to("cuda")
+    if padded:
+        mask = mask.with_lengths(torch.tensor([tokens - 1000], device="cuda"))
+    tensors = inputs(1, 2, tokens, dim, dtype=dtype, kv_heads=1)
+    first = forward_and_backward(*tensors, mask)
+    (plan,) = (x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
+    cut = {key[0] for key, prepared in plan.launches.items() if prepared.side.parts > 0}
+    assert cut == {"forward", "dq", "dk_dv"} | ({"delta"} if dtype == torch.float32 else set())
+    for _ in range(19):
+        for a, b in zip(first, forward_and_backward(*tensors, mask), strict=True):
+            assert torch.equal(a, b)
+    close = 0.05 if dtype == torch.bfloat16 else 1e-4
+    for a, b in zip(first, forward_and_backward(*tensors, mask, "reference"), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=close * b[b.isfinite()].abs().max().item())
+
+
+def test_a_cuda_graph_of_a_mask_in_chunks_gives_the_same_bits():
+    q, k, v = (x.detach() for x in inputs(1, 1, 8192, 128))
+    mask = bigbird(8192).to("cuda")
+    want = attention(q, k, v, mask)  # compiles and plans
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, mask)
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])

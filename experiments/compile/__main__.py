@@ -27,6 +27,7 @@ def main(
     block: Annotated[int, typer.Option(help="Tokens a tile of the mask.")] = 128,
     lengths: Annotated[bool, typer.Option(help="With a mask that has lengths (padding).")] = False,
     dropout: Annotated[bool, typer.Option(help="With dropout of the weights.")] = False,
+    split: Annotated[bool, typer.Option(help="With rows and columns that are cut into chunks.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON a kernel instead of a table.")] = False,
 ) -> None:
     """Compile the kernels for an architecture that need not be here, and show what they use.
@@ -52,7 +53,8 @@ def main(
                 for d in dim or [64, 128]:
                     for descriptors in (True, False) if a >= 90 and kind != "float32" else (False,):
                         status.update(f"sm_{a} {kind} D={d} {'descriptors' if descriptors else 'pointers'}")
-                        variant = {"block": block, "descriptors": descriptors, "lengths": lengths, "dropout": dropout}
+                        variant = {"block": block, "descriptors": descriptors, "lengths": lengths, "dropout": dropout,
+                                   "split": split}  # fmt: skip
                         for r in compile_all(a, kind, d, **variant):
                             limit = SHARED_LIMITS.get(a)
                             too_much = limit is not None and r.shared > limit

@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sparseflash import masks
-from sparseflash.kernels import launch
+from sparseflash.kernels import launch, splits
 from sparseflash.kernels.configs import Kernel
 from sparseflash.kernels.plan import plan_of
 
@@ -38,6 +38,7 @@ class Report:
     descriptors: bool
     lengths: bool
     dropout: bool
+    split: bool  # for a mask with rows and columns that are cut into chunks
     registers: int  # a thread
     spilled: int  # bytes a thread writes to memory for want of registers
     shared: int  # bytes of shared memory a program
@@ -73,16 +74,18 @@ def compile_all(
     descriptors: bool = False,
     lengths: bool = False,
     dropout: bool = False,
+    split: bool = False,
     only: Kernel | None = None,
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
-    `descriptors`: the launcher is to use them where it can. `only`: compile nothing else.
+    `descriptors`: the launcher is to use them where it can. `split`: with rows and columns that are cut into chunks,
+    and so with the kernels that merge them. `only`: compile nothing else.
     """
-    with _compiling_for(arch, descriptors, only) as compiled:
+    with _compiling_for(arch, descriptors, only) as compiled, _cutting(split):
         _launch_all(arithmetic, dim, block, lengths, dropout)
     return [
-        _report(name, kernel, arch, arithmetic, dim, block, lengths, dropout)
+        _report(name, kernel, arch, arithmetic, dim, block, lengths, dropout, split)
         for name, kernel in compiled
         if name != "delta_kernel"  # a sum over rows; nothing to tune
     ]
@@ -110,6 +113,14 @@ def _compiling_for(arch: int, descriptors: bool, only: Kernel | None) -> Iterato
         yield compiled
 
 
+@contextmanager
+def _cutting(split: bool) -> Iterator[None]:
+    """Whether plans cut all rows and columns of more than one tile, or none."""
+    rule = splits.Rule(slots=1 << 40, fewest=1, far=0.0, worth=1.0) if split else splits.Rule(fewest=1 << 40)
+    with mock.patch.object(splits, "RULE", rule):
+        yield
+
+
 def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool) -> None:
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
     q, k, v, out, dout, dq, dk, dv = (torch.empty(1, 2, TOKENS, dim, dtype=dtype) for _ in range(8))
@@ -126,8 +137,9 @@ def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool, dropout: b
 
 
 def _report(
-    name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool
-) -> Report:
+    name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool,
+    split: bool,
+) -> Report:  # fmt: skip
     ptx = kernel.asm["ptx"]
     said = _ptxas(ptx, arch)
     registers = re.search(r"Used (\d+) registers", said)
@@ -143,6 +155,7 @@ def _report(
         descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline
         lengths=lengths,
         dropout=dropout,
+        split=split,
         registers=int(registers[1]),
         spilled=int(spilled[1]),
         shared=kernel.metadata.shared,

@@ -15,6 +15,7 @@ from sparseflash.kernels.tile import (
     exponentials,
     live_scores,
     load_tokens,
+    part_pointers,
     products,
     store_tokens,
 )
@@ -108,6 +109,19 @@ def key_gradients(
     return dk, dv
 
 
+@triton.jit
+def write_gradients(
+    dx, dx_ptr, factor, batch, head, first, tokens, length, strides,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """A gradient whose terms are all summed, times `factor` if SCALED; if CUT, 0 for tokens at or past `length`."""
+    if SCALED:
+        dx = dx * factor
+    if CUT:
+        dx = tl.where((first + tl.arange(0, TOKENS) < length)[:, None], dx, 0.0)
+    store_tokens(dx_ptr, dx.to(dx_ptr.dtype.element_ty), batch, head, first, tokens, strides, DIM, PADDED_DIM, TOKENS)
+
+
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @triton.jit(
     do_not_specialize=[
@@ -119,7 +133,8 @@ def dk_dv_kernel(
     lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
     dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEPT, see dq_kernel
     dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
-    work_ptr,  # [B * Hkv * col_tiles, group, ITEM]: as in the forward, over columns, one list a query head of the group
+    work_ptr,  # [W, group, ITEM]: as in the forward, over columns, one list a query head of the group
+    parts_ptr,  # fp32 [parts, BLOCK_N * (PADDED_D + PADDED_DV)], written: dk, dv; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale, one, kv_heads, group, q_len, k_len, col_tiles,
@@ -185,19 +200,38 @@ def dk_dv_kernel(
                 D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, DROPOUT, KEPT, TMA, PRECISION,
             )  # fmt: skip
 
-    dk = dk * scale
-    if DROPOUT:
-        dv = dv * amplification
-    if HAS_LENGTHS:
-        live = (first_k + tl.arange(0, BLOCK_N) < length)[:, None]
-        dk = tl.where(live, dk, 0.0)
-        dv = tl.where(live, dv, 0.0)
-    store_tokens(
-        dk_ptr, dk.to(dk_ptr.dtype.element_ty), batch, kv_head, first_k, k_len, dk_strides, D, PADDED_D, BLOCK_N
-    )
-    store_tokens(
-        dv_ptr, dv.to(dv_ptr.dtype.element_ty), batch, kv_head, first_k, k_len, dv_strides, DV, PADDED_DV, BLOCK_N
-    )
+    if parts_ptr is None:
+        write_gradients(
+            dk, dk_ptr, scale, batch, kv_head, first_k, k_len, length, dk_strides, D, PADDED_D, BLOCK_N,
+            True, HAS_LENGTHS,
+        )  # fmt: skip
+        write_gradients(
+            dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, length, dv_strides, DV, PADDED_DV, BLOCK_N,
+            DROPOUT, HAS_LENGTHS,
+        )  # fmt: skip
+    else:
+        part = tl.load(item_ptr + 7)
+        SIZE: tl.constexpr = BLOCK_N * (PADDED_D + PADDED_DV)
+        if part > 0:
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_N, PADDED_D), dk)
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_N * PADDED_D, BLOCK_N, PADDED_DV), dv)
+        else:
+            write_gradients(
+                dk, dk_ptr, scale, batch, kv_head, first_k, k_len, length, dk_strides, D, PADDED_D, BLOCK_N,
+                True, HAS_LENGTHS,
+            )  # fmt: skip
+            write_gradients(
+                dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, length, dv_strides, DV, PADDED_DV, BLOCK_N,
+                DROPOUT, HAS_LENGTHS,
+            )  # fmt: skip
+
+
+@triton.jit
+def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, inside):
+    """delta, and the inverse for the weights of these scores, of the queries whose weights are all summed."""
+    weight = tl.where(weight > 0.0, weight, 1.0)
+    tl.store(delta_ptr + at, guess + tl.div_rn(delta, weight), mask=inside)
+    tl.store(own_inverse_ptr + at, tl.div_rn(inverse, weight), mask=inside)
 
 
 @triton.jit(
@@ -212,6 +246,7 @@ def dq_kernel(
     dq_ptr,  # [B, Hq, Nq, D], written; if DELTA out, [B, Hq, Nq, DV], read
     own_inverse_ptr,  # [B, Hq, Nq] contiguous, written if DELTA
     work_ptr,  # as in the forward
+    parts_ptr,  # fp32 [parts, BLOCK_M * PADDED_D], written: dq, or if DELTA [parts, BLOCK_M * 3]; or None
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale, one, heads, group, q_len, k_len, row_tiles,
@@ -340,12 +375,29 @@ def dq_kernel(
             ds = p * ds
             dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
-    if DELTA:
-        weight = tl.where(weight > 0.0, weight, 1.0)
-        tl.store(delta_ptr + row + rows, guess + tl.div_rn(delta, weight), mask=rows < q_len)
-        tl.store(own_inverse_ptr + row + rows, tl.div_rn(inverse, weight), mask=rows < q_len)
+    at = row + rows
+    if parts_ptr is None:
+        if DELTA:
+            write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+        else:
+            write_gradients(
+                dq, dq_ptr, scale, batch, head, first_q, q_len, length, dq_strides, D, PADDED_D, BLOCK_M, True, False
+            )
     else:
-        dq = dq * scale
-        store_tokens(
-            dq_ptr, dq.to(dq_ptr.dtype.element_ty), batch, head, first_q, q_len, dq_strides, D, PADDED_D, BLOCK_M
-        )
+        part = tl.load(item_ptr + 7)
+        SIZE: tl.constexpr = BLOCK_M * (3 if DELTA else PADDED_D)
+        if part > 0:
+            if DELTA:
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, 1), delta[:, None])
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_M, BLOCK_M, 1), weight[:, None])
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 2 * BLOCK_M, BLOCK_M, 1), guess[:, None])
+            else:
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_D), dq)
+        else:
+            if DELTA:
+                write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+            else:
+                write_gradients(
+                    dq, dq_ptr, scale, batch, head, first_q, q_len, length, dq_strides, D, PADDED_D, BLOCK_M,
+                    True, False,
+                )  # fmt: skip

@@ -16,11 +16,51 @@ from sparseflash.kernels.tile import (
     exponentials,
     live_scores,
     load_tokens,
+    part_pointers,
     products,
     store_tokens,
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def write_rows(
+    acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len, length,
+    amplification, scale, out_strides,
+    DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """out and lse, and if KEEP maximum and inverse, of the queries whose weights are all summed."""
+    rows = first_q + tl.arange(0, BLOCK_M)
+    empty = l_i == 0.0
+    if HAS_LENGTHS:
+        empty = empty | (rows >= length)
+    total = tl.where(empty, 1.0, l_i)
+    if DROPOUT:
+        acc = acc * amplification
+    maximum = tl.where(empty, 0.0, m_i)
+    if KEEP:
+        out = tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
+        lse = maximum * scale + tl.log2(total) * LN2
+    else:
+        out = acc / total[:, None]
+        lse = (maximum + tl.log2(total)) * LN2
+    out = tl.where(empty[:, None], 0.0, out)
+    lse = tl.where(empty, float("-inf"), lse)
+    store_tokens(
+        out_ptr, out.to(out_ptr.dtype.element_ty), batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M
+    )
+    at = tl.cast(batch_head, tl.int64) * q_len + rows
+    tl.store(lse_ptr + at, lse, mask=rows < q_len)
+    if KEEP:
+        # lse is rounded, which costs a probability recomputed from it more digits than fp32 arithmetic does.
+        tl.store(maximum_ptr + at, maximum, mask=rows < q_len)
+        tl.store(
+            inverse_ptr + at,
+            tl.where(empty, 0.0, tl.div_rn(tl.full([BLOCK_M], 1.0, tl.float32), total)),
+            mask=rows < q_len,
+        )
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
@@ -33,7 +73,8 @@ def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], [B, Hq, Nq] contiguous
     maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum raw score, and one over the sum
-    work_ptr,  # [B * Hq * row_tiles, ITEM]: see plan.py
+    work_ptr,  # [W, ITEM]: see plan.py
+    parts_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], written: acc, m_i, l_i; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed; the bits
     lengths_ptr,  # [B] if HAS_LENGTHS
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
@@ -140,32 +181,21 @@ def forward_kernel(
         acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
         m_i = m_new
 
-    rows = first_q + tl.arange(0, BLOCK_M)
-    empty = l_i == 0.0
-    if HAS_LENGTHS:
-        empty = empty | (rows >= length)
-    total = tl.where(empty, 1.0, l_i)
-    if DROPOUT:
-        acc = acc * amplification
-    maximum = tl.where(empty, 0.0, m_i)
-    if KEEP:
-        out = tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
-        lse = maximum * scale + tl.log2(total) * LN2
+    if parts_ptr is None:
+        write_rows(
+            acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len, length,
+            amplification, scale, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS, DROPOUT, KEEP,
+        )  # fmt: skip
     else:
-        out = acc / total[:, None]
-        lse = (maximum + tl.log2(total)) * LN2
-    out = tl.where(empty[:, None], 0.0, out)
-    lse = tl.where(empty, float("-inf"), lse)
-    store_tokens(
-        out_ptr, out.to(out_ptr.dtype.element_ty), batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M
-    )
-    at = tl.cast(batch_head, tl.int64) * q_len + rows
-    tl.store(lse_ptr + at, lse, mask=rows < q_len)
-    if KEEP:
-        # lse is rounded, which costs a probability recomputed from it more digits than fp32 arithmetic does.
-        tl.store(maximum_ptr + at, maximum, mask=rows < q_len)
-        tl.store(
-            inverse_ptr + at,
-            tl.where(empty, 0.0, tl.div_rn(tl.full([BLOCK_M], 1.0, tl.float32), total)),
-            mask=rows < q_len,
-        )
+        part = tl.load(item_ptr + 7)
+        SUMS: tl.constexpr = BLOCK_M * PADDED_DV
+        SIZE: tl.constexpr = SUMS + 2 * BLOCK_M
+        if part > 0:
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_DV), acc)
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS, BLOCK_M, 1), m_i[:, None])
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS + BLOCK_M, BLOCK_M, 1), l_i[:, None])
+        else:
+            write_rows(
+                acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
+                length, amplification, scale, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS, DROPOUT, KEEP,
+            )  # fmt: skip

@@ -16,12 +16,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash.dropout import amplification
 from sparseflash.kernels.backward import delta_kernel, dk_dv_kernel, dq_kernel
+from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_kernel, combine_rows_kernel
 from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
 
 LOG2E = 1.4426950408889634
 _DELTA_TOKENS = 64
+_TOKENS_TO_COMBINE = 16
 # Making descriptors costs the host about 15 us a call, which pays once the kernel runs for longer than that.
 _PRODUCTS_FOR_DESCRIPTORS = 10_000_000_000
 
@@ -44,13 +46,18 @@ class Problem(NamedTuple):
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     """Writes `out`, `lse` and, unless it is empty, `kept`."""
     launch = _prepared("forward", problem, q, k, v, out)
-    side = launch.side
+    side, parts = launch.side, launch.parts()
     maximum, inverse = _halves(kept)
     launch.run(
-        *launch.tokens(q, k, v), out, lse, maximum, inverse, side.work, side.index, side.tile, side.words,
+        *launch.tokens(q, k, v), out, lse, maximum, inverse, side.work, parts, side.index, side.tile, side.words,
         problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped), problem.scale,
         problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
+    if parts is not None:
+        launch.combine(
+            parts, side.merged, out, lse, maximum, inverse, problem.lengths, amplification(problem.dropped),
+            problem.scale, problem.scale * LOG2E,
+        )  # fmt: skip
 
 
 def backward(
@@ -88,12 +95,16 @@ def key_gradients(
 ) -> None:  # fmt: skip
     """Writes `dk` and `dv`."""
     launch = _prepared("dk_dv", problem, q, k, v, dout, dk, dv, dlse=dlse)
-    side = launch.side
+    side, parts = launch.side, launch.parts()
     launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, dk, dv, side.work, side.index, side.tile,
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, dk, dv, side.work, parts, side.index, side.tile,
         side.words, problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped), problem.scale,
         problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
+    if parts is not None:
+        launch.combine(
+            parts, side.merged, dk, dv, problem.lengths, amplification(problem.dropped), problem.scale
+        )  # fmt: skip
 
 
 def query_gradients(
@@ -119,20 +130,45 @@ def _walk_rows(
     delta: Tensor, dlse: Tensor | None, rows: Tensor, own_inverse: Tensor | None,
 ) -> None:  # fmt: skip
     launch = _prepared(name, problem, q, k, v, dout, rows, dlse=dlse)
-    side = launch.side
+    side, parts = launch.side, launch.parts()
     launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, rows, own_inverse, side.work, side.index, side.tile,
-        side.words, problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped), problem.scale,
-        problem.scale * LOG2E, 1.0, *launch.numbers,
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, rows, own_inverse, side.work, parts, side.index,
+        side.tile, side.words, problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped),
+        problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
     )  # fmt: skip
+    if parts is None:
+        return
+    if own_inverse is not None:
+        launch.combine(parts, side.merged, inverse, delta, own_inverse)
+    else:
+        launch.combine(parts, side.merged, rows, None, None, 1.0, problem.scale)
+
+
+class _Prepared:
+    """A kernel with its grid, which is compiled once."""
+
+    def __init__(self, kernel: Any, programs: int, device: torch.device, num_warps: int, num_stages: int) -> None:
+        self.device = device
+        self._kernel, self._grid = kernel, (programs, 1, 1)
+        self._options = {"num_warps": num_warps, "num_stages": num_stages, **_OPTIONS}
+        self._compiled: Callable[..., Any] | None = None
+
+    def run(self, *arguments: Any) -> None:
+        """Launches; the first time through Triton's own front, which compiles, then without its bookkeeping."""
+        with _on_device(self.device):
+            if self._compiled is not None:
+                self._compiled(*arguments)
+                return
+            compiled = self._kernel[self._grid](*arguments, **self._options)
+            if compiled is not None:  # the interpreter compiles nothing
+                self._compiled = compiled[self._grid]
 
 
 class _Launch:
-    """One kernel, ready for tensors of one layout."""
+    """One kernel, and the one that merges its partial results if there are any, ready for tensors of one layout."""
 
     def __init__(self, name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         kernel: Kernel = "dq" if name == "delta" else name  # type: ignore[assignment]
-        self.kernel = _KERNELS[kernel]
         capability = capability_of(q.device)
         arithmetic = arithmetic_of(q.dtype, problem.tf32)
         (heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape[1:], k.shape[1:3], v.shape[-1]
@@ -164,9 +200,40 @@ class _Launch:
             *([name == "delta"] if kernel == "dq" else []), self.descriptors,
             "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision
         )  # fmt: skip
-        self.grid = (len(self.side.work), 1, 1)
-        self.device = q.device
-        self.compiled: Callable[..., Any] | None = None
+        self._main = _Prepared(_KERNELS[kernel], len(self.side.work), q.device, config.num_warps, config.num_stages)
+        self._parts: tuple[int, int] | None = None  # their number, and the fp32 numbers of each
+        if self.side.merged is not None:
+            tile = config.block_n if columns else config.block_m
+            # Few tokens a program, because there may be few items that are cut, each with many parts.
+            tokens = tile if name == "delta" else _TOKENS_TO_COMBINE
+            heads_tokens_tiles = self.numbers[0], self.numbers[3 if columns else 2], self.numbers[4]
+            dims = dim, v_dim, _padded(dim), _padded(v_dim)
+            dropping, keeping = problem.seed is not None, q.dtype == torch.float32
+            numbers: tuple[Any, ...]
+            if name == "forward":
+                numbers = *heads_tokens_tiles, _strides(rest[0]), *dims[1::2], tile, tokens, dropping, keeping
+                size = _padded(v_dim) + 2
+            elif name == "delta":
+                numbers = *heads_tokens_tiles[1:], tile
+                size = 3
+            else:
+                numbers = *heads_tokens_tiles, *map(_strides, (rest[1], rest[-1])), *dims, tile, tokens, dropping
+                size = _padded(dim) + (_padded(v_dim) if columns else 0)
+            self._parts = self.side.parts, tile * size
+            programs = len(self.side.merged) * (tile // tokens)
+            self._combining, self._numbers_to_combine = _Prepared(_COMBINING[name], programs, q.device, 4, 2), numbers
+
+    def parts(self) -> Tensor | None:
+        """Room for the partial results of items that are chunks of longer ones; None if there are none."""
+        return None if self._parts is None else torch.empty(self._parts, dtype=torch.float32, device=self._main.device)
+
+    def run(self, *arguments: Any) -> None:
+        """Launches the kernel."""
+        self._main.run(*arguments)
+
+    def combine(self, *arguments: Any) -> None:
+        """Launches the kernel that merges the parts."""
+        self._combining.run(*arguments, *self._numbers_to_combine)
 
     def tokens(self, *tensors: Tensor) -> tuple[Tensor | TensorDescriptor, ...]:
         """What the kernel loads tiles of these tensors by: pointers, or descriptors for the copy engine."""
@@ -177,20 +244,12 @@ class _Launch:
             for x, box in zip(tensors, self.boxes, strict=True)
         )
 
-    def run(self, *arguments: Any) -> None:
-        """Launches; the first time through Triton's own front, which compiles, then without its bookkeeping."""
-        with _on_device(self.device):
-            if self.compiled is not None:
-                self.compiled(*arguments)
-                return
-            compiled = self.kernel[self.grid](
-                *arguments, num_warps=self.config.num_warps, num_stages=self.config.num_stages, **_OPTIONS
-            )
-            if compiled is not None:  # the interpreter compiles nothing
-                self.compiled = compiled[self.grid]
-
 
 _KERNELS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
+_COMBINING: dict[str, Any] = {
+    "forward": combine_rows_kernel, "dk_dv": combine_gradients_kernel, "dq": combine_gradients_kernel,
+    "delta": combine_means_kernel,
+}  # fmt: skip
 
 
 def _prepared(name: str, problem: Problem, *tensors: Tensor, dlse: Tensor | None = None) -> _Launch:

@@ -1,6 +1,7 @@
 """The execution plan: for each program of a kernel, which tiles it walks, and in which order programs start.
 
-Derived from a mask once and kept with it. No host synchronisation, so a mask made on the GPU is planned there.
+Derived from a mask once and kept with it. A loose mask made on the GPU is planned there without waiting for it; for any
+other the host may look once at how long the lists are, to cut those that are far too long (see splits.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.csr import columns_of, derived, row_of_entry
+from sparseflash.csr import columns_of, derived, is_countable, row_of_entry
+from sparseflash.kernels.splits import Items, cut_items, cuts_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Lists:
     count: Tensor  # int32 [P * M]
     index: Tensor  # int32 [nnz + 1]
     tile: Tensor  # int32 [nnz + 1]
+    each: int | None = None  # every count, if they are equal and the host knows
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Side:
     index: Tensor
     tile: Tensor
     words: Tensor
+    parts: int = 0  # items that are chunks of longer ones, and write partial results
+    merged: Tensor | None = None  # int32 [items that are cut, 4], see cut_items
 
 
 class Plan:
@@ -46,7 +51,7 @@ class Plan:
 
     def __init__(
         self, rows: Lists, columns: Lists | None, words: Tensor, pattern: Tensor, kv_heads: int,
-        lengths: tuple[int, int], blocks: tuple[int, int], tiles_total: int,
+        lengths: tuple[int, int], blocks: tuple[int, int], tiles_total: int, *, shared: bool, countable: bool,
     ) -> None:  # fmt: skip
         self._rows, self._words = rows, words
         self._columns = columns  # None until a backward needs them
@@ -54,6 +59,8 @@ class Plan:
         self._kv_heads = kv_heads
         self._lengths, self._blocks = lengths, blocks
         self._sides: dict[tuple[str, int], Side] = {}
+        self._shared = shared  # one pattern for all heads
+        self._countable = countable  # the host may ask the device how long the lists are
         self.tiles_total = tiles_total  # about the number of tiles that all heads walk together
         self.launches: dict[Any, Any] = {}  # filled by launch.py
 
@@ -61,8 +68,7 @@ class Plan:
         """Work over tiles of `tile` queries (a divisor of the mask's block), one list each."""
         key = ("rows", tile)
         if key not in self._sides:
-            work = _work(self._rows, self._pattern.unsqueeze(-1), self._lengths[0], self._blocks[0], tile)
-            self._sides[key] = Side(work, self._rows.index, self._rows.tile, self._words)
+            self._sides[key] = self._side(self._rows, self._pattern.unsqueeze(-1), 0, tile)
         return self._sides[key]
 
     def columns(self, tile: int) -> Side:
@@ -73,9 +79,27 @@ class Plan:
                 raise RuntimeError("this plan was made without columns")
             batch, heads = self._pattern.shape
             pattern = self._pattern.view(batch, self._kv_heads, heads // self._kv_heads)
-            work = _work(self._columns, pattern, self._lengths[1], self._blocks[1], tile)
-            self._sides[key] = Side(work, self._columns.index, self._columns.tile, self._words)
+            self._sides[key] = self._side(self._columns, pattern, 1, tile)
         return self._sides[key]
+
+    def _side(self, lists: Lists, pattern: Tensor, axis: int, tile: int) -> Side:
+        """The work over `axis`, 0: queries, 1: keys."""
+        length, block, other = self._lengths[axis], self._blocks[axis], self._blocks[1 - axis]
+        items = _items(lists, pattern, length, block, tile)
+        group = pattern.shape[-1]
+        cuts = cuts_of(
+            items.size,
+            other,
+            most=-(-self._lengths[1 - axis] // other) * group,
+            total=self.tiles_total * (block // tile) if self._shared else None,
+            each=None if lists.each is None else lists.each * group,
+            countable=self._countable,
+        )
+        parts, merged = 0, None
+        if cuts is not None:
+            parts = cuts.total - (len(items.size) - cuts.cut)
+            items, merged = cut_items(items, cuts)
+        return Side(_longest_first(items, lists), lists.index, lists.tile, self._words, parts, merged)
 
     def take_columns(self, columns: Lists) -> None:
         """Completes a plan that was made without them."""
@@ -99,7 +123,10 @@ def plan_of(
         patterns = (len(indptr) - 1) // row_blocks
         total = len(indices) * q_heads[0] * q_heads[1] // patterns
         # Every pattern is used by some head, but patterns may be shared by unequal numbers of heads: an estimate.
-        cache[key] = Plan(cache["row lists"], None, words, pattern.expand(q_heads), kv_heads, lengths, blocks, total)
+        cache[key] = Plan(
+            cache["row lists"], None, words, pattern.expand(q_heads), kv_heads, lengths, blocks, total,
+            shared=patterns == 1, countable=is_countable(indices),
+        )  # fmt: skip
     plan: Plan = cache[key]
     if columns:
         if "column lists" not in cache:
@@ -129,7 +156,7 @@ def dense_plan(
     columns = _dense_lists(col_blocks, row_blocks, last_row, last_col, corner, device)
     pattern = torch.zeros(q_heads, dtype=torch.int32, device=device)
     total = row_blocks * col_blocks * q_heads[0] * q_heads[1]
-    return Plan(rows, columns, words, pattern, kv_heads, lengths, blocks, total)
+    return Plan(rows, columns, words, pattern, kv_heads, lengths, blocks, total, shared=True, countable=False)
 
 
 def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, corner: int, device: torch.device) -> Lists:
@@ -145,7 +172,7 @@ def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, corner: int
     if last_row:
         full[-1] = 0
     count = torch.full((rows,), cols, dtype=torch.int32, device=device)
-    return Lists(start, full, count, _one_more(torch.cat([index, index])), _one_more(tile.view(-1)))
+    return Lists(start, full, count, _one_more(torch.cat([index, index])), _one_more(tile.view(-1)), cols)
 
 
 def _full_first(indptr: Tensor, index: Tensor, tile: Tensor) -> Lists:
@@ -162,15 +189,8 @@ def _one_more(array: Tensor) -> Tensor:
     return torch.cat([array, array.new_zeros(1)])
 
 
-def _work(lists: Lists, pattern: Tensor, length: int, block: int, tile: int) -> Tensor:
-    """Work items, longest first over all heads: int32 `[B * H * T, group, 8]` for `pattern [B, H, group]`.
-
-    An item is `(batch and head and tile as one number, start, full, count)` of its list, then the first full block,
-    the first partial block and its tile number, and a filler. The firsts stand here, too, because a program that had to
-    look them up would wait for memory once more before it can load any key. Sorting over all heads, not inside each,
-    is what keeps the GPU busy to the end when few rows are much longer than the rest; items of equal length stay in
-    the order of heads, so neighbours share keys in the L2 cache.
-    """
+def _items(lists: Lists, pattern: Tensor, length: int, block: int, tile: int) -> Items:
+    """Work items for `pattern [B, H, group]`, in the order of their numbers: W = B * H * T."""
     batch, heads, group = pattern.shape
     device = pattern.device
     count_tiles = -(-length // tile)
@@ -183,9 +203,21 @@ def _work(lists: Lists, pattern: Tensor, length: int, block: int, tile: int) -> 
     row = pattern.long().unsqueeze(2) * blocks + block_row[:, None]  # [B, H, T, group]
     row = row.reshape(-1, group)
     number = torch.arange(len(row), device=device, dtype=torch.int32).unsqueeze(1).expand(-1, group)
-    start, full, count = lists.start[row], lists.full[row], lists.count[row]
-    masked = start + full
-    firsts = lists.index[start.long()], lists.index[masked.long()], lists.tile[masked.long()]
-    items = torch.stack([number, start, full, count, *firsts, torch.zeros_like(start)], dim=-1)
-    _, order = torch.sort(items[..., 3].sum(1), stable=True, descending=True)
-    return items[order].contiguous()
+    start = lists.start[row]
+    return Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
+
+
+def _longest_first(items: Items, lists: Lists) -> Tensor:
+    """What the kernels read: int32 `[W, group, 8]`, in the order in which programs start.
+
+    An item is `(batch and head and tile as one number, start, full, count)` of its list, then the first full block,
+    the first partial block and its tile number, and its place among the chunks. The firsts stand here, too, because a
+    program that had to look them up would wait for memory once more before it can load any key. Sorting over all
+    heads, not inside each, is what keeps the GPU busy to the end when few rows are much longer than the rest; items of
+    equal length stay in the order of heads, so neighbours share keys in the L2 cache.
+    """
+    masked = items.start + items.full
+    firsts = lists.index[items.start.long()], lists.index[masked.long()], lists.tile[masked.long()]
+    work = torch.stack([*items[:4], *firsts, items.part], dim=-1)
+    _, order = torch.sort(items.size.sum(1), stable=True, descending=True)
+    return work[order].contiguous()

@@ -81,6 +81,13 @@ def store_tokens(
 
 
 @triton.jit
+def part_pointers(parts_ptr, part, SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """Where [ROWS, DIMS] numbers of a partial result lie, of which a part holds SIZE: from FIRST on, row by row."""
+    at = tl.arange(0, ROWS)[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
+    return parts_ptr + tl.cast(part, tl.int64) * SIZE + FIRST + at
+
+
+@triton.jit
 def live_scores(
     words_ptr, tile, first_q, first_k,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,

@@ -1,0 +1,142 @@
+"""Which work items are cut into chunks, and the items that come of it.
+
+An item far longer than the rest (the row of a global token, or the column) would still run when all others are done.
+Its list is cut into chunks of nearly equal length, each an item of its own that writes partial results to a workspace;
+`combine.py` merges them in the order of the list. What is cut depends on the mask and the shapes alone, so the same
+call gives the same bits on every GPU of a kind; it does depend on batch size and heads, which say what else there is
+to do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rule(NamedTuple):
+    """When cutting is worth it; lengths are those of items, in tiles of the mask.
+
+    Programs start longest first, so with `mean = sum of lengths / slots` the last one ends at about
+    `max(mean, longest)`, and what cutting can win is `longest / mean`. Simulated for 16384 tokens in blocks of 128,
+    longest first on 264 slots, tiles walked by the busiest slot before and after:
+
+        2 global rows and columns, window 3, 3 random    longest   mean
+        forward, D = 128, 16 heads, tiles of 128             128     75    128 -> 78
+        dK/dV and dQ, D = 128, 16 heads, tiles of 64         128    151    not cut (152)
+        all passes, D = 64, 32 heads, tiles of 64            128    302    not cut (306)
+        forward, D = 128, 1 head                             128      5    128 -> 16
+        causal, dense (16 heads, D = 128)                    128    500 and more: not cut
+
+    A chunk costs about half a tile, to write and read its part, and the merge is one more kernel of a few
+    microseconds, two tiles or so. So no chunk is shorter than 16 tiles of 128.
+
+    Where lists are alike (dense, causal) and merely fewer than there are slots, the model promises more than there is
+    to win: a program that has a multiprocessor to itself runs faster than one of two. There most of the slots must be
+    idle before anything is cut, as they are in attention of a few queries to very many keys.
+    """
+
+    slots: int = (
+        264  # two programs on each of the 132 multiprocessors of an H100; a constant, so bits do not depend on it
+    )
+    fewest: int = 2048  # tokens a chunk
+    far: float = 4.0  # times the mean item is what counts as far longer than the rest
+    worth: float = 1.5  # times the chunk must the longest item be, if it is far longer than the rest,
+    worth_alike: float = 4.0  # or else
+
+
+RULE = Rule()
+
+
+class Items(NamedTuple):
+    """Work items, all int32 `[W, group]`: each has one list of tiles for every query head of a group."""
+
+    number: Tensor  # of batch and head and tile of tokens; the same for the group
+    start: Tensor
+    full: Tensor  # so many of the list are full tiles, which come first
+    size: Tensor  # of the list
+    part: Tensor  # which of the chunks of items that are cut, from 1; 0: not cut; the same for the group
+
+
+class Cuts(NamedTuple):
+    """Into how many chunks each item is cut; and, on the host, what that comes to."""
+
+    chunks: Tensor  # int64 [W], 1: not cut
+    total: int  # of them
+    cut: int  # items cut into more than one
+
+
+def cuts_of(
+    size: Tensor, block: int, *, most: int, total: int | None, each: int | None, countable: bool
+) -> Cuts | None:
+    """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None: no item is.
+
+    Needs numbers on the host: `each`, the tiles of every item, if it is known there; else, if `countable`, one copy
+    of two numbers from the device, saved where `most`, which none exceeds, and `total`, if it is known, already say
+    that nothing is cut.
+    """
+    if most <= RULE.worth * max(_shortest(block), 0 if total is None else total // RULE.slots):
+        return None
+    if each is not None:
+        items = len(size)
+        pieces = int(_chunks(torch.full((items,), each, device="cpu"), block)[0])
+        if pieces == 1:
+            return None
+        return Cuts(torch.full((items,), pieces, device=size.device), pieces * items, items)
+    if not countable or _capturing(size.device):
+        return None
+    chunks = _chunks(size.sum(1), block)
+    total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
+    return Cuts(chunks, total, cut) if cut else None
+
+
+def _chunks(lengths: Tensor, block: int) -> Tensor:
+    """The rule: int64 [W]. With chunks of at least the mean there are at most `slots` more items than before."""
+    total, longest = lengths.sum(), lengths.max()
+    chunk = (-(-total // RULE.slots)).clamp(min=_shortest(block))
+    is_far = longest * len(lengths) > RULE.far * total
+    worth = torch.where(is_far, longest > RULE.worth * chunk, longest > RULE.worth_alike * chunk)
+    return torch.where(worth & (lengths > chunk), -(-lengths // chunk), 1)
+
+
+def _shortest(block: int) -> int:
+    return -(-RULE.fewest // block)
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded, which nothing may wait for. A mask planned before keeps its cuts."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def cut_items(items: Items, cuts: Cuts) -> tuple[Items, Tensor]:
+    """The chunks of all items, in their order, and what is to be merged.
+
+    Chunk p of n is the part from `p * length // n` to `(p + 1) * length // n` of the lists of an item one after the
+    other, full tiles first in each. So it is a list again, or none, for each of the group.
+
+    The second is int32 `[cut, 4]`: the number of an item that is cut, the place of its first chunk, from 0, how many
+    there are, and a filler.
+    """
+    device = cuts.chunks.device
+    item = torch.repeat_interleave(torch.arange(len(cuts.chunks), device=device), cuts.chunks, output_size=cuts.total)
+    chunk = torch.arange(cuts.total, device=device) - (cuts.chunks.cumsum(0) - cuts.chunks)[item]
+    pieces = cuts.chunks[item]
+    number, start, full, size, _ = (x[item] for x in items)
+    length, stop = size.sum(1), size.cumsum(1)
+    low, high = (
+        ((p * length // pieces).unsqueeze(1) - (stop - size)).clamp(min=0).minimum(size) for p in (chunk, chunk + 1)
+    )
+    is_cut = cuts.chunks > 1
+    is_part = is_cut[item]
+    made = Items(
+        number,
+        (start + low).to(torch.int32),
+        (full - low).clamp(min=0).minimum(high - low).to(torch.int32),
+        (high - low).to(torch.int32),
+        (is_part.cumsum(0) * is_part).to(torch.int32).unsqueeze(1).expand_as(number),
+    )
+    parts = cuts.chunks * is_cut
+    _, order = torch.sort(is_cut, stable=True, descending=True)
+    merged = torch.stack([items.number[:, 0], parts.cumsum(0) - parts, parts, torch.zeros_like(parts)], dim=-1)
+    return made, merged[order[: cuts.cut]].to(torch.int32)
