@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +51,10 @@ def _compiled(mode: str | None) -> Callable[..., Tensor]:
     import torch._dynamo
     import torch._functorch.config
 
-    # Every shape and every mask_mod is a graph of its own; past the default limit of 8 nothing would be
-    # compiled.
-    torch._dynamo.config.recompile_limit = 256
+    # Every shape and every mask_mod is a graph of its own, some hundreds in a whole run; past the limits (8 of one
+    # function, 256 in all) nothing would be compiled.
+    torch._dynamo.config.recompile_limit = 2048
+    torch._dynamo.config.accumulated_recompile_limit = 2048
     # The backward is timed on a retained graph, which donated buffers forbid.
     torch._functorch.config.donated_buffer = False
     # fullgraph: what cannot be compiled raises, instead of running N x N in eager mode.
@@ -63,10 +65,10 @@ def _runner(case: Case, pattern: Pattern, inputs: Inputs, mode: str | None) -> R
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     call = _compiled(mode)
-    if case.kind == "dense":
-        return Runner(call, inputs)
-    mask = flex_mask(pattern)
-    return Runner(lambda q, k, v: call(q, k, v, block_mask=mask), inputs)
+    options: dict[str, Any] = {"enable_gqa": True} if case.heads_of_keys < case.heads else {}
+    if case.kind != "dense":
+        options["block_mask"] = flex_mask(pattern)
+    return Runner(lambda q, k, v: call(q, k, v, **options), inputs)
 
 
 def flex(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
@@ -75,5 +77,7 @@ def flex(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
 
 
 def flex_autotune(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlexAttention tuned by torch.compile: more than a minute of compilation a case."""
+    """FlexAttention tuned by torch.compile: more than a minute of compilation a shape."""
+    if not case.tuned:
+        raise Unavailable("tuning takes over a minute a shape: see the group tuned, or give --flex-autotune")
     return _runner(case, pattern, inputs, "max-autotune-no-cudagraphs")
