@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from experiments.speed.cases import CASES, Case
+from experiments.speed.cases import Case
 from experiments.speed.patterns import KINDS, WINDOWS, block_mask, pattern
 from experiments.speed.peers import flashattention4
 from experiments.speed.peers.runner import Inputs, Unavailable
@@ -33,18 +33,31 @@ def arguments(kind: str, **changes: Any) -> dict[str, Any]:
     return flashattention4.arguments(case, pattern(kind, case.length, case.block), PACKAGE, CPU)
 
 
+@pytest.mark.parametrize("block", [128, 64])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("dense", "causal", *WINDOWS)])
-def test_lists_and_rule_say_our_mask(kind: str) -> None:
-    given = arguments(kind)
+def test_lists_and_rule_say_our_mask(kind: str, block: int) -> None:
+    given = arguments(kind, block=block)
     rule = given.get("mask_mod")
     in_torch = None if rule is None else lambda b, h, q, k: rule(b, h, q, k, None, None)
-    expected = block_mask(kind, LENGTH, 128).to_dense()
+    expected = block_mask(kind, LENGTH, block).to_dense()
     back = from_fa4(given["block_sparse_tensors"], LENGTH, LENGTH, mask_mod=in_torch)
     assert torch.equal(back.to_dense(), expected)
     turned = from_fa4(given["block_sparse_tensors_bwd"], LENGTH, LENGTH, mask_mod=transposed(in_torch))
     assert torch.equal(turned.to_dense().mT, expected)
     if in_torch is not None:
         assert (create_mask(in_torch, 1, 1, LENGTH, LENGTH, device="cpu") | ~expected).all()
+
+
+@pytest.mark.parametrize("kind", ["butterfly", "random12", "neighborhood"])
+def test_lists_of_small_blocks_are_those_of_the_converter(kind: str) -> None:
+    forward, backward = flashattention4.small_blocks(pattern(kind, LENGTH, 128))
+    given = arguments(kind)
+    for mine, theirs in ((forward, given["block_sparse_tensors"]), (backward, given["block_sparse_tensors_bwd"])):
+        assert mine.block_size == theirs.block_size
+        for counts, indices in ((0, 1), (2, 3)):
+            assert torch.equal(mine[counts], theirs[counts]) and mine[indices].dtype == theirs[indices].dtype
+            for row, count in enumerate(mine[counts][0, 0].tolist()):
+                assert torch.equal(mine[indices][0, 0, row, :count], theirs[indices][0, 0, row, :count])
 
 
 def transposed(rule: Any) -> Any:
@@ -54,12 +67,6 @@ def transposed(rule: Any) -> Any:
 def test_dense_causal_and_windows_are_its_own() -> None:
     assert arguments("dense") == {} and arguments("causal") == {"causal": True}
     assert arguments("window64") == {"window_size": (64, 64)}
-
-
-@pytest.mark.parametrize("block", [16, 32, 64])
-def test_small_blocks_are_a_reason(block: int) -> None:
-    with pytest.raises(Unavailable, match=f"FA4 must have blocks of 128 keys .* got {block} x {block}"):
-        arguments("butterfly", block=block)
 
 
 class OnGpu(NamedTuple):
@@ -73,20 +80,6 @@ def test_fp32_is_a_reason(dtype: torch.dtype) -> None:
     q: Any = OnGpu()
     with pytest.raises(Unavailable, match="fp16 and bf16 only"):
         flashattention4.fa4(replace(CASE, dtype=dtype), pattern("dense", LENGTH, 128), Inputs(q, q, q, q))
-
-
-def test_every_case_says_its_mask_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long masks are left out: their arguments are those of the short ones."""
-    served, refused = set(), {}
-    for case in CASES:
-        if case.length > 16384:
-            continue
-        try:
-            flashattention4.arguments(case, pattern(case.kind, case.length, case.block), PACKAGE, CPU)
-            served.add(case.block)
-        except Unavailable as reason:
-            refused[case.block] = str(reason)
-    assert served == {128} and set(refused) == {16, 32, 64}
 
 
 def test_inputs_are_in_its_order_and_results_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ GROUPS = {
     "memory": "Peak memory of forward and backward up to 1M tokens: is it linear? (1 minute)",
     "lengths": "512 to 1M tokens under local, butterfly and dense masks (3 minutes)",
     "shapes": "The shapes of Long Range Arena, Path-X and Path-256 (4 minutes)",
-    "blocks": "Mask blocks of 128, 64, 32 and 16: what does a live score cost? (2 minutes)",
+    "blocks": "Mask blocks of 128, 64, 32 and 16: what does a live score cost? (3 minutes)",
     "dims": "Head dims 32, 64, 96, 128 and 256 (4 minutes)",
     "dtypes": "bf16, fp16, fp32 and fp32 in TF32 (3 minutes)",
     "heads": "Grouped and multi-query heads (3 minutes)",
