@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.speed import check
+from experiments.speed import check, memory
 from experiments.speed.cases import BACKWARD, BOTH, CALL, CASES, FORWARD, MEMORY, WAYS, Case
 from experiments.speed.patterns import KINDS, Pattern, pattern
 from experiments.speed.peers import ours
@@ -238,3 +238,20 @@ def test_memory_is_not_counted_on_a_cpu_and_says_so() -> None:
 
 def test_every_case_of_the_benchmark_has_a_tolerance_for_its_peers() -> None:
     assert {case.dtype for case in CASES} <= set(check.SAME_FUNCTION)
+
+
+@pytest.mark.parametrize("own_order", [False, True])
+def test_peak_memory_counts_the_inputs_once(own_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the allocator: 4 inputs of 1 MiB were there before, a peer with an order of its own copies
+    them, and a step takes 7 MiB more."""
+    inputs = Inputs(*(torch.zeros(2**18) for _ in range(4)))
+    mine = Inputs(*(tensor.clone() for tensor in inputs.tensors)) if own_order else inputs
+    steps: list[str] = []
+    runner = Runner(lambda q, k, v: q, mine)
+    monkeypatch.setattr(Runner, "step", lambda self: steps.append("step"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: steps.append("reset"))
+    peak = (4 + (4 if own_order else 0) + 7) * memory.MIB
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    found = memory.peak_mib(runner, inputs, 4 * memory.MIB, torch.device("cuda"))
+    assert found == 4 + 7 and steps == ["step", "reset", "step"]
