@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.speed import check
-from experiments.speed.cases import BACKWARD, CALL, CASES, FORWARD, Case
+from experiments.speed import check, memory
+from experiments.speed.cases import BACKWARD, BOTH, CALL, CASES, FORWARD, MEMORY, WAYS, Case
 from experiments.speed.patterns import KINDS, Pattern, pattern
 from experiments.speed.peers import ours
 from experiments.speed.peers.runner import Inputs, Runner, Unavailable
-from experiments.speed.report import DIFFERS, FAILED, OK, OURS, SKIPPED, WRONG, Row
+from experiments.speed.rows import DIFFERS, FAILED, OK, OURS, SKIPPED, WRONG, Row
 from experiments.speed.run import Options, make_inputs, run_case
 
 CASE = Case("small", "butterfly", 1, 3, 128, 16, dtype=torch.float32, block=16)
@@ -78,8 +78,9 @@ def test_truth_is_dense_attention_and_its_gradients(kind: str, monkeypatch: pyte
 @pytest.mark.parametrize("kind", KINDS)
 def test_ours_is_right_and_timed(kind: str, dtype: torch.dtype) -> None:
     rows = run_case(replace(CASE, kind=kind, dtype=dtype), ours, {}, OPTIONS)
-    assert statuses(rows) == {(OURS, FORWARD): OK, (OURS, BACKWARD): OK}
+    assert statuses(rows) == {(OURS, way): OK for way in WAYS}
     assert all(row.ms is not None and row.error is not None and 0 <= row.error <= 1 for row in rows)
+    assert {row.checked for row in rows} == {"2 of 3 heads in full"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,14 +96,15 @@ def test_ours_is_right_and_timed(kind: str, dtype: torch.dtype) -> None:
 )
 def test_a_wrong_output_is_marked_and_not_timed(change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     rows = run_case(replace(CASE, dtype=dtype), changed(change), {"same": ours}, OPTIONS)
-    assert statuses(rows) == {(OURS, FORWARD): WRONG, (OURS, BACKWARD): WRONG}
+    assert statuses(rows) == {(OURS, way): WRONG for way in WAYS}
     assert all(row.ms is None and "times the yardstick" in row.reason for row in rows)
 
 
 @pytest.mark.parametrize("change", [lambda grad: grad * 1.05, lambda grad: grad * float("nan")], ids=["scaled", "NaN"])
-def test_a_wrong_gradient_stops_the_backward_only(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_wrong_gradient_stops_what_has_a_backward_only(change: Callable[[Tensor], Tensor]) -> None:
     rows = run_case(CASE, with_gradient(change), {"same": ours}, OPTIONS)
-    assert statuses(rows) == {(OURS, FORWARD): OK, ("same", FORWARD): OK, (OURS, BACKWARD): WRONG}
+    wrong = {(OURS, way): WRONG for way in (BACKWARD, BOTH)}
+    assert statuses(rows) == {(OURS, FORWARD): OK, ("same", FORWARD): OK, **wrong}
     assert next(row for row in rows if row.direction == BACKWARD).reason.startswith("the error of dv is")
 
 
@@ -128,10 +130,10 @@ def test_a_peer_may_fail_be_absent_or_differ_and_the_others_go_on(capsys: pytest
     }
     rows = run_case(CASE, ours, peers, OPTIONS)
     found = statuses(rows)
-    for way in (FORWARD, BACKWARD):
+    for way in WAYS:
         assert found["failing", way] == FAILED and found["absent", way] == SKIPPED
         assert found["other", way] == DIFFERS and found["same", way] == found[OURS, way] == OK
-    assert found["half", FORWARD] == OK and found["half", BACKWARD] == DIFFERS
+    assert found["half", FORWARD] == OK and found["half", BACKWARD] == found["half", BOTH] == DIFFERS
     assert {row.reason for row in rows if row.peer == "failing"} == {"RuntimeError: no kernel in file.py and/or"}
     assert all((row.ratio is not None) == (row.status == OK and row.peer != OURS) for row in rows)
     assert "and/or\nand more" in capsys.readouterr().err
@@ -182,5 +184,74 @@ def test_checked_heads_are_first_last_and_drawn() -> None:
     assert check.checked_heads(1, 1, 3) == [(0, 0)]
 
 
+@pytest.mark.parametrize("kind", ["local", "butterfly", "window64"])
+def test_a_part_of_a_head_is_computed_as_the_whole(kind: str) -> None:
+    live = pattern(kind, 2048, 16)
+    part = check.part(live, limit=0, blocks=4)
+    assert not part.whole and part.rows[0] and part.rows[-1] and part.columns[0] and part.columns[-1]
+    assert int(part.columns.sum()) >= 4
+    head = [torch.randn(2048, 16, dtype=torch.float64) for _ in range(4)]
+    whole, some = (check.plain_attention(head, live, torch.float64, rows) for rows in (None, part.rows))
+    for name in check.NAMES:
+        tokens = part.tokens(name)
+        torch.testing.assert_close(some[name][tokens], whole[name][tokens], rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_names_its_blocks() -> None:
+    live = pattern("local", 2048, 16)
+    assert str(check.part(live)) == "in full"
+    part = check.part(live, limit=0, blocks=3)
+    rows, columns = int(part.rows.sum()), int(part.columns.sum())
+    assert 3 <= columns < rows < 128
+    assert str(part) == f"{rows} of 128 query blocks and {columns} of 128 key blocks"
+    assert check.part(pattern("dense", 256, 16), limit=0).whole  # a key block of a dense mask sees every query
+
+
+@pytest.mark.parametrize("row", [0, 1024])
+def test_what_is_wrong_in_a_part_of_a_long_head_is_found(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check.part, "__kwdefaults__", {"limit": 0, "blocks": 4, "seed": 0})
+    case = replace(CASE, length=2048, kind="local", passes=(FORWARD,))
+    value = 0.0 if row == 0 else float("nan")  # the first block is always compared; elsewhere NaN shows without that
+
+    def broken(out: Tensor) -> Tensor:
+        return out.index_fill(2, torch.tensor([row]), value)
+
+    assert statuses(run_case(case, changed(broken), {}, OPTIONS)) == {(OURS, FORWARD): WRONG}
+    right = run_case(case, ours, {}, OPTIONS)
+    assert statuses(right) == {(OURS, FORWARD): OK} and "query blocks" in right[0].checked
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_are_right_and_their_key_gradients_are_sums(kv_heads: int) -> None:
+    case = replace(CASE, heads=4, kv_heads=kv_heads, kind="causal")
+    rows = run_case(case, ours, {"same": ours}, OPTIONS)
+    assert all(row.status == OK for row in rows)
+    assert rows[0].checked == f"{min(kv_heads, 2)} of {kv_heads} heads in full"
+    wrong = run_case(case, with_gradient(lambda grad: grad * 1.05), {}, OPTIONS)
+    assert statuses(wrong)[OURS, BACKWARD] == WRONG
+
+
+def test_memory_is_not_counted_on_a_cpu_and_says_so() -> None:
+    (row,) = run_case(replace(CASE, passes=(MEMORY,)), ours, {"same": ours}, OPTIONS)
+    assert row.status == SKIPPED and row.reason == "PyTorch counts memory on a CUDA device only"
+
+
 def test_every_case_of_the_benchmark_has_a_tolerance_for_its_peers() -> None:
     assert {case.dtype for case in CASES} <= set(check.SAME_FUNCTION)
+
+
+@pytest.mark.parametrize("own_order", [False, True])
+def test_peak_memory_counts_the_inputs_once(own_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the allocator: 4 inputs of 1 MiB were there before, a peer with an order of its own copies
+    them, and a step takes 7 MiB more."""
+    inputs = Inputs(*(torch.zeros(2**18) for _ in range(4)))
+    mine = Inputs(*(tensor.clone() for tensor in inputs.tensors)) if own_order else inputs
+    steps: list[str] = []
+    runner = Runner(lambda q, k, v: q, mine)
+    monkeypatch.setattr(Runner, "step", lambda self: steps.append("step"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: steps.append("reset"))
+    peak = (4 + (4 if own_order else 0) + 7) * memory.MIB
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    found = memory.peak_mib(runner, inputs, 4 * memory.MIB, torch.device("cuda"))
+    assert found == 4 + 7 and steps == ["step", "reset", "step"]

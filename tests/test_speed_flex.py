@@ -1,12 +1,14 @@
 """FlexAttention's block lists, built for the benchmark, say the same as our mask."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from experiments.speed.cases import CASES
+from experiments.speed.cases import CASES, Case
 from experiments.speed.patterns import KINDS, block_mask, pattern
-from experiments.speed.peers.flexattention import block_lists, flex, flex_mask
+from experiments.speed.peers.flexattention import arguments, block_lists, flex, flex_mask
 from experiments.speed.peers.runner import Inputs, Unavailable
 
 LENGTH, BLOCK = 768, 64
@@ -58,6 +60,15 @@ def test_lists_are_counts_and_columns_in_order() -> None:
     assert counts.tolist() == [[[2, 1, 0]]] and counts.dtype == torch.int32
     assert columns[0, 0, 0, :2].tolist() == [1, 2] and columns[0, 0, 1, :1].tolist() == [0]
     assert columns.dtype == torch.int32 and columns.is_contiguous()
+
+
+def test_it_is_told_the_mask_the_grouping_and_tiles_for_small_blocks() -> None:
+    case = Case("case", "butterfly", 1, 4, LENGTH, 16, block=64, kv_heads=2)
+    options = arguments(case, pattern("butterfly", LENGTH, 64))
+    assert options["enable_gqa"] and options["block_mask"].BLOCK_SIZE == (64, 64)
+    assert options["kernel_options"] == {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
+    whole = replace(case, kind="dense", block=128, kv_heads=None)
+    assert arguments(whole, pattern("dense", LENGTH, 128)) == {}
 
 
 def test_flex_refuses_a_cpu() -> None:

@@ -8,20 +8,30 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, isnan
 
 import torch
 from torch import Tensor
 
-from experiments.speed import check, timing
-from experiments.speed.cases import BACKWARD, CALL, FORWARD, Case
+from experiments.speed import check, memory, timing
+from experiments.speed.cases import BACKWARD, BOTH, CALL, FORWARD, MEMORY, Case
 from experiments.speed.patterns import Pattern
 from experiments.speed.peers.runner import Inputs, Peer, Runner, Unavailable
-from experiments.speed.report import DIFFERS, FAILED, OK, SKIPPED, WRONG
+from experiments.speed.rows import DIFFERS, FAILED, OK, SKIPPED, WRONG
 
-# What must be right for a pass to be timed: the output of a call without gradients, or of one with them and
-# theirs.
-RESULTS_OF_PASS = {FORWARD: ("inference",), CALL: ("inference",), BACKWARD: check.NAMES}
+# What must be right for a pass to be timed: the output of a call without gradients, or of one with them and theirs.
+RESULTS_OF_PASS = {
+    FORWARD: ("inference",),
+    CALL: ("inference",),
+    BACKWARD: check.NAMES,
+    BOTH: check.NAMES,
+    MEMORY: check.NAMES,
+}
+WITH_GRADIENTS = (BACKWARD, BOTH, MEMORY)
+
+
+_SHOWN: set[tuple[str, str]] = set()
 
 
 @dataclass
@@ -37,6 +47,8 @@ class Candidate:
     verdicts: dict[str, tuple[str, str]] = field(default_factory=dict)  # status and reason, by pass
     errors: dict[str, float] = field(default_factory=dict)  # in units of the yardstick, by pass
     differences: dict[str, float] = field(default_factory=dict)  # from ours, relative, by pass
+    memory_mib: float | None = None
+    checked: str = ""
 
     def status(self, direction: str) -> str:
         """OK while the pass may be timed."""
@@ -50,8 +62,10 @@ class Candidate:
             first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
             first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # folders say nothing to a reader elsewhere
             verdict = (FAILED, f"{type(failure).__name__}: {first}"[:200])
-            trace = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
-            print(f"{self.case.name}, {self.name} {passes}:\n{trace[-1500:]}", file=sys.stderr, flush=True)
+            if (self.name, verdict[1]) not in _SHOWN:  # a peer may refuse ten cases for one reason
+                _SHOWN.add((self.name, verdict[1]))
+                trace = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
+                print(f"{self.case.name}, {self.name} {passes}:\n{trace[-1500:]}", file=sys.stderr, flush=True)
         self.verdicts.update(dict.fromkeys(passes, verdict))
 
 
@@ -69,39 +83,47 @@ def _run_without_gradients(candidate: Candidate, runner: Runner, direction: str,
     candidate.results["inference"] = runner.to_bhnd(out)
 
 
-def _run_backward(candidate: Candidate, runner: Runner, device: torch.device) -> None:
-    given = runner.inputs
+def _run_with_gradients(candidate: Candidate, runner: Runner, passes: list[str], device: torch.device) -> None:
     with runner.context():
         forward_s, out = timing.first_call(runner.forward, device)
-
-        def backward() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(out, (given.q, given.k, given.v), given.dout, retain_graph=True)
-
-        backward_s, gradients = timing.first_call(backward, device)
+        gradients = partial(runner.gradients, out, retain_graph=True)
+        backward_s, found = timing.first_call(gradients, device)
     # Both: torch.compile may make the backward kernels when the forward runs, or when the backward does.
-    candidate.first_call_s[BACKWARD] = forward_s + backward_s
-    candidate.backward = backward
-    results = zip(check.NAMES, (out.detach(), *gradients))
+    candidate.first_call_s.update(dict.fromkeys(passes, forward_s + backward_s))
+    if BACKWARD in passes:
+        candidate.backward = gradients
+    results = zip(check.NAMES, (out.detach(), *found))
     candidate.results.update({name: runner.to_bhnd(tensor) for name, tensor in results})
 
 
 def prepare(name: str, peer: Peer, case: Case, live: Pattern, inputs: Inputs, device: torch.device) -> Candidate:
     """Builds the implementation and runs each pass once, which compiles it; keeps results and graph."""
     candidate = Candidate(case, name)
+    before = memory.allocated(device)
     try:
         runner = candidate.runner = peer(case, live, inputs)
     except Exception as failure:
         candidate.fail(failure, *case.passes)
         return candidate
-    for direction in case.passes:
+    with_gradients = [way for way in case.passes if way in WITH_GRADIENTS]
+    if MEMORY in with_gradients:  # first: nothing else of the candidate's is in memory yet
+        try:
+            candidate.memory_mib = memory.peak_mib(runner, inputs, before, device)
+        except Exception as failure:
+            candidate.fail(failure, MEMORY)
+            with_gradients.remove(MEMORY)
+    for direction in [way for way in case.passes if way not in WITH_GRADIENTS]:
         try:
             check.poison(inputs.q, 2)
-            if direction == BACKWARD:
-                _run_backward(candidate, runner, device)
-            else:
-                _run_without_gradients(candidate, runner, direction, device)
+            _run_without_gradients(candidate, runner, direction, device)
         except Exception as failure:
             candidate.fail(failure, direction)
+    if with_gradients:
+        try:
+            check.poison(inputs.q, 2)
+            _run_with_gradients(candidate, runner, with_gradients, device)
+        except Exception as failure:
+            candidate.fail(failure, *with_gradients)
     return candidate
 
 
@@ -114,7 +136,9 @@ def verify(candidate: Candidate, inputs: Inputs, live: Pattern, heads: list[tupl
     """Compares the results with fp64 on `heads`; a pass with an error above the yardstick is WRONG."""
     if not candidate.results:
         return
-    ratios = check.error_ratios(candidate.results, inputs, live, heads)
+    part = check.part(live)
+    ratios = check.error_ratios(candidate.results, inputs, live, heads, part)
+    candidate.checked = f"{len(heads)} of {inputs.k.shape[0] * inputs.k.shape[1]} heads {part}"
     for direction in candidate.case.passes:
         if candidate.status(direction) != OK:
             continue

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import sparseflash.masks as masks
+from experiments.speed.grid import grid
 from sparseflash import BlockMask
 
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -57,9 +59,15 @@ def dense(blocks: int) -> np.ndarray:
     return np.ones((blocks, blocks), dtype=bool)
 
 
+def _indices(blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Block rows [M, 1] and columns [1, M], in int32: a million tokens have 67 million pairs of blocks."""
+    places = np.arange(blocks, dtype=np.int32)
+    return places[:, None], places[None, :]
+
+
 def butterfly(blocks: int) -> np.ndarray:
     """Layout [M, M]: i == j, or i XOR j a power of two."""
-    i, j = np.indices((blocks, blocks))
+    i, j = _indices(blocks)
     differing = i ^ j
     layout: np.ndarray = (differing & (differing - 1)) == 0
     return layout
@@ -67,7 +75,7 @@ def butterfly(blocks: int) -> np.ndarray:
 
 def local(blocks: int, reach: int = 4) -> np.ndarray:
     """Layout [M, M]: |i - j| <= reach, in blocks."""
-    i, j = np.indices((blocks, blocks))
+    i, j = _indices(blocks)
     layout: np.ndarray = np.abs(i - j) <= reach
     return layout
 
@@ -101,14 +109,14 @@ def of_layout(layout: np.ndarray, length: int, block: int) -> Pattern:
 
 def causal(length: int, block: int) -> Pattern:
     """k <= q, to the element."""
-    i, j = np.indices((length // block,) * 2)
+    i, j = _indices(length // block)
     kept = length * (length + 1) // 2
     return Pattern(length, block, torch.from_numpy(i > j), torch.from_numpy(i == j), kept, lambda q, k: k <= q)
 
 
 def window(length: int, block: int, reach: int) -> Pattern:
     """|q - k| <= reach, in tokens, to the element."""
-    i, j = np.indices((length // block,) * 2)
+    i, j = _indices(length // block)
     offset = np.abs(i - j) * block
     nearest, farthest = np.maximum(offset - (block - 1), 0), offset + block - 1
     full = farthest <= reach
@@ -125,15 +133,24 @@ def window(length: int, block: int, reach: int) -> Pattern:
     )
 
 
+def neighborhood(length: int, block: int) -> Pattern:
+    """The tokens of an image near the query's, in tile order; grid.py has the rule."""
+    image = grid(length, block)
+    full, partly = (torch.from_numpy(layout) for layout in image.blocks())
+    return Pattern(length, block, full, partly, image.kept, image.live)
+
+
 LAYOUTS: dict[str, Callable[[int], np.ndarray]] = {
     "dense": dense,
     "butterfly": butterfly,
     "local": local,
     "bigbird": bigbird,
     "random12": random,
+    "random03": partial(random, density=0.03),
+    "random50": partial(random, density=0.5),
 }
 WINDOWS = {"window64": 64, "window256": 256}  # reach in tokens
-KINDS = ("causal", *LAYOUTS, *WINDOWS)
+KINDS = ("causal", *LAYOUTS, *WINDOWS, "neighborhood")
 
 
 def pattern(kind: str, length: int, block: int) -> Pattern:
@@ -144,6 +161,8 @@ def pattern(kind: str, length: int, block: int) -> Pattern:
         return causal(length, block)
     if kind in WINDOWS:
         return window(length, block, WINDOWS[kind])
+    if kind == "neighborhood":
+        return neighborhood(length, block)
     if kind in LAYOUTS:
         return of_layout(LAYOUTS[kind](length // block), length, block)
     raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}.")
@@ -159,4 +178,9 @@ def block_mask(kind: str, length: int, block: int) -> BlockMask:
         return masks.butterfly(length, block=block)
     if kind in WINDOWS:
         return masks.local(length, 2 * WINDOWS[kind], block=block)  # a window of w keys sees |q - k| <= w // 2
+    if kind == "neighborhood":
+        image = grid(length, block)
+        shape, tile = (image.height, image.width), (image.tile_height, image.tile_width)
+        window_ = (image.window_height, image.window_width)
+        return masks.neighborhood(shape, window_, order=masks.order.tiles(shape, tile), block=block)
     return BlockMask.from_layout(pattern(kind, length, block).full, block=block)

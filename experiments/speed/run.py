@@ -10,13 +10,14 @@ from functools import partial
 
 import torch
 
-from experiments.speed import timing
+from experiments.speed import first_call, timing
 from experiments.speed.candidate import Candidate, compare, inference, prepare, verify
-from experiments.speed.cases import BACKWARD, CALL, Case, useful_flops
+from experiments.speed.cases import BACKWARD, BOTH, CALL, FIRST, MEMORY, Case, useful_flops
 from experiments.speed.check import checked_heads
 from experiments.speed.patterns import Pattern, pattern
 from experiments.speed.peers.runner import Inputs, Peer
-from experiments.speed.report import NOT_RUN, OK, OURS, SKIPPED, Row
+from experiments.speed.precision import products_in_tf32
+from experiments.speed.rows import NOT_RUN, OK, OURS, SKIPPED, Row
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Options:
     """How a case is run: `rounds` series of `round_ms` milliseconds, or of `calls` single calls, an
     implementation.
 
-    `heads` heads are checked in full.
+    `heads` heads of k and v, and the query heads that read them, are checked.
     """
 
     device: torch.device
@@ -36,10 +37,15 @@ class Options:
 
 
 def make_inputs(case: Case, options: Options) -> Inputs:
-    """Normal random q, k, v and output gradient, [B, H, N, D]."""
+    """Normal random q and output gradient [B, H, N, D], k and v [B, heads of keys, N, D]."""
     generator = torch.Generator(options.device).manual_seed(options.seed)
-    shape = (case.batch, case.heads, case.length, case.head_dim)
-    q, k, v, dout = (torch.randn(shape, generator=generator, device=options.device, dtype=case.dtype) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(
+            (case.batch, heads, case.length, case.head_dim),
+            generator=generator, device=options.device, dtype=case.dtype,
+        )
+        for heads in (case.heads, case.heads_of_keys, case.heads_of_keys, case.heads)
+    )  # fmt: skip
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 
@@ -52,6 +58,8 @@ def _time(candidates: Mapping[str, Candidate], direction: str, options: Options)
         if direction == BACKWARD:
             assert candidate.backward is not None
             calls[name] = timing.Timed(candidate.backward, runner.context)
+        elif direction == BOTH:
+            calls[name] = timing.Timed(runner.step, runner.context)
         else:
             calls[name] = timing.Timed(runner.inference(), partial(inference, runner))
     if direction == CALL:
@@ -61,10 +69,17 @@ def _time(candidates: Mapping[str, Candidate], direction: str, options: Options)
 
 def run_case(case: Case, ours: Peer, peers: Mapping[str, Peer], options: Options) -> list[Row]:
     """The rows of one case. A pass in which ours fails or is wrong is not timed, for peers neither."""
+    with products_in_tf32(case.tf32 and options.device.type == "cuda"):
+        if set(case.passes) <= set(FIRST):
+            return _first_calls(case, peers, options)
+        return _run_case(case, ours, peers, options)
+
+
+def _run_case(case: Case, ours: Peer, peers: Mapping[str, Peer], options: Options) -> list[Row]:
     live = pattern(case.kind, case.length, case.block).to(options.device)
     inputs = make_inputs(case, options)
     first = prepare(OURS, ours, case, live, inputs, options.device)
-    verify(first, inputs, live, checked_heads(case.batch, case.heads, options.heads, options.seed))
+    verify(first, inputs, live, checked_heads(case.batch, case.heads_of_keys, options.heads, options.seed))
     candidates = {OURS: first}
     if any(first.status(direction) == OK for direction in case.passes):
         for name, peer in peers.items():
@@ -75,7 +90,7 @@ def run_case(case: Case, ours: Peer, peers: Mapping[str, Peer], options: Options
     rows = []
     for direction in case.passes:
         right = first.status(direction) == OK
-        timings = _time(candidates, direction, options) if right else {}
+        timings = _time(candidates, direction, options) if right and direction != MEMORY else {}
         for name, candidate in candidates.items():
             measured = timings.get(name)
             if measured is not None and measured.failure is not None:
@@ -103,8 +118,11 @@ def _row(
         first_call_s=candidate.first_call_s.get(direction),
         error=candidate.errors.get(direction),
         difference=candidate.differences.get(direction),
+        checked=candidate.checked,
         reason=reason,
     )
+    if direction == MEMORY and status == OK:
+        row.memory_mib = candidate.memory_mib
     if measured is not None and measured.failure is None:
         row.ms, row.spread = measured.ms, measured.spread
         row.tflops = useful_flops(case, live.kept, direction) / measured.ms / 1e9
@@ -113,17 +131,49 @@ def _row(
     return row
 
 
+def _first_calls(case: Case, peers: Mapping[str, Peer], options: Options) -> list[Row]:
+    """The rows of the first calls, each implementation in a new process."""
+    live = pattern(case.kind, case.length, case.block).to(options.device)
+    inputs = make_inputs(case, options)
+    rows: list[Row] = []
+    first: dict[str, float] = {}
+    for name in (OURS, *peers):
+        try:
+            if name != OURS:
+                peers[name](case, live, inputs)  # whether it serves the case at all is asked without a process
+            answers = first_call.in_new_process(case, name, options)
+        except Exception as failure:
+            refused = Candidate(case, name)
+            refused.fail(failure, *case.passes)
+            answers = [first_call.Answer(*refused.verdicts[way]) for way in case.passes]
+        for way, answer in zip(case.passes, answers):
+            if name == OURS and answer.seconds is not None:
+                first[way] = answer.seconds
+            elif way not in first and name != OURS:
+                continue  # ours is wrong or failed: nothing is compared with it
+            row = Row(case, name, way, answer.status, live.density, first_call_s=answer.seconds, reason=answer.reason)
+            row.error, row.difference, row.checked = answer.error, answer.difference, answer.checked
+            if answer.seconds is not None:
+                row.ms = answer.seconds * 1e3
+                row.ratio = None if name == OURS else answer.seconds / first[way]
+            rows.append(row)
+    return rows
+
+
 def _progress(rows: Sequence[Row]) -> str:
-    parts = []
+    """A case on one line: who, then pass after pass."""
+    parts: dict[str, list[str]] = {}
     for row in rows:
         value = row.status if row.ms is None else f"{row.ms:.3f} ms"
+        if row.memory_mib is not None:
+            value = f"{row.memory_mib:.0f} MiB"
         if row.ratio is not None:
-            value += f" x{row.ratio:.2f}"
+            value = f"x{row.ratio:.2f}"
         if row.error is not None:
             value += f" error {row.error:.2f}"
         if row.status != SKIPPED:
-            parts.append(f"{row.peer} {row.direction[0]} {value}")
-    return ", ".join(parts)
+            parts.setdefault(row.peer, []).append(f"{row.direction} {value}" if row.peer == OURS else value)
+    return "; ".join(f"{peer} {', '.join(values)}" for peer, values in parts.items()) or "skipped"
 
 
 def _release(device: torch.device) -> str:
@@ -144,7 +194,7 @@ def run_cases(
     peers: Mapping[str, Peer],
     options: Options,
     *,
-    minutes: float,
+    minutes: float = float("inf"),
     done: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """All rows. `done` gets the rows so far after every case; no case begins after `minutes` minutes."""

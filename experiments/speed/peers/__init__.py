@@ -7,6 +7,7 @@ goes on.
 
 from __future__ import annotations
 
+from experiments.speed.peers.flashattention4 import fa4
 from experiments.speed.peers.flexattention import flex, flex_autotune
 from experiments.speed.peers.library import ours, reference
 from experiments.speed.peers.runner import Peer
@@ -15,11 +16,15 @@ from experiments.speed.peers.scaled_dot_product import sdpa, sdpa_cudnn, sdpa_fa
 PEERS: dict[str, Peer] = {
     "flex": flex,
     "flex-autotune": flex_autotune,
+    "fa4": fa4,
     "sdpa-fa2": sdpa_fa2,
     "sdpa-cudnn": sdpa_cudnn,
     "sdpa": sdpa,
     "reference": reference,
 }
-DEFAULT_PEERS = {"cuda": ("flex", "sdpa-fa2", "sdpa-cudnn", "sdpa"), "cpu": ("sdpa", "reference")}
+DEFAULT_PEERS = {
+    "cuda": ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa"),
+    "cpu": ("sdpa", "reference"),
+}
 
 __all__ = ["DEFAULT_PEERS", "PEERS", "ours"]

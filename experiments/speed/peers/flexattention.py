@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,30 +51,45 @@ def _compiled(mode: str | None) -> Callable[..., Tensor]:
     import torch._dynamo
     import torch._functorch.config
 
-    # Every shape and every mask_mod is a graph of its own; past the default limit of 8 nothing would be
-    # compiled.
-    torch._dynamo.config.recompile_limit = 256
+    # Every shape and every mask_mod is a graph of its own, some hundreds in a whole run; past the limits (8 of one
+    # function, 256 in all) nothing would be compiled.
+    torch._dynamo.config.recompile_limit = 2048
+    torch._dynamo.config.accumulated_recompile_limit = 2048
     # The backward is timed on a retained graph, which donated buffers forbid.
     torch._functorch.config.donated_buffer = False
     # fullgraph: what cannot be compiled raises, instead of running N x N in eager mode.
     return torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
 
 
+def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
+    """The arguments of `flex_attention` that say the mask and the grouping of the heads."""
+    options: dict[str, Any] = {}
+    if case.kind != "dense":
+        options["block_mask"] = flex_mask(pattern)
+    if case.heads_of_keys < case.heads:
+        options["enable_gqa"] = True
+    if case.block < 128:
+        # The tiles that it picks by itself do not fit a smaller mask block, and it raises. The forward's can be cut to
+        # the block; of the backward's it looks at its own pick (PyTorch 2.11), and raises if that does not fit.
+        tile = {"BLOCK_M": case.block, "BLOCK_N": case.block, "num_warps": 4}
+        options["kernel_options"] = {f"fwd_{name}": value for name, value in tile.items()}
+    return options
+
+
 def _runner(case: Case, pattern: Pattern, inputs: Inputs, mode: str | None) -> Runner:
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
-    call = _compiled(mode)
-    if case.kind == "dense":
-        return Runner(call, inputs)
-    mask = flex_mask(pattern)
-    return Runner(lambda q, k, v: call(q, k, v, block_mask=mask), inputs)
+    call, options = _compiled(mode), arguments(case, pattern)
+    return Runner(lambda q, k, v: call(q, k, v, **options), inputs)
 
 
 def flex(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlexAttention with the configuration that PyTorch picks by default."""
+    """FlexAttention with the configuration that PyTorch picks by default; forward tiles cut to small mask blocks."""
     return _runner(case, pattern, inputs, None)
 
 
 def flex_autotune(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlexAttention tuned by torch.compile: more than a minute of compilation a case."""
+    """FlexAttention tuned by torch.compile: more than a minute of compilation a shape."""
+    if not case.tuned:
+        raise Unavailable("tuning takes over a minute a shape: see the group tuned, or give --flex-autotune")
     return _runner(case, pattern, inputs, "max-autotune-no-cudagraphs")

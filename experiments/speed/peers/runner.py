@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from experiments.speed.cases import Case
@@ -19,12 +20,17 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Leaves q, k, v that require grad, and the output's gradient: [B, H, N, D] or a peer's own order."""
+    """Leaves q, k, v that require grad, and the output's gradient: [B, H, N, D] or a peer's own order. k and v may have
+    fewer heads than q."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.dout
 
 
 def as_given(tensor: Tensor) -> Tensor:
@@ -48,6 +54,16 @@ class Runner:
     def forward(self) -> Tensor:
         """A call whose output can be differentiated."""
         return self.call(self.inputs.q, self.inputs.k, self.inputs.v)
+
+    def gradients(self, out: Tensor, *, retain_graph: bool = False) -> tuple[Tensor, ...]:
+        """The gradients of q, k and v, from an output of `forward`."""
+        leaves = self.inputs.q, self.inputs.k, self.inputs.v
+        return torch.autograd.grad(out, leaves, self.inputs.dout, retain_graph=retain_graph)
+
+    def step(self) -> tuple[Tensor, ...]:
+        """The output and the gradients of q, k and v: one call forward and one backward."""
+        out = self.forward()
+        return out.detach(), *self.gradients(out)
 
     def inference(self) -> Callable[[], Tensor]:
         """A call on inputs that require no grad."""

@@ -18,17 +18,17 @@ def _runner(case: Case, inputs: Inputs, backend: SDPBackend | None) -> Runner:
         raise Unavailable("needs a CUDA device")
     if backend is not None and case.dtype == torch.float32:
         raise Unavailable("no fp32")
-    causal = case.kind == "causal"
-    call = lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+    causal, grouped = case.kind == "causal", case.heads_of_keys < case.heads
+    call = lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)  # noqa: E731
     if backend is None:
         return Runner(call, inputs)
     return Runner(call, inputs, context=lambda: sdpa_kernel(backend))
 
 
 def sdpa(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """The backend PyTorch picks. On a GPU for single calls only: FA2 and cuDNN have rows of their own."""
-    if inputs.q.device.type == "cuda" and CALL not in case.passes:
-        raise Unavailable("single calls only; FA2 and cuDNN are timed by name")
+    """The backend PyTorch picks. On a GPU for single calls and fp32 only: FA2 and cuDNN have rows of their own."""
+    if inputs.q.device.type == "cuda" and CALL not in case.passes and case.dtype != torch.float32:
+        raise Unavailable("single calls and fp32 only; FA2 and cuDNN are timed by name")
     return _runner(case, inputs, None)
 
 

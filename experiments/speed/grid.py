@@ -1,0 +1,73 @@
+"""Neighbourhood attention on an image whose tokens lie tile after tile, defined here apart from the library.
+
+One tile of the image is one mask block, so that near tokens share blocks. The rule is made of `//`, `%`, comparisons,
+`&` and `|` alone: the same text runs on PyTorch's tensors, inside FlexAttention's kernel and FlashAttention-4's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WINDOW = 33  # tokens a side
+TILES = {16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16)}  # tokens a block -> rows and columns of a tile
+
+
+class Grid(NamedTuple):
+    """An image of `height x width` tokens in tiles of `tile_height x tile_width`, and the window of a query."""
+
+    height: int
+    width: int
+    tile_height: int
+    tile_width: int
+    window_height: int
+    window_width: int
+
+    @property
+    def kept(self) -> int:
+        """Live scores: a window that meets an edge moves inwards, so every query sees a whole one."""
+        return self.height * self.width * self.window_height * self.window_width
+
+    def live(self, q: Any, k: Any) -> Any:
+        """Is score (q, k) live? For positions in the order of the tiles, of any type that has the operators."""
+        q_row, q_col = self._place(q)
+        k_row, k_col = self._place(k)
+        return _near(q_row, k_row, self.height, self.window_height) & _near(q_col, k_col, self.width, self.window_width)
+
+    def _place(self, token: Any) -> tuple[Any, Any]:
+        tokens, across = self.tile_height * self.tile_width, self.width // self.tile_width
+        tile, inside = token // tokens, token % tokens
+        return (
+            tile // across * self.tile_height + inside // self.tile_width,
+            tile % across * self.tile_width + inside % self.tile_width,
+        )
+
+    def blocks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Layouts [M, M] of the wholly live and of the partly live blocks."""
+        some_rows, all_rows = _tiles_near(self.height, self.window_height, self.tile_height)
+        some_cols, all_cols = _tiles_near(self.width, self.window_width, self.tile_width)
+        full = np.kron(all_rows, all_cols)  # blocks are numbered as the tiles are, row by row
+        return full, np.kron(some_rows, some_cols) & ~full
+
+
+def _near(q: Any, k: Any, side: int, window: int) -> Any:
+    # The window begins at s = min(max(q - window // 2, 0), side - window); s <= k < s + window without minima.
+    first = q - window // 2
+    return ((k >= first) | (k >= side - window)) & ((k < first + window) | (k < window))
+
+
+def _tiles_near(side: int, window: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
+    places = np.arange(side)
+    near = _near(places[:, None], places[None, :], side, window)
+    near = near.reshape(side // tile, tile, side // tile, tile)
+    return near.any((1, 3)), near.all((1, 3))
+
+
+def grid(length: int, block: int) -> Grid:
+    """The most square image of `length` tokens in whole tiles of `block` tokens."""
+    tile_height, tile_width = TILES[block]
+    count = length // block
+    shapes = [(rows * tile_height, count // rows * tile_width) for rows in range(1, count + 1) if count % rows == 0]
+    height, width = min(shapes, key=lambda shape: abs(shape[0] - shape[1]))
+    return Grid(height, width, tile_height, tile_width, min(WINDOW, height), min(WINDOW, width))

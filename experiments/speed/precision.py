@@ -1,0 +1,23 @@
+"""Whether PyTorch, and so ours and the peers, multiplies fp32 matrices in TF32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def products_in_tf32(wanted: bool) -> Iterator[None]:
+    """TF32 inside if `wanted`, full fp32 otherwise.
+
+    This setter writes both of PyTorch's settings, the old and the new one; code that finds only one of them written
+    raises, and torch.compile reads both.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
