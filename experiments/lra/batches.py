@@ -1,19 +1,17 @@
-"""Batches of one fixed shape, in an order that is a pure function of the seed and the step.
-
-So a resumed run needs no state of a loader: step s always sees the same examples.
-"""
+"""Batches: sequences of about one length as the rows of a tensor, padded to the longest of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import count
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from experiments.lra.cache import Examples
+from experiments.lra.order import Order
 
 PADDING = 0
 
@@ -109,8 +107,21 @@ def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
 def check_images(examples: Examples, shape: Shape) -> None:
     """Raises ValueError if an image has more pixels than a row has tokens: before a run, not at its end."""
     if shape.drop_background and shape.max_tokens < (examples.ends - examples.begins).max():
-        rows = np.argsort(examples.begins[:, 0])  # as they lie on the disk
-        check_room(max(int(np.count_nonzero(examples.sequence(row) != 0)) for row in rows), shape)
+        check_room(int(live_counts(examples).max()), shape)
+
+
+def live_counts(examples: Examples) -> NDArray[np.int64]:
+    """How many pixels of each image are not black. int64 [n]"""
+    counts = np.zeros(len(examples), np.int64)
+    for row in np.argsort(examples.begins[:, 0]):  # as they lie on the disk
+        counts[row] = np.count_nonzero(examples.sequence(row))
+    return counts
+
+
+def blocks_of_rows(examples: Examples, shape: Shape) -> NDArray[np.int64]:
+    """How long each example's rows are, in blocks. int64 [n]"""
+    symbols = live_counts(examples).clip(min=1) if shape.drop_background else (examples.ends - examples.begins).max(1)
+    return -(-(np.minimum(symbols, shape.max_tokens) + shape.first) // shape.block)
 
 
 def check_room(live: int, shape: Shape) -> None:
@@ -121,26 +132,10 @@ def check_room(live: int, shape: Shape) -> None:
         )
 
 
-@lru_cache(maxsize=2)
-def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of `count` examples for one epoch."""
-    return np.random.default_rng([seed, epoch]).permutation(count)
-
-
-def rows_of_step(count: int, batch: int, seed: int, step: int) -> NDArray[np.int64]:
-    """Which examples step `step` (from 0) trains on; an epoch's last, incomplete batch is left out."""
-    if batch > count:
-        raise ValueError(f"the batch must be at most the number of training examples, {count}; got {batch}")
-    epoch, place = divmod(step, count // batch)
-    return epoch_order(count, seed, epoch)[place * batch : (place + 1) * batch]
-
-
-def training_batches(examples: Examples, shape: Shape, batch: int, seed: int, first_step: int) -> Iterator[Batch]:
+def training_batches(examples: Examples, shape: Shape, order: Order, first_step: int) -> Iterator[Batch]:
     """Batches for the steps from `first_step` on, without end."""
-    step = first_step
-    while True:
-        yield collate(examples, rows_of_step(len(examples), batch, seed, step), shape)
-        step += 1
+    for step in count(first_step):
+        yield collate(examples, order.rows(step), shape)
 
 
 def evaluation_batches(examples: Examples, shape: Shape, batch: int, limit: int) -> Iterator[Batch]:

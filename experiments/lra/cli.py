@@ -71,6 +71,7 @@ def train(
     steps: Annotated[int | None, option("steps")] = None,
     minutes: Annotated[float | None, option("minutes")] = None,
     batch: Annotated[int | None, option("batch")] = None,
+    buckets: Annotated[bool | None, option("buckets")] = None,
     max_tokens: Annotated[int | None, option("max_tokens")] = None,
     lr: Annotated[float | None, option("lr")] = None,
     warmup: Annotated[int | None, option("warmup")] = None,

@@ -46,7 +46,8 @@ class Config:
     minutes: float | None = setting(
         None, "End early after this many minutes; a cosine schedule ends then too.", "no limit"
     )
-    batch: int = setting(32, "Sequences a step.")
+    batch: int = setting(32, "Examples a step.")
+    buckets: bool = setting(True, "Examples of about one length share a batch, which then has little padding.")
     max_tokens: int | None = setting(None, "Tokens after which a sequence is cut.", "the task's own number")
     lr: float = setting(5e-4, "Peak learning rate.")
     warmup: int = setting(500, "Steps over which the learning rate rises to its peak.")

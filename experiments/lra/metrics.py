@@ -42,6 +42,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "steps": run.step,
         "training_seconds": run.seconds,
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # padding not counted
+        "padding": statistics.fmean(record["padding"] for record in trained),  # the part of all positions
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "config": as_dict(run.config),
         "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),

@@ -20,10 +20,11 @@ import torch
 
 from experiments.lra import checkpoint, masks, schedule
 from experiments.lra.average import Average
-from experiments.lra.batches import Batch, check_images, evaluation_batches, training_batches
+from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
 from experiments.lra.config import Config, as_dict
 from experiments.lra.files import write_json
 from experiments.lra.metrics import final_metrics
+from experiments.lra.order import Order
 from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
 from experiments.lra.tasks import Data
@@ -51,6 +52,8 @@ class Run:
         self.shape = config.shape
         for examples in (data.train, data.val, data.test):
             check_images(examples, self.shape)
+        sizes = blocks_of_rows(data.train, self.shape) if config.buckets else None
+        self.order = Order(len(data.train), config.batch, config.seed, sizes)
         self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)
@@ -86,7 +89,7 @@ class Run:
         pause: asked after every step; where it says yes, the run is saved and None is returned.
         """
         config = self.config
-        batches = training_batches(self.data.train, self.shape, config.batch, config.seed, self.step)
+        batches = training_batches(self.data.train, self.shape, self.order, self.step)
         self.window = Window(self.device)
         while self.progress() < 1:
             lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, self.progress())
@@ -139,6 +142,7 @@ class Run:
             "accuracy": self.window.right.item() / self.window.examples,
             "lr": lr,
             "tokens_per_s": self.window.tokens / seconds,
+            "padding": 1 - self.window.tokens / self.window.places,
             "seconds": self.seconds,
         }
         self._record(record)
@@ -170,7 +174,7 @@ class Window:
         self.device = device
         self.loss = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
-        self.steps = self.examples = self.tokens = 0
+        self.steps = self.examples = self.tokens = self.places = 0
         self.started = time.perf_counter()
 
     def add(self, batch: Batch, loss: torch.Tensor, right: torch.Tensor) -> None:
@@ -179,6 +183,7 @@ class Window:
         self.steps += 1
         self.examples += len(batch.labels)
         self.tokens += batch.live_tokens
+        self.places += batch.ids.numel()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.started
@@ -220,4 +225,5 @@ def saved_run(folder: Path) -> tuple[Config, Path]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {folder}")
     saved = json.loads(path.read_text())
-    return Config(**saved["config"]), Path(saved["data"]["folder"])
+    # A run from before there were buckets has none.
+    return Config(**{"buckets": False, **saved["config"]}), Path(saved["data"]["folder"])
