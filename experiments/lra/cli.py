@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +13,13 @@ import typer
 from rich.console import Console
 
 from experiments.lra import demo
+from experiments.lra import seeds as several
 from experiments.lra.config import HELP, SHOWN_DEFAULTS, Config, configure, resumed
 from experiments.lra.errors import short_errors
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
 from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
-from experiments.lra.report import print_result
+from experiments.lra.report import print_result, print_summary
 from experiments.lra.tasks import Data, load
 from experiments.lra.train import Run, saved_run
 
@@ -94,6 +97,14 @@ def train(
     val_examples: Annotated[int | None, option("val_examples")] = None,
     test_examples: Annotated[int | None, option("test_examples")] = None,
     data_seed: Annotated[int | None, option("data_seed")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of --seed: train with each of these, 0,1,2 say, one after the other, each in a folder of its "
+            "own in --out, and give mean and standard deviation of the test accuracy.",
+            show_default="one run",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -103,11 +114,15 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the run.", show_default=f"{RUNS}/<task>-<mask>-seed<seed>"),
+        typer.Option(help="Folder of the run or runs.", show_default=f"{RUNS}/<task>-<mask>-seed<seed>, or -seeds"),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on from the newest checkpoint in --out, with the run's settings."),
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint in --out, with the run's settings; of several seeds, with those "
+            "that are not done.",
+        ),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that --out already holds.")] = False,
     pause_after: Annotated[
@@ -136,21 +151,51 @@ def train(
             config = configure(preset, chosen)
         found = find_data(config, data)
         if preset == "demo":
-            if pause_after is not None:
-                raise ValueError("the demo has no --pause-after: it takes less than three minutes")
+            if pause_after is not None or seeds is not None:
+                raise ValueError("the demo has no --pause-after and no --seeds: it takes less than three minutes")
             names = (config.mask,) if "mask" in chosen else demo.MASKS
             exact = demo.run(config, found, out or RUNS / "demo", console, names=names)
             raise typer.Exit(0 if exact else 1)
-        folder = out or RUNS / default_name(config)
-        run = Run(config, found, folder, resume=resume, overwrite=overwrite, report=lambda record: bar.show(record))
-        console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
-        deadline = time.monotonic() + 60 * pause_after if pause_after is not None else float("inf")
-        with TrainingBar(console, config.mask, run.progress) as bar:
-            metrics = run.train(pause=lambda step: time.monotonic() > deadline)
-    if metrics is None:
-        console.print(f"Paused at step {run.step}; go on with: train --resume --out {run.folder}")
+        session = Session(
+            found, overwrite, time.monotonic() + 60 * pause_after if pause_after is not None else math.inf
+        )
+        chosen_seeds = several.parsed(seeds) if seeds is not None else several.saved(out) if resume and out else None
+        if chosen_seeds is None:
+            folder = out or RUNS / default_name(config)
+            result = session.train(config, folder, resume)
+            show = partial(print_result, path=folder / "metrics.json")
+        else:
+            if "seed" in chosen:
+                raise ValueError("--seeds stands instead of --seed: leave out one of them")
+            folder = out or RUNS / default_name(config, series=True)
+            several.begin(folder, config, chosen_seeds, found.folder, resume=resume, overwrite=overwrite)
+            result = several.run(config, chosen_seeds, folder, session.train, resume=resume)
+            show = partial(print_summary, path=folder / several.SUMMARY)
+    if result is None:
+        console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
     else:
-        print_result(console, metrics, run.folder / "metrics.json")
+        show(console, result)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the runs that one command starts have in common."""
+
+    data: Data
+    overwrite: bool
+    deadline: float  # by time.monotonic(): then a run is saved and stops
+
+    def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
+        """Train under a bar; the metrics, or None where the deadline came first."""
+        run = Run(
+            config, self.data, folder, resume=resume, overwrite=self.overwrite, report=lambda record: bar.show(record)
+        )
+        console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
+        with TrainingBar(console, f"{config.mask} seed {config.seed}", run.progress) as bar:
+            metrics = run.train(pause=lambda step: time.monotonic() > self.deadline)
+        if metrics is None:
+            console.print(f"Paused at step {run.step}")
+        return metrics
 
 
 @app.command("generate")
@@ -196,7 +241,7 @@ def find_data(config: Config, folder: Path | None) -> Data:
     return load(config.task, generated(config.generator, DATA) if folder is None else folder, config.data)
 
 
-def default_name(config: Config) -> str:
-    """The folder name of a run: its task, mask and seed."""
+def default_name(config: Config, *, series: bool = False) -> str:
+    """The folder name of a run: its task, mask and seed; or of the runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
-    return f"{config.task}-{mask}-seed{config.seed}"
+    return f"{config.task}-{mask}-" + ("seeds" if series else f"seed{config.seed}")

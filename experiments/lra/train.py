@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from experiments.lra import checkpoint, masks, schedule
+from experiments.lra import checkpoint, masks, schedule, seeds
 from experiments.lra.average import Average
 from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
 from experiments.lra.config import Config, as_dict
@@ -220,8 +220,11 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def saved_run(folder: Path) -> tuple[Config, Path]:
-    """The settings and the data folder of the run in a folder; raises FileNotFoundError where there is none."""
-    path = folder / "config.json"
+    """The settings and the data folder of the run, or of the runs with several seeds, in a folder.
+
+    Raises FileNotFoundError where there is none.
+    """
+    path = folder / (seeds.SERIES if (folder / seeds.SERIES).is_file() else "config.json")
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {folder}")
     saved = json.loads(path.read_text())
