@@ -150,7 +150,7 @@ def test_batches_are_padded_to_whole_blocks(lengths, max_tokens, cls):
     assert shape.length % 16 == 0
     assert 0 <= shape.length - max_tokens - cls < 16
     assert batch.lengths.tolist() == [min(length, max_tokens) + cls for length in lengths]
-    assert batch.ids.shape == (len(lengths), shape.whole_blocks(max(batch.lengths.tolist())))
+    assert batch.ids.shape == (len(lengths), shape.row(max(batch.lengths.tolist())))
     assert batch.live_tokens == sum(batch.lengths.tolist())
     for row, length in enumerate(batch.lengths.tolist()):
         assert (batch.ids[row, :length] != PADDING).all()
@@ -221,6 +221,16 @@ def test_rows_are_measured_in_blocks_as_collate_makes_them():
         blocks = blocks_of_rows(data, shape)
         made = [collate(data, np.array([row]), shape).ids.shape[1] for row in range(len(data))]
         assert (blocks * shape.block).tolist() == made
+
+
+def test_rows_can_be_shorter_than_whole_blocks():
+    """As suits an attention without blocks; what comes together does not depend on it."""
+    lengths = [1, 15, 16, 17, 47, 48, 90]
+    whole, eights = Shape(16, 60, cls=16), Shape(16, 60, cls=16, multiple=8)
+    made = [collate(examples(lengths), np.array([row]), eights).ids.shape[1] for row in range(7)]
+    assert made == [8, 16, 24, 24, 48, 56, 64]
+    assert whole.length == eights.length == 64
+    assert (blocks_of_rows(examples(lengths), whole) == blocks_of_rows(examples(lengths), eights)).all()
 
 
 @given(st.integers(0, 30))

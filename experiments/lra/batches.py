@@ -20,10 +20,11 @@ PADDING = 0
 class Shape:
     """How sequences become rows of a batch."""
 
-    block: int  # of the mask: rows have whole blocks
+    block: int  # of the mask
     max_tokens: int  # longer sequences are cut to this many tokens, as in the reference loader
     cls: int | None  # the id of [CLS], which is put first; None: it is not
     drop_background: bool = False  # leave out symbols 0, the black pixels of an image
+    multiple: int | None = None  # rows have a multiple of so many tokens; None: whole blocks of the mask
 
     @property
     def first(self) -> int:
@@ -32,27 +33,28 @@ class Shape:
 
     @property
     def length(self) -> int:
-        """The length of the longest row.
+        """The length of the longest row, in whole blocks: that of the mask.
 
         >>> Shape(128, 2000, cls=16).length
         2048
         """
-        return self.whole_blocks(self.max_tokens + self.first)
+        return -(-(self.max_tokens + self.first) // self.block) * self.block
 
     def places(self, longest: int) -> int:
         """How many places there are for tokens, of sequences of at most `longest` symbols."""
         return self.first + longest if self.drop_background else self.length
 
-    def whole_blocks(self, tokens: int) -> int:
-        """This many tokens, rounded up."""
-        return -(-tokens // self.block) * self.block
+    def row(self, tokens: int) -> int:
+        """The length of the rows of a batch whose longest sequence has this many tokens, [CLS] counted."""
+        multiple = self.multiple or self.block
+        return -(-tokens // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Batch:
     """B examples of T sequences each; the sequences of an example follow each other."""
 
-    ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest row's, in whole blocks
+    ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest one's, rounded up
     lengths: torch.Tensor  # int32 [B * T], tokens before the padding, [CLS] counted
     places: torch.Tensor | None  # int64 [B * T, N], where each token stood before some were left out; None: none was
     labels: torch.Tensor  # int64 [B]
@@ -78,7 +80,7 @@ def collate(examples: Examples, rows: NDArray[np.int64], shape: Shape) -> Batch:
     sequences = [each[: shape.max_tokens] for each in sequences]
     first = shape.first
     lengths = np.array([first + len(each) for each in sequences], np.int32)
-    ids = np.full((len(sequences), shape.whole_blocks(int(lengths.max()))), PADDING, np.int64)
+    ids = np.full((len(sequences), shape.row(int(lengths.max()))), PADDING, np.int64)
     places = None if kept is None else np.zeros_like(ids)
     for row, sequence in enumerate(sequences):
         ids[row, first : lengths[row]] = sequence

@@ -58,6 +58,7 @@ def train(
     ] = None,
     task: Annotated[str | None, option("task")] = None,
     mask: Annotated[str | None, option("mask")] = None,
+    attention: Annotated[str | None, option("attention")] = None,
     block: Annotated[int | None, option("block")] = None,
     window: Annotated[int | None, option("window")] = None,
     depth: Annotated[int | None, option("depth")] = None,
@@ -153,6 +154,8 @@ def train(
         if preset == "demo":
             if pause_after is not None or seeds is not None:
                 raise ValueError("the demo has no --pause-after and no --seeds: it takes less than three minutes")
+            if config.attention != "sparseflash":
+                raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
             names = (config.mask,) if "mask" in chosen else demo.MASKS
             exact = demo.run(config, found, out or RUNS / "demo", console, names=names)
             raise typer.Exit(0 if exact else 1)
@@ -244,4 +247,5 @@ def find_data(config: Config, folder: Path | None) -> Data:
 def default_name(config: Config, *, series: bool = False) -> str:
     """The folder name of a run: its task, mask and seed; or of the runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
-    return f"{config.task}-{mask}-" + ("seeds" if series else f"seed{config.seed}")
+    other = "" if config.attention == "sparseflash" else f"{config.attention}-"
+    return f"{config.task}-{mask}-{other}" + ("seeds" if series else f"seed{config.seed}")

@@ -30,6 +30,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "task": run.data.task.name,
         "generated_data": run.data.generated,
         "mask": run.config.mask,
+        "attention": run.config.attention,
         "density": run.mask.density,
         "length": run.shape.length,
         "test_accuracy": test["accuracy"],

@@ -108,7 +108,17 @@ def summed_up(runs: Sequence[Metrics]) -> Metrics:
     The standard deviation is that of a sample (n - 1); None for one run.
     """
     first = runs[0]
-    same = ("task", "generated_data", "mask", "density", "length", "test_examples", "baselines", "parameters")
+    same = (
+        "task",
+        "generated_data",
+        "mask",
+        "attention",
+        "density",
+        "length",
+        "test_examples",
+        "baselines",
+        "parameters",
+    )
     of_a_run = ("test_accuracy", "test_loss", "plateau_left_at", "steps", "training_seconds", "tokens_per_s", "device")
     accuracies = [metrics["test_accuracy"] for metrics in runs]
     return {

@@ -35,6 +35,7 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
         places=config.shape.places(task.longest),
         side=task.side,
         qk_norm=config.qk_norm,
+        attention=config.attention,
     )
     return model.to(mask.device)
 
@@ -71,7 +72,7 @@ def training_step(
 def forward(model: Classifier, batch: Batch, config: Config) -> Tensor:
     """Logits [B, C] in fp32."""
     with precision(batch.ids.device, config):
-        logits: Tensor = model(batch.ids, batch.lengths, batch.places)
+        logits: Tensor = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel())
     return logits.float()
 
 
