@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 import time
 from dataclasses import dataclass, fields
 from functools import partial
@@ -19,12 +21,17 @@ from experiments.lra.errors import short_errors
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
 from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
-from experiments.lra.report import print_result, print_summary
+from experiments.lra.report import print_result, print_summary, print_table
+from experiments.lra.table import run as table
+from experiments.lra.table.report import all_right, summary
+from experiments.lra.table.run import Options as TableOptions
+from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import Data, load
-from experiments.lra.train import Run, saved_run
+from experiments.lra.train import Run, find_device, saved_run
 
 DATA = Path("data/lra")
 RUNS = Path("runs/lra")
+RESULTS = Path("experiments/results/lra")
 
 app = typer.Typer(
     help="Long Range Arena with block-sparse attention.",
@@ -222,6 +229,71 @@ def generate_command(
     with short_errors():
         folder = generated(Settings(longer_than, shorter_than, train, val, test, seed), out, workers)
     console.print(f"Generated data (not the released files): {folder}", soft_wrap=True)
+
+
+@app.command("table")
+def table_command(
+    tasks: Annotated[str, typer.Option(help="Tasks to measure, with commas between them.")] = ",".join(FIVE),
+    variants: Annotated[
+        str, typer.Option(help="What to measure; standard is what the others are compared with.")
+    ] = ",".join(VARIANTS),
+    preset: Annotated[str, typer.Option(help="The models: lra, the arena's own, or modern.")] = "lra",
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Examples a step. Where standard attention does not fit, all is measured again with half of them.",
+            show_default="the preset's",
+        ),
+    ] = None,
+    block: Annotated[
+        int | None, typer.Option(help="Tokens along one side of the masks' tiles.", show_default="the preset's")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds in which the variants take turns.")] = TableOptions.rounds,
+    steps: Annotated[int, typer.Option(help="Training steps that a variant is timed for in a round.")] = (
+        TableOptions.steps
+    ),
+    minutes: Annotated[float, typer.Option(help="No task begins later than this.")] = TableOptions.minutes,
+    keep_times: Annotated[
+        bool, typer.Option("--keep-times", help="Measure nothing: keep the times in --out, and collect accuracies.")
+    ] = False,
+    runs: Annotated[Path, typer.Option(help="Accuracies are those of all finished runs below this folder.")] = RUNS,
+    out: Annotated[Path, typer.Option(help="Where table.md, table.png and the numbers go.")] = RESULTS,
+    device: Annotated[
+        str, typer.Option(help="cuda, cuda:1, ...; or cpu: everything tiny, a test of the command and no measurement.")
+    ] = "cuda",
+    commit: Annotated[
+        str | None, typer.Option(help="What to call the code measured, where git cannot tell.", show_default="git's")
+    ] = None,
+) -> None:
+    """The paper's table: accuracy of the runs there are, and the speed of training beside standard attention.
+
+    Measures the training step of the same model, at the shape of each of the five tasks, with standard attention,
+    PyTorch's own and ours, in turns. Every variant is compared with fp64 first; what is wrong is not timed.
+    """
+    with short_errors():
+        options = None
+        if not keep_times:
+            place = find_device(device)
+            chosen = tuple(tasks.split(",")), tuple(variants.split(","))
+            options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes)
+            if place.type == "cpu" and out == RESULTS:
+                raise ValueError(
+                    f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"
+                )
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        results = table.run(options, runs, out, repeatable(sys.argv[1:]), commit, say)
+        print_table(console, summary(results))
+        console.print(f"The table, the times and the accuracies: {out / 'table.md'}", soft_wrap=True)
+        raise typer.Exit(0 if all_right(results.times) else 1)
+
+
+def repeatable(words: list[str]) -> str:
+    """The command, without where its files lie."""
+    kept: list[str] = []
+    for before, word in zip(["", *words], words):
+        if not {before, word} & {"--out", "--runs"} and not word.startswith(("--out=", "--runs=")):
+            kept.append(word)
+    return shlex.join(["python", "-m", "experiments.lra", *kept])
 
 
 def generated(settings: Settings, parent: Path, workers: int | None = None) -> Path:

@@ -48,6 +48,16 @@ def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None
     console.print(f"Summary: {path}", soft_wrap=True)
 
 
+def print_table(console: Console, lines: list[list[str]]) -> None:
+    """A table whose first line is its head."""
+    table = Table()
+    for number, column in enumerate(lines[0]):
+        table.add_column(column, justify="right" if number else "left")
+    for line in lines[1:]:
+        table.add_row(*line)
+    console.print(table)
+
+
 def add_baselines(table: Table, metrics: dict[str, Any]) -> None:
     for baseline in metrics["baselines"]:
         loss = "" if baseline["loss"] is None else f"{baseline['loss']:.3f}"
