@@ -140,7 +140,16 @@ def training_batches(examples: Examples, shape: Shape, order: Order, first_step:
         yield collate(examples, order.rows(step), shape)
 
 
-def evaluation_batches(examples: Examples, shape: Shape, batch: int, limit: int) -> Iterator[Batch]:
-    """The first `limit` examples once, in the order of the file; the last batch may be smaller."""
-    for start in range(0, min(limit, len(examples)), batch):
+def evaluation_batches(
+    examples: Examples,
+    shape: Shape,
+    batch: int,
+    limit: int,
+    share: slice = slice(None),
+) -> Iterator[Batch]:
+    """The first `limit` examples once, in the order of the file; the last batch may be smaller.
+
+    share: which of the batches are this process's, where several evaluate together.
+    """
+    for start in range(0, min(limit, len(examples)), batch)[share]:
         yield collate(examples, np.arange(start, min(start + batch, limit, len(examples))), shape)

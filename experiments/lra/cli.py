@@ -21,13 +21,14 @@ from experiments.lra.errors import short_errors
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
 from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
+from experiments.lra.ranks import Ranks, find_device, joined, refuse_many
 from experiments.lra.report import print_result, print_summary, print_table
 from experiments.lra.table import run as table
 from experiments.lra.table.report import all_right, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import Data, load
-from experiments.lra.train import Run, find_device, saved_run
+from experiments.lra.train import Run, saved_run
 
 DATA = Path("data/lra")
 RUNS = Path("runs/lra")
@@ -141,7 +142,11 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a classifier, test it, and write its metrics. A preset changes the defaults below."""
+    """Train a classifier, test it, and write its metrics. A preset changes the defaults below.
+
+    On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lra train ..., where --batch stays the
+    number of examples of a step, which the processes share.
+    """
     settings = {field.name for field in fields(Config)}
     chosen = {name: value for name, value in context.params.items() if name in settings and value is not None}
     with short_errors():
@@ -157,34 +162,33 @@ def train(
                 data = saved_data
         else:
             config = configure(preset, chosen)
-        found = find_data(config, data)
         if preset == "demo":
+            refuse_many("the demo")
             if pause_after is not None or seeds is not None:
                 raise ValueError("the demo has no --pause-after and no --seeds: it takes less than three minutes")
             if config.attention != "sparseflash":
                 raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
             names = (config.mask,) if "mask" in chosen else demo.MASKS
-            exact = demo.run(config, found, out or RUNS / "demo", console, names=names)
+            exact = demo.run(config, find_data(config, data), out or RUNS / "demo", console, names=names)
             raise typer.Exit(0 if exact else 1)
-        session = Session(
-            found, overwrite, time.monotonic() + 60 * pause_after if pause_after is not None else math.inf
-        )
         chosen_seeds = several.parsed(seeds) if seeds is not None else several.saved(out) if resume and out else None
-        if chosen_seeds is None:
-            folder = out or RUNS / default_name(config)
-            result = session.train(config, folder, resume)
-            show = partial(print_result, path=folder / "metrics.json")
-        else:
-            if "seed" in chosen:
-                raise ValueError("--seeds stands instead of --seed: leave out one of them")
-            folder = out or RUNS / default_name(config, series=True)
-            several.begin(folder, config, chosen_seeds, found.folder, resume=resume, overwrite=overwrite)
-            result = several.run(config, chosen_seeds, folder, session.train, resume=resume)
-            show = partial(print_summary, path=folder / several.SUMMARY)
-    if result is None:
-        console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
-    else:
-        show(console, result)
+        if chosen_seeds is not None and "seed" in chosen:
+            raise ValueError("--seeds stands instead of --seed: leave out one of them")
+        folder = out or RUNS / default_name(config, series=chosen_seeds is not None)
+        deadline = time.monotonic() + 60 * pause_after if pause_after is not None else math.inf
+        with joined(config.device) as ranks:
+            console.quiet = not ranks.first
+            session = Session(ranks.after_first(lambda: find_data(config, data)), overwrite, deadline, ranks)
+            if chosen_seeds is None:
+                result = session.train(config, folder, resume)
+                show = partial(print_result, path=folder / "metrics.json")
+            else:
+                result = session.train_series(config, chosen_seeds, folder, resume)
+                show = partial(print_summary, path=folder / several.SUMMARY)
+            if result is None:
+                console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
+            else:
+                show(console, result)
 
 
 @dataclass(frozen=True)
@@ -194,11 +198,26 @@ class Session:
     data: Data
     overwrite: bool
     deadline: float  # by time.monotonic(): then a run is saved and stops
+    ranks: Ranks
+
+    def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
+        """Train once with each seed; the summary, or None where the deadline came first."""
+        place = self.data.folder
+        self.ranks.from_first(
+            lambda: several.begin(folder, config, seeds, place, resume=resume, overwrite=self.overwrite)
+        )
+        return several.run(config, seeds, folder, self.train, resume=resume, ranks=self.ranks)
 
     def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
         """Train under a bar; the metrics, or None where the deadline came first."""
         run = Run(
-            config, self.data, folder, resume=resume, overwrite=self.overwrite, report=lambda record: bar.show(record)
+            config,
+            self.data,
+            folder,
+            resume=resume,
+            overwrite=self.overwrite,
+            report=lambda record: bar.show(record),
+            ranks=self.ranks,
         )
         console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
         with TrainingBar(console, f"{config.mask} seed {config.seed}", run.progress) as bar:
@@ -227,6 +246,7 @@ def generate_command(
     Lengths are in tokens, parentheses not counted.
     """
     with short_errors():
+        refuse_many("generate")
         folder = generated(Settings(longer_than, shorter_than, train, val, test, seed), out, workers)
     console.print(f"Generated data (not the released files): {folder}", soft_wrap=True)
 
@@ -271,6 +291,7 @@ def table_command(
     PyTorch's own and ours, in turns. Every variant is compared with fp64 first; what is wrong is not timed.
     """
     with short_errors():
+        refuse_many("table")
         options = None
         if not keep_times:
             place = find_device(device)

@@ -48,6 +48,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "config": as_dict(run.config),
         "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),
         "device": device_name(run.device),
+        "processes": run.ranks.count,
         "versions": versions(),
     }
 

@@ -20,22 +20,30 @@ class Order:
     sizes: int64 [count], how long each example's row is, in any unit: then the examples of a batch are of one size, as
         far as there are enough, and which of them come together, and when, is as random as that allows. None: it does
         not matter who comes together.
+    share: which of a batch's examples are this process's, where several train together.
     """
 
-    def __init__(self, count: int, batch: int, seed: int, sizes: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        batch: int,
+        seed: int,
+        sizes: NDArray[np.int64] | None = None,
+        share: slice = slice(None),
+    ) -> None:
         if batch > count:
             raise ValueError(f"the batch must be at most the number of training examples, {count}; got {batch}")
-        self.count, self.batch, self.seed = count, batch, seed
+        self.count, self.batch, self.seed, self.share = count, batch, seed, share
         self.sizes = sizes if sizes is not None and sizes.min() < sizes.max() else None
         self._epoch = lru_cache(maxsize=2)(self._new_epoch)  # a batch lies in two at most
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        """The indices of the examples of step `step` (from 0), int64 [batch]."""
+        """The indices of the examples of step `step` (from 0), int64 [batch], or the share of them."""
         epoch, begin = divmod(step * self.batch, self.count)
         rows = self._epoch(epoch)[begin : begin + self.batch]
         if len(rows) < self.batch:
             rows = np.concatenate([rows, self._epoch(epoch + 1)[: self.batch - len(rows)]])
-        return rows
+        return rows[self.share]
 
     def _new_epoch(self, epoch: int) -> NDArray[np.int64]:
         """All examples once."""

@@ -12,11 +12,13 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.lra.config import Config, as_dict
 from experiments.lra.files import write_json
+from experiments.lra.ranks import ALONE, Ranks
 
 SERIES = "seeds.json"
 SUMMARY = "summary.json"
@@ -72,6 +74,7 @@ def run(
     train: Callable[[Config, Path, bool], Metrics | None],
     *,
     resume: bool,
+    ranks: Ranks = ALONE,
 ) -> Metrics | None:
     """Train with each seed that is not done yet, and write and return the summary.
 
@@ -81,25 +84,25 @@ def run(
     done = []
     for seed in seeds:
         own, place = replace(config, seed=seed), folder / f"seed{seed}"
-        metrics = finished(own, place) if resume else None
+        metrics, begun = ranks.from_first(partial(state, own, place)) if resume else (None, False)
         if metrics is None:
-            metrics = train(own, place, resume and (place / "config.json").exists())
+            metrics = train(own, place, begun)
         if metrics is None:
             return None
         done.append(metrics)
     summary = summed_up(done)
-    write_json(folder / SUMMARY, summary)
+    ranks.from_first(partial(write_json, folder / SUMMARY, summary))
     return summary
 
 
-def finished(config: Config, folder: Path) -> Metrics | None:
-    """The metrics of a complete run; None where it is not, or now is to be longer than it was."""
+def state(config: Config, folder: Path) -> tuple[Metrics | None, bool]:
+    """The metrics of a complete run, None where it is not or is now to be longer; and whether there is a run at all."""
     path = folder / "metrics.json"
     if not path.is_file():
-        return None
+        return None, (folder / "config.json").exists()
     metrics: Metrics = json.loads(path.read_text())
     used = metrics["config"]
-    return metrics if (used["steps"], used["minutes"]) == (config.steps, config.minutes) else None
+    return metrics if (used["steps"], used["minutes"]) == (config.steps, config.minutes) else None, True
 
 
 def summed_up(runs: Sequence[Metrics]) -> Metrics:
