@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lra import demo
+from experiments.lra import board, demo
 from experiments.lra import seeds as several
 from experiments.lra.config import HELP, SHOWN_DEFAULTS, Config, configure, resumed
 from experiments.lra.errors import short_errors
@@ -23,6 +24,7 @@ from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
 from experiments.lra.ranks import Ranks, find_device, joined, refuse_many
 from experiments.lra.report import print_result, print_summary, print_table
+from experiments.lra.runlog import Record
 from experiments.lra.table import run as table
 from experiments.lra.table.report import all_right, summary
 from experiments.lra.table.run import Options as TableOptions
@@ -141,6 +143,9 @@ def train(
             show_default="never",
         ),
     ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, into a run's folder tensorboard.")
+    ] = False,
 ) -> None:
     """Train a classifier, test it, and write its metrics. A preset changes the defaults below.
 
@@ -150,6 +155,8 @@ def train(
     settings = {field.name for field in fields(Config)}
     chosen = {name: value for name, value in context.params.items() if name in settings and value is not None}
     with short_errors():
+        if tensorboard:
+            board.writer_class()  # before anything is written
         if resume:
             if preset or overwrite:
                 raise ValueError("--resume keeps the run's settings: leave out --preset and --overwrite")
@@ -164,8 +171,8 @@ def train(
             config = configure(preset, chosen)
         if preset == "demo":
             refuse_many("the demo")
-            if pause_after is not None or seeds is not None:
-                raise ValueError("the demo has no --pause-after and no --seeds: it takes less than three minutes")
+            if pause_after is not None or seeds is not None or tensorboard:
+                raise ValueError("the demo has no --pause-after, --seeds or --tensorboard: it takes three minutes")
             if config.attention != "sparseflash":
                 raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
             names = (config.mask,) if "mask" in chosen else demo.MASKS
@@ -178,7 +185,9 @@ def train(
         deadline = time.monotonic() + 60 * pause_after if pause_after is not None else math.inf
         with joined(config.device) as ranks:
             console.quiet = not ranks.first
-            session = Session(ranks.after_first(lambda: find_data(config, data)), overwrite, deadline, ranks)
+            session = Session(
+                ranks.after_first(lambda: find_data(config, data)), overwrite, deadline, ranks, tensorboard
+            )
             if chosen_seeds is None:
                 result = session.train(config, folder, resume)
                 show = partial(print_result, path=folder / "metrics.json")
@@ -199,6 +208,7 @@ class Session:
     overwrite: bool
     deadline: float  # by time.monotonic(): then a run is saved and stops
     ranks: Ranks
+    tensorboard: bool
 
     def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
         """Train once with each seed; the summary, or None where the deadline came first."""
@@ -210,17 +220,18 @@ class Session:
 
     def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
         """Train under a bar; the metrics, or None where the deadline came first."""
-        run = Run(
-            config,
-            self.data,
-            folder,
-            resume=resume,
-            overwrite=self.overwrite,
-            report=lambda record: bar.show(record),
-            ranks=self.ranks,
-        )
+        shown: list[TrainingBar | board.Board] = []
+
+        def show(record: Record) -> None:
+            for each in shown:
+                each.show(record)
+
+        run = Run(config, self.data, folder, resume=resume, overwrite=self.overwrite, report=show, ranks=self.ranks)
         console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
-        with TrainingBar(console, f"{config.mask} seed {config.seed}", run.progress) as bar:
+        with ExitStack() as stack:
+            shown.append(stack.enter_context(TrainingBar(console, f"{config.mask} seed {config.seed}", run.progress)))
+            if self.tensorboard and self.ranks.first:
+                shown.append(stack.enter_context(board.Board(folder, run.step if resume else None)))
             metrics = run.train(pause=lambda step: time.monotonic() > self.deadline)
         if metrics is None:
             console.print(f"Paused at step {run.step}")
