@@ -45,7 +45,14 @@ def pytest_configure(config):
 
 # The files whose tests take longest, in the interpreter or the compiler. A worker of pytest-xdist starts with a run of
 # tests, and others take over from its end: what is long must not come last, or one worker is left alone with it.
-_LONG = ("test_exactness.py", "test_compile.py", "test_launch.py", "test_operator.py", "test_lra_train.py")
+_LONG = (
+    "test_exactness.py",
+    "test_compile.py",
+    "test_launch.py",
+    "test_operator.py",
+    "test_lra_train.py",
+    "test_lra_ranks.py",
+)
 
 
 def pytest_collection_modifyitems(config, items):

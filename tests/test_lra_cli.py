@@ -47,6 +47,47 @@ def test_train_pauses_and_resumes(folder, tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 11
 
 
+def test_several_seeds_are_trained_one_after_the_other(folder, tmp_path):
+    result = call("train", data=folder, out=tmp_path / "runs", seeds="3,1", **{**OPTIONS, "steps": 3})
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "runs" / "summary.json").read_text())
+    assert [run["seed"] for run in summary["runs"]] == [3, 1]
+    found = [json.loads((tmp_path / "runs" / f"seed{seed}" / "metrics.json").read_text()) for seed in (3, 1)]
+    first, second = (metrics["test_accuracy"] for metrics in found)
+    assert [run["test_accuracy"] for run in summary["runs"]] == [first, second]
+    assert summary["test_accuracy_mean"] == pytest.approx((first + second) / 2)
+    assert summary["test_accuracy_std"] == pytest.approx(abs(first - second) / 2**0.5)
+    spread = rf"{summary['test_accuracy_mean']:.3f} ± {summary['test_accuracy_std']:.3f}"
+    shown = re.sub(r"[│┃ ]+", " ", result.output)
+    for words in ("seed 3", "seed 1", f"mean ± std {spread}", "majority class 0.", "root operator 0."):
+        assert words in shown
+    assert call("train", data=folder, out=tmp_path / "alone", **{**OPTIONS, "steps": 3}, seed=1).exit_code == 0
+    alone = json.loads((tmp_path / "alone" / "metrics.json").read_text())
+    assert alone["test_loss"] == found[1]["test_loss"]  # a run of a series is the run of that seed
+
+
+def test_several_seeds_are_resumed_where_they_stopped(folder, tmp_path):
+    settings = {**OPTIONS, "steps": 3}
+    result = call("train", data=folder, out=tmp_path, seeds="0,1", pause_after=0, **settings)
+    assert result.exit_code == 0, result.output
+    assert "Paused at step 1" in result.output and f"train --resume --out {tmp_path}" in result.output.replace("\n", "")
+    assert not (tmp_path / "seed1").exists()
+    result = call("train", "--resume", out=tmp_path)
+    assert result.exit_code == 0, result.output
+    ended = {seed: (tmp_path / f"seed{seed}/metrics.json").stat().st_mtime_ns for seed in (0, 1)}
+    result = call("train", "--resume", out=tmp_path, seeds="0,1,2")  # another seed, and no run again
+    assert result.exit_code == 0, result.output
+    assert ended == {seed: (tmp_path / f"seed{seed}/metrics.json").stat().st_mtime_ns for seed in (0, 1)}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [run["seed"] for run in summary["runs"]] == [0, 1, 2]
+    result = call("train", "--resume", out=tmp_path, steps=4)  # longer runs
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [run["steps"] for run in summary["runs"]] == [4, 4, 4]
+    result = call("train", data=folder, out=tmp_path, seeds="0", **settings)
+    assert result.exit_code == 1 and "holds runs; go on by --resume" in result.output
+
+
 def test_train_generates_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = {"longer_than": 10, "shorter_than": 60, "train_examples": 40, "val_examples": 5, "test_examples": 5}
@@ -106,6 +147,10 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
         (["--resume"], "there is no run to resume in"),
         (["--resume", "--preset", "lra"], "--resume keeps the run's settings: leave out --preset and --overwrite"),
         (["--preset", "demo", "--pause-after", "1"], "the demo has no --pause-after"),
+        (["--preset", "demo", "--seeds", "0,1"], "the demo has no --pause-after, --seeds or --tensorboard"),
+        (["--seeds", "0,x"], "--seeds must be whole numbers with commas between them, 0,1,2 say; got '0,x'"),
+        (["--seeds", "1,1"], "--seeds must be different; got '1,1'"),
+        (["--seeds", "0,1", "--seed", "2"], "--seeds stands instead of --seed: leave out one of them"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(folder, tmp_path, words, message):

@@ -14,14 +14,15 @@ from experiments.lra.baselines import baselines
 from experiments.lra.batches import (
     PADDING,
     Shape,
+    blocks_of_rows,
     check_images,
     collate,
     evaluation_batches,
-    rows_of_step,
     training_batches,
 )
 from experiments.lra.cache import Examples
 from experiments.lra.generate import Settings, generate
+from experiments.lra.order import Order
 from experiments.lra.tasks import TASKS, load
 from experiments.lra.tasks.listops import open_file
 
@@ -149,7 +150,7 @@ def test_batches_are_padded_to_whole_blocks(lengths, max_tokens, cls):
     assert shape.length % 16 == 0
     assert 0 <= shape.length - max_tokens - cls < 16
     assert batch.lengths.tolist() == [min(length, max_tokens) + cls for length in lengths]
-    assert batch.ids.shape == (len(lengths), shape.whole_blocks(max(batch.lengths.tolist())))
+    assert batch.ids.shape == (len(lengths), shape.row(max(batch.lengths.tolist())))
     assert batch.live_tokens == sum(batch.lengths.tolist())
     for row, length in enumerate(batch.lengths.tolist()):
         assert (batch.ids[row, :length] != PADDING).all()
@@ -173,27 +174,74 @@ def test_black_pixels_are_left_out_and_the_others_know_their_places():
     check_images(data, Shape(16, 3, cls=None, drop_background=True))
 
 
-@given(st.integers(1, 40), st.integers(1, 10), st.integers(0, 5))
-def test_an_epoch_sees_every_example_once(count, batch, seed):
-    batch = min(batch, count)
-    steps = count // batch
-    epochs = [
-        np.concatenate([rows_of_step(count, batch, seed, epoch * steps + step) for step in range(steps)])
-        for epoch in range(2)
-    ]
-    for rows in epochs:
-        assert len(set(rows.tolist())) == steps * batch
+SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=40)
+
+
+@given(SIZES, st.integers(1, 10), st.integers(0, 5), st.booleans())
+def test_an_epoch_sees_every_example_once(sizes, batch, seed, buckets):
+    count = len(sizes)
+    order = Order(count, min(batch, count), seed, np.array(sizes) if buckets else None)
+    row = np.concatenate([order.rows(step) for step in range(-(-3 * count // order.batch))])
+    epochs = row[: 3 * count].reshape(3, count)
+    assert (np.sort(epochs) == np.arange(count)).all()
     if count > 20:
-        assert epochs[0].tolist() != epochs[1].tolist()
+        assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
+
+
+@given(SIZES, st.integers(1, 10), st.integers(0, 5))
+def test_the_examples_of_a_batch_are_of_one_size(sizes, batch, seed):
+    """As far as that can be: an epoch has at most one batch more of mixed sizes than there are borders between sizes,
+    which is the one that it shares with the next epoch."""
+    sizes = np.array(sizes)
+    order = Order(len(sizes), min(batch, len(sizes)), seed, sizes)
+    mixed = sum(len(set(sizes[order.rows(step)])) > 1 for step in range(len(sizes) // order.batch))
+    assert mixed <= len(set(sizes)) - 1 + 1
+
+
+def test_sizes_come_in_a_random_order_and_with_random_company():
+    sizes = np.repeat([1, 2, 3], 40)
+    order = Order(120, 10, 0, sizes)
+    first, second = (np.array([order.rows(step) for step in range(12 * epoch, 12 * epoch + 12)]) for epoch in (0, 1))
+    assert not (np.diff(sizes[first[:, 0]]) >= 0).all()
+    assert {tuple(sorted(rows)) for rows in first}.isdisjoint(tuple(sorted(rows)) for rows in second)
+
+
+def test_where_all_are_of_one_size_buckets_change_nothing():
+    plain, bucketed = Order(20, 3, 1), Order(20, 3, 1, np.full(20, 4))
+    assert [plain.rows(step).tolist() for step in range(9)] == [bucketed.rows(step).tolist() for step in range(9)]
+
+
+def test_rows_are_measured_in_blocks_as_collate_makes_them():
+    for data, shape in (
+        (examples([1, 15, 16, 17, 47, 48, 90]), Shape(16, 60, cls=16)),
+        (examples([1, 15, 16, 17, 47, 48, 90]), Shape(16, 60, cls=None)),
+        (Examples(np.array([0, 7, 0, 8, 0, 0], np.uint8), np.array([[0], [4]]), np.array([[4], [6]]),
+                  np.zeros(2, np.uint8), shift=1), Shape(1, 4, cls=None, drop_background=True)),
+    ):  # fmt: skip
+        blocks = blocks_of_rows(data, shape)
+        made = [collate(data, np.array([row]), shape).ids.shape[1] for row in range(len(data))]
+        assert (blocks * shape.block).tolist() == made
+
+
+def test_rows_can_be_shorter_than_whole_blocks():
+    """As suits an attention without blocks; what comes together does not depend on it."""
+    lengths = [1, 15, 16, 17, 47, 48, 90]
+    whole, eights = Shape(16, 60, cls=16), Shape(16, 60, cls=16, multiple=8)
+    made = [collate(examples(lengths), np.array([row]), eights).ids.shape[1] for row in range(7)]
+    assert made == [8, 16, 24, 24, 48, 56, 64]
+    assert whole.length == eights.length == 64
+    assert (blocks_of_rows(examples(lengths), whole) == blocks_of_rows(examples(lengths), eights)).all()
 
 
 @given(st.integers(0, 30))
 def test_batches_can_be_picked_up_at_any_step(first_step):
-    data, shape = examples([5] * 20), Shape(16, 10, None)
-    whole = training_batches(data, shape, 3, 1, 0)
+    lengths = [5, 20, 35, 50] * 5
+    data, shape = examples(lengths), Shape(16, 60, None)
+    sizes = blocks_of_rows(data, shape)
+    whole = training_batches(data, shape, Order(20, 3, 1, sizes), 0)
     for _ in range(first_step):
         next(whole)
-    resumed = training_batches(data, shape, 3, 1, first_step)
+    resumed = training_batches(data, shape, Order(20, 3, 1, sizes), first_step)
     for _ in range(8):
         assert torch.equal(next(whole).ids, next(resumed).ids)
 
@@ -207,7 +255,7 @@ def test_evaluation_sees_the_first_examples_in_order():
 
 def test_batch_larger_than_the_data_is_refused():
     with pytest.raises(ValueError, match="at most the number of training examples, 3; got 4"):
-        rows_of_step(3, 4, 0, 0)
+        Order(3, 4, 0)
 
 
 def test_baselines_are_fitted_on_train_and_scored_on_test(released):

@@ -1,19 +1,17 @@
-"""Batches of one fixed shape, in an order that is a pure function of the seed and the step.
-
-So a resumed run needs no state of a loader: step s always sees the same examples.
-"""
+"""Batches: sequences of about one length as the rows of a tensor, padded to the longest of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import count
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from experiments.lra.cache import Examples
+from experiments.lra.order import Order
 
 PADDING = 0
 
@@ -22,10 +20,11 @@ PADDING = 0
 class Shape:
     """How sequences become rows of a batch."""
 
-    block: int  # of the mask: rows have whole blocks
+    block: int  # of the mask
     max_tokens: int  # longer sequences are cut to this many tokens, as in the reference loader
     cls: int | None  # the id of [CLS], which is put first; None: it is not
     drop_background: bool = False  # leave out symbols 0, the black pixels of an image
+    multiple: int | None = None  # rows have a multiple of so many tokens; None: whole blocks of the mask
 
     @property
     def first(self) -> int:
@@ -34,27 +33,28 @@ class Shape:
 
     @property
     def length(self) -> int:
-        """The length of the longest row.
+        """The length of the longest row, in whole blocks: that of the mask.
 
         >>> Shape(128, 2000, cls=16).length
         2048
         """
-        return self.whole_blocks(self.max_tokens + self.first)
+        return -(-(self.max_tokens + self.first) // self.block) * self.block
 
     def places(self, longest: int) -> int:
         """How many places there are for tokens, of sequences of at most `longest` symbols."""
         return self.first + longest if self.drop_background else self.length
 
-    def whole_blocks(self, tokens: int) -> int:
-        """This many tokens, rounded up."""
-        return -(-tokens // self.block) * self.block
+    def row(self, tokens: int) -> int:
+        """The length of the rows of a batch whose longest sequence has this many tokens, [CLS] counted."""
+        multiple = self.multiple or self.block
+        return -(-tokens // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Batch:
     """B examples of T sequences each; the sequences of an example follow each other."""
 
-    ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest row's, in whole blocks
+    ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest one's, rounded up
     lengths: torch.Tensor  # int32 [B * T], tokens before the padding, [CLS] counted
     places: torch.Tensor | None  # int64 [B * T, N], where each token stood before some were left out; None: none was
     labels: torch.Tensor  # int64 [B]
@@ -80,7 +80,7 @@ def collate(examples: Examples, rows: NDArray[np.int64], shape: Shape) -> Batch:
     sequences = [each[: shape.max_tokens] for each in sequences]
     first = shape.first
     lengths = np.array([first + len(each) for each in sequences], np.int32)
-    ids = np.full((len(sequences), shape.whole_blocks(int(lengths.max()))), PADDING, np.int64)
+    ids = np.full((len(sequences), shape.row(int(lengths.max()))), PADDING, np.int64)
     places = None if kept is None else np.zeros_like(ids)
     for row, sequence in enumerate(sequences):
         ids[row, first : lengths[row]] = sequence
@@ -109,8 +109,21 @@ def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
 def check_images(examples: Examples, shape: Shape) -> None:
     """Raises ValueError if an image has more pixels than a row has tokens: before a run, not at its end."""
     if shape.drop_background and shape.max_tokens < (examples.ends - examples.begins).max():
-        rows = np.argsort(examples.begins[:, 0])  # as they lie on the disk
-        check_room(max(int(np.count_nonzero(examples.sequence(row) != 0)) for row in rows), shape)
+        check_room(int(live_counts(examples).max()), shape)
+
+
+def live_counts(examples: Examples) -> NDArray[np.int64]:
+    """How many pixels of each image are not black. int64 [n]"""
+    counts = np.zeros(len(examples), np.int64)
+    for row in np.argsort(examples.begins[:, 0]):  # as they lie on the disk
+        counts[row] = np.count_nonzero(examples.sequence(row))
+    return counts
+
+
+def blocks_of_rows(examples: Examples, shape: Shape) -> NDArray[np.int64]:
+    """How long each example's rows are, in blocks. int64 [n]"""
+    symbols = live_counts(examples).clip(min=1) if shape.drop_background else (examples.ends - examples.begins).max(1)
+    return -(-(np.minimum(symbols, shape.max_tokens) + shape.first) // shape.block)
 
 
 def check_room(live: int, shape: Shape) -> None:
@@ -121,29 +134,22 @@ def check_room(live: int, shape: Shape) -> None:
         )
 
 
-@lru_cache(maxsize=2)
-def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of `count` examples for one epoch."""
-    return np.random.default_rng([seed, epoch]).permutation(count)
-
-
-def rows_of_step(count: int, batch: int, seed: int, step: int) -> NDArray[np.int64]:
-    """Which examples step `step` (from 0) trains on; an epoch's last, incomplete batch is left out."""
-    if batch > count:
-        raise ValueError(f"the batch must be at most the number of training examples, {count}; got {batch}")
-    epoch, place = divmod(step, count // batch)
-    return epoch_order(count, seed, epoch)[place * batch : (place + 1) * batch]
-
-
-def training_batches(examples: Examples, shape: Shape, batch: int, seed: int, first_step: int) -> Iterator[Batch]:
+def training_batches(examples: Examples, shape: Shape, order: Order, first_step: int) -> Iterator[Batch]:
     """Batches for the steps from `first_step` on, without end."""
-    step = first_step
-    while True:
-        yield collate(examples, rows_of_step(len(examples), batch, seed, step), shape)
-        step += 1
+    for step in count(first_step):
+        yield collate(examples, order.rows(step), shape)
 
 
-def evaluation_batches(examples: Examples, shape: Shape, batch: int, limit: int) -> Iterator[Batch]:
-    """The first `limit` examples once, in the order of the file; the last batch may be smaller."""
-    for start in range(0, min(limit, len(examples)), batch):
+def evaluation_batches(
+    examples: Examples,
+    shape: Shape,
+    batch: int,
+    limit: int,
+    share: slice = slice(None),
+) -> Iterator[Batch]:
+    """The first `limit` examples once, in the order of the file; the last batch may be smaller.
+
+    share: which of the batches are this process's, where several evaluate together.
+    """
+    for start in range(0, min(limit, len(examples)), batch)[share]:
         yield collate(examples, np.arange(start, min(start + batch, limit, len(examples))), shape)

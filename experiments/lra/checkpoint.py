@@ -1,7 +1,8 @@
 """Checkpoints: weights, optimiser state and random states, in safetensors files of bounded size.
 
     <run>/checkpoint-00000500/
-        part-01-of-03.safetensors ...   tensors named model.*, average.*, optimizer.<parameter>.*, random.*
+        part-01-of-03.safetensors ...   tensors named model.*, average.*, optimizer.<parameter>.*, random.*, and
+                                        random.<rank>.* of other processes that train with the first one
         state.json                      step, seconds of training, the format
 
 A checkpoint is written under another name and renamed when it is whole, so one that exists is complete.
@@ -36,16 +37,27 @@ class Progress:
     seconds: float  # of training, over all its sessions
 
 
+RandomState = dict[str, Tensor]  # of one process: cpu, and cuda if it trains there
+
+
 def save(
-    run: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None = None
+    run: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None = None,
+    random: list[RandomState] | None = None,
 ) -> Path:
-    """Write a checkpoint into the run's folder, then remove older ones. One of the same step is already the same."""
+    """Write a checkpoint into the run's folder, then remove older ones. One of the same step is already the same.
+
+    random: of all processes; None: this one's alone.
+    """
     target = run / f"checkpoint-{progress.step:08}"
     if target.exists():
         return target
     for left_by_a_kill in run.glob(".checkpoint-*"):
         shutil.rmtree(left_by_a_kill)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collect(model, optimizer, average)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collect(model, optimizer, average, random)}
     unfinished = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=run))
     try:
         parts = list(split(tensors, PART_BYTES))
@@ -63,9 +75,17 @@ def save(
 
 
 def load(
-    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None = None
+    checkpoint: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None = None,
+    *,
+    rank: int = 0,
 ) -> Progress:
-    """Put a checkpoint's state into a model and its optimiser, and set the random states."""
+    """Put a checkpoint's state into a model and its optimiser, and set the random states of this process.
+
+    Of a process that the run did not have before they are new, and others than those with which it would have begun.
+    """
     state = json.loads((checkpoint / "state.json").read_text())
     if state.pop("format") != FORMAT:
         raise ValueError(f"{checkpoint} must have the checkpoint format {FORMAT}; written by another version")
@@ -79,11 +99,23 @@ def load(
     optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
-    torch.set_rng_state(tensors["random.cpu"])
+    random = under(f"random.{rank}" if rank else "random", tensors)
     device = next(model.parameters()).device
-    if "random.cuda" in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["random.cuda"], device)
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"])
+    else:
+        torch.manual_seed(torch.initial_seed() + state["step"])
+    if "cuda" in random and device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"], device)
     return Progress(**state)
+
+
+def random_state(device: torch.device) -> RandomState:
+    """The states of this process's generators; each GPU has its own."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -98,7 +130,10 @@ def remove(run: Path) -> None:
 
 
 def collect(
-    model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    random: list[RandomState] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a checkpoint with their names, in a fixed order."""
     for name, tensor in model.state_dict().items():
@@ -110,10 +145,9 @@ def collect(
     for index, values in optimizer.state_dict()["state"].items():
         for key, tensor in values.items():
             yield f"optimizer.{names[index]}.{key}", tensor
-    yield "random.cpu", torch.get_rng_state()
-    device = next(model.parameters()).device  # each GPU has its own generator
-    if device.type == "cuda":
-        yield "random.cuda", torch.cuda.get_rng_state(device)
+    for rank, state in enumerate(random or [random_state(next(model.parameters()).device)]):
+        for key, tensor in state.items():
+            yield f"random.{rank}.{key}" if rank else f"random.{key}", tensor
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

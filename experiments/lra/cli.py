@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import math
+import shlex
+import sys
 import time
-from dataclasses import fields
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from experiments.lra import demo
+from experiments.lra import board, demo
+from experiments.lra import seeds as several
 from experiments.lra.config import HELP, SHOWN_DEFAULTS, Config, configure, resumed
 from experiments.lra.errors import short_errors
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
 from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
-from experiments.lra.report import print_result
+from experiments.lra.ranks import Ranks, find_device, joined, refuse_many
+from experiments.lra.report import print_result, print_summary, print_table
+from experiments.lra.runlog import Record
+from experiments.lra.table import run as table
+from experiments.lra.table.report import all_right, summary
+from experiments.lra.table.run import Options as TableOptions
+from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import Data, load
 from experiments.lra.train import Run, saved_run
 
 DATA = Path("data/lra")
 RUNS = Path("runs/lra")
+RESULTS = Path("experiments/results/lra")
 
 app = typer.Typer(
     help="Long Range Arena with block-sparse attention.",
@@ -55,6 +68,7 @@ def train(
     ] = None,
     task: Annotated[str | None, option("task")] = None,
     mask: Annotated[str | None, option("mask")] = None,
+    attention: Annotated[str | None, option("attention")] = None,
     block: Annotated[int | None, option("block")] = None,
     window: Annotated[int | None, option("window")] = None,
     depth: Annotated[int | None, option("depth")] = None,
@@ -71,6 +85,7 @@ def train(
     steps: Annotated[int | None, option("steps")] = None,
     minutes: Annotated[float | None, option("minutes")] = None,
     batch: Annotated[int | None, option("batch")] = None,
+    buckets: Annotated[bool | None, option("buckets")] = None,
     max_tokens: Annotated[int | None, option("max_tokens")] = None,
     lr: Annotated[float | None, option("lr")] = None,
     warmup: Annotated[int | None, option("warmup")] = None,
@@ -93,6 +108,14 @@ def train(
     val_examples: Annotated[int | None, option("val_examples")] = None,
     test_examples: Annotated[int | None, option("test_examples")] = None,
     data_seed: Annotated[int | None, option("data_seed")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of --seed: train with each of these, 0,1,2 say, one after the other, each in a folder of its "
+            "own in --out, and give mean and standard deviation of the test accuracy.",
+            show_default="one run",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -102,11 +125,15 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the run.", show_default=f"{RUNS}/<task>-<mask>-seed<seed>"),
+        typer.Option(help="Folder of the run or runs.", show_default=f"{RUNS}/<task>-<mask>-seed<seed>, or -seeds"),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on from the newest checkpoint in --out, with the run's settings."),
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint in --out, with the run's settings; of several seeds, with those "
+            "that are not done.",
+        ),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that --out already holds.")] = False,
     pause_after: Annotated[
@@ -116,11 +143,20 @@ def train(
             show_default="never",
         ),
     ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, into a run's folder tensorboard.")
+    ] = False,
 ) -> None:
-    """Train a classifier, test it, and write its metrics. A preset changes the defaults below."""
+    """Train a classifier, test it, and write its metrics. A preset changes the defaults below.
+
+    On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lra train ..., where --batch stays the
+    number of examples of a step, which the processes share.
+    """
     settings = {field.name for field in fields(Config)}
     chosen = {name: value for name, value in context.params.items() if name in settings and value is not None}
     with short_errors():
+        if tensorboard:
+            board.writer_class()  # before anything is written
         if resume:
             if preset or overwrite:
                 raise ValueError("--resume keeps the run's settings: leave out --preset and --overwrite")
@@ -133,23 +169,73 @@ def train(
                 data = saved_data
         else:
             config = configure(preset, chosen)
-        found = find_data(config, data)
         if preset == "demo":
-            if pause_after is not None:
-                raise ValueError("the demo has no --pause-after: it takes less than three minutes")
+            refuse_many("the demo")
+            if pause_after is not None or seeds is not None or tensorboard:
+                raise ValueError("the demo has no --pause-after, --seeds or --tensorboard: it takes three minutes")
+            if config.attention != "sparseflash":
+                raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
             names = (config.mask,) if "mask" in chosen else demo.MASKS
-            exact = demo.run(config, found, out or RUNS / "demo", console, names=names)
+            exact = demo.run(config, find_data(config, data), out or RUNS / "demo", console, names=names)
             raise typer.Exit(0 if exact else 1)
-        folder = out or RUNS / default_name(config)
-        run = Run(config, found, folder, resume=resume, overwrite=overwrite, report=lambda record: bar.show(record))
+        chosen_seeds = several.parsed(seeds) if seeds is not None else several.saved(out) if resume and out else None
+        if chosen_seeds is not None and "seed" in chosen:
+            raise ValueError("--seeds stands instead of --seed: leave out one of them")
+        folder = out or RUNS / default_name(config, series=chosen_seeds is not None)
+        deadline = time.monotonic() + 60 * pause_after if pause_after is not None else math.inf
+        with joined(config.device) as ranks:
+            console.quiet = not ranks.first
+            session = Session(
+                ranks.after_first(lambda: find_data(config, data)), overwrite, deadline, ranks, tensorboard
+            )
+            if chosen_seeds is None:
+                result = session.train(config, folder, resume)
+                show = partial(print_result, path=folder / "metrics.json")
+            else:
+                result = session.train_series(config, chosen_seeds, folder, resume)
+                show = partial(print_summary, path=folder / several.SUMMARY)
+            if result is None:
+                console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
+            else:
+                show(console, result)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the runs that one command starts have in common."""
+
+    data: Data
+    overwrite: bool
+    deadline: float  # by time.monotonic(): then a run is saved and stops
+    ranks: Ranks
+    tensorboard: bool
+
+    def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
+        """Train once with each seed; the summary, or None where the deadline came first."""
+        place = self.data.folder
+        self.ranks.from_first(
+            lambda: several.begin(folder, config, seeds, place, resume=resume, overwrite=self.overwrite)
+        )
+        return several.run(config, seeds, folder, self.train, resume=resume, ranks=self.ranks)
+
+    def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
+        """Train under a bar; the metrics, or None where the deadline came first."""
+        shown: list[TrainingBar | board.Board] = []
+
+        def show(record: Record) -> None:
+            for each in shown:
+                each.show(record)
+
+        run = Run(config, self.data, folder, resume=resume, overwrite=self.overwrite, report=show, ranks=self.ranks)
         console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
-        deadline = time.monotonic() + 60 * pause_after if pause_after is not None else float("inf")
-        with TrainingBar(console, config.mask, run.progress) as bar:
-            metrics = run.train(pause=lambda step: time.monotonic() > deadline)
-    if metrics is None:
-        console.print(f"Paused at step {run.step}; go on with: train --resume --out {run.folder}")
-    else:
-        print_result(console, metrics, run.folder / "metrics.json")
+        with ExitStack() as stack:
+            shown.append(stack.enter_context(TrainingBar(console, f"{config.mask} seed {config.seed}", run.progress)))
+            if self.tensorboard and self.ranks.first:
+                shown.append(stack.enter_context(board.Board(folder, run.step if resume else None)))
+            metrics = run.train(pause=lambda step: time.monotonic() > self.deadline)
+        if metrics is None:
+            console.print(f"Paused at step {run.step}")
+        return metrics
 
 
 @app.command("generate")
@@ -171,8 +257,75 @@ def generate_command(
     Lengths are in tokens, parentheses not counted.
     """
     with short_errors():
+        refuse_many("generate")
         folder = generated(Settings(longer_than, shorter_than, train, val, test, seed), out, workers)
     console.print(f"Generated data (not the released files): {folder}", soft_wrap=True)
+
+
+@app.command("table")
+def table_command(
+    tasks: Annotated[str, typer.Option(help="Tasks to measure, with commas between them.")] = ",".join(FIVE),
+    variants: Annotated[
+        str, typer.Option(help="What to measure; standard is what the others are compared with.")
+    ] = ",".join(VARIANTS),
+    preset: Annotated[str, typer.Option(help="The models: lra, the arena's own, or modern.")] = "lra",
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Examples a step. Where standard attention does not fit, all is measured again with half of them.",
+            show_default="the preset's",
+        ),
+    ] = None,
+    block: Annotated[
+        int | None, typer.Option(help="Tokens along one side of the masks' tiles.", show_default="the preset's")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds in which the variants take turns.")] = TableOptions.rounds,
+    steps: Annotated[int, typer.Option(help="Training steps that a variant is timed for in a round.")] = (
+        TableOptions.steps
+    ),
+    minutes: Annotated[float, typer.Option(help="No task begins later than this.")] = TableOptions.minutes,
+    keep_times: Annotated[
+        bool, typer.Option("--keep-times", help="Measure nothing: keep the times in --out, and collect accuracies.")
+    ] = False,
+    runs: Annotated[Path, typer.Option(help="Accuracies are those of all finished runs below this folder.")] = RUNS,
+    out: Annotated[Path, typer.Option(help="Where table.md, table.png and the numbers go.")] = RESULTS,
+    device: Annotated[
+        str, typer.Option(help="cuda, cuda:1, ...; or cpu: everything tiny, a test of the command and no measurement.")
+    ] = "cuda",
+    commit: Annotated[
+        str | None, typer.Option(help="What to call the code measured, where git cannot tell.", show_default="git's")
+    ] = None,
+) -> None:
+    """The paper's table: accuracy of the runs there are, and the speed of training beside standard attention.
+
+    Measures the training step of the same model, at the shape of each of the five tasks, with standard attention,
+    PyTorch's own and ours, in turns. Every variant is compared with fp64 first; what is wrong is not timed.
+    """
+    with short_errors():
+        refuse_many("table")
+        options = None
+        if not keep_times:
+            place = find_device(device)
+            chosen = tuple(tasks.split(",")), tuple(variants.split(","))
+            options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes)
+            if place.type == "cpu" and out == RESULTS:
+                raise ValueError(
+                    f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"
+                )
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        results = table.run(options, runs, out, repeatable(sys.argv[1:]), commit, say)
+        print_table(console, summary(results))
+        console.print(f"The table, the times and the accuracies: {out / 'table.md'}", soft_wrap=True)
+        raise typer.Exit(0 if all_right(results.times) else 1)
+
+
+def repeatable(words: list[str]) -> str:
+    """The command, without where its files lie."""
+    kept: list[str] = []
+    for before, word in zip(["", *words], words):
+        if not {before, word} & {"--out", "--runs"} and not word.startswith(("--out=", "--runs=")):
+            kept.append(word)
+    return shlex.join(["python", "-m", "experiments.lra", *kept])
 
 
 def generated(settings: Settings, parent: Path, workers: int | None = None) -> Path:
@@ -195,7 +348,8 @@ def find_data(config: Config, folder: Path | None) -> Data:
     return load(config.task, generated(config.generator, DATA) if folder is None else folder, config.data)
 
 
-def default_name(config: Config) -> str:
-    """The folder name of a run: its task, mask and seed."""
+def default_name(config: Config, *, series: bool = False) -> str:
+    """The folder name of a run: its task, mask and seed; or of the runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
-    return f"{config.task}-{mask}-seed{config.seed}"
+    other = "" if config.attention == "sparseflash" else f"{config.attention}-"
+    return f"{config.task}-{mask}-{other}" + ("seeds" if series else f"seed{config.seed}")

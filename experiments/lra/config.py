@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from experiments.lra.attend import IMPLEMENTATIONS, rows_of
 from experiments.lra.batches import Shape
 from experiments.lra.generate import Settings
 from experiments.lra.model import POOLS
@@ -27,6 +28,11 @@ class Config:
 
     task: str = setting("listops", f"Task: {', '.join(TASKS)}.")
     mask: str = setting("butterfly", "Mask: dense, local, butterfly, module:function or file.py:function.")
+    attention: str = setting(
+        "sparseflash",
+        f"Who computes it: {', '.join(IMPLEMENTATIONS)} (PyTorch's scaled_dot_product_attention; all N x N scores in "
+        "memory).",
+    )
     block: int = setting(128, "Tokens along one side of the mask's tiles.")
     window: int = setting(512, "Keys that a query of the local mask sees: |q - k| <= window / 2.")
 
@@ -46,7 +52,8 @@ class Config:
     minutes: float | None = setting(
         None, "End early after this many minutes; a cosine schedule ends then too.", "no limit"
     )
-    batch: int = setting(32, "Sequences a step.")
+    batch: int = setting(32, "Examples a step.")
+    buckets: bool = setting(True, "Examples of about one length share a batch, which then has little padding.")
     max_tokens: int | None = setting(None, "Tokens after which a sequence is cut.", "the task's own number")
     lr: float = setting(5e-4, "Peak learning rate.")
     warmup: int = setting(500, "Steps over which the learning rate rises to its peak.")
@@ -89,6 +96,7 @@ class Config:
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be more than 0; got {self.minutes}")
         for name, allowed in (
+            ("attention", IMPLEMENTATIONS),
             ("pool", POOLS),
             ("positions", POSITIONS),
             ("background", ("keep", "drop")),
@@ -111,6 +119,7 @@ class Config:
             self.max_tokens or task.longest,
             cls=task.cls if self.pool == "cls" else None,
             drop_background=self.background == "drop",
+            multiple=rows_of(self.attention, self.block),
         )
 
     @property

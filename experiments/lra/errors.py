@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,5 +17,7 @@ def short_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, FileNotFoundError, FileExistsError, FloatingPointError) as error:
-        Console(stderr=True).print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)
+        rank = os.environ.get("RANK", "0")  # of processes that torchrun has started, the first one is the one to read
+        who = "" if rank == "0" else f"process {rank}: "
+        Console(stderr=True).print(Text.assemble((f"{who}Error: ", "red"), str(error)), soft_wrap=True)
         raise typer.Exit(1) from error

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.lra.attend import sparseflash
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.model import Classifier, Layer, Turn, attend
+from experiments.lra.model import Classifier, Layer, Turn
 from experiments.lra.step import forward, precision
 from sparseflash import BlockMask
 
@@ -79,7 +80,7 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
 def sparse(call: Captured) -> list[Tensor]:
     """Output, dq, dk, dv of the library, as the model calls it."""
     q, k, v = leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    out = attend(q, k, v, call.mask)
+    out = sparseflash(q, k, v, call.mask)
     return [out.detach(), *torch.autograd.grad(out, leaves, call.dout)]
 
 

@@ -30,6 +30,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "task": run.data.task.name,
         "generated_data": run.data.generated,
         "mask": run.config.mask,
+        "attention": run.config.attention,
         "density": run.mask.density,
         "length": run.shape.length,
         "test_accuracy": test["accuracy"],
@@ -42,10 +43,12 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "steps": run.step,
         "training_seconds": run.seconds,
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # padding not counted
+        "padding": statistics.fmean(record["padding"] for record in trained),  # the part of all positions
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "config": as_dict(run.config),
         "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),
         "device": device_name(run.device),
+        "processes": run.ranks.count,
         "versions": versions(),
     }
 

@@ -11,32 +11,25 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from experiments.lra.attend import IMPLEMENTATIONS, Live, attend
 from experiments.lra.positions import POSITIONS, Turns, sinusoids, turned
-from sparseflash import BlockMask, attention
+from sparseflash import BlockMask
 
 POOLS = ("cls", "first", "mean", "max", "mean+max")
-SMALLEST_HEAD = 16
 
 Turn = tuple[Tensor, Tensor]  # see positions.Turns
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dropout_p: float = 0.0) -> Tensor:
-    """Attention [B, H, N, D]. The kernel takes heads of 16 and more: zeros beside fewer change nothing."""
-    head_dim = q.shape[-1]
-    missing = max(0, SMALLEST_HEAD - head_dim)
-    if missing:
-        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
-    return attention(q, k, v, mask, scale=head_dim**-0.5, dropout_p=dropout_p)[..., :head_dim]
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention over the live scores of a mask."""
 
-    def __init__(self, width: int, heads: int, head_dim: int, dropout: float, qk_norm: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, head_dim: int, dropout: float, qk_norm: bool, implementation: str
+    ) -> None:
         super().__init__()
         self.heads = heads
+        self.implementation = implementation
         self.dropout = dropout  # of the weights
         self.qkv = nn.Linear(width, 3 * heads * head_dim)
         self.out = nn.Linear(heads * head_dim, width)
@@ -51,11 +44,11 @@ class SelfAttention(nn.Module):
             q, k = turned(q, turn), turned(k, turn)
         return q.to(v.dtype), k.to(v.dtype), v  # autocast has its own idea of a norm's dtype
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Live) -> Tensor:
         """Attention [B, H, N, D]."""
-        return attend(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
+        return attend(self.implementation, q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
 
-    def forward(self, x: Tensor, mask: BlockMask, turn: Turn | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: BlockMask | Live, turn: Turn | None = None) -> Tensor:
         y: Tensor = self.out(self.mix(*self.project(x, turn), mask).transpose(1, 2).flatten(2))  # [B, N, W]
         return y
 
@@ -63,17 +56,15 @@ class SelfAttention(nn.Module):
 class Layer(nn.Module):
     """Attention, then an MLP, each on the normalised input and added to it."""
 
-    def __init__(
-        self, width: int, heads: int, head_dim: int, mlp: int, dropout: float, attention_dropout: float, qk_norm: bool
-    ) -> None:
+    def __init__(self, width: int, mlp: int, dropout: float, attention: SelfAttention) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = SelfAttention(width, heads, head_dim, attention_dropout, qk_norm)
+        self.attention = attention
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, mlp), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp, width))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: BlockMask, turn: Turn | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: BlockMask | Live, turn: Turn | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), mask, turn))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x
@@ -88,6 +79,7 @@ class Classifier(nn.Module):
         example's own first token stands; "mean" and "max" read all live positions.
     places: how many places there are; more than the mask's length where batches leave tokens out.
     side: pixels along a side, of images.
+    attention: who computes it; see attend.py.
     """
 
     def __init__(
@@ -108,8 +100,11 @@ class Classifier(nn.Module):
         places: int = 0,
         side: int | None = None,
         qk_norm: bool = False,
+        attention: str = "sparseflash",
     ) -> None:
         super().__init__()
+        if attention not in IMPLEMENTATIONS:
+            raise ValueError(f"attention must be one of {', '.join(IMPLEMENTATIONS)}; got {attention!r}")
         if head_dim is None and width % heads:
             raise ValueError(f"width must be a multiple of heads; got width {width}, heads {heads}")
         if pool not in POOLS:
@@ -119,7 +114,9 @@ class Classifier(nn.Module):
         head_dim = head_dim or width // heads
         self.masks = tuple(masks)
         self._cropped: dict[tuple[int, int], BlockMask] = {}
+        self._patterns: dict[int, Tensor | None] = {}
         self.pool = pool
+        self.attention = attention
         self.towers = towers
         places = max(places, self.masks[0].q_len)
         self.embedding = nn.Embedding(vocabulary, width)
@@ -136,16 +133,18 @@ class Classifier(nn.Module):
             self.turns = Turns(head_dim, side if positions == "rotary2d" else None, first)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
-            Layer(width, heads, head_dim, mlp, dropout, attention_dropout, qk_norm) for _ in self.masks
+            Layer(width, mlp, dropout, SelfAttention(width, heads, head_dim, attention_dropout, qk_norm, attention))
+            for _ in self.masks
         )
         self.norm = nn.LayerNorm(width)
         features = width * (2 if pool == "mean+max" else 1) * (1 if towers == 1 else 4)
         self.head = nn.Sequential(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
 
-    def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
         """Logits [B, C] of ids [B * T, N]; positions at or past lengths [B * T] are padding and take no part.
 
         places: where the tokens stood before some were left out, [B * T, N]; None: none was.
+        padded: False promises that there is no padding.
         """
         x = self.embedding(ids)  # [B * T, N, W]
         if self.positions is not None:
@@ -154,7 +153,12 @@ class Classifier(nn.Module):
         if self.turns is not None:
             turn = self.turns(torch.arange(ids.shape[1], device=ids.device)[None] if places is None else places)
         x = self.dropout(x)
-        for layer, mask in zip(self.layers, self.masks_for(ids.shape[1], lengths), strict=True):
+        masks: Sequence[BlockMask | Live]
+        if self.attention == "sparseflash":
+            masks = self.masks_for(ids.shape[1], lengths)
+        else:
+            masks = self.live_for(ids.shape[1], lengths if padded else None)
+        for layer, mask in zip(self.layers, masks, strict=True):
             x = layer(x, mask, turn)
         pooled = pool(self.norm(x), lengths, self.pool)  # [B * T, W]
         if self.towers == 2:
@@ -179,6 +183,19 @@ class Classifier(nn.Module):
             if id(mask) not in padded:
                 padded[id(mask)] = self._cropped[key].with_lengths(lengths)
         return [padded[id(mask)] for mask in self.masks]
+
+    def live_for(self, length: int, lengths: Tensor | None) -> list[Live]:
+        """The same for the implementations without block masks; no lengths: there is no padding."""
+        found: dict[int, Live] = {}
+        for mask in self.masks:
+            if id(mask) not in self._patterns:
+                with torch.inference_mode(False):
+                    self._patterns[id(mask)] = None if mask.density == 1 else mask.to_dense()
+            if id(mask) not in found:
+                pattern = self._patterns[id(mask)]
+                pattern = pattern[..., :length, :length] if pattern is not None else None
+                found[id(mask)] = Live.within(pattern, lengths, length)
+        return [found[id(mask)] for mask in self.masks]
 
 
 def pool(x: Tensor, lengths: Tensor, how: str) -> Tensor:

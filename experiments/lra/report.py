@@ -30,6 +30,34 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
     console.print(f"Metrics: {path}", soft_wrap=True)
 
 
+def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None:
+    """The test accuracy of every seed, and mean and standard deviation, beside what one gets without computing."""
+    source = "generated data" if summary["generated_data"] else "released data"
+    title = f"{summary['task']} ({source}), {summary['test_examples']} test examples, {summary['mask']} mask"
+    table = Table(title=title)
+    for column in ("", "accuracy", "loss (nats)", "left guessing at"):
+        table.add_column(column, justify="left" if not column else "right")
+    for run in summary["runs"]:
+        left = "never" if run["plateau_left_at"] is None else str(run["plateau_left_at"])
+        table.add_row(f"seed {run['seed']}", f"{run['test_accuracy']:.3f}", f"{run['test_loss']:.3f}", left)
+    table.add_section()
+    spread = "" if summary["test_accuracy_std"] is None else f" ± {summary['test_accuracy_std']:.3f}"
+    table.add_row("mean ± std", f"{summary['test_accuracy_mean']:.3f}{spread}", "", "", style="bold")
+    add_baselines(table, summary)
+    console.print(table)
+    console.print(f"Summary: {path}", soft_wrap=True)
+
+
+def print_table(console: Console, lines: list[list[str]]) -> None:
+    """A table whose first line is its head."""
+    table = Table()
+    for number, column in enumerate(lines[0]):
+        table.add_column(column, justify="right" if number else "left")
+    for line in lines[1:]:
+        table.add_row(*line)
+    console.print(table)
+
+
 def add_baselines(table: Table, metrics: dict[str, Any]) -> None:
     for baseline in metrics["baselines"]:
         loss = "" if baseline["loss"] is None else f"{baseline['loss']:.3f}"

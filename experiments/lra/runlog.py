@@ -12,17 +12,24 @@ Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the number
 
 
 class RunLog:
-    """Appends records; a resumed run first drops those that lie after its checkpoint and will come again."""
+    """Appends records; a resumed run first drops those that lie after its checkpoint and will come again.
 
-    def __init__(self, path: Path, resumed_at: int | None) -> None:
+    path: None keeps the records in memory alone.
+    """
+
+    def __init__(self, path: Path | None, resumed_at: int | None) -> None:
         self.path = path
+        self.records: list[Record] = []
+        if path is None:
+            return
         kept = [] if resumed_at is None else [record for record in read(path) if record["step"] <= resumed_at]
         replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         self.records = kept
 
     def write(self, record: Record) -> None:
-        with open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        if self.path is not None:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
         self.records.append(record)
 
     def of_kind(self, kind: str) -> list[Record]:

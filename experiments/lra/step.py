@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
 from experiments.lra.model import Classifier
+from experiments.lra.ranks import ALONE, Ranks
 from experiments.lra.tasks.task import Task
 from sparseflash import BlockMask
 
@@ -35,6 +36,7 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
         places=config.shape.places(task.longest),
         side=task.side,
         qk_norm=config.qk_norm,
+        attention=config.attention,
     )
     return model.to(mask.device)
 
@@ -52,9 +54,12 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.AdamW:
 
 
 def training_step(
-    model: Classifier, optimizer: torch.optim.Optimizer, batch: Batch, config: Config, lr: float
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: Config, lr: float
 ) -> tuple[Tensor, Tensor]:
-    """Change the weights by one step; the batch's mean loss and number of right answers, on the device."""
+    """Change the weights by one step; the batch's mean loss and number of right answers, on the device.
+
+    model: the classifier, or what `Ranks.together` makes of it; then both numbers are of this process's share.
+    """
     model.train()
     logits = forward(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
@@ -68,10 +73,10 @@ def training_step(
     return loss.detach(), (logits.argmax(-1) == batch.labels).sum()
 
 
-def forward(model: Classifier, batch: Batch, config: Config) -> Tensor:
+def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
     """Logits [B, C] in fp32."""
     with precision(batch.ids.device, config):
-        logits: Tensor = model(batch.ids, batch.lengths, batch.places)
+        logits: Tensor = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel())
     return logits.float()
 
 
@@ -88,8 +93,10 @@ class Score:
 
 
 @torch.inference_mode()
-def evaluate(model: Classifier, batches: Iterable[Batch], config: Config, device: torch.device) -> Score:
-    """Loss and accuracy over some batches."""
+def evaluate(
+    model: Classifier, batches: Iterable[Batch], config: Config, device: torch.device, ranks: Ranks = ALONE
+) -> Score:
+    """Loss and accuracy over some batches, those of all processes together."""
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     right = torch.zeros((), dtype=torch.int64, device=device)
@@ -100,4 +107,6 @@ def evaluate(model: Classifier, batches: Iterable[Batch], config: Config, device
         loss += F.cross_entropy(logits, batch.labels, reduction="sum")
         right += (logits.argmax(-1) == batch.labels).sum()
         examples += len(batch.labels)
-    return Score(loss.item() / examples, right.item() / examples, examples)
+    sums = torch.stack([loss, right.double(), torch.full_like(loss, examples)])  # exact below 2^53
+    total_loss, total_right, total = ranks.summed(sums).tolist()
+    return Score(total_loss / total, total_right / total, int(total))

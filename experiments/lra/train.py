@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
-from experiments.lra import checkpoint, masks, schedule
+from experiments.lra import checkpoint, masks, schedule, seeds
 from experiments.lra.average import Average
-from experiments.lra.batches import Batch, check_images, evaluation_batches, training_batches
+from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
 from experiments.lra.config import Config, as_dict
 from experiments.lra.files import write_json
 from experiments.lra.metrics import final_metrics
+from experiments.lra.order import Order
+from experiments.lra.ranks import ALONE, Ranks, find_device
 from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
 from experiments.lra.tasks import Data
@@ -33,6 +35,7 @@ class Run:
     """A training run in a folder, from its first step or from its newest checkpoint.
 
     report: called with every record of the log as it is written.
+    ranks: the processes that train it together; the first one writes, and reports.
     Raises FileExistsError where the folder holds a run and neither `resume` nor `overwrite` is set.
     """
 
@@ -45,19 +48,32 @@ class Run:
         resume: bool = False,
         overwrite: bool = False,
         report: Callable[[Record], None] = lambda record: None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.config, self.data, self.folder, self.report = config, data, folder, report
+        self.config, self.data, self.folder, self.report, self.ranks = config, data, folder, report, ranks
+        if config.batch % ranks.count:
+            raise ValueError(
+                f"the batch must be a multiple of the number of processes, {ranks.count}, which share it; "
+                f"got {config.batch}"
+            )
         self.device = find_device(config.device)
         self.shape = config.shape
         for examples in (data.train, data.val, data.test):
             check_images(examples, self.shape)
+        sizes = blocks_of_rows(data.train, self.shape) if config.buckets else None
+        self.order = Order(len(data.train), config.batch, config.seed, sizes, ranks.share)
         self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)
         self.average = Average(self.model, config.average) if config.average > 0 else None
+        ranks.seed_apart(config.seed)
         self.step, self.seconds = 0, 0.0
-        self._prepare_folder(resume, overwrite)
-        self.log = RunLog(folder / "log.jsonl", self.step if resume else None)
+        ranks.from_first(lambda: self._prepare_folder(resume, overwrite))
+        if resume and (found := checkpoint.checkpoints(folder)):
+            progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average, rank=ranks.rank)
+            self.step, self.seconds = progress.step, progress.seconds
+        self.log = RunLog(folder / "log.jsonl" if ranks.first else None, self.step if resume else None)
+        self.shared = ranks.together(self.model)
         self.window = Window(self.device)
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
@@ -65,9 +81,6 @@ class Run:
         used: dict[str, Any] = {"examples": [len(self.data.train), len(self.data.val), len(self.data.test)]}
         if resume:
             check_same_data(json.loads(saved.read_text())["data"], used)
-            if found := checkpoint.checkpoints(self.folder):
-                progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average)
-                self.step, self.seconds = progress.step, progress.seconds
         elif saved.exists():
             if not overwrite:
                 raise FileExistsError(
@@ -86,16 +99,16 @@ class Run:
         pause: asked after every step; where it says yes, the run is saved and None is returned.
         """
         config = self.config
-        batches = training_batches(self.data.train, self.shape, config.batch, config.seed, self.step)
+        batches = training_batches(self.data.train, self.shape, self.order, self.step)
         self.window = Window(self.device)
-        while self.progress() < 1:
-            lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, self.progress())
+        while (progress := self._agreed_progress()) < 1:
+            lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, progress)
             batch = next(batches).to(self.device)
-            self.window.add(batch, *training_step(self.model, self.optimizer, batch, config, lr))
+            self.window.add(batch, *training_step(self.shared, self.optimizer, batch, config, lr))
             if self.average is not None:
                 self.average.update()
             self.step += 1
-            paused = pause(self.step)
+            paused = bool(self.ranks.agreed(pause(self.step)))
             validates = self.step % config.eval_every == 0
             saves = self.step % config.checkpoint_every == 0 or paused
             if self.step % config.log_every == 0 or validates or saves:
@@ -112,9 +125,16 @@ class Run:
             self._close_window(lr)
         self._save()
         self._evaluate("test")
+        return self.ranks.from_first(self._write_metrics)
+
+    def _write_metrics(self) -> dict[str, Any]:
         metrics = final_metrics(self)
         write_json(self.folder / "metrics.json", metrics)
         return metrics
+
+    def _agreed_progress(self) -> float:
+        """The steps are the same in every process, the time is not."""
+        return self.progress() if self.config.minutes is None else self.ranks.agreed(self.progress())
 
     def progress(self) -> float:
         """The part of the run that is done, by its steps or its time, whichever is further."""
@@ -126,7 +146,11 @@ class Run:
     def _close_window(self, lr: float) -> None:
         seconds = self.window.finish()
         self.seconds += seconds
-        loss = self.window.loss.item() / self.window.steps
+        window = self.window
+        counts = torch.tensor([window.examples, window.tokens, window.places], dtype=torch.float64, device=self.device)
+        sums = self.ranks.summed(torch.cat([torch.stack([window.loss.double(), window.right.double()]), counts]))
+        loss, right, examples, tokens, places = sums.tolist()
+        loss /= window.steps * self.ranks.count
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss is {loss} at step {self.step}; lower --lr (now {self.config.lr:g}) or raise "
@@ -136,9 +160,10 @@ class Run:
             "kind": "train",
             "step": self.step,
             "loss": loss,
-            "accuracy": self.window.right.item() / self.window.examples,
+            "accuracy": right / examples,
             "lr": lr,
-            "tokens_per_s": self.window.tokens / seconds,
+            "tokens_per_s": tokens / seconds,
+            "padding": 1 - tokens / places,
             "seconds": self.seconds,
         }
         self._record(record)
@@ -149,18 +174,22 @@ class Run:
         test = kind == "test"
         examples = self.data.test if test else self.data.val
         limit = len(examples) if test else self.config.eval_examples
-        batches = evaluation_batches(examples, self.shape, self.config.batch, limit)
+        batch = self.config.batch // self.ranks.count
+        batches = evaluation_batches(examples, self.shape, batch, limit, self.ranks.share)
         with self.average.in_place() if self.average is not None else nullcontext():
-            score = evaluate(self.model, batches, self.config, self.device)
+            score = evaluate(self.model, batches, self.config, self.device, self.ranks)
         self._record({"kind": kind, "step": self.step, **vars(score)})
 
     def _record(self, record: Record) -> None:
         self.log.write(record)
-        self.report(record)
+        if self.ranks.first:
+            self.report(record)
 
     def _save(self) -> None:
-        progress = checkpoint.Progress(self.step, self.seconds)
-        checkpoint.save(self.folder, progress, self.model, self.optimizer, self.average)
+        random = self.ranks.gathered(checkpoint.random_state(self.device))
+        if self.ranks.first:
+            progress = checkpoint.Progress(self.step, self.seconds)
+            checkpoint.save(self.folder, progress, self.model, self.optimizer, self.average, random)
 
 
 class Window:
@@ -170,7 +199,7 @@ class Window:
         self.device = device
         self.loss = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
-        self.steps = self.examples = self.tokens = 0
+        self.steps = self.examples = self.tokens = self.places = 0
         self.started = time.perf_counter()
 
     def add(self, batch: Batch, loss: torch.Tensor, right: torch.Tensor) -> None:
@@ -179,6 +208,7 @@ class Window:
         self.steps += 1
         self.examples += len(batch.labels)
         self.tokens += batch.live_tokens
+        self.places += batch.ids.numel()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.started
@@ -188,21 +218,6 @@ class Window:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self.elapsed()
-
-
-def find_device(name: str) -> torch.device:
-    """The device behind a name; "auto" is a GPU if PyTorch sees one. Raises ValueError if it is missing."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"PyTorch sees {torch.cuda.device_count()} GPUs here; got the device {name!r}")
-    return device
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -215,9 +230,13 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def saved_run(folder: Path) -> tuple[Config, Path]:
-    """The settings and the data folder of the run in a folder; raises FileNotFoundError where there is none."""
-    path = folder / "config.json"
+    """The settings and the data folder of the run, or of the runs with several seeds, in a folder.
+
+    Raises FileNotFoundError where there is none.
+    """
+    path = folder / (seeds.SERIES if (folder / seeds.SERIES).is_file() else "config.json")
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {folder}")
     saved = json.loads(path.read_text())
-    return Config(**saved["config"]), Path(saved["data"]["folder"])
+    # A run from before there were buckets has none.
+    return Config(**{"buckets": False, **saved["config"]}), Path(saved["data"]["folder"])

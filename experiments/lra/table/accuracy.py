@@ -1,0 +1,98 @@
+"""The accuracies of finished runs, those of one setting together."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+# What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
+_APART = ("seed", "device", "eval_every", "eval_examples", "checkpoint_every", "log_every")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Runs of one setting, which differ in their seed. Accuracies are of the test split, 0 to 1."""
+
+    task: str
+    attention: str
+    mask: str
+    data: str  # released or generated
+    setting: str  # a short name of all other settings, to tell rows apart
+    runs: int
+    mean: float
+    std: float | None  # of a sample; None for one run
+    majority: float  # what the most frequent class gives
+    best_rule: str  # the best of the rules that avoid the task
+    best_rule_accuracy: float
+    seeds: str
+    steps: int  # of the longest run
+    parameters: int
+    training_seconds: float  # the mean
+    tokens_per_s: float  # the median
+    device: str
+
+    @property
+    def variant(self) -> str:
+        """Its name in the table of times."""
+        return self.mask if self.attention == "sparseflash" else self.attention
+
+
+def collect(folder: Path) -> list[Accuracy]:
+    """All finished runs below a folder. Raises ValueError where two of one setting have the same seed."""
+    groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    for path in sorted(folder.rglob("metrics.json")):
+        metrics = json.loads(path.read_text())
+        groups.setdefault(key(metrics), []).append((path, metrics))
+    for runs in groups.values():
+        by_seed: dict[int, Path] = {}
+        for path, metrics in runs:
+            seed = metrics["config"]["seed"]
+            if seed in by_seed:
+                raise ValueError(
+                    f"{by_seed[seed].parent} and {path.parent} are the same run, with one seed: it must be counted "
+                    "once; move one of them away, or name another folder with --runs"
+                )
+            by_seed[seed] = path
+    found = [accuracy([metrics for _, metrics in runs], name) for name, runs in groups.items()]
+    return sorted(found, key=lambda each: (each.task, each.attention, each.mask, each.setting))
+
+
+def key(metrics: dict[str, Any]) -> str:
+    """A short name of a run's settings and data; the same for runs that differ in their luck alone."""
+    config = {"buckets": False, "attention": "sparseflash", **metrics["config"]}
+    kept = {name: value for name, value in sorted(config.items()) if name not in _APART}
+    kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
+    return blake2b(json.dumps(kept).encode(), digest_size=3).hexdigest()
+
+
+def accuracy(runs: Iterable[dict[str, Any]], setting: str) -> Accuracy:
+    """One row for runs of one setting."""
+    runs = sorted(runs, key=lambda metrics: metrics["config"]["seed"])
+    first = runs[0]
+    values = [metrics["test_accuracy"] for metrics in runs]
+    rules = {rule["rule"]: rule["accuracy"] for rule in first["baselines"]}
+    best = max(rules, key=rules.__getitem__)
+    return Accuracy(
+        task=first["task"],
+        attention=first["config"].get("attention", "sparseflash"),
+        mask=first["mask"],
+        data="generated" if first["generated_data"] else "released",
+        setting=setting,
+        runs=len(runs),
+        mean=statistics.fmean(values),
+        std=statistics.stdev(values) if len(values) > 1 else None,
+        majority=rules["majority class"],
+        best_rule=best,
+        best_rule_accuracy=rules[best],
+        seeds=" ".join(str(metrics["config"]["seed"]) for metrics in runs),
+        steps=max(metrics["steps"] for metrics in runs),
+        parameters=first["parameters"],
+        training_seconds=statistics.fmean(metrics["training_seconds"] for metrics in runs),
+        tokens_per_s=statistics.median(metrics["tokens_per_s"] for metrics in runs),
+        device=first["device"],
+    )

@@ -1,0 +1,68 @@
+"""Do the implementations compute the same? The whole model's logits and gradients against fp64, before any time.
+
+The yardstick is what standard attention in the model's own precision loses to rounding, under the same mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.lra import masks
+from experiments.lra.config import Config
+from experiments.lra.step import build_model, forward
+from experiments.lra.table.shapes import ragged_batch, without_dropout
+from experiments.lra.tasks import TASKS
+
+ALLOWED = 2.0  # times the error of standard attention
+
+Results = dict[str, Tensor]  # the logits, and the gradient of every parameter, by name
+
+
+class Yardstick:
+    """The truth and the plain error of one task's model, each computed once a mask."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._known: dict[str, tuple[Results, float]] = {}
+
+    def judge(self, config: Config) -> float:
+        """The model's error in units of what is allowed, at most 1 for a right one."""
+        config = without_dropout(config)
+        plain = replace(config, attention="standard")
+        if config.mask not in self._known:
+            truth = results(plain, self.device, torch.float64)
+            self._known[config.mask] = truth, error(results(plain, self.device), truth)
+        truth, allowed = self._known[config.mask]
+        rounding = torch.finfo(torch.bfloat16 if config.precision == "bf16" else torch.float32).eps / 2
+        return error(results(config, self.device), truth) / (ALLOWED * (allowed + rounding))
+
+
+def results(config: Config, device: torch.device, dtype: torch.dtype | None = None) -> Results:
+    """Logits [B, C] and gradients of two ragged examples; dtype: of the whole model instead of its own precision."""
+    mask = masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
+    model = build_model(config, TASKS[config.task], mask.to(device))
+    batch = ragged_batch(config).to(device)
+    if dtype is None:
+        logits = forward(model, batch, config)
+    else:
+        logits = model.to(dtype)(batch.ids, batch.lengths, batch.places)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(F.cross_entropy(logits, batch.labels), parameters)
+    return {"logits": logits.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+def error(found: Results, truth: Results) -> float:
+    """The root mean square, over the tensors, of each one's distance from the truth relative to the truth's norm.
+
+    Over all tensors, because one of them alone, two logits say, may by chance come out exact.
+    """
+    tiny = torch.finfo(torch.float64).tiny
+    squares = [
+        ((found[name].double() - exact).norm() / exact.double().norm().clamp(min=tiny)) ** 2
+        for name, exact in truth.items()
+    ]
+    return torch.stack(squares).mean().sqrt().item()

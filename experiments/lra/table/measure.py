@@ -1,0 +1,187 @@
+"""The time and memory of a training step by each implementation, in turns on one device."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from experiments.lra import masks
+from experiments.lra.config import Config
+from experiments.lra.step import build_model, build_optimizer, training_step
+from experiments.lra.table.check import Yardstick
+from experiments.lra.table.shapes import REFERENCE, full_batch
+from experiments.lra.tasks import TASKS
+from experiments.speed import timing
+
+OK, WRONG, OUT_OF_MEMORY, FAILED, NOT_RUN = "ok", "WRONG", "out of memory", "FAILED", "not run"
+
+
+@dataclass
+class Row:
+    """One task, one variant, one batch size. Numbers that do not exist are None."""
+
+    task: str
+    variant: str
+    batch: int  # examples a step
+    length: int  # tokens that an example's sequences have, [CLS] counted
+    precision: str
+    status: str = OK
+    density: float | None = None  # of the mask
+    ms: float | None = None  # of a step: forward, backward and optimiser, by the host's clock; a median
+    spread: float | None = None  # range of the rounds over the median
+    tokens_per_s: float | None = None
+    memory_gb: float | None = None  # 10^9 bytes: most that a step has allocated, its model and optimiser counted
+    speedup: float | None = None  # standard attention's time over this one's, at the same batch
+    error: float | None = None  # of logits and gradients, in units of what is allowed: at most 1
+    reason: str = ""
+
+
+class Candidate:
+    """A model with its optimiser and a batch, on the device."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        before = allocated(device)
+        mask = masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
+        self.density = mask.density
+        self.model = build_model(config, TASKS[config.task], mask.to(device))
+        self.optimizer = build_optimizer(config, self.model)
+        self.batch = full_batch(config, config.batch).to(device)
+        self.step()  # compiles, and allocates the optimiser's state
+        self.step()
+        self.memory_gb: float | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.step()
+            torch.cuda.synchronize(device)
+            self.memory_gb = (torch.cuda.max_memory_allocated(device) - before) / 1e9
+
+    def step(self) -> None:
+        """A training step that moves no weight, because the learning rate is 0, and is as much work as any other."""
+        training_step(self.model, self.optimizer, self.batch, self.config, 0.0)
+
+
+def measure(
+    configs: dict[str, Config],
+    device: torch.device,
+    *,
+    rounds: int,
+    steps: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """The rows of one task, from the settings of each variant.
+
+    Where standard attention needs more memory than there is, everything is measured again with half the batch, so that
+    there is something to compare with: the rows of both are kept.
+    """
+    found: list[Row] = []
+    verdicts = judged(configs, device, say)
+    while True:
+        rows = at_one_batch(configs, verdicts, device, rounds, steps, say)
+        found += rows
+        short = any(row.variant == REFERENCE and row.status == OUT_OF_MEMORY for row in rows)
+        half = rows[0].batch // 2
+        if not short or half == 0:
+            return found
+        say(f"{rows[0].task}: standard attention does not fit; again with a batch of {half}")
+        configs = {variant: replace(config, batch=half) for variant, config in configs.items()}
+
+
+def judged(configs: dict[str, Config], device: torch.device, say: Callable[[str], None]) -> dict[str, Row]:
+    """A row for each variant with its error; what is wrong is marked so, and will not be timed."""
+    yardstick, rows = Yardstick(device), {}
+    for variant, config in configs.items():
+        row = rows[variant] = new_row(variant, config)
+        with caught(row, device):
+            row.error = yardstick.judge(config)
+            if not row.error <= 1:
+                row.status, row.reason = WRONG, "logits and gradients differ from fp64 by more than rounding explains"
+        if row.status == OUT_OF_MEMORY:  # that of the check, which a smaller batch would not help
+            row.status, row.reason = FAILED, f"not checked: {row.reason}"
+        say(f"{config.task} {variant}: error {'-' if row.error is None else f'{row.error:.2f}'} of 1 {row.reason}")
+    return rows
+
+
+def at_one_batch(
+    configs: dict[str, Config],
+    verdicts: dict[str, Row],
+    device: torch.device,
+    rounds: int,
+    steps: int,
+    say: Callable[[str], None],
+) -> list[Row]:
+    """All variants in turns."""
+    candidates: dict[str, Candidate] = {}
+    rows = {variant: replace(verdicts[variant], batch=config.batch) for variant, config in configs.items()}
+    for variant, row in rows.items():
+        if row.status == OK:
+            with caught(row, device):
+                candidates[variant] = Candidate(configs[variant], device)
+    calls = {
+        variant: timing.Timed(candidate.step, partial(fresh_memory, device))
+        for variant, candidate in candidates.items()
+    }
+    timings = timing.of_single_calls(calls, device, rounds=rounds, count=steps)
+    for variant, candidate in candidates.items():
+        row, timed = rows[variant], timings[variant]
+        row.density, row.memory_gb = candidate.density, candidate.memory_gb
+        if timed.failure is not None:
+            row.status, row.reason = verdict(timed.failure)
+            timed.failure = None  # its traceback holds what the step had allocated
+            continue
+        row.ms, row.spread = timed.ms, timed.spread
+        row.tokens_per_s = candidate.batch.live_tokens / timed.ms * 1e3
+    reference = rows[REFERENCE].ms if REFERENCE in rows else None
+    for row in rows.values():
+        if row.ms is not None and reference is not None:
+            row.speedup = reference / row.ms
+        time = row.status if row.ms is None else f"{row.ms:.2f} ms a step"
+        more = "" if row.speedup is None else f", {row.speedup:.2f} times standard's speed"
+        say(f"{row.task} {row.variant}, batch {row.batch}: {time}{more} {row.reason}")
+    return list(rows.values())
+
+
+def new_row(variant: str, config: Config) -> Row:
+    length = config.shape.max_tokens + config.shape.first
+    return Row(config.task, variant, config.batch, length, config.precision)
+
+
+@contextmanager
+def caught(row: Row, device: torch.device) -> Iterator[None]:
+    """Failures go into the row, and what they had allocated back to the device."""
+    try:
+        yield
+    except Exception as failure:
+        row.status, row.reason = verdict(failure)
+    if row.status not in (OK, WRONG):
+        gc.collect()  # of the frames that its traceback held
+    with fresh_memory(device):
+        pass
+
+
+def verdict(failure: Exception) -> tuple[str, str]:
+    """Status and reason, in one line."""
+    first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+    if isinstance(failure, torch.OutOfMemoryError):
+        # "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which ..."
+        return OUT_OF_MEMORY, re.sub(r" of which.*", "", first)[:200]
+    return FAILED, f"{type(failure).__name__}: {first}"[:200]
+
+
+@contextmanager
+def fresh_memory(device: torch.device) -> Iterator[None]:
+    """Blocks that others have cached go back first: nobody runs out of memory for what others once needed."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    yield
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,201 @@
+"""The results as table.json, times.csv, accuracy.csv and table.md."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.lra.files import replace_text, write_json
+from experiments.lra.table.accuracy import Accuracy
+from experiments.lra.table.measure import FAILED, WRONG, Row
+from experiments.lra.table.shapes import FIVE, VARIANTS
+
+# FlashAttention (Dao et al., 2022), table 3: speed-up as a geometric mean over the five tasks, and its mean accuracy.
+PAPER = {"standard": (1.0, 0.593), "dense": (2.4, 0.598), "block-sparse": (2.8, 0.596)}
+TITLES = {
+    "standard": "standard attention",
+    "sdpa": "PyTorch's scaled_dot_product_attention",
+    "dense": "sparseflash, dense",
+    "butterfly": "sparseflash, butterfly",
+    "local": "sparseflash, local",
+}
+LEGEND = (
+    "Times are of one training step (forward, backward, clipping, optimiser) by the host's clock, medians of rounds in "
+    "turns, on batches of the tasks' full length. The model is the preset's, the same for all. Standard attention is "
+    "the leanest plain form: scale on q, mask in place, softmax in the model's precision. Every variant's logits and "
+    "gradients were compared with fp64 first; an error of 1 is what is allowed, twice that of standard attention."
+)
+
+
+@dataclass
+class Results:
+    """All that the table shows."""
+
+    facts: dict[str, str] = field(default_factory=dict)  # device, versions, command of the times
+    times: list[Row] = field(default_factory=list)
+    accuracies: list[Accuracy] = field(default_factory=list)
+
+
+def compared(times: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    """For each task and variant the row of the largest batch that standard attention has a time for, else the last."""
+    chosen: dict[tuple[str, str], Row] = {}
+    for row in times:
+        known = chosen.get((row.task, row.variant))
+        if known is None or known.speedup is None:
+            chosen[row.task, row.variant] = row
+    return chosen
+
+
+def mean_speedup(times: Sequence[Row], variant: str) -> tuple[float, int] | None:
+    """The geometric mean of a variant's speed-ups, and over how many tasks; None where there is none."""
+    found = [row.speedup for (_, name), row in compared(times).items() if name == variant and row.speedup is not None]
+    return (statistics.geometric_mean(found), len(found)) if found else None
+
+
+def matching(accuracies: Sequence[Accuracy], task: str, variant: str) -> list[Accuracy]:
+    """The settings of a task that a variant's accuracy could be taken from; the released data's, if there are any."""
+    found = [each for each in accuracies if (each.task, each.variant) == (task, variant)]
+    return [each for each in found if each.data == "released"] or found
+
+
+def summary(results: Results) -> list[list[str]]:
+    """The paper's table: a line a variant, with the speed-up and the accuracy of each task."""
+    tasks = [task for task in FIVE if any(task == row.task for row in [*results.times, *results.accuracies])]
+    chosen = compared(results.times)
+    table = [["", *tasks, "geometric mean"]]
+    for variant in VARIANTS:
+        cells = [
+            ", ".join(filter(None, (_speed(chosen.get((task, variant))), _accuracy(results.accuracies, task, variant))))
+            for task in tasks
+        ]
+        if any(cells):
+            mean = mean_speedup(results.times, variant)
+            over = "" if mean is None or mean[1] == len(FIVE) else f" ({mean[1]} tasks)"
+            table.append([TITLES[variant], *(cell or "-" for cell in cells), f"{mean[0]:.2f}x{over}" if mean else "-"])
+    return table
+
+
+def _speed(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.speedup:.2f}x" if row.speedup is not None else row.status
+
+
+def _accuracy(accuracies: Sequence[Accuracy], task: str, variant: str) -> str:
+    found = matching(accuracies, task, variant)
+    if len(found) > 1:
+        return f"{len(found)} settings below"  # which one counts is not for a program to say
+    return percent(found[0]) if found else ""
+
+
+def percent(accuracy: Accuracy) -> str:
+    """Mean, spread and number of runs."""
+    spread = "" if accuracy.std is None else f" ± {100 * accuracy.std:.1f}"
+    return f"{100 * accuracy.mean:.1f}{spread} % (n={accuracy.runs})"
+
+
+def times_table(times: Sequence[Row]) -> list[list[str]]:
+    """All that was measured."""
+    table = [["task", "tokens", "batch", "", "ms a step", "tokens/s", "memory, GB", "speed-up", "error", "remark"]]
+    for row in times:
+        table.append(
+            [
+                row.task,
+                str(row.length),
+                str(row.batch),
+                row.variant,
+                row.status if row.ms is None else f"{row.ms:.2f}",
+                _number(row.tokens_per_s, ",.0f"),
+                _number(row.memory_gb, ".2f"),
+                _number(row.speedup, ".2f"),
+                _number(row.error, ".2f"),
+                row.reason,
+            ]
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
+    """All settings with finished runs."""
+    table = [["task", "data", "", "test accuracy", "majority", "best rule", "steps", "parameters", "hours", "setting"]]
+    for each in accuracies:
+        table.append(
+            [
+                each.task,
+                each.data,
+                each.variant,
+                percent(each),
+                f"{100 * each.majority:.1f} %",
+                f"{100 * each.best_rule_accuracy:.1f} % ({each.best_rule})",
+                f"{each.steps:,}",
+                f"{each.parameters:,}",
+                f"{each.training_seconds / 3600:.2f}",
+                each.setting,
+            ]
+        )
+    return table
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """A table whose first line is its head."""
+    head, *lines = ("| " + " | ".join(cells) + " |" for cells in table)
+    return "\n".join([head, "|" + "---|" * len(table[0]), *lines])
+
+
+def page(results: Results) -> str:
+    """table.md."""
+    parts = ["# Long Range Arena: accuracy and speed of training"]
+    if results.facts:
+        parts.append("\n".join(f"- {name}: {value}" for name, value in results.facts.items()))
+    parts += [LEGEND, markdown(summary(results))]
+    paper = ", ".join(f"{name} {speed:.1f}x and {100 * mean:.1f} %" for name, (speed, mean) in PAPER.items())
+    parts.append(f"FlashAttention's table 3, on other hardware: {paper} (mean accuracy).")
+    if results.times:
+        parts += ["## Times", markdown(times_table(results.times))]
+    if results.accuracies:
+        parts += ["## Accuracies", markdown(accuracy_table(results.accuracies))]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(results: Results, out: Path) -> None:
+    """All files but the plot."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = {"times": [asdict(row) for row in results.times], "accuracies": [asdict(a) for a in results.accuracies]}
+    write_json(out / "table.json", {"facts": results.facts, **rows})
+    _write_csv(rows["times"], out / "times.csv")
+    _write_csv(rows["accuracies"], out / "accuracy.csv")
+    replace_text(out / "table.md", page(results))
+
+
+def _write_csv(lines: list[dict[str, Any]], path: Path) -> None:
+    if not lines:
+        path.unlink(missing_ok=True)
+        return
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        for line in lines:
+            writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in line.items()})
+
+
+def read_times(out: Path) -> Results:
+    """What an earlier command measured; raises FileNotFoundError where there is nothing."""
+    path = out / "table.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"there are no times to keep in {out}: table.json is missing")
+    saved = json.loads(path.read_text())
+    return Results(saved["facts"], [Row(**row) for row in saved["times"]])
+
+
+def all_right(times: Sequence[Row]) -> bool:
+    """Whether nothing was wrong and nothing failed, of ours or of standard attention; not having memory is neither."""
+    return not any(row.status in (WRONG, FAILED) for row in times if row.variant != "sdpa")

@@ -1,0 +1,80 @@
+"""The whole command: measure, collect, write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experiments.lra.table import accuracy, report
+from experiments.lra.table.measure import NOT_RUN, Row, measure, new_row
+from experiments.lra.table.plot import draw
+from experiments.lra.table.shapes import FIVE, REFERENCE, VARIANTS, settings
+from experiments.speed.report import environment
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and how long."""
+
+    device: torch.device
+    tasks: tuple[str, ...] = FIVE
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    preset: str = "lra"
+    batch: int | None = None  # examples a step, instead of the preset's
+    block: int | None = None  # tokens along one side of the masks' tiles, likewise
+    rounds: int = 5
+    steps: int = 8  # a round
+    minutes: float = 8.0  # no task begins later
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("tasks", FIVE), ("variants", tuple(VARIANTS)), ("preset", ("lra", "modern"))):
+            chosen = getattr(self, name)
+            for each in (chosen,) if isinstance(chosen, str) else chosen:
+                if each not in allowed:
+                    raise ValueError(f"{name} must be from {', '.join(allowed)}; got {each!r}")
+        if REFERENCE not in self.variants:
+            raise ValueError(f"variants must include {REFERENCE}, which the others are compared with")
+        for name in ("rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+
+
+def run(
+    options: Options | None, runs: Path, out: Path, command: str, commit: str | None, say: Callable[[str], None]
+) -> report.Results:
+    """Measure, unless there are no options: then the times of an earlier command are kept. Collect, and write.
+
+    Files are written after every task, so that a command that is cut short keeps what it measured.
+    """
+    results = report.read_times(out) if options is None else report.Results()
+    results.accuracies = accuracy.collect(runs)
+    if options is not None:
+        results.facts = environment(options.device, command, commit)
+        if options.device.type == "cpu":
+            results.facts["note"] = "everything is shrunk: a test of the command, and no measurement"
+        say(", ".join(f"{name} {value}" for name, value in results.facts.items()))
+        begin = time.monotonic()
+        for task in options.tasks:
+            results.times += _task(task, options, late=time.monotonic() - begin > 60 * options.minutes, say=say)
+            report.write(results, out)
+    report.write(results, out)
+    draw(results, out / "table.png")
+    return results
+
+
+def _task(task: str, options: Options, *, late: bool, say: Callable[[str], None]) -> Sequence[Row]:
+    small = options.device.type == "cpu"
+    configs = {
+        variant: settings(task, variant, options.preset, small=small, batch=options.batch, block=options.block)
+        for variant in options.variants
+    }
+    if not late:
+        return measure(configs, options.device, rounds=options.rounds, steps=options.steps, say=say)
+    rows = [new_row(variant, config) for variant, config in configs.items()]
+    for row in rows:
+        row.status, row.reason = NOT_RUN, f"the limit of {options.minutes:g} minutes was reached"
+    return rows
