@@ -105,7 +105,7 @@ def register(
 
 
 def _nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles, transforms or counts."""
+    """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms."""
     return (
         not torch.compiler.is_compiling()
         and type(q) is type(k) is type(v) is Tensor
