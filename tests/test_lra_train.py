@@ -150,10 +150,10 @@ def test_a_finished_run_can_be_prolonged(data, whole, tmp_path):
 
 
 def test_a_run_ends_with_its_time(data, tmp_path):
-    run = Run(replace(TINY, steps=10**6, minutes=0.01, schedule="cosine"), data, tmp_path)
+    run = Run(replace(TINY, steps=10**6, minutes=0.03, schedule="cosine"), data, tmp_path)
     metrics = run.train()
-    assert 0.6 <= metrics["training_seconds"] < 6
-    assert run.log.of_kind("train")[-1]["lr"] < 0.5 * TINY.lr  # the schedule ended with it, but for a slow last step
+    assert 1.8 <= metrics["training_seconds"] < 8
+    assert run.log.of_kind("train")[-1]["lr"] < 0.2 * TINY.lr  # the schedule ended with it
 
 
 def test_buckets_leave_out_padding_and_no_example(data, whole, tmp_path):

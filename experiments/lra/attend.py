@@ -80,7 +80,9 @@ def standard(q: Tensor, k: Tensor, v: Tensor, live: Live, dropout_p: float = 0.0
 def attend(
     implementation: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Live, dropout_p: float = 0.0
 ) -> Tensor:
-    """Attention [B, H, N, D] by the named implementation."""
+    """Attention [B, H, N, D] by the named implementation, with the kind of mask that it reads."""
     if isinstance(mask, BlockMask):
+        if implementation != "sparseflash":
+            raise TypeError(f"{implementation} must be given a Live, not a BlockMask")
         return sparseflash(q, k, v, mask, dropout_p)
-    return (sdpa if implementation == "sdpa" else standard)(q, k, v, mask, dropout_p)
+    return {"sdpa": sdpa, "standard": standard}[implementation](q, k, v, mask, dropout_p)

@@ -25,7 +25,13 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention over the live scores of a mask."""
 
     def __init__(
-        self, width: int, heads: int, head_dim: int, dropout: float, qk_norm: bool, implementation: str
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        dropout: float,
+        qk_norm: bool,
+        implementation: str = "sparseflash",
     ) -> None:
         super().__init__()
         self.heads = heads
