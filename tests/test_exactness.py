@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from closeness import Results, assert_exact, largest_error
 from cutting import chunks_of
-from experiments.tune.measuring import products_in_tf32
+from experiments.speed.precision import products_in_tf32
 from sparseflash import attention
 from strategies import Problem, Recipe, problems
 

@@ -14,6 +14,7 @@ import torch
 from experiments.speed import check, timing
 from experiments.speed.patterns import block_mask, pattern
 from experiments.speed.peers.runner import Inputs
+from experiments.speed.precision import products_in_tf32
 from experiments.tune.space import Target
 from sparseflash import attention
 from sparseflash.kernels import configs, launch
@@ -140,18 +141,3 @@ def chosen(target: Target, config: Config | None) -> Iterator[None]:
         mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", limit),
     ):
         yield
-
-
-@contextmanager
-def products_in_tf32(wanted: bool) -> Iterator[None]:
-    """Whether PyTorch multiplies fp32 matrices in TF32."""
-    matmul = torch.backends.cuda.matmul
-    name, value = ("fp32_precision", "tf32" if wanted else "ieee") if hasattr(matmul, "fp32_precision") else (
-        "allow_tf32", wanted
-    )  # fmt: skip
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)
