@@ -3,7 +3,7 @@
 An item far longer than the rest (the row of a global token, or the column) would still run when all others are done.
 Its list is cut into chunks of nearly equal length, each an item of its own that writes partial results to a workspace;
 `combine.py` merges them in the order of the list. What is cut depends on the mask and the shapes alone, so the same
-call gives the same bits on every GPU of a kind; it does depend on batch size and heads, which say what else there is
+call gives the same bits at every run; it does depend on batch size and heads, which say what else there is
 to do.
 """
 
@@ -37,9 +37,8 @@ class Rule(NamedTuple):
     idle before anything is cut, as they are in attention of a few queries to very many keys.
     """
 
-    slots: int = (
-        264  # two programs on each of the 132 multiprocessors of an H100; a constant, so bits do not depend on it
-    )
+    # Two programs on each of the 132 multiprocessors of an H100; a constant, so that bits do not depend on the GPU.
+    slots: int = 264
     fewest: int = 2048  # tokens a chunk
     far: float = 4.0  # times the mean item is what counts as far longer than the rest
     worth: float = 1.5  # times the chunk must the longest item be, if it is far longer than the rest,
