@@ -104,7 +104,7 @@ def _run(name: str, cases: list[Case], counters: bool, out: Path) -> None:
     from experiments.io import report
     from experiments.io.measuring import largest_difference, measure
     from experiments.lra.progress import counting_bar
-    from experiments.speed.report import environment
+    from experiments.speed.environment import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = environment(device, shlex.join(["python", "-m", "experiments.io", *sys.argv[1:]]), None)
