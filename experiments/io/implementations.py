@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from experiments.io.cases import DENSE, STANDARD, Case
+from experiments.lra.attend import Live, standard
 from sparseflash import attention
 
 
@@ -20,24 +21,18 @@ class Calls:
     both: Callable[[], tuple[Tensor, ...]]
 
 
-def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention that writes its scores to memory: two products and a softmax between them."""
-    return torch.softmax((q * q.shape[-1] ** -0.5) @ k.mT, -1) @ v
-
-
 def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
     """The case on random inputs; the same for every case of one shape."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.heads, case.length, case.head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.dtype) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    if case.kind == STANDARD:
-        run = standard
-    else:
-        mask = None if case.kind == DENSE else case.mask().to(device)
+    mask = case.mask().to(device) if case.kind not in (STANDARD, DENSE) else None
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, mask)
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if case.kind == STANDARD:
+            return standard(q, k, v, Live(None))
+        return attention(q, k, v, mask)
 
     def forward() -> Tensor:
         with torch.no_grad():

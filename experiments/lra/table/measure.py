@@ -18,6 +18,7 @@ from experiments.lra.table.check import Yardstick
 from experiments.lra.table.shapes import REFERENCE, full_batch
 from experiments.lra.tasks import TASKS
 from experiments.speed import timing
+from experiments.speed.memory import allocated
 
 OK, WRONG, OUT_OF_MEMORY, FAILED, NOT_RUN = "ok", "WRONG", "out of memory", "FAILED", "not run"
 
@@ -181,7 +182,3 @@ def fresh_memory(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     yield
-
-
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
