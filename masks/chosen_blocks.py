@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, check_block_count, flag, token_counts
+from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least
-from sparseflash.masks.tiling.chosen import Frame, as_heads, frame, mask_of_blocks
+from sparseflash.masks.tiling.chosen import Frame, as_heads, frame, loose_mask, mask_of_blocks
 
 # Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
 _SHARE_UNITS = float(1 << 40)
@@ -65,10 +66,7 @@ def top_k_blocks(
     ((1, 4, 1000, 1000), 232, False)
     """
     scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)
-    most = min(_enough(k, "k", of), scores.shape[-1])
-    order, _, usable = _ranked(scores, of)
-    kept = torch.zeros_like(usable).scatter_(-1, order[..., :most], True) & usable
-    return mask_of_blocks(of, kept, most, at_least(1, group, "group", "query heads"))
+    return _mask_of(scores, of, _enough(k, "k", of), None, at_least(1, group, "group", "query heads"))
 
 
 @torch.no_grad()
@@ -103,19 +101,8 @@ def mass_blocks(
     """
     scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)
     mass = _share(mass)
-    cols = scores.shape[-1]
-    most = cols if most is None else min(_enough(most, "most", of), cols)
-    order, clean, usable = _ranked(scores, of)
-    weights = torch.softmax(clean, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    # NaN: no block of the row may be chosen by its score.
-    units = (weights.nan_to_num(0.0) * _SHARE_UNITS).to(torch.int64).gather(-1, order)
-    running = units.cumsum(-1)
-    wanted = (running - units) < running[..., -1:].double() * mass
-    if mass == 1.0:  # blocks of weight 0, too
-        wanted = torch.ones_like(wanted)
-    kept = torch.zeros_like(usable).scatter_(-1, order[..., :most], wanted[..., :most])
-    kept = (kept | of.forced) & usable
-    return mask_of_blocks(of, kept, most, at_least(1, group, "group", "query heads"))
+    most = scores.shape[-1] if most is None else _enough(most, "most", of)
+    return _mask_of(scores, of, most, mass, at_least(1, group, "group", "query heads"))
 
 
 def _checked(
@@ -150,6 +137,24 @@ def _share(mass: Any) -> float:
     return float(mass)
 
 
+def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: int) -> BlockMask:
+    """The mask of the `most` best blocks of each row, or of those among them that hold the share `mass`."""
+    batch, heads, rows, cols = scores.shape
+    most = min(most, cols)
+    if scores.dtype in fused.DTYPES and fused.serves(scores, rows, cols):
+        from sparseflash.masks.fused.rows import tiles_of_rows  # imports Triton
+
+        return loose_mask(of, *tiles_of_rows(scores, of, most, mass), of.bits, (batch, heads), group)
+    order, clean, usable = _ranked(scores, of)
+    best = order[..., :most]
+    if mass is None:
+        kept = torch.zeros_like(usable).scatter_(-1, best, True) & usable
+    else:
+        kept = torch.zeros_like(usable).scatter_(-1, best, _holding(clean, order, mass)[..., :most])
+        kept = (kept | of.forced) & usable
+    return mask_of_blocks(of, kept, most, group)
+
+
 def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
     """The columns of each row, forced ones first, then by score; the scores, -inf where none; which may be kept."""
     scored = of.open & (scores > -torch.inf)  # not so NaN
@@ -157,3 +162,14 @@ def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
     clean = torch.where(scored, scores.clamp(max=torch.finfo(scores.dtype).max), -torch.inf)
     order = clean.masked_fill(of.forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
     return order, clean, scored | of.forced
+
+
+def _holding(clean: Tensor, order: Tensor, mass: float) -> Tensor:
+    """Whether each block of the order is needed to hold the share, bool like the order."""
+    if mass == 1.0:  # blocks of weight 0, too
+        return torch.ones_like(order, dtype=torch.bool)
+    weights = torch.softmax(clean, -1, dtype=torch.promote_types(clean.dtype, torch.float32))
+    # NaN: no block of the row may be chosen by its score.
+    units = (weights.nan_to_num(0.0) * _SHARE_UNITS).to(torch.int64).gather(-1, order)
+    running = units.cumsum(-1)
+    return (running - units) < running[..., -1:].double() * mass

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, flag, token_counts
+from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, frame, full_words, kind_of, loose_mask
 
@@ -128,6 +129,11 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
     width = tiles.words_per_row(block_k)
     table = patterns * rows * block_q * cols * block_k // span
     if most == cols and min(block_k, tiles.WORD) <= span <= block_k and table <= _AT_ONCE:
+        if fused.serves(indices, rows, cols):
+            from sparseflash.masks.fused.runs import tiles_of_runs  # imports Triton
+
+            room = patterns * of.rooms[min(cols, choices * block_q)]
+            return loose_mask(of, *tiles_of_runs(indices, of, span, room), (batch, heads), group)
         return _selected_by_table(indices, of, span, group)
 
     if not distinct:
@@ -187,7 +193,7 @@ def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int
     """The mask of found tiles with these bits; where neighbours agree tiles are full, and no kernel looks at those."""
     full = (bits == tiles.full_word(of.block[1])).flatten(1).all(1)
     number = torch.arange(1, len(bits) + 1, dtype=torch.int32, device=bits.device)
-    return loose_mask(of, found, number.masked_fill_(full, 0), bits, heads, group)
+    return loose_mask(of, found.indptr, found.indices, number.masked_fill_(full, 0), bits, heads, group)
 
 
 def _without_repetitions(indices: Tensor) -> Tensor:

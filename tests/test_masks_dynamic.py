@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, masks
 from sparseflash.kernels.plan import plan_of
-from sparseflash.masks import chosen_keys
+from sparseflash.masks import chosen_keys, fused
 from strategies import SEEDS, blocks, lengths
 from waiting import NoWaiting
 
@@ -21,6 +21,15 @@ antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores") 
 
 MOST = 150
 BLOCKS = (16, 32, 64)
+
+
+# Two ways to the same choice: see masks/fused. Triton's interpreter runs the kernels here.
+WAYS = st.sampled_from(["operations", "kernels"])
+
+
+def by(way):
+    """Makes CPU tensors go one of the ways."""
+    return mock.patch.object(fused, "_DEVICES", ["cpu"] if way == "kernels" else [])
 
 
 def generator(seed):
@@ -126,8 +135,8 @@ def rows_of(scores, arguments, live, forced):
 # ---------------------------------------------------------------------- top-k blocks
 
 
-@given(choices(), st.integers(0, 5), st.sampled_from([coarse, distinct]), SEEDS)
-def test_top_k_keeps_the_highest_blocks_of_each_row_and_the_first_of_equals(drawn, extra, values, seed):
+@given(choices(), st.integers(0, 5), st.sampled_from([coarse, distinct]), SEEDS, WAYS)
+def test_top_k_keeps_the_highest_blocks_of_each_row_and_the_first_of_equals(drawn, extra, values, seed, way):
     shape, arguments, live, forced = drawn
     scores = values(shape, seed)
     k = max(1, int(forced.sum(1).max())) + extra  # may be more than there are
@@ -135,7 +144,9 @@ def test_top_k_keeps_the_highest_blocks_of_each_row_and_the_first_of_equals(draw
     for at, _, ranked, always in rows_of(scores, arguments, live, forced):
         layout[at][[*always, *ranked[: k - len(always)]]] = True
     expected = tokens_of(layout, arguments["q_len"], arguments["k_len"], arguments["block"]) & live
-    assert_keeps(masks.top_k_blocks(scores, k, **arguments), expected, arguments["block"])
+    with by(way):
+        mask = masks.top_k_blocks(scores, k, **arguments)
+    assert_keeps(mask, expected, arguments["block"])
 
 
 def test_top_k_has_room_for_k_tiles_a_row_and_no_more():
@@ -148,8 +159,8 @@ def test_top_k_has_room_for_k_tiles_a_row_and_no_more():
 # ---------------------------------------------------------------------- mass
 
 
-@given(choices(), st.floats(0.01, 1.0), st.none() | st.integers(0, 3), SEEDS)
-def test_mass_keeps_the_fewest_blocks_that_hold_the_share(drawn, mass, extra, seed):
+@given(choices(), st.floats(0.01, 1.0), st.none() | st.integers(0, 3), SEEDS, WAYS)
+def test_mass_keeps_the_fewest_blocks_that_hold_the_share(drawn, mass, extra, seed, way):
     shape, arguments, live, forced = drawn
     scores = distinct(shape, seed)
     least = max(1, int(forced.sum(1).max()))
@@ -166,14 +177,17 @@ def test_mass_keeps_the_fewest_blocks_that_hold_the_share(drawn, mass, extra, se
             held += weight[j]
     expected = tokens_of(layout, arguments["q_len"], arguments["k_len"], arguments["block"]) & live
     given_most = None if extra is None else most
-    assert_keeps(masks.mass_blocks(scores, mass, most=given_most, **arguments), expected, arguments["block"])
+    with by(way):
+        mask = masks.mass_blocks(scores, mass, most=given_most, **arguments)
+    assert_keeps(mask, expected, arguments["block"])
 
 
-@given(choices(), st.sampled_from([0.3, 0.9, 1.0]), SEEDS)
-def test_mass_never_keeps_what_scores_nothing(drawn, mass, seed):
+@given(choices(), st.sampled_from([0.3, 0.9, 1.0]), SEEDS, WAYS)
+def test_mass_never_keeps_what_scores_nothing(drawn, mass, seed, way):
     shape, arguments, live, forced = drawn
     scores = coarse(shape, seed)
-    mask = masks.mass_blocks(scores, mass, **arguments)
+    with by(way):
+        mask = masks.mass_blocks(scores, mass, **arguments)
     mask.validate()
     usable = (as_four(scores) > -torch.inf) | forced  # NaN is not
     dense = mask.to_dense()
@@ -183,16 +197,20 @@ def test_mass_never_keeps_what_scores_nothing(drawn, mass, seed):
         assert torch.equal(dense, expected)
 
 
-def test_no_score_is_as_high_as_that_of_a_block_that_is_always_kept():
-    scores = torch.tensor([[torch.inf, torch.inf, torch.inf, torch.nan]])
-    always = {"q_len": 16, "k_len": 64, "block": 16, "local_blocks": 1}  # the last one
-    assert masks.top_k_blocks(scores, 2, **always).canonical().indices.tolist() == [0, 3]
-    assert masks.mass_blocks(scores, 0.5, **always).canonical().indices.tolist() == [0, 1, 3]
+@pytest.mark.parametrize("way", ["operations", "kernels"])
+def test_no_score_is_as_high_as_that_of_a_block_that_is_always_kept(way):
+    with by(way):
+        scores = torch.tensor([[torch.inf, torch.inf, torch.inf, torch.nan]])
+        always = {"q_len": 16, "k_len": 64, "block": 16, "local_blocks": 1}  # the last one
+        assert masks.top_k_blocks(scores, 2, **always).canonical().indices.tolist() == [0, 3]
+        assert masks.mass_blocks(scores, 0.5, **always).canonical().indices.tolist() == [0, 1, 3]
 
 
-def test_equal_blocks_are_kept_from_the_first():
-    mask = masks.mass_blocks(torch.zeros(1, 8), 0.5, q_len=16, k_len=128, block=16)
-    assert mask.canonical().indices.tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize("way", ["operations", "kernels"])
+def test_equal_blocks_are_kept_from_the_first(way):
+    with by(way):
+        mask = masks.mass_blocks(torch.zeros(1, 8), 0.5, q_len=16, k_len=128, block=16)
+        assert mask.canonical().indices.tolist() == [0, 1, 2, 3]
 
 
 def test_more_mass_keeps_more():
@@ -213,6 +231,42 @@ def test_mass_is_of_the_softmax_and_not_of_the_exponentials():
         assert mask == masks.mass_blocks(scores.double(), 0.7, q_len=96, block=16)
 
 
+@given(choices(), st.sampled_from([0.2, 0.7, 1.0, None]), st.booleans(), SEEDS)
+def test_kernels_choose_what_operations_choose(drawn, mass, half, seed):
+    shape, arguments, _, forced = drawn
+    scores = coarse(shape, seed)  # with few values, so that no sum of shares falls near the mass by chance
+    scores = scores.half() if half else scores
+    k = max(1, int(forced.sum(1).max())) + 1
+    found = []
+    for way in ("operations", "kernels"):
+        with by(way):
+            if mass is None:
+                found.append(masks.top_k_blocks(scores, k, group=2, **arguments))
+            else:
+                found.append(masks.mass_blocks(scores, mass, most=k, group=2, **arguments))
+        found[-1].validate()
+    assert found[0] == found[1]
+
+
+def test_long_rows_are_compared_a_part_at_a_time():
+    scores = torch.randint(0, 300, (1, 3, 700), generator=generator(0)).float()
+    sizes = {"q_len": 48, "k_len": 11_200, "block": 16, "causal": True, "sink_blocks": 1}
+    found = []
+    for way in ("operations", "kernels"):
+        with by(way):
+            best, held = masks.top_k_blocks(scores, 300, **sizes), masks.mass_blocks(scores / 40, 0.8, **sizes)
+        found.append((best, held))
+    assert found[0] == found[1]
+
+
+def test_what_the_kernels_leave_to_the_operations():
+    with by("kernels"):
+        assert fused.serves(SCORES, 4, 4)
+        assert not fused.serves(SCORES, 4, fused.LONGEST_ROW + 1)
+        assert not fused.serves(torch.nn.Parameter(SCORES), 4, 4)
+    assert not fused.serves(SCORES, 4, 4)  # it lies on the CPU
+
+
 # ---------------------------------------------------------------------- keys of each query
 
 
@@ -229,12 +283,13 @@ def live_of_indices(indices, k_len, span, causal):
     return as_four(live & causal_tokens(live.shape[-2], k_len) if causal else live)
 
 
-@given(key_choices(), st.integers(1, 9), st.sampled_from([torch.int64, torch.int32]), SEEDS)
-def test_selected_keys_are_live_however_often_they_are_named(drawn, count, dtype, seed):
+@given(key_choices(), st.integers(1, 9), st.sampled_from([torch.int64, torch.int32, torch.int16]), SEEDS, WAYS)
+def test_selected_keys_are_live_however_often_they_are_named(drawn, count, dtype, seed, way):
     shape, k_len, block, span, causal = drawn
     runs = -(-k_len // span)
     indices = torch.randint(-2, runs + 2, (*shape, count), generator=generator(seed), dtype=dtype)
-    mask = masks.selected_keys(indices, k_len, block=block, span=span, causal=causal)
+    with by(way):
+        mask = masks.selected_keys(indices, k_len, block=block, span=span, causal=causal)
     assert_keeps(mask, live_of_indices(indices, k_len, span, causal), block)
 
 
@@ -288,11 +343,13 @@ def test_a_row_of_tiles_keeps_the_tiles_that_are_named_most(drawn, most, seed):
     assert len(mask.indices) <= live.shape[0] * live.shape[1] * rows * min(most, cols)
 
 
-def test_where_neighbours_agree_tiles_are_full():
-    indices = torch.tensor([0, 3]).expand(64, 2)
-    mask = masks.selected_keys(indices, 128, block=32, span=32)
-    stored = int(mask.indptr[-1])
-    assert stored == 4 and (mask.tile[:stored] == 0).all()
+@pytest.mark.parametrize("way", ["operations", "kernels"])
+def test_where_neighbours_agree_tiles_are_full(way):
+    with by(way):
+        indices = torch.tensor([0, 3]).expand(64, 2)
+        mask = masks.selected_keys(indices, 128, block=32, span=32)
+        stored = int(mask.indptr[-1])
+        assert stored == 4 and (mask.tile[:stored] == 0).all()
 
 
 # ---------------------------------------------------------------------- pooled scores

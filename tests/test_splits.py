@@ -223,13 +223,13 @@ def test_nothing_is_cut_while_a_cuda_graph_is_recorded():
 def merges_counted():
     """The names of the kernels that merged parts."""
     names = []
-    run = launch._Prepared.run
+    run = launch.Prepared.run
 
     def counted(self, *arguments):
         names.append(self._kernel.__name__)
         return run(self, *arguments)
 
-    with mock.patch.object(launch._Prepared, "run", counted):
+    with mock.patch.object(launch.Prepared, "run", counted):
         yield [names]
 
 

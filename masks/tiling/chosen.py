@@ -103,21 +103,35 @@ def compact(kept: Tensor, room: int) -> Kept:
     return Kept(indptr, (place % cols).to(torch.int32), place, running)
 
 
-def loose_mask(frame: Frame, kept: Kept, tile: Tensor, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
+def loose_mask(
+    frame: Frame, indptr: Tensor, indices: Tensor, tile: Tensor, bits: Tensor, heads: tuple[int, int], group: int
+) -> BlockMask:
     """The mask of kept tiles: pattern b * H + h is that of `group` query heads, for `heads = (B, H)`."""
-    batch, count = heads
-    pattern = torch.arange(batch * count, dtype=torch.int32, device=tile.device).view(batch, count, 1)
     return BlockMask(
-        frame.q_len, frame.k_len, *frame.block, kept.indptr, kept.indices, tile, bits,
-        pattern.expand(-1, -1, group).reshape(batch, count * group).contiguous(), loose=True,
+        frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits, pattern_of(*heads, group, tile.device),
+        loose=True,
     )  # fmt: skip
+
+
+def pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tensor:
+    """`BlockMask.pattern` where each of `heads` choices is that of `group` query heads."""
+    return _pattern_of(batch, heads, group, device)
+
+
+pattern_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=32)
+def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tensor:
+    pattern = torch.arange(batch * heads, dtype=torch.int32).view(batch, heads, 1)
+    return pattern.expand(-1, -1, group).reshape(batch, heads * group).contiguous().to(device, non_blocking=True)
 
 
 def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:
     """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` a row, each with what the frame lets live."""
     batch, heads = kept.shape[:2]
     found = compact(kept, batch * heads * frame.rooms[most])
-    return loose_mask(frame, found, kind_of(frame, found), frame.bits, (batch, heads), group)
+    return loose_mask(frame, found.indptr, found.indices, kind_of(frame, found), frame.bits, (batch, heads), group)
 
 
 def kind_of(frame: Frame, kept: Kept) -> Tensor:

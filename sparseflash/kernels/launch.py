@@ -6,8 +6,6 @@ look it up. Half of the time of a call on short sequences would go into preparin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +18,13 @@ from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_
 from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
+from sparseflash.prepared import OPTIONS, Prepared, on_device
 
 LOG2E = 1.4426950408889634
 _DELTA_TOKENS = 64
 _TOKENS_TO_COMBINE = 16
 # Making descriptors costs the host about 15 us a call, which pays once the kernel runs for longer than that.
 _PRODUCTS_FOR_DESCRIPTORS = 10_000_000_000
-
-# Multiply-adds rounded once: fewer instructions, smaller errors. Triton's default depends on its version.
-_OPTIONS = {"enable_fp_fusion": True}
 
 
 class Problem(NamedTuple):
@@ -81,11 +77,11 @@ def row_gradients(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, l
     """Writes what the two passes need of each query, in half precision: `lse2` and `delta`."""
     batch, heads, q_len, dim = out.shape
     row_tiles = -(-q_len // _DELTA_TOKENS)
-    with _on_device(out.device):
+    with on_device(out.device):
         delta_kernel[(batch * heads * row_tiles,)](
             out, dout, lse, dlse, lse2, delta, heads, q_len, row_tiles, _strides(out), _strides(dout),
             DV=dim, PADDED_DV=_padded(dim), BLOCK_M=_DELTA_TOKENS, HAS_DLSE=dlse is not None, num_warps=4,
-            **_OPTIONS,
+            **OPTIONS,
         )  # fmt: skip
 
 
@@ -144,26 +140,6 @@ def _walk_rows(
         launch.combine(parts, side.merged, rows, None, None, 1.0, problem.scale)
 
 
-class _Prepared:
-    """A kernel with its grid, which is compiled once."""
-
-    def __init__(self, kernel: Any, programs: int, device: torch.device, num_warps: int, num_stages: int) -> None:
-        self.device = device
-        self._kernel, self._grid = kernel, (programs, 1, 1)
-        self._options = {"num_warps": num_warps, "num_stages": num_stages, **_OPTIONS}
-        self._compiled: Callable[..., Any] | None = None
-
-    def run(self, *arguments: Any) -> None:
-        """Launches; the first time through Triton's own front, which compiles, then without its bookkeeping."""
-        with _on_device(self.device):
-            if self._compiled is not None:
-                self._compiled(*arguments)
-                return
-            compiled = self._kernel[self._grid](*arguments, **self._options)
-            if compiled is not None:  # the interpreter compiles nothing
-                self._compiled = compiled[self._grid]
-
-
 class _Launch:
     """One kernel, and the one that merges its partial results if there are any, ready for tensors of one layout."""
 
@@ -200,7 +176,7 @@ class _Launch:
             *([name == "delta"] if kernel == "dq" else []), self.descriptors,
             "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision
         )  # fmt: skip
-        self._main = _Prepared(_KERNELS[kernel], len(self.side.work), q.device, config.num_warps, config.num_stages)
+        self._main = Prepared(_KERNELS[kernel], len(self.side.work), q.device, config.num_warps, config.num_stages)
         self._parts: tuple[int, int] | None = None  # their number, and the fp32 numbers of each
         if self.side.merged is not None:
             tile = config.block_n if columns else config.block_m
@@ -221,7 +197,7 @@ class _Launch:
                 size = _padded(dim) + (_padded(v_dim) if columns else 0)
             self._parts = self.side.parts, tile * size
             programs = len(self.side.merged) * (tile // tokens)
-            self._combining, self._numbers_to_combine = _Prepared(_COMBINING[name], programs, q.device, 4, 2), numbers
+            self._combining, self._numbers_to_combine = Prepared(_COMBINING[name], programs, q.device, 4, 2), numbers
 
     def parts(self) -> Tensor | None:
         """Room for the partial results of items that are chunks of longer ones; None if there are none."""
@@ -269,13 +245,6 @@ def _prepared(name: str, problem: Problem, *tensors: Tensor, dlse: Tensor | None
 
 def _halves(kept: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return (kept[0], kept[1]) if kept.numel() else (None, None)
-
-
-def _on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a GPU the current one, which is where Triton launches."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return nullcontext()
 
 
 def _padded(dim: int) -> int:

@@ -1,0 +1,143 @@
+"""Blocks chosen by their scores, in two launches: one program a row chooses, then one a row lists what it has kept."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.masks.tiling.chosen import Frame
+from sparseflash.prepared import Prepared
+
+_PAIRS_AT_ONCE = 8192
+_SHARE_UNITS = tl.constexpr(float(1 << 40))
+
+
+def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The arrays of the mask of what `chosen_blocks` keeps of scores `[B, H, Mq, Mk]`: `(indptr, indices, tile)`.
+
+    mass: None for the `most` best of each row, else the share that they hold.
+    """
+    if mass == 1.0:
+        mass = None  # then all that may be kept are, as far as `most` goes, and those of weight 0 too
+    scores = scores.contiguous()
+    device, (rows, cols) = scores.device, of.open.shape
+    lists = scores.numel() // cols
+    room = lists // rows * of.rooms[most]
+    kept = torch.empty(scores.shape, dtype=torch.uint8, device=device)
+    counts = torch.empty(lists + 1, dtype=torch.int32, device=device)
+    indices = torch.empty(room, dtype=torch.int32, device=device)
+    tile = torch.empty_like(indices)
+    choosing, listing = _launches(lists, cols, scores.dtype, mass is None, device, scores.data_ptr() % 16)
+    padded = max(16, 1 << (cols - 1).bit_length())
+    choosing.run(
+        scores, of.open, of.forced, kept, counts, rows, cols, most, _bits_of(mass),
+        padded, min(padded, max(8, _PAIRS_AT_ONCE // padded)), torch.finfo(scores.dtype).max, mass is not None,
+    )  # fmt: skip
+    indptr = counts.cumsum(0, dtype=torch.int32)
+    listing.run(kept, of.kind, indptr, indices, tile, rows, cols, room, -(-room // lists), padded)
+    return indptr, indices, tile
+
+
+def _bits_of(mass: float | None) -> int:
+    """The bits of an fp64 number, as an int64: of a number itself Triton would make an fp32 one.
+
+    Bits that fit into 32 would be passed as such. No share as small as theirs is told from the smallest other one.
+    """
+    return int(struct.unpack("<q", struct.pack("<d", max(mass or 0.0, sys.float_info.min)))[0])
+
+
+@lru_cache(maxsize=128)
+def _launches(
+    lists: int, cols: int, dtype: torch.dtype, by_rank: bool, device: torch.device, offset: int
+) -> tuple[Prepared, Prepared]:
+    return (
+        Prepared(choose_kernel, lists, device, num_warps=4, num_stages=1),
+        Prepared(list_kernel, lists, device, num_warps=4, num_stages=1),
+    )
+
+
+@triton.jit
+def _read(scores_ptr, open_ptr, forced_ptr, col, cols, LARGEST: tl.constexpr):
+    """Of some blocks of a row: what they are ranked by, their score or -inf, whether forced, whether one may keep them.
+
+    Scores are made finite, so that none is as high as that of a forced block and the softmax has no inf - inf.
+    """
+    inside = col < cols
+    score = tl.load(scores_ptr + col, mask=inside, other=float("-inf")).to(tl.float32)
+    forced = tl.load(forced_ptr + col, mask=inside, other=0).to(tl.int1)
+    scored = tl.load(open_ptr + col, mask=inside, other=0).to(tl.int1) & (score > float("-inf"))  # not so NaN
+    clean = tl.where(scored, tl.where(score > LARGEST, LARGEST, score), float("-inf"))
+    return tl.where(forced, float("inf"), clean), clean, forced, scored | forced
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "most", "mass_bits"])
+def choose_kernel(
+    scores_ptr, open_ptr, forced_ptr,  # [P, rows, cols], bool [rows, cols] twice
+    kept_ptr, counts_ptr,  # uint8 as the scores; int32 [1 + P * rows], the first one 0
+    rows, cols, most, mass_bits,  # of the fp64 number
+    COLS: tl.constexpr, CHUNK: tl.constexpr, LARGEST: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """Keeps blocks of one row. Of equal ones the first comes first; shares are summed in units, so in any order."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program % rows
+    scores_ptr += program * cols
+    open_ptr += row * cols
+    forced_ptr += row * cols
+    col = tl.arange(0, COLS)
+    key, clean, forced, usable = _read(scores_ptr, open_ptr, forced_ptr, col, cols, LARGEST)
+    top = tl.max(clean, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.sum(tl.exp(clean - top), 0)
+    weights = tl.where(weights == 0.0, 1.0, weights)  # no block of the row may be chosen by its score
+
+    rank = tl.zeros([COLS], tl.int32)
+    before = tl.zeros([COLS], tl.int64)
+    total = tl.zeros([], tl.int64)
+    for start in range(0, cols, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        other_key, other_clean, _, _ = _read(scores_ptr, open_ptr, forced_ptr, other, cols, LARGEST)
+        earlier = (other[None, :] < col[:, None]) & (other_key[None, :] == key[:, None])
+        ahead = ((other_key[None, :] > key[:, None]) | earlier) & (other[None, :] < cols)
+        rank += tl.sum(ahead.to(tl.int32), 1)
+        if MASS:
+            units = (tl.exp(other_clean - top) / weights * _SHARE_UNITS).to(tl.int64)
+            before += tl.sum(tl.where(ahead, units[None, :], 0), 1)
+            total += tl.sum(units, 0)
+    kept = usable & (rank < most)
+    if MASS:
+        mass = mass_bits.to(tl.float64, bitcast=True)
+        wanted = before.to(tl.float64) < total.to(tl.float64) * mass
+        kept = usable & ((wanted & (rank < most)) | forced)
+    tl.store(kept_ptr + program * cols + col, kept.to(tl.uint8), mask=col < cols)
+    tl.store(counts_ptr + 1 + program, tl.sum(kept.to(tl.int32), 0))
+    if program == 0:
+        tl.store(counts_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "room", "share"])
+def list_kernel(
+    kept_ptr, kind_ptr, indptr_ptr,  # uint8 [P, rows, cols], int32 [rows, cols] and [P * rows + 1]
+    indices_ptr, tile_ptr,  # int32 [room]
+    rows, cols, room, share,  # of the room, which a program looks after
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Writes the tiles of one row, and zeros into a share of the room that is not used."""
+    program = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, COLS)
+    kept = tl.load(kept_ptr + program * cols + col, mask=col < cols, other=0).to(tl.int32)
+    place = tl.load(indptr_ptr + program) + tl.cumsum(kept, 0) - 1
+    kind = tl.load(kind_ptr + program % rows * cols + col, mask=kept > 0, other=0)
+    tl.store(indices_ptr + place, col, mask=kept > 0)
+    tl.store(tile_ptr + place, kind, mask=kept > 0)
+    used = tl.load(indptr_ptr + tl.num_programs(0))
+    stop = tl.minimum((program + 1) * share, room)
+    for first in range(program * share, stop, COLS):
+        unused = first + col
+        tl.store(indices_ptr + unused, tl.zeros([COLS], tl.int32), mask=(unused >= used) & (unused < stop))
+        tl.store(tile_ptr + unused, tl.zeros([COLS], tl.int32), mask=(unused >= used) & (unused < stop))
