@@ -8,12 +8,13 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from sparseflash import blockwise, dropout, reference
+from sparseflash import blockwise, dropout, reference, repeats
 from sparseflash.blockmask import BlockMask
 
 BACKENDS = ("triton", "blockwise", "reference")
 Backend = Literal["triton", "blockwise", "reference"]
 _DENSE_BLOCK = 128
+_KEPT_BACKENDS = (None, "triton")  # whose calls may be kept, see repeats.py
 
 
 @overload
@@ -85,6 +86,12 @@ def attention(
     >>> attention(q, k, v, mask).shape
     torch.Size([1, 2, 100, 16])
     """
+    place = None
+    if type(dropout_p) is float and dropout_p == 0.0 and backend in _KEPT_BACKENDS:
+        place = repeats.place_of(q, k, v, mask, scale)
+        if place is not None and (call := place.found()) is not None:
+            out, lse = call(q, k, v)
+            return (out, lse) if return_lse else out
     _check_tensors(q, k, v)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch knows no autocast of meta
         q, k, v = _as_autocast_wants(q, k, v)
@@ -107,21 +114,22 @@ def attention(
 
         operator = triton_attention
         if scale < 0:  # the kernel takes the maximum before it scales, which only a positive scale allows
-            q, scale = -q, -scale
+            q, scale, place = -q, -scale, None
     else:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
-    if mask is None:
-        out, lse, _ = operator(
-            q, k, v, None, None, None, None, None, None, _DENSE_BLOCK, _DENSE_BLOCK, scale, *dropping
-        )  # fmt: skip
-    else:
+    arrays: tuple[Tensor | None, ...] = (None,) * 6
+    block_q = block_k = _DENSE_BLOCK
+    if mask is not None:
         lengths = mask.lengths
         if lengths is not None and lengths.shape[0] != q.shape[0]:
             lengths = lengths.expand(q.shape[0]).contiguous()
-        out, lse, _ = operator(
-            q, k, v, mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths,
-            mask.block_q, mask.block_k, scale, *dropping,
-        )  # fmt: skip
+        arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths
+        block_q, block_k = mask.block_q, mask.block_k
+    out, lse, _ = operator(q, k, v, *arrays, block_q, block_k, scale, *dropping)
+    if place is not None and backend == "triton" and out.numel() and k.numel():
+        from sparseflash.kernels import repeated
+
+        place.keep(repeated(q, k, v, out, arrays[:5], (block_q, block_k), scale))
     return (out, lse) if return_lse else out
 
 

@@ -96,7 +96,7 @@ def register(
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return forward_op(q, k, v, *rest)
-        if _nobody_watches(q, k, v):
+        if nobody_watches(q, k, v):
             out, lse, kept = forward(q, k, v, *rest)
             return out, lse, kept
         return inference_op(q, k, v, *rest)
@@ -104,7 +104,7 @@ def register(
     return run
 
 
-def _nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms."""
     return (
         not torch.compiler.is_compiling()

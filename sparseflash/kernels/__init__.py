@@ -9,5 +9,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from sparseflash.kernels.op import attention as triton_attention
+from sparseflash.kernels.op import repeated
 
-__all__ = ["triton_attention"]
+__all__ = ["repeated", "triton_attention"]

@@ -41,7 +41,18 @@ class Problem(NamedTuple):
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     """Writes `out`, `lse` and, unless it is empty, `kept`."""
-    launch = _prepared("forward", problem, q, k, v, out)
+    run_forward(prepared_forward(problem, q, k, v, out), problem, q, k, v, out, lse, kept)
+
+
+def prepared_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch:
+    """The launch that `forward` would make for tensors of this layout."""
+    return _prepared("forward", problem, q, k, v, out)
+
+
+def run_forward(
+    launch: Launch, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor
+) -> None:
+    """`forward` by a launch that is known."""
     side, parts = launch.side, launch.parts()
     maximum, inverse = _halves(kept)
     launch.run(
@@ -140,7 +151,7 @@ def _walk_rows(
         launch.combine(parts, side.merged, rows, None, None, 1.0, problem.scale)
 
 
-class _Launch:
+class Launch:
     """One kernel, and the one that merges its partial results if there are any, ready for tensors of one layout."""
 
     def __init__(self, name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
@@ -228,7 +239,7 @@ _COMBINING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _prepared(name: str, problem: Problem, *tensors: Tensor, dlse: Tensor | None = None) -> _Launch:
+def _prepared(name: str, problem: Problem, *tensors: Tensor, dlse: Tensor | None = None) -> Launch:
     # All that a compiled kernel is specialised to and the plan does not say: head dims, which strides do not tell of
     # slices; strides; which arguments are None; and whether addresses are multiples of 16 bytes. All other arrays come
     # from our own allocations, which are, or are as far from their start for every call of a plan.
@@ -237,9 +248,9 @@ def _prepared(name: str, problem: Problem, *tensors: Tensor, dlse: Tensor | None
         *[x.stride() for x in tensors], *[x.data_ptr() % 16 for x in tensors],
         *[None if x is None else x.data_ptr() % 16 for x in (dlse, problem.lengths, problem.seed)],
     )  # fmt: skip
-    launch: _Launch | None = problem.plan.launches.get(key)
+    launch: Launch | None = problem.plan.launches.get(key)
     if launch is None:
-        launch = problem.plan.launches[key] = _Launch(name, problem, *tensors)
+        launch = problem.plan.launches[key] = Launch(name, problem, *tensors)
     return launch
 
 

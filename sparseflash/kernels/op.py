@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -28,20 +29,9 @@ def _forward(
         return out.zero_(), lse.fill_(-torch.inf), kept
     if q.numel() > 0:
         problem = _problem(
-            q,
-            k,
-            indptr,
-            indices,
-            tile,
-            words,
-            pattern,
-            lengths,
-            (block_q, block_k),
-            scale,
-            seed,
-            dropped,
+            q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped,
             columns=False,
-        )
+        )  # fmt: skip
         launch.forward(problem, q, k, v, out, lse, kept)
     return out, lse, kept
 
@@ -71,6 +61,28 @@ def _empty_kept(q: Tensor) -> Tensor:
 
 
 attention = register("triton", _forward, _backward, _empty_kept)
+
+
+def repeated(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask_arrays: Sequence[Tensor | None], block: tuple[int, int],
+    scale: float,
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
+    """The call that gave `out`, without its checks, for tensors of the same layout in half precision.
+
+    `mask_arrays`: those of the operator's arguments, without lengths. Returns a function of q, k and v that returns
+    `(out, lse)`.
+    """
+    indptr, indices, tile, words, pattern = mask_arrays
+    problem = _problem(q, k, indptr, indices, tile, words, pattern, None, block, scale, None, 0, columns=False)
+    prepared = launch.prepared_forward(problem, q, k, v, out)
+    kept = _empty_kept(q)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = empty_out(q, v), empty_lse(q)
+        launch.run_forward(prepared, problem, q, k, v, out, lse, kept)
+        return out, lse
+
+    return run
 
 
 def _problem(

@@ -1,0 +1,69 @@
+"""Inference calls like earlier ones: what an earlier call has shown is not asked again.
+
+Of a call on a short sequence most of the time is the host's, for checks and for finding the plan and the kernel. They
+all depend on the layout of the tensors, the mask and the scale alone, so a call is kept with its mask under these, and
+the next one like it allocates and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.csr import derived
+from sparseflash.operator import nobody_watches
+
+Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) to (out, lse)
+
+_MOST = 64  # of a mask: who has so many layouts has few calls of each
+_HALF = (torch.float16, torch.bfloat16)
+_dense_calls: dict[Any, Call] = {}
+
+
+class Place(NamedTuple):
+    """Where a call is kept, or will be."""
+
+    calls: dict[Any, Call]
+    key: Any
+
+    def found(self) -> Call | None:
+        """The call that was kept here."""
+        return self.calls.get(self.key)
+
+    def keep(self, call: Call) -> None:
+        """Keeps a call for those like it."""
+        if len(self.calls) >= _MOST:
+            self.calls.clear()
+        self.calls[self.key] = call
+
+
+def place_of(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None) -> Place | None:
+    """The place of a call, if it is one that may be kept: inference in half precision that nobody watches or casts.
+
+    fp32 is left out because it is computed as a setting of PyTorch's says, and loose masks and those with lengths
+    because they are new at every step. Arguments of any other kind than a right one have no place.
+    """
+    if not (type(q) is type(k) is type(v) is Tensor and q.dtype in _HALF and nobody_watches(q, k, v)):
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if torch.is_autocast_enabled(q.device.type) or not (scale is None or type(scale) is float):
+        return None
+    if mask is None:
+        calls = _dense_calls
+    elif type(mask) is BlockMask and mask.lengths is None and not mask.loose:
+        cache = derived(mask.indices)
+        calls = cache["calls"] if "calls" in cache else cache.setdefault("calls", {})
+    else:
+        return None
+    # All that the checks and the launcher look at. Triton specialises to addresses that are multiples of 16 bytes.
+    key = (
+        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
+        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
+        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16, scale,
+    )  # fmt: skip
+    return Place(calls, key)
