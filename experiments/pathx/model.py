@@ -63,7 +63,11 @@ class PathModel(nn.Module):
         self._after: Callable[..., Any] = after_attention
 
     def compile_layers(self) -> None:
-        """Let torch.compile fuse what surrounds attention. The attention is one kernel already."""
+        """Let torch.compile fuse what surrounds attention in training. The attention is one kernel already.
+
+        All layers share two graphs, one more pair for each length of batches. Those of a training stage have one length;
+        when answers alone are asked for they have many, and nothing is compiled.
+        """
         self._before = torch.compile(before_attention, dynamic=False)
         self._after = torch.compile(after_attention, dynamic=False)
 
@@ -83,14 +87,15 @@ class PathModel(nn.Module):
         turn = plane_turn(batch.y, batch.x, self.rates)
         turns: dict[str, Turn] = {BASE: turn}
         now = BASE
+        before, after = (self._before, self._after) if self.training else (before_attention, after_attention)
         for number, (layer, mask, order) in enumerate(zip(self.layers, batch.masks, batch.layer_orders, strict=True)):
             if order not in turns:
                 turns[order] = tuple(each.index_select(2, batch.orders[order].order) for each in turn)  # type: ignore[assignment]
             x, now = reordered(x, batch, now, order), order
-            q, k, v = self._before(layer, x, turns[order])
+            q, k, v = before(layer, x, turns[order])
             if seen is not None:
                 seen(number, q, k)
-            x = self._after(layer, x, layer.attention.mix(q, k, v, mask))
+            x = after(layer, x, layer.attention.mix(q, k, v, mask))
         return reordered(x, batch, now, BASE)
 
 

@@ -2,10 +2,10 @@
 
 Two layouts share one form:
 
-- **packed**: only pixels that are not black are tokens, and all images of a batch follow each other in one sequence of a
-  fixed length, each beginning with a block of its own. Rows with lengths would be padded to the fullest image, 15 to
-  20 % of a batch of Path-X (2,549 +- 221 tokens an image), and change their shape at every step; here the last block of
-  an image is padded, half a block on average, 1.3 % with blocks of 64, and every step has the same shape.
+- **packed**: only pixels that are not black are tokens, and all images of a batch follow each other in one sequence of
+  fixed length, each beginning with a block of its own. Rows with lengths would be padded to the fullest image, 12 % of
+  a batch of Path-X (2,549 +- 221 tokens an image, 2,903 at most), and change their shape at every step; here the last
+  block of an image is padded, half a block on average, 1.3 % with blocks of 64, and every step has the same shape.
 - **whole**: all pixels are tokens, an image a row. The masks are then the same for all images and steps.
 """
 
