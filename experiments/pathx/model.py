@@ -65,8 +65,8 @@ class PathModel(nn.Module):
     def compile_layers(self) -> None:
         """Let torch.compile fuse what surrounds attention in training. The attention is one kernel already.
 
-        All layers share two graphs, one more pair for each length of batches. Those of a training stage have one length;
-        when answers alone are asked for they have many, and nothing is compiled.
+        All layers share two graphs, one more pair for each length of batches. Those of a training stage have one
+        length; where answers alone are asked for they have many, and nothing is compiled.
         """
         self._before = torch.compile(before_attention, dynamic=False)
         self._after = torch.compile(after_attention, dynamic=False)
