@@ -306,14 +306,14 @@ def table_command(
 
 @app.command()
 def probe(
-    sizes: Annotated[str, typer.Option(help="Pixels along a side, commas between them.")] = "32,64,128,256",
+    sizes: Annotated[str, typer.Option(help="Pixels along a side, commas between them.")] = "128,256,64",
     contour: Annotated[int, typer.Option(help="Dashes of a path.")] = 14,
     masks: Annotated[
         str, typer.Option(help="Layers as --layers of train has them; several with ; between them.")
-    ] = "near:16*6;tiles:16*6;near:16*4,dense*2;dense*6",
+    ] = "tiles:16*6;near:16*6;tiles:16*4,dense*2;tiles:16*4,rows:2,columns:2;dense*6",
     background: Annotated[str, typer.Option(help="drop, or keep: all pixels are tokens.")] = "drop",
     tokens: Annotated[int, typer.Option(help="Of a step.")] = 128 * 1024,
-    seconds: Annotated[float, typer.Option(help="Of timing a case.")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Of timing a case.")] = 1.5,
     limit: Annotated[float, typer.Option(help="No case begins later than after so many seconds.")] = 60.0,
     block: Annotated[int | None, option("block")] = None,
     width: Annotated[int | None, option("width")] = None,

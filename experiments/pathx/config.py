@@ -68,7 +68,7 @@ class Config:
 
     curriculum: tuple[Stage, ...] = ()
     layers: str = setting(
-        "near:16*4,dense*2", 'Masks of the layers, first layer first, see relations.py; "*n" repeats one.'
+        "tiles:16*4,dense*2", 'Masks of the layers, first layer first, see relations.py; "*n" repeats one.'
     )
     block: int = setting(64, "Tokens along one side of the masks' tiles.")
     registers: int = setting(0, "Tokens of every image that see all and that all see.")

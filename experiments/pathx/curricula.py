@@ -36,7 +36,8 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(128, 9, minutes=12.0, until=0.95),
         _stage(128, 14, minutes=35.0, schedule="cosine"),
     ),
-    # From the weights of "pathx" (--initial): all 16,384 pixels are tokens, and black ones are new to the model.
+    # All 16,384 pixels are tokens. From the weights of "pathx" (--initial) with the same masks, --layers
+    # "tiles:16*4,butterfly:8*2" say: dense ones would take most of the time. Black pixels are new to the model.
     "pathx-all": (
         _stage(32, 9, tokens=32 * _K, minutes=1.0, background="keep"),
         _stage(64, 9, minutes=6.0, background="keep", until=0.95, lr=5e-4),
@@ -50,7 +51,7 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(256, 9, minutes=11.0, until=0.95),
         _stage(256, 14, minutes=24.0, schedule="cosine"),
     ),
-    # From the weights of "path256": all 65,536 pixels.
+    # From the weights of "path256", likewise: all 65,536 pixels.
     "path256-all": (
         _stage(64, 9, minutes=4.0, background="keep", lr=5e-4),
         _stage(128, 9, minutes=10.0, background="keep", until=0.95, lr=5e-4),

@@ -65,11 +65,11 @@ class PathModel(nn.Module):
     def compile_layers(self) -> None:
         """Let torch.compile fuse what surrounds attention in training. The attention is one kernel already.
 
-        All layers share two graphs, one more pair for each length of batches. Those of a training stage have one
-        length; where answers alone are asked for they have many, and nothing is compiled.
+        All layers share two graphs: a pair for the first stage's length of batches, and one for all others. Where answers
+        alone are asked for nothing is compiled.
         """
-        self._before = torch.compile(before_attention, dynamic=False)
-        self._after = torch.compile(after_attention, dynamic=False)
+        self._before = torch.compile(before_attention)
+        self._after = torch.compile(after_attention)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits [I, 2], and of a model that traces [B, N, 3]."""
