@@ -93,9 +93,10 @@ def test_positions_are_relative():
 
 @pytest.mark.parametrize("form", [pack, stack])
 def test_some_steps_learn_a_batch_by_heart(form):
-    model = model_of(width=32, traces=True)
+    layers = parse_layers("near:4,rows:1,dense")
+    model = model_of(depth=3, width=32, traces=True)
     traced = [(each > 100).astype(np.uint8) for each in IMAGES]
-    batch = on_device(form(IMAGES, LABELS, LAYERS, block=16, traced=traced), LAYERS, CPU)
+    batch = on_device(form(IMAGES, LABELS, layers, block=32, traced=traced), layers, CPU)
     optimizer = adamw(model, 3e-3, 0.0)
     config = replace(FP32, auxiliary=1.0)
     outcomes = [training_step(model, optimizer, batch, config, 3e-3) for _ in range(40)]

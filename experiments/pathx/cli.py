@@ -230,6 +230,8 @@ def evaluate(
     console.print(
         f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
         f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
+        + (f"; trained with pixel labels, weight {found['auxiliary']:g}" if found["auxiliary"] else ""),
+        soft_wrap=True,
     )
     if stored is not None and not keep:
         same = agrees(found, stored)
@@ -288,7 +290,7 @@ def analyse(
 
         with Stream(workers) as stream:
             write_analysis(model, config, stages, file_of, images, examples, folder, stream, place)
-    console.print((folder / "analysis.md").read_text(), markup=False, highlight=False)
+    console.print((folder / "analysis.md").read_text(), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("table")
@@ -301,7 +303,7 @@ def table_command(
         text = tables.markdown(tables.rows(folders or [RESULTS, RUNS]))
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_text(out, text)
-    console.print(text, markup=False, highlight=False)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

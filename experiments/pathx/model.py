@@ -65,8 +65,8 @@ class PathModel(nn.Module):
     def compile_layers(self) -> None:
         """Let torch.compile fuse what surrounds attention in training. The attention is one kernel already.
 
-        All layers share two graphs: a pair for the first stage's length of batches, and one for all others. Where answers
-        alone are asked for nothing is compiled.
+        All layers share two graphs: a pair for the first stage's length of batches, and one for all others. Where
+        answers alone are asked for nothing is compiled.
         """
         self._before = torch.compile(before_attention)
         self._after = torch.compile(after_attention)
