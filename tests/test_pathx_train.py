@@ -151,10 +151,11 @@ def test_an_accuracy_is_judged_at_the_same_steps_wherever_a_run_pauses(stream, t
 
 
 def test_minutes_end_a_stage(stream, tmp_path):
-    config = replace(TINY, curriculum=(replace(STAGES[0], steps=None, minutes=1e-4),))
+    config = replace(TINY, curriculum=(replace(STAGES[0], steps=None, minutes=1e-4),), validate_every=1)
     run = Run(config, tmp_path / "run", stream)
     said = run.train()
     assert said["cost"]["steps"] == 1
+    assert len(run.log.of_kind("val")) == 1  # not again at the stage's end
 
 
 def test_checkpoint_files_are_small(whole):

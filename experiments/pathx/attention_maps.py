@@ -68,9 +68,10 @@ def draw(image: NDArray[np.uint8], batch: Batch, weights: Tensor, names: list[st
             shown = np.zeros(image.shape)
             shown[y[is_pixel], x[is_pixel]] = weights[layer, marker].numpy()[is_pixel]
             axis = axes[marker][layer + 1]
-            axis.imshow(image, cmap="gray", alpha=0.35)
+            axis.imshow(0.4 * image, cmap="gray", vmin=0, vmax=255)
             axis.imshow(np.ma.masked_less(shown / max(shown.max(), 1e-12), 0.02), cmap="autumn", vmin=0, vmax=1)
-            axis.set_title(names[layer], fontsize=8)
+            if marker == 0:
+                axis.set_title(names[layer], fontsize=8)
     for axis in np.ravel(axes):
         axis.set_axis_off()
     figure.suptitle(title, fontsize=9)

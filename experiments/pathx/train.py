@@ -165,7 +165,9 @@ class Run:
                     self.window = Window(self.device)  # its clock starts only now
             if self.window.steps:
                 self._close_window(lr)
-            self._validate(recipe)
+            validated = self.log.of_kind("val")
+            if not validated or validated[-1]["step"] != state.step:
+                self._validate(recipe)
         finally:
             batches.close()
         return True
