@@ -3,7 +3,7 @@
     <run>/checkpoint-00000500/
         part-01-of-03.safetensors ...   tensors named model.*, average.*, optimizer.<parameter>.*, random.*, and
                                         random.<rank>.* of other processes that train with the first one
-        state.json                      step, seconds of training, the format
+        state.json                      step, seconds of training, the format, and what else the kind of run needs
 
 A checkpoint is written under another name and renamed when it is whole, so one that exists is complete.
 """
@@ -15,8 +15,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -35,6 +36,7 @@ class Progress:
 
     step: int  # steps done
     seconds: float  # of training, over all its sessions
+    details: dict[str, Any] = field(default_factory=dict)  # plain values that a kind of run needs besides to go on
 
 
 RandomState = dict[str, Tensor]  # of one process: cpu, and cuda if it trains there

@@ -41,24 +41,32 @@ class Turns(nn.Module):
         if head_dim % parts:
             raise ValueError(f"rotary positions need head dims that are multiples of {parts}; got {head_dim}")
         count = head_dim // parts
-        steps = torch.arange(count) / max(1, count - 1 if side is not None else count)
-        if side is None:
-            rates = _LONGEST_TURN**-steps
-        else:
-            fastest, slowest = _PIXELS
-            rates = 2 * math.pi / (fastest * (slowest / fastest) ** steps)
+        rates = _LONGEST_TURN ** -(torch.arange(count) / count) if side is None else plane_rates(head_dim)
         self.register_buffer("rates", rates, persistent=False)
         self.side, self.first = side, first
 
     def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines `[B, 1, N, D / 2]` for places `[B, N]`."""
-        if self.side is None:
-            angles = places[..., None] * self.rates
-        else:
+        if self.side is not None:
             pixel = (places - self.first).clamp(min=0)  # [CLS] stands where the first pixel does
-            row, column = pixel // self.side, pixel % self.side
-            angles = torch.cat([row[..., None] * self.rates, column[..., None] * self.rates], dim=-1)
+            return plane_turn(pixel // self.side, pixel % self.side, self.rates)
+        angles = places[..., None] * self.rates
         return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+
+
+def plane_rates(head_dim: int) -> Tensor:
+    """Radians a pixel of each turn of "rotary2d", `[D / 4]`; they are the same for images of every size."""
+    if head_dim % 4:
+        raise ValueError(f"rotary positions need head dims that are multiples of 4; got {head_dim}")
+    count = head_dim // 4
+    fastest, slowest = _PIXELS
+    return 2 * math.pi / (fastest * (slowest / fastest) ** (torch.arange(count) / max(1, count - 1)))
+
+
+def plane_turn(row: Tensor, column: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[B, 1, N, D / 2]` for pixels in rows and columns `[B, N]`, with the rates of `plane_rates`."""
+    angles = torch.cat([row[..., None] * rates, column[..., None] * rates], dim=-1)
+    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
 def turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

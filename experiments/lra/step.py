@@ -42,15 +42,20 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.AdamW:
+    """The optimiser of a run."""
+    return adamw(model, config.lr, config.weight_decay)
+
+
+def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
     """AdamW; only the matrices decay, not norms, biases, embeddings and positions."""
     matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     chosen = set(matrices)
     others = [parameter for parameter in model.parameters() if parameter not in chosen]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=matrices[0].is_cuda)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=matrices[0].is_cuda)
 
 
 def training_step(

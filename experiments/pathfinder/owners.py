@@ -1,0 +1,62 @@
+"""Which curve each pixel of an image lies on: the ground truth of tracing, pixel by pixel."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.pathfinder.compiled import compiled
+from experiments.pathfinder.render import window_start
+from experiments.pathfinder.stamps import markers
+from experiments.pathfinder.tables import lines
+from experiments.pathfinder.vectors import Vectors
+
+NOBODY, DISTRACTOR = 0, 3  # the targets are 1 and 2
+
+
+def owners(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+    """The owner of every pixel of images first .. last - 1. uint8 [n, size, size]
+
+    NOBODY where nothing is drawn, 1 + s on target snake s, DISTRACTOR on any other. Where dashes meet, the brightest
+    owns the pixel, and of equal ones the first; a marker belongs to the snake whose end it marks. A pixel that rounds
+    to black in the image may have an owner; one that does not has one.
+    """
+    p = vectors.parameters
+    chosen = range(len(vectors))[first:last]
+    found = np.empty((len(chosen), p.size, p.size), np.uint8)
+    discs = markers(p.size, p.marker_radius)
+    centres = vectors.markers[first:last]
+    for image, index, ends in zip(found, chosen, centres):
+        dashes = slice(vectors.starts[index], vectors.starts[index + 1])
+        stamps = lines(p, int(vectors.margins[index]))
+        marked = int(vectors.marked[index])
+        snakes = np.array([marked, marked if vectors.labels[index] else 1 - marked], np.int64)
+        claim(image, vectors.places[dashes], vectors.headings[dashes], p.contour_length, stamps, ends, discs, snakes)
+    return found
+
+
+@compiled
+def claim(image, places, headings, length, stamps, centres, discs, snakes):
+    """Write down the owners of one image. image: uint8 [size, size], overwritten; snakes: those the markers stand on"""
+    size, width = len(image), discs.shape[0]
+    best = np.zeros((size, size), np.int16)
+    for y in range(size):
+        for x in range(size):
+            image[y, x] = 0
+    for dash in range(len(headings)):
+        snake = min(dash // length, 2)
+        stamp = stamps[0 if snake < 2 else 1, headings[dash]]
+        top, left = np.int64(places[dash, 0]) - len(stamp) // 2, np.int64(places[dash, 1]) - len(stamp) // 2
+        for y in range(max(0, top), min(size, top + len(stamp))):
+            for x in range(max(0, left), min(size, left + len(stamp))):
+                if stamp[y - top, x - left] > best[y, x]:
+                    best[y, x] = stamp[y - top, x - left]
+                    image[y, x] = snake + 1
+    for marker in range(2):
+        top = window_start(centres[marker, 0], size, width)
+        left = window_start(centres[marker, 1], size, width)
+        disc = discs[centres[marker, 0] - top, centres[marker, 1] - left]
+        for y in range(width):
+            for x in range(width):
+                if disc[y, x] > 0:
+                    image[top + y, left + x] = snakes[marker] + 1

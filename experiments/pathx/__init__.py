@@ -1,0 +1,6 @@
+"""Path-X and Path-256 with block-sparse attention: a curriculum over fresh images, masks chosen for every layer.
+
+    python -m experiments.pathx train --help
+
+The images have the Long Range Arena's parameters and are generated: results are of "LRA-parameter generated Path-X".
+"""

@@ -1,0 +1,113 @@
+"""What a trained model does: where it is right, where it looks, and what its masks cost and reach.
+
+<out>/analysis.json     all figures
+<out>/analysis.md       the same as tables
+<out>/attention-*.png   attention maps of examples that it solves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.lra.files import replace_text, write_json
+from experiments.pathfinder.vectors import Vectors
+from experiments.pathx import attention_maps
+from experiments.pathx.batch import on_device
+from experiments.pathx.bins import by_distance
+from experiments.pathx.config import Config, Stage
+from experiments.pathx.evaluate import recipe_for, result, scores_on, vectors_of
+from experiments.pathx.mask_costs import costs
+from experiments.pathx.model import PathModel
+from experiments.pathx.sources import pixels
+from experiments.pathx.stream import Stream, pack_vectors
+
+
+def analyse(
+    model: PathModel,
+    config: Config,
+    stages: list[Stage],
+    file_of: Callable[[Stage], Path],
+    images: int,
+    examples: int,
+    out: Path,
+    stream: Stream,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Write the analysis of a model on the folds of some stages; maps and masks are those of the last stage.
+
+    file_of: the test set of a stage. examples: attention maps, half of them of connected images as far as there are.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    folds = []
+    for stage in stages:
+        file = file_of(stage)
+        vectors = vectors_of(file)
+        found = scores_on(model, config, stage, file, images, stream, device)
+        right = found.right.numpy()
+        folds.append(result(found, stage, config, file, device) | {"by_distance": by_distance(vectors, right)})
+    last, vectors = stages[-1], vectors_of(file_of(stages[-1]))
+    solved = [index for index in range(images) if right[index]]
+    connected = [index for index in solved if vectors.labels[index]]
+    apart = [index for index in solved if not vectors.labels[index]]
+    for index in (*connected[: -(-examples // 2)], *apart[: examples // 2]):
+        draw_map(model, config, last, vectors, index, out, device)
+    recipe = recipe_for(config, replace(last, background="drop"))
+    one = on_device(pack_vectors(recipe, vectors, 0, 1), recipe.layers, torch.device("cpu"), config.registers)
+    found_all = {"folds": folds, "masks": costs(one, recipe.layers)}
+    write_json(out / "analysis.json", found_all)
+    replace_text(out / "analysis.md", markdown(found_all))
+    return found_all
+
+
+def draw_map(
+    model: PathModel, config: Config, stage: Stage, vectors: Vectors, index: int, out: Path, device: torch.device
+) -> None:
+    """The attention maps of one image, by its pixels that are not black."""
+    recipe = recipe_for(config, replace(stage, background="drop"))
+    batch = on_device(pack_vectors(recipe, vectors, index, index + 1), recipe.layers, device, config.registers)
+    tokens = attention_maps.marker_tokens(batch, vectors.markers[index])
+    weights = attention_maps.attention_from(model, batch, tokens)
+    answer = "connected" if vectors.labels[index] else "not connected"
+    attention_maps.draw(
+        pixels(vectors, index, index + 1)[0], batch, weights, [relation.name for relation in recipe.layers],
+        f"{stage.name}, test image {index}, {answer}: attention from the markers, mean over heads",
+        out / f"attention-{stage.size}-{stage.contour}-{index}.png",
+    )  # fmt: skip
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The analysis as tables."""
+    lines = ["# Analysis", "", "Accuracy, and by quarters of the markers' distance, near to far.", ""]
+    lines += ["| task | images | accuracy | quarters | borders (px) |", "|---|---|---|---|---|"]
+    for fold in found["folds"]:
+        quarters = fold["by_distance"]
+        borders = ", ".join(f"{border:.0f}" for border in quarters["borders_px"])
+        lines.append(
+            f"| {fold['task']}, {fold['background']} | {fold['images']} | {percent(fold['accuracy'])} ± "
+            f"{100 * fold['error']:.1f} | {', '.join(map(percent, quarters['accuracy']))} | {borders} |"
+        )
+        for rule in quarters["rules"]:
+            lines.append(
+                f"| no tracing: {rule['rule']} | | {percent(rule['accuracy'])} ± {100 * rule['error']:.1f} | "
+                f"{', '.join(map(percent, rule['by_distance']))} | |"
+            )
+    lines += ["", "Masks on the first image, background dropped. Tiles: the part of the scores that is computed.", ""]
+    lines += ["| layer | mask | order | live scores | tiles | reached so far | alone reaches all after |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for each in found["masks"]:
+        alone = "never" if each["layers_alone"] is None else f"{each['layers_alone']} layers"
+        lines.append(
+            f"| {each['layer']} | {each['mask']} | {each['order']} | {percent(each['density'])} | "
+            f"{percent(each['tiles'])} | {percent(each['reached'])} | {alone} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def percent(part: float | None) -> str:
+    """A part as per cent; "-" for none."""
+    return "-" if part is None else f"{100 * part:.1f} %"

@@ -1,0 +1,185 @@
+"""The settings of a run: its model, its curriculum, and how it is trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.lra.schedule import SCHEDULES
+from experiments.pathfinder.parameters import FOLDS, LRA
+from experiments.pathx.packing import BACKGROUNDS
+from experiments.pathx.relations import Relation, parse_layers
+from experiments.pathx.sources import MOST_IMAGES, training_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One part of a curriculum. It ends with the first of its minutes, its steps and its accuracy."""
+
+    size: int  # pixels along a side
+    contour: int  # dashes of a path
+    tokens: int  # of a step; a batch holds as many images as fit
+    lr: float  # peak learning rate
+    minutes: float | None = None  # of training
+    steps: int | None = None
+    until: float | None = None  # accuracy of the latest images at which the next stage begins
+    warmup: int = 100  # steps over which the learning rate rises
+    schedule: str = "constant"  # after the warm-up; a cosine falls to 0 at the end of the minutes or steps
+    background: str = "drop"  # black pixels: no tokens; "keep": all pixels are
+    layers: str | None = None  # masks of this stage, where they are not the run's
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("size", tuple(LRA)),
+            ("contour", tuple(FOLDS)),
+            ("schedule", SCHEDULES),
+            ("background", BACKGROUNDS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"a stage's {name} must be one of {', '.join(map(str, allowed))}; got {getattr(self, name)!r}"
+                )
+        for name in ("tokens", "lr", "minutes", "steps"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"a stage's {name} must be more than 0; got {getattr(self, name)}")
+        if self.minutes is None and self.steps is None:
+            raise ValueError("a stage must have minutes or steps, or it may never end")
+        if self.until is not None and not 0.5 < self.until < 1:
+            raise ValueError(f"a stage's accuracy must be above 0.5 and below 1; got {self.until}")
+        if self.layers is not None:
+            parse_layers(self.layers)
+
+    @property
+    def name(self) -> str:
+        """As results call it."""
+        return f"{self.size}/cl{self.contour}{'/all pixels' if self.background == 'keep' else ''}"
+
+
+def setting(default: Any, text: str, shown: str | None = None) -> Any:
+    """A field of Config with the help text that the command line shows, and what it calls the default."""
+    return field(default=default, metadata={"help": text, "shown": shown or str(default)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run. All of it together with the code and the device determines the result."""
+
+    curriculum: tuple[Stage, ...] = ()
+    layers: str = setting(
+        "tiles:16*4,dense*2", 'Masks of the layers, first layer first, see relations.py; "*n" repeats one.'
+    )
+    block: int = setting(64, "Tokens along one side of the masks' tiles.")
+    registers: int = setting(0, "Tokens of every image that see all and that all see.")
+    width: int = setting(128, "Features of each token.")
+    heads: int = setting(4, "Attention heads.")
+    head_dim: int | None = setting(None, "Features of each head.", "width / heads")
+    mlp: int = setting(256, "Hidden features of the MLPs.")
+    dropout: float = setting(0.0, "Chance that a feature is dropped.")
+    auxiliary: float = setting(
+        0.0,
+        "Weight of a second loss: how many markers the curve through each pixel has, which the generator knows. 0: the "
+        "answers alone.",
+    )
+
+    weight_decay: float = setting(0.0, "AdamW weight decay of the matrices.")
+    clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
+    average: float = setting(0.999, "Decay of an average of the weights, which is what is validated and kept; 0: none.")
+    seed: int = setting(0, "Seed of the weights and of the images.")
+    initial: str | None = setting(None, "Weights to begin with: a model.safetensors of another run.", "random weights")
+
+    device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
+    precision: str = setting("bf16", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
+    compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
+    log_every: int = setting(20, "Steps between lines of the log; a stage may end at these.")
+    validate_every: int = setting(1000, "Steps between validations on images of the stage that are never trained on.")
+    validation_images: int = setting(1000, "Images of a validation.")
+    checkpoint_every: int = setting(1000, "Steps between checkpoints; only the newest is kept.")
+    advance_images: int = setting(4000, "The latest images over which a stage's accuracy is taken.")
+
+    def __post_init__(self) -> None:
+        positive = ("block", "width", "heads", "head_dim", "mlp", "log_every", "validate_every", "validation_images")
+        for name in (*positive, "checkpoint_every", "advance_images"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        for name in ("dropout", "average"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
+        for name in ("auxiliary", "weight_decay", "clip"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        if not 0 <= self.registers <= self.block:
+            raise ValueError(f"registers must be from 0 to the block, {self.block}; got {self.registers}")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be fp32 or bf16; got {self.precision!r}")
+        training_seed(self.seed)
+        depth = len(parse_layers(self.layers))
+        for stage in self.curriculum:
+            if len(self.layers_of(stage)) != depth:
+                raise ValueError(f"every stage must have {depth} layers, as --layers has; got {stage.layers!r}")
+            if stage.tokens // self.block * self.block < self._least_room(stage):
+                raise ValueError(
+                    f"a step at {stage.name} must have room for an image, {self._least_room(stage)} tokens; got "
+                    f"{stage.tokens}"
+                )
+            if stage.tokens // 16 >= MOST_IMAGES:
+                raise ValueError(f"a step must have fewer tokens than {16 * MOST_IMAGES}; got {stage.tokens}")
+
+    def layers_of(self, stage: Stage) -> tuple[Relation, ...]:
+        """The relation of every layer in a stage."""
+        return parse_layers(stage.layers or self.layers)
+
+    def _least_room(self, stage: Stage) -> int:
+        """Tokens that any image of a stage has room in."""
+        pixels = stage.size**2
+        if stage.background == "keep":
+            return pixels + (self.block if self.registers else 0)
+        return pixels // 4 if stage.size > 64 else pixels  # the fullest have 18 % at 128, 5 % at 256
+
+
+HELP: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Config) if each.metadata}
+SHOWN_DEFAULTS: dict[str, str] = {each.name: each.metadata["shown"] for each in fields(Config) if each.metadata}
+
+# What may change when a run is resumed: it leaves the weights as they would be.
+FREE_ON_RESUME = ("device", "compiled", "validate_every", "validation_images", "checkpoint_every")
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """The settings as plain values for a JSON file."""
+    return asdict(config)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """The settings that `as_dict` has made plain."""
+    return Config(**{**values, "curriculum": tuple(Stage(**stage) for stage in values["curriculum"])})
+
+
+def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
+    """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
+    for name, value in chosen.items():
+        if value != getattr(saved, name) and name not in FREE_ON_RESUME:
+            raise ValueError(
+                f"a resumed run must keep its settings: --{name.replace('_', '-')} was {getattr(saved, name)}, got "
+                f"{value}; start another run with another --out"
+            )
+    return replace(saved, **chosen)
+
+
+def curriculum_from(path: Path) -> tuple[Stage, ...]:
+    """The stages of a JSON file: a list of objects with the fields of Stage."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no curriculum {path}")
+    stages = json.loads(path.read_text())
+    known = {each.name for each in fields(Stage)}
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) and stage.keys() <= known for stage in stages):
+        raise ValueError(f"{path} must be a list of stages with the fields {', '.join(sorted(known))}")
+    return tuple(Stage(**stage) for stage in stages)
+
+
+def stretched(curriculum: tuple[Stage, ...], minutes: float) -> tuple[Stage, ...]:
+    """The same curriculum with its minutes scaled to a sum; raises ValueError where a stage has none."""
+    if minutes <= 0 or any(stage.minutes is None for stage in curriculum):
+        raise ValueError("--minutes must be more than 0, and needs a curriculum whose stages all have minutes")
+    factor = minutes / sum(stage.minutes or 0.0 for stage in curriculum)
+    return tuple(replace(stage, minutes=(stage.minutes or 0.0) * factor) for stage in curriculum)

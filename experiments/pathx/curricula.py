@@ -1,0 +1,76 @@
+"""Curricula by name. Minutes are those of one H100; those of a headline result add up to 60 at most.
+
+An easier stage ends early when its accuracy is reached, and the minutes that it leaves are not used: a result's cost is
+what its log says. 64 pixels with 14 dashes are left out: these images cost the generator as much as Path-X's
+(README.md), and teach less.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experiments.pathx.config import Stage, curriculum_from
+
+_K = 1024
+_LR = 1e-3
+
+
+def _stage(size: int, contour: int, **more: Any) -> Stage:
+    return Stage(**{"size": size, "contour": contour, "tokens": 128 * _K, "lr": _LR, "warmup": 50, **more})
+
+
+# Short paths first, then longer ones, then the next size. Small steps where images are small: they are many, and cheap.
+_BEGINNING = (
+    _stage(32, 6, tokens=32 * _K, minutes=1.5, until=0.95, warmup=200),
+    _stage(64, 6, tokens=64 * _K, minutes=4.0, until=0.95),
+    _stage(64, 9, tokens=64 * _K, minutes=6.0, until=0.94),
+)
+
+CURRICULA: dict[str, tuple[Stage, ...]] = {
+    # A check that all works, for a small model on a CPU; README.md has the command.
+    "smoke": (_stage(32, 6, tokens=3 * _K, steps=1600, schedule="cosine", lr=2e-3),),
+    # Path-X: 128 pixels, 14 dashes.
+    "pathx": (
+        *_BEGINNING,
+        _stage(128, 9, minutes=12.0, until=0.95),
+        _stage(128, 14, minutes=35.0, schedule="cosine"),
+    ),
+    # All 16,384 pixels are tokens. From the weights of "pathx" (--initial) with the same masks, --layers
+    # "tiles:16*4,butterfly:8*2" say: dense ones would take most of the time. Black pixels are new to the model.
+    "pathx-all": (
+        _stage(32, 9, tokens=32 * _K, minutes=1.0, background="keep"),
+        _stage(64, 9, minutes=6.0, background="keep", until=0.95, lr=5e-4),
+        _stage(128, 9, minutes=18.0, background="keep", until=0.95, lr=5e-4),
+        _stage(128, 14, minutes=35.0, background="keep", schedule="cosine", lr=5e-4),
+    ),
+    # Path-256: paths are relatively shorter there, so 128 pixels with 9 dashes lead to it.
+    "path256": (
+        *_BEGINNING,
+        _stage(128, 9, minutes=12.0, until=0.95),
+        _stage(256, 9, minutes=11.0, until=0.95),
+        _stage(256, 14, minutes=24.0, schedule="cosine"),
+    ),
+    # From the weights of "path256", likewise: all 65,536 pixels.
+    "path256-all": (
+        _stage(64, 9, minutes=4.0, background="keep", lr=5e-4),
+        _stage(128, 9, minutes=10.0, background="keep", until=0.95, lr=5e-4),
+        _stage(256, 9, minutes=16.0, background="keep", until=0.95, lr=5e-4),
+        _stage(256, 14, minutes=30.0, background="keep", schedule="cosine", lr=5e-4),
+    ),
+    # Which mask gives what: the same minutes for each, from random weights.
+    "compare": (
+        _stage(32, 6, tokens=32 * _K, minutes=0.75, warmup=200),
+        _stage(64, 6, tokens=64 * _K, minutes=1.5),
+        _stage(64, 9, tokens=64 * _K, minutes=2.25, schedule="cosine"),
+    ),
+}
+
+
+def curriculum(name: str) -> tuple[Stage, ...]:
+    """The curriculum of a name, or of a JSON file; raises ValueError or FileNotFoundError where there is none."""
+    if name in CURRICULA:
+        return CURRICULA[name]
+    if not name.endswith(".json"):
+        raise ValueError(f"the curriculum must be one of {', '.join(CURRICULA)}, or a .json file; got {name!r}")
+    return curriculum_from(Path(name))

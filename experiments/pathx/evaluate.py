@@ -1,0 +1,110 @@
+"""The accuracy of a trained model on a test set, beside what is stored of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.lra.files import write_json
+from experiments.lra.metrics import device_name, versions
+from experiments.pathfinder.vectors import Vectors
+from experiments.pathfinder.vectors import load as load_vectors
+from experiments.pathx import weights
+from experiments.pathx.config import Config, Stage
+from experiments.pathx.packing import Packed
+from experiments.pathx.step import Scores, score
+from experiments.pathx.stream import Recipe, Stream, images_at_once, pack_vectors, recipe_of
+from experiments.pathx.testset import IMAGES, sha256, title
+
+SIGMAS = 3.0  # the difference from a stored accuracy that counts as the same, in standard errors
+
+
+def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
+    """The stage as which a model is tested: its last one, with another size or contour length if those are asked for.
+
+    Masks and background stay those of the last stage of that size, or else of the last stage.
+    """
+    last = config.curriculum[-1]
+    size = size or last.size
+    same = [stage for stage in config.curriculum if stage.size == size]
+    chosen = same[-1] if same else last
+    return replace(chosen, size=size, contour=contour or last.contour)
+
+
+def recipe_for(config: Config, stage: Stage) -> Recipe:
+    """How test images become batches, of about as many tokens as a step of training."""
+    return replace(recipe_of(replace(config, curriculum=(stage,)), 0), traced=False)
+
+
+def packings(recipe: Recipe, file: Path, images: int, stream: Stream) -> Iterator[Packed]:
+    """The first `images` images of a file of vectors, as batches."""
+    each = images_at_once(recipe)
+    calls = ((recipe, file, first, min(first + each, images)) for first in range(0, images, each))
+    return stream.in_order(pack_from_file, calls)
+
+
+def pack_from_file(recipe: Recipe, file: Path, first: int, last: int) -> Packed:
+    """Images first .. last - 1 of a file."""
+    return pack_vectors(recipe, vectors_of(file), first, last)
+
+
+@lru_cache(maxsize=2)
+def vectors_of(file: Path) -> Vectors:
+    """The images of a file, which a process reads once."""
+    return load_vectors(file)
+
+
+def scores_on(
+    model: torch.nn.Module, config: Config, stage: Stage, file: Path, images: int, stream: Stream, device: torch.device
+) -> Scores:
+    """A model's answers to the first images of a file."""
+    recipe = recipe_for(config, stage)
+    model.to(device)
+    return score(model, packings(recipe, file, images, stream), recipe.layers, config, device)  # type: ignore[arg-type]
+
+
+def result(scores: Scores, stage: Stage, config: Config, file: Path, device: torch.device) -> dict[str, Any]:
+    """Plain values; the error is the standard error of the accuracy."""
+    count = len(scores.labels)
+    return {
+        "task": title(stage.size, stage.contour),
+        "background": stage.background,
+        "layers": stage.layers or config.layers,
+        "auxiliary": config.auxiliary,
+        "accuracy": scores.accuracy,
+        "error": math.sqrt(scores.accuracy * (1 - scores.accuracy) / count),
+        "loss": scores.loss,
+        "images": count,
+        "connected": float((scores.labels == 1).double().mean()),
+        "test_set_sha256": sha256(file),
+        "precision": config.precision,
+        "device": device_name(device),
+        "versions": versions(),
+    }
+
+
+def key_of(stage: Stage) -> str:
+    """What a stored result is found by."""
+    return f"{stage.size}-{stage.contour}-{stage.background}"
+
+
+def store(path: Path, stage: Stage, found: dict[str, Any]) -> None:
+    """Write a result into the file beside the weights; raises ValueError unless it is of the whole test set."""
+    if found["images"] != IMAGES:
+        raise ValueError(f"only results of all {IMAGES} images are stored; this one is of {found['images']}")
+    said = weights.beside(path)
+    said["results"][key_of(stage)] = found
+    write_json(path.with_suffix(".json"), said)
+
+
+def agrees(found: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Whether an accuracy, of as many images as there were time for, may be that of the stored result."""
+    chance = stored["accuracy"]
+    error = math.sqrt(max(chance * (1 - chance), 1 / found["images"]) / found["images"])
+    return abs(found["accuracy"] - chance) <= SIGMAS * error

@@ -1,0 +1,48 @@
+"""What each layer's mask costs and reaches, on one image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.pathx.batch import Batch
+from experiments.pathx.orders import BASE
+from experiments.pathx.relations import Relation
+from sparseflash import BlockMask
+from sparseflash.analysis import density, layers_to_full_reach, reach
+
+
+def in_base_order(batch: Batch, layer: int) -> BlockMask:
+    """A layer's mask over the live tokens of a batch of one image, in the order that tokens are stored in."""
+    mask, order = batch.masks[layer].canonical(), batch.layer_orders[layer]
+    if order != BASE:
+        mask = mask.permute(batch.orders[order].inverse)
+    last = int(batch.live[0].nonzero().max()) + 1
+    return mask.crop(q=(0, last), k=(0, last))
+
+
+def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
+    """For each layer: live scores and computed ones as parts of all, tiles, and how far it reaches with those before.
+
+    batch: of one image, packed. density: live scores; tiles: the scores of live tiles, which is what a kernel computes;
+    reached: pairs of tokens of which one influences the other after this layer; layers_alone: after how many layers of
+    this mask alone every token reaches every other, None for never.
+    """
+    if batch.images != 1:
+        raise ValueError(f"the batch must be of one image; got {batch.images}")
+    masks = [in_base_order(batch, layer) for layer in range(len(layers))]
+    found = []
+    alone: dict[str, int | None] = {}
+    for number, relation in enumerate(layers):
+        if relation.name not in alone:
+            alone[relation.name] = layers_to_full_reach(masks[number])
+        found.append({
+            "layer": number,
+            "mask": relation.name,
+            "order": relation.order,
+            "density": density(masks[number]).score_share,
+            "tiles": density(batch.masks[number].canonical()).tile_share,  # as it is run, in its own order
+            "reached": reach(masks[: number + 1]).density,
+            "layers_alone": alone[relation.name],
+        })  # fmt: skip
+    return found

@@ -1,0 +1,135 @@
+"""The classifier of images as tokens: the Long Range Arena's encoder layers, each with a mask and an order of its own.
+
+Shapes: B rows of N tokens, I images, W width, H heads, D features a head, M blocks in all, K blocks an image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.lra.model import Layer, SelfAttention, Turn
+from experiments.lra.positions import plane_rates, plane_turn
+from experiments.pathx.batch import Batch, Moved, between
+from experiments.pathx.orders import BASE
+from experiments.pathx.packing import LEVELS
+
+CLASSES = 2
+MARKER_COUNTS = 3  # of the curve through a pixel: 0, 1 or 2
+
+
+class PathModel(nn.Module):
+    """Grey levels embedded, layers with 2D rotary positions and normalised queries and keys, mean and max, a head.
+
+    Positions are distances in pixels, so the same weights read images of every size.
+
+    traces: with a second head that says of every pixel how many markers its curve has, for training.
+    """
+
+    rates: Tensor
+
+    def __init__(
+        self,
+        *,
+        depth: int,
+        width: int,
+        heads: int,
+        head_dim: int | None = None,
+        mlp: int,
+        dropout: float = 0.0,
+        registers: int = 0,
+        traces: bool = False,
+    ) -> None:
+        super().__init__()
+        if head_dim is None and width % heads:
+            raise ValueError(f"width must be a multiple of heads; got width {width}, heads {heads}")
+        head_dim = head_dim or width // heads
+        self.registers = registers
+        self.embedding = nn.Embedding(LEVELS + registers, width)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        self.register_buffer("rates", plane_rates(head_dim), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(
+            Layer(width, mlp, dropout, SelfAttention(width, heads, head_dim, 0.0, qk_norm=True)) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Sequential(nn.Linear(2 * width, mlp), nn.GELU(), nn.Linear(mlp, CLASSES))
+        self.tracer = nn.Linear(width, MARKER_COUNTS) if traces else None
+        self._before: Callable[..., Any] = before_attention
+        self._after: Callable[..., Any] = after_attention
+
+    def compile_layers(self) -> None:
+        """Let torch.compile fuse what surrounds attention in training. The attention is one kernel already.
+
+        All layers share two graphs: a pair for the first stage's length of batches, and one for all others. Where
+        answers alone are asked for nothing is compiled.
+        """
+        self._before = torch.compile(before_attention)
+        self._after = torch.compile(after_attention)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Logits [I, 2], and of a model that traces [B, N, 3]."""
+        x = self.norm(self.encoded(batch))
+        pooled = pool(x, batch)  # [I, 2 W]
+        logits: Tensor = self.head(pooled)
+        return logits, None if self.tracer is None else self.tracer(x)
+
+    def encoded(self, batch: Batch, seen: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
+        """The tokens after the last layer [B, N, W], in the order that they are stored in.
+
+        seen: called with the number of every layer and its q and k, [B, H, N, D], in the layer's order.
+        """
+        x = self.dropout(self.embedding(batch.ids.clamp(min=0).int()))  # [B, N, W]
+        turn = plane_turn(batch.y, batch.x, self.rates)
+        turns: dict[str, Turn] = {BASE: turn}
+        now = BASE
+        before, after = (self._before, self._after) if self.training else (before_attention, after_attention)
+        for number, (layer, mask, order) in enumerate(zip(self.layers, batch.masks, batch.layer_orders, strict=True)):
+            if order not in turns:
+                turns[order] = tuple(each.index_select(2, batch.orders[order].order) for each in turn)  # type: ignore[assignment]
+            x, now = reordered(x, batch, now, order), order
+            q, k, v = before(layer, x, turns[order])
+            if seen is not None:
+                seen(number, q, k)
+            x = after(layer, x, layer.attention.mix(q, k, v, mask))
+        return reordered(x, batch, now, BASE)
+
+
+def before_attention(layer: Layer, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, H, N, D] of a layer."""
+    return layer.attention.project(layer.attention_norm(x), turn)
+
+
+def after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    """The layer's output [B, N, W] from its input and its attention [B, H, N, D]."""
+    x = x + layer.dropout(layer.attention.out(mixed.transpose(1, 2).flatten(2)))
+    result: Tensor = x + layer.dropout(layer.mlp(layer.mlp_norm(x)))
+    return result
+
+
+def reordered(x: Tensor, batch: Batch, now: str, then: str) -> Tensor:
+    """Tokens [B, N, W] from one order into another."""
+    if now == then:
+        return x
+    move = between(batch, now, then)
+    moved: Tensor = Moved.apply(x, move.order, move.inverse)
+    return moved
+
+
+def pool(x: Tensor, batch: Batch) -> Tensor:
+    """Mean and maximum of each image's live tokens, [I, 2 W].
+
+    Over blocks first, then over the blocks of an image: sums in a fixed order, where adding tokens to their images
+    would have none.
+    """
+    live = batch.live.reshape(-1, batch.block, 1)  # [M, block, 1]
+    x = x.reshape(-1, batch.block, x.shape[-1])  # [M, block, W]
+    nothing = x.new_zeros(1, x.shape[-1])  # block M
+    sums = torch.cat([(x * live).sum(1), nothing])[batch.blocks]  # [I, K, W]
+    tops = torch.cat([x.masked_fill(~live, -math.inf).amax(1), nothing - math.inf])[batch.blocks]
+    counts = torch.cat([live.sum(1), live.new_zeros(1, 1)])[batch.blocks]  # [I, K, 1]
+    return torch.cat([sums.sum(1) / counts.sum(1).clamp(min=1), tops.amax(1)], dim=-1)

@@ -1,0 +1,71 @@
+"""Which images a run sees: fresh ones at every step, and never one of a test set.
+
+An image is drawn from a seed and an index alone (experiments.pathfinder.draw). Training, validation and test have seeds
+of their own, so that no number of steps brings them together; in training, the index says stage, step and place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.pathfinder.draw import draw
+from experiments.pathfinder.owners import DISTRACTOR, owners
+from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.render import render
+from experiments.pathfinder.vectors import Vectors, collect
+
+TEST_SEED = 10**18
+VALIDATION_SEED = 10**18 + 1
+FIRST_TRAINING_SEED = 2 * 10**18
+RUNS = 10**18  # as many runs have seeds of their own
+
+_STEPS_BITS, _IMAGES_BITS = 40, 16
+MOST_IMAGES = 1 << _IMAGES_BITS  # of a step
+
+
+def training_seed(run_seed: int) -> int:
+    """The seed of a run's images.
+
+    >>> training_seed(0) == training_seed(1)
+    False
+    """
+    if not 0 <= run_seed < RUNS:
+        raise ValueError(f"seed must be from 0 to {RUNS - 1}; got {run_seed}")
+    return FIRST_TRAINING_SEED + run_seed
+
+
+def image_index(stage: int, step: int, place: int) -> int:
+    """The index of an image in its seed: no two (stage, step, place) share one.
+
+    >>> len({image_index(stage, step, place) for stage in (0, 1) for step in (0, 1) for place in (0, 1)})
+    8
+    """
+    if place >= MOST_IMAGES or step >= 1 << _STEPS_BITS:
+        raise ValueError(f"a step has at most {MOST_IMAGES} images, a stage 2^{_STEPS_BITS} steps; got {place}, {step}")
+    return (stage << _STEPS_BITS | step) << _IMAGES_BITS | place
+
+
+def drawn(size: int, contour: int, seed: int, index: int) -> Vectors:
+    """One image, as vectors."""
+    parameters = lra(size, contour)
+    return collect(parameters, seed, [draw(parameters, seed, index)])
+
+
+def pixels(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+    """The images' pixels. uint8 [n, size, size]"""
+    return render(vectors, first, last)
+
+
+def marker_counts(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+    """How many markers the curve through each pixel has: 0, 1 or 2. uint8 [n, size, size]
+
+    What tracing finds out, pixel by pixel. An image's answer is "connected" iff a pixel has 2. Distractors have 0.
+    """
+    found = owners(vectors, first, last)
+    labels, marked = vectors.labels[first:last], vectors.marked[first:last]
+    of_owner = np.zeros((len(found), DISTRACTOR + 1), np.uint8)
+    image = np.arange(len(found))
+    of_owner[image, 1 + marked] = 1 + labels
+    of_owner[image, 2 - marked] = 1 - labels
+    return of_owner[image[:, None, None], found]

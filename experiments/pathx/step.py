@@ -1,0 +1,93 @@
+"""One training step, and scoring images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.pathx.batch import Batch, on_device
+from experiments.pathx.config import Config
+from experiments.pathx.model import PathModel
+from experiments.pathx.packing import LEVELS, Packed
+from experiments.pathx.relations import Relation
+
+
+class Outcome(NamedTuple):
+    """Of one step, on the device."""
+
+    loss: Tensor  # mean cross-entropy of the answers, nats
+    auxiliary: Tensor  # mean cross-entropy of the pixels, nats; 0 without that loss
+    right: Tensor  # number of right answers
+
+
+def training_step(
+    model: PathModel, optimizer: torch.optim.Optimizer, batch: Batch, config: Config, lr: float
+) -> Outcome:
+    """Change the weights by one step."""
+    model.train()
+    logits, counts = forward(model, batch, config)
+    loss = F.cross_entropy(logits, batch.labels)
+    auxiliary = torch.zeros((), device=logits.device) if counts is None else trace_loss(counts, batch)
+    optimizer.zero_grad(set_to_none=True)
+    (loss + config.auxiliary * auxiliary).backward()
+    if config.clip > 0:
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return Outcome(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == batch.labels).sum())
+
+
+def trace_loss(counts: Tensor, batch: Batch) -> Tensor:
+    """The mean cross-entropy of the marker counts [B, N, 3] over all tokens that are drawn pixels."""
+    if batch.traced is None:
+        raise ValueError("the batch must have the marker counts of its pixels for the auxiliary loss; it has none")
+    drawn = (batch.ids > 0) & (batch.ids < LEVELS)
+    each = F.cross_entropy(counts.flatten(0, 1), batch.traced.flatten().long(), reduction="none")
+    return (each * drawn.flatten()).sum() / drawn.sum()
+
+
+def forward(model: PathModel, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
+    """Logits [I, 2] and marker counts [B, N, 3] or None, in fp32 or better."""
+    with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+        logits, counts = model(batch)
+    if logits.dtype == torch.bfloat16:
+        logits, counts = logits.float(), None if counts is None else counts.float()
+    return logits, counts
+
+
+class Scores(NamedTuple):
+    """Of n images, on the CPU."""
+
+    chances: Tensor  # float64 [n], of "connected"
+    labels: Tensor  # int64 [n]
+    loss: float  # mean cross-entropy, nats
+
+    @property
+    def right(self) -> Tensor:
+        """bool [n]"""
+        return (self.chances > 0.5) == (self.labels == 1)
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.right.double().mean())
+
+
+@torch.inference_mode()
+def score(
+    model: PathModel, packings: Iterable[Packed], layers: tuple[Relation, ...], config: Config, device: torch.device
+) -> Scores:
+    """The answers to all images of some packings."""
+    model.eval()
+    logits, labels = [], []
+    for packed in packings:
+        with torch.inference_mode(False):  # masks are kept, and training may use them, too
+            batch = on_device(packed, layers, device, config.registers)
+        logits.append(forward(model, batch, config)[0])
+        labels.append(batch.labels)
+    all_logits, all_labels = torch.cat(logits).double().cpu(), torch.cat(labels).cpu()
+    return Scores(all_logits.softmax(-1)[:, 1], all_labels, float(F.cross_entropy(all_logits, all_labels)))

@@ -1,0 +1,174 @@
+"""Batches of fresh images, made by other processes ahead of the training loop.
+
+A batch is a function of the settings, the stage and the step alone. So the stream does not depend on the number of
+processes, and a resumed run begins it in the middle.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from types import TracebackType
+from typing import Any
+
+from experiments.lra.generate import available_cores
+from experiments.pathfinder.vectors import Vectors, join
+from experiments.pathx.config import Config, Stage
+from experiments.pathx.packing import Packed, blocks_needed, pack, stack
+from experiments.pathx.relations import Relation
+from experiments.pathx.sources import VALIDATION_SEED, drawn, image_index, marker_counts, pixels, training_seed
+
+AHEAD = 3  # batches that each process may be ahead of the loop
+_FULLEST = 3300  # tokens that images of 128 and 256 pixels have at most, about
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the batches of a stage depend on, beside the step."""
+
+    number: int  # of the stage
+    size: int
+    contour: int
+    seed: int  # of the images
+    background: str
+    tokens: int
+    layers: tuple[Relation, ...]
+    block: int
+    registers: int
+    traced: bool
+
+
+def recipe_of(config: Config, number: int) -> Recipe:
+    """The recipe of a stage."""
+    stage: Stage = config.curriculum[number]
+    return Recipe(
+        number, stage.size, stage.contour, training_seed(config.seed), stage.background, stage.tokens,
+        config.layers_of(stage), config.block, config.registers, config.auxiliary > 0,
+    )  # fmt: skip
+
+
+def make(recipe: Recipe, step: int) -> Packed:
+    """The batch of a step (from 0): images in the order of their indices, up to the first that has no room left."""
+    blocks = recipe.tokens // recipe.block
+    keeps = recipe.background == "keep"
+    images, labels, traced = [], [], []
+    left = blocks
+    while True:
+        index = image_index(recipe.number, step, len(images))
+        if keeps:
+            need = recipe.size**2 // recipe.block + (recipe.registers > 0)
+            if need > left:
+                break
+        vectors = drawn(recipe.size, recipe.contour, recipe.seed, index)
+        image = pixels(vectors)[0]
+        if not keeps:
+            need = blocks_needed(image, recipe.registers, recipe.block)
+            if need > left:
+                break
+        left -= need
+        images.append(image)
+        labels.append(int(vectors.labels[0]))
+        if recipe.traced:
+            traced.append(marker_counts(vectors)[0])
+    common = {"block": recipe.block, "registers": recipe.registers, "traced": traced if recipe.traced else None}
+    if keeps:
+        return stack(images, labels, recipe.layers, **common)
+    return pack(images, labels, recipe.layers, blocks=blocks, **common)
+
+
+def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | None = None) -> Packed:
+    """Images first .. last - 1 as one batch, as long as it needs to be."""
+    images = list(pixels(vectors, first, last))
+    labels = vectors.labels[first:last].tolist()
+    traced = list(marker_counts(vectors, first, last)) if recipe.traced else None
+    form = stack if recipe.background == "keep" else pack
+    return form(images, labels, recipe.layers, block=recipe.block, registers=recipe.registers, traced=traced)
+
+
+def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
+    """Images first .. last - 1 of the recipe's seed as one batch."""
+    drawings = [drawn(recipe.size, recipe.contour, recipe.seed, index) for index in range(first, last)]
+    return pack_vectors(recipe, join(drawings))
+
+
+def images_at_once(recipe: Recipe) -> int:
+    """How many images make a batch of about the recipe's tokens, when all are to be seen."""
+    most = recipe.size**2 if recipe.background == "keep" else min(recipe.size**2, _FULLEST)
+    return max(1, recipe.tokens // most)
+
+
+class Stream:
+    """Processes that make batches; 0 workers: this process makes each when it is asked for.
+
+    waited: seconds that the loop has waited for batches.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        """workers: by default one for each available core but one, and at least one."""
+        self.workers = max(1, available_cores() - 1) if workers is None else workers
+        self.waited = 0.0
+        self._pool: ProcessPoolExecutor | None = None
+        if self.workers:
+            # Spawned, not forked: the parent holds PyTorch's threads, and maybe a GPU, which do not survive a fork.
+            self._pool = ProcessPoolExecutor(
+                self.workers, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet
+            )
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def batches(self, recipe: Recipe, first_step: int) -> Iterator[Packed]:
+        """The batches of the steps from `first_step` on, without end. Closing it drops what is made ahead."""
+        return self.in_order(make, ((recipe, step) for step in count(first_step)))
+
+    def in_order(self, function: Callable[..., Packed], calls: Iterator[tuple[Any, ...]]) -> Iterator[Packed]:
+        """What the function gives for each of some arguments, made ahead by a bounded number."""
+        if self._pool is None:
+            for arguments in calls:
+                yield function(*arguments)
+            return
+        waiting: deque[Future[Packed]] = deque()
+        try:
+            while True:
+                for arguments in islice(calls, AHEAD * self.workers - len(waiting)):
+                    waiting.append(self._pool.submit(function, *arguments))
+                if not waiting:
+                    return
+                begun = time.perf_counter()
+                batch = waiting.popleft().result()
+                self.waited += time.perf_counter() - begun
+                yield batch
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def validation(self, recipe: Recipe, images: int) -> Callable[[], list[Packed]]:
+        """Begin to make the images that validate a recipe's stage; the function returned waits for them."""
+        recipe = replace(recipe, seed=VALIDATION_SEED, traced=False)
+        each = images_at_once(recipe)
+        ranges = [(first, min(first + each, images)) for first in range(0, images, each)]
+        if self._pool is None:
+            return lambda: [draw_and_pack(recipe, *some) for some in ranges]
+        futures = [self._pool.submit(draw_and_pack, recipe, *some) for some in ranges]
+        return lambda: [future.result() for future in futures]
+
+
+def _quiet() -> None:
+    """Each process has one core, and leaves an interrupt to the parent."""
+    import signal
+
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,75 @@
+"""Results beside published systems: what was reached, with how many parameters, images and minutes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HEAD = ["system", "Path-X", "Path-256", "parameters", "images seen at the task's size or below", "compute"]
+
+# The papers' own figures, on the arena's files; sources in ../pathfinder/README.md and the papers named.
+PUBLISHED: list[list[str]] = [
+    ["FlashAttention (Dao et al., 2022)", "61.4 %", "-", "-", "64M to 96M", "not stated"],
+    ["Block-sparse FlashAttention (Dao et al., 2022)", "56.0 %", "63.1 %", "-", "64M to 96M", "not stated"],
+    ["Transformer, rotary, self-pretrained (Amos et al., 2024)", "93.0 %", "-", "-", "up to 64M", "<= 5 days, 4 GPUs"],
+    ["S4 (Gu et al., 2022, v2)", "96.4 %", "67.8 %", "-", "8M", "47 h, A100"],
+    ["S4, self-pretrained (Amos et al., 2024)", "96.9 %", "87.1 %", "-", "-", "-"],
+    ["S4D-DFouT", "94.2 %", "87.9 %", "-", "-", "-"],
+    ["MEGA (Ma et al., 2023)", "98.0 %", "-", "-", "16M", "8 A100s, 100 epochs"],
+    ["S5 (Smith et al., 2023)", "98.6 %", "-", "-", "12M", "-"],
+    ["ChordMixer (Khalitov et al., 2023)", "98.6 %", "-", "-", "-", "-"],
+    ["no tracing: distance and end dashes (ours)", "86 %", "82 %", "-", "-", "-"],
+]  # fmt: skip
+
+
+def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The models below a folder with stored results: name, and what the file beside the weights says."""
+    said = []
+    for path in sorted(folder.rglob("*.json")):
+        if path.with_suffix(".safetensors").is_file():
+            note = json.loads(path.read_text())
+            if note.get("results"):
+                name = path.parent.name if path.stem == "model" else path.stem
+                said.append((name, note))
+    return said
+
+
+def rows(folders: list[Path]) -> list[list[str]]:
+    """Our results, one row a model and background, and the published ones."""
+    ours = []
+    for folder in folders:
+        for name, note in found_below(folder):
+            for background in ("drop", "keep"):
+                accuracies = {}
+                for key, found in note["results"].items():
+                    size, contour, kind = key.split("-")
+                    if kind == background and contour == "14":
+                        accuracies[size] = f"{100 * found['accuracy']:.1f} ± {100 * found['error']:.1f} %"
+                if not accuracies:
+                    continue
+                how = "background dropped" if background == "drop" else "all pixels live"
+                helped = f", pixel labels (weight {note['auxiliary']:g})" if note["auxiliary"] else ""
+                cost = note["cost"]
+                ours.append([
+                    f"ours: {name}, {how}{helped}", accuracies.get("128", "-"), accuracies.get("256", "-"),
+                    f"{note['parameters'] / 1e6:.2f}M", f"{cost['images'] / 1e6:.2f}M",
+                    f"{cost['minutes']:.0f} min, {note['device']}",
+                ])  # fmt: skip
+    return [HEAD, *ours, *PUBLISHED]
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """The table with what must be said about it."""
+    text = [
+        "# Path-X and Path-256",
+        "",
+        "Ours: LRA-parameter generated Path-X and Path-256, 20,000 test images from seeds of their own, fresh images",
+        "in training; curriculum over sizes and contour lengths, all of whose images and minutes are counted.",
+        "Published figures are of the arena's files. Images and compute of others as far as their papers say.",
+        "",
+        "| " + " | ".join(lines[0]) + " |",
+        "|" + "---|" * len(lines[0]),
+        *("| " + " | ".join(line) + " |" for line in lines[1:]),
+    ]
+    return "\n".join(text) + "\n"

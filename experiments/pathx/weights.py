@@ -1,0 +1,87 @@
+"""A trained model as one file, and beside it what the file must be and what it is known to reach.
+
+model.safetensors   the weights in fp32, with the settings that a model is built from
+model.json          the SHA-256 of that file, what it cost, and its results; see evaluate.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from experiments.lra.files import write_json
+from experiments.pathx.config import Config, as_dict, from_dict
+from experiments.pathx.model import PathModel
+from experiments.pathx.relations import parse_layers
+
+KIND = "experiments.pathx model"
+
+
+def build(config: Config) -> PathModel:
+    """A model of these settings, with weights from the run's seed, on the CPU."""
+    torch.manual_seed(config.seed)
+    return PathModel(
+        depth=len(parse_layers(config.layers)),
+        width=config.width,
+        heads=config.heads,
+        head_dim=config.head_dim,
+        mlp=config.mlp,
+        dropout=config.dropout,
+        registers=config.registers,
+        traces=config.auxiliary > 0,
+    )
+
+
+def save(path: Path, model: PathModel, config: Config, about: dict[str, Any]) -> None:
+    """Write the weights and the file beside them."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    written = {"kind": KIND, "config": as_dict(config), **about}
+    save_file(
+        tensors, path, metadata={"about": json.dumps(written, sort_keys=True)}
+    )  # one entry: several vary in order
+    path.chmod(0o644)  # safetensors makes it private
+    write_json(path.with_suffix(".json"), {"sha256": sha256(path), **about, "results": {}})
+
+
+def load(path: Path, expected: str | None = None) -> tuple[PathModel, Config, dict[str, Any]]:
+    """The model in a file, its settings and what is written about it, after the file's hash is checked.
+
+    expected: the SHA-256; by default that in the file beside it. Raises FileNotFoundError where there is none, and
+    ValueError where the file is another.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if expected is None:
+        expected = beside(path)["sha256"]
+    found = sha256(path)
+    if found != expected:
+        raise ValueError(f"{path} must have the SHA-256 {expected}; got {found}: it is another file, or damaged")
+    with safe_open(path, framework="pt") as file:
+        about = json.loads((file.metadata() or {}).get("about", "{}"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    if about.get("kind") != KIND:
+        raise ValueError(f"{path} must hold an {KIND}; got {about.get('kind')!r}")
+    config = from_dict(about["config"])
+    model = build(config)
+    model.load_state_dict(tensors)
+    return model, config, about
+
+
+def beside(path: Path) -> dict[str, Any]:
+    """What the file beside the weights says."""
+    note = path.with_suffix(".json")
+    if not note.is_file():
+        raise FileNotFoundError(f"{path} is not loaded without its SHA-256, which {note} would hold; pass --sha256")
+    said: dict[str, Any] = json.loads(note.read_text())
+    return said
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()  # a few MB

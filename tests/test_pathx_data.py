@@ -1,0 +1,230 @@
+"""Where images come from: fresh at every step, disjoint from the test sets, labelled pixel by pixel."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments.pathfinder import generate as generating
+from experiments.pathfinder.draw import draw
+from experiments.pathfinder.owners import DISTRACTOR, NOBODY, owners
+from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.render import render
+from experiments.pathfinder.vectors import collect
+from experiments.pathx import testset
+from experiments.pathx.config import Config, Stage
+from experiments.pathx.packing import LEVELS
+from experiments.pathx.sources import (
+    FIRST_TRAINING_SEED,
+    TEST_SEED,
+    VALIDATION_SEED,
+    drawn,
+    image_index,
+    marker_counts,
+    training_seed,
+)
+from experiments.pathx.stream import Stream, images_at_once, make, pack_vectors, recipe_of
+
+STAGE = Stage(size=32, contour=6, tokens=2048, lr=1e-3, steps=5)
+CONFIG = Config(curriculum=(STAGE, replace(STAGE, contour=9)), layers="near:6,rows:1", block=32)
+
+
+def some(size, contour, count):
+    parameters = lra(size, contour)
+    return collect(parameters, 4, [draw(parameters, 4, index) for index in range(count)])
+
+
+def same(first, second):
+    arrays = [(first.ids, second.ids), (first.labels, second.labels), (first.blocks, second.blocks)]
+    for name, tiles in first.tiles.items():
+        arrays += list(zip(tiles, second.tiles[name]))
+    if first.traced is not None:
+        arrays.append((first.traced, second.traced))
+    return all(np.array_equal(a, b) for a, b in arrays)
+
+
+def test_no_training_seed_is_one_of_the_test_or_validation():
+    assert len({TEST_SEED, VALIDATION_SEED, training_seed(0), training_seed(1)}) == 4
+    assert training_seed(0) == FIRST_TRAINING_SEED > VALIDATION_SEED
+    with pytest.raises(ValueError, match="seed must be from 0"):
+        training_seed(-1)  # the test's may be no training seed
+
+
+def test_images_of_training_and_test_differ():
+    seen = {
+        drawn(32, 6, seed, index).places.tobytes()
+        for seed in (TEST_SEED, VALIDATION_SEED, training_seed(0), training_seed(1))
+        for index in range(50)
+    }
+    assert len(seen) == 200
+
+
+def test_every_place_of_every_step_has_an_index_of_its_own():
+    found = {image_index(stage, step, place) for stage in range(3) for step in (0, 1, 7) for place in (0, 1, 65535)}
+    assert len(found) == 27
+    with pytest.raises(ValueError, match="at most 65536 images"):
+        image_index(0, 0, 65536)
+
+
+@pytest.mark.parametrize(("size", "contour"), [(32, 6), (32, 14), (64, 9), (128, 6)])
+def test_every_drawn_pixel_has_an_owner(size, contour):
+    vectors = some(size, contour, 12)
+    assert not bool((owners(vectors)[render(vectors) > 0] == NOBODY).any())
+
+
+def test_owners_are_the_snakes_that_light_the_pixels():
+    """Against images in which one snake alone is drawn, from the same stamps."""
+    vectors = some(64, 9, 6)
+    found = owners(vectors)
+    for index in range(len(vectors)):
+        own = found[index]
+        tips = vectors.tips[index]
+        for snake in (0, 1):
+            dashes = vectors.targets[index, snake]
+            middle = vectors.places[dashes[len(dashes) // 2]]
+            assert own[tuple(middle)] in (snake + 1, 2 - snake)
+            assert own[tuple(tips[snake, 0])] == snake + 1
+        begin, end = vectors.starts[index] + 2 * 9, vectors.starts[index + 1]
+        others = [own[tuple(place)] for place in vectors.places[begin:end]]
+        assert others.count(DISTRACTOR) >= 0.9 * len(others)
+        assert {NOBODY, 1, 2, DISTRACTOR} == set(np.unique(own).tolist())
+
+
+def test_marker_counts_answer_the_question():
+    vectors = some(32, 9, 60)
+    counts = marker_counts(vectors)
+    assert (counts == 2).any((1, 2)).tolist() == (vectors.labels == 1).tolist()
+    for number, (label, centres) in enumerate(zip(vectors.labels, vectors.markers)):
+        assert [counts[number][tuple(centre)] for centre in centres] == [1 + label] * 2
+    assert set(np.unique(counts[vectors.labels == 1])) == {0, 2}
+    assert set(np.unique(counts[vectors.labels == 0])) == {0, 1}
+
+
+def test_a_step_is_filled_up_to_the_first_image_without_room():
+    recipe = recipe_of(CONFIG, 0)
+    batch = make(recipe, 3)
+    assert batch.ids.shape == (1, 2048)
+    used = int((batch.blocks < 64).sum())
+    following = drawn(32, 6, recipe.seed, image_index(0, 3, batch.images))
+    assert used <= 64 < used + -(-np.count_nonzero(render(following)) // 32)
+
+
+def test_images_are_those_of_their_indices():
+    recipe = recipe_of(CONFIG, 1)
+    batch = make(recipe, 2)
+    labels = [int(drawn(32, 9, recipe.seed, image_index(1, 2, place)).labels[0]) for place in range(batch.images)]
+    assert batch.labels.tolist() == labels
+
+
+def test_whole_images_fill_a_step():
+    keeps = replace(STAGE, background="keep", tokens=4000)
+    batch = make(recipe_of(replace(CONFIG, curriculum=(keeps,), registers=4), 0), 0)
+    assert batch.ids.shape == (3, 1024 + 32)
+    assert not batch.tiles
+    assert batch.tokens == 3 * (1024 + 4)
+    assert int((batch.ids >= LEVELS).sum()) == 12
+
+
+def test_the_stream_does_not_depend_on_its_workers_and_begins_anywhere():
+    config = replace(CONFIG, auxiliary=1.0)
+    recipe = recipe_of(config, 0)
+    with Stream(0) as here, Stream(2) as there:
+        alone, ahead = here.batches(recipe, 0), there.batches(recipe, 0)
+        first = [(next(alone), next(ahead)) for _ in range(5)]
+        later = there.batches(recipe, 3)
+        assert all(same(a, b) for a, b in first)
+        assert same(next(later), first[3][0])
+        assert not same(first[0][0], first[1][0])
+        ahead.close()  # a stage that ends drops what was made ahead, and the next one begins
+        assert same(next(there.batches(recipe_of(config, 1), 0)), make(recipe_of(config, 1), 0))
+
+
+def test_stages_steps_and_runs_have_images_of_their_own():
+    again = Config(curriculum=(STAGE, STAGE), layers="near:6,rows:1", block=32)
+    batches = [make(recipe_of(again, stage), step) for stage in (0, 1) for step in (0, 1)]
+    batches.append(make(recipe_of(replace(again, seed=1), 0), 0))
+    assert len({batch.ids.tobytes() for batch in batches}) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_validation_images_are_those_of_the_validation_seed(workers):
+    recipe = recipe_of(replace(CONFIG, auxiliary=1.0), 0)
+    with Stream(workers) as stream:
+        packings = stream.validation(recipe, 5)()
+    assert sum(packed.images for packed in packings) == 5
+    assert images_at_once(recipe) == 2 == packings[0].images
+    labels = [int(drawn(32, 6, VALIDATION_SEED, index).labels[0]) for index in range(5)]
+    assert np.concatenate([packed.labels for packed in packings]).tolist() == labels
+    assert all(packed.traced is None for packed in packings)
+
+
+def test_vectors_of_a_file_become_the_same_tokens():
+    recipe = recipe_of(CONFIG, 0)
+    vectors = some(32, 6, 6)
+    part, whole = pack_vectors(recipe, vectors, 2, 4), pack_vectors(recipe, vectors)
+    assert part.images == 2
+    first = int(whole.blocks[2, 0]) * 32
+    assert np.array_equal(part.ids[0], whole.ids[0, first : first + part.ids.shape[1]])
+
+
+@pytest.fixture
+def few_images(monkeypatch):
+    monkeypatch.setattr(testset, "IMAGES", 20)
+    monkeypatch.setattr(generating, "IMAGES_PER_PART", 10)
+
+
+def test_a_test_set_is_checked_by_its_hash(tmp_path, few_images):
+    hashes = tmp_path / "hashes.json"
+    with pytest.raises(ValueError, match="no known hash"):
+        testset.test_set(32, 6, tmp_path, workers=1, hashes=hashes)
+    path = testset.test_set(32, 6, tmp_path, workers=1, hashes=hashes, record=True)
+    assert testset.test_set(32, 6, tmp_path, workers=1, hashes=hashes) == path
+    # A damaged file is not recorded anew.
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="must have the SHA-256"):
+        testset.test_set(32, 6, tmp_path, workers=1, hashes=hashes, record=True)
+    path.unlink()
+    assert testset.test_set(32, 6, tmp_path, workers=1, hashes=hashes) == path
+
+
+def test_all_twelve_folds_have_a_known_hash():
+    known = testset.json.loads(testset.HASHES.read_text())
+    names = {testset.settings_of(size, contour).name for size in (32, 64, 128, 256) for contour in (6, 9, 14)}
+    assert known.keys() == names
+    assert len(set(known.values())) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"size": 48}, "size must be one of 32"),
+        ({"contour": 7}, "contour must be one of"),
+        ({"steps": None}, "must have minutes or steps"),
+        ({"until": 0.5}, "accuracy must be above 0.5"),
+        ({"background": "mask"}, "background must be one of"),
+        ({"tokens": 0}, "tokens must be more than 0"),
+        ({"layers": "nothing"}, "mask must be one of"),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        replace(STAGE, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"curriculum": (replace(STAGE, tokens=512),)}, "room for an image, 1024 tokens"),
+        ({"curriculum": (replace(STAGE, layers="dense"),)}, "must have 2 layers"),
+        ({"registers": 33}, "registers must be from 0"),
+        ({"precision": "fp16"}, "precision must be"),
+        ({"average": 1.0}, "average must be"),
+        ({"auxiliary": -1.0}, "auxiliary must be"),
+        ({"log_every": 0}, "log_every must be"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        replace(CONFIG, **change)
