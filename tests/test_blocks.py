@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from experiments.blocks import measuring
 from experiments.blocks.__main__ import app, speeds
 from experiments.blocks.measuring import CHOSEN, OWN, Bench, Measured
+from sparseflash.kernels.configs import Config, config_for
 from sparseflash.kernels.tilings import Tiling
 
 
@@ -22,6 +23,14 @@ def test_a_kernel_is_timed_in_the_tiles_of_the_mask_in_the_chosen_and_in_all_oth
         assert row.config[0] == min(row.tiling.held, 64)
         assert row.ms > 0 and row.difference < 0.01
     assert rows[0].difference == 0 and any(row.difference > 0 for row in rows)
+
+
+def test_a_configuration_of_ones_own_is_timed_in_the_tiles_that_fit_it():
+    bench = Bench(32, 128, torch.device("cpu"))
+    rows = bench.measure("random12", 16, configs=[Config(32, 32, 2, 1)], kernels=("dk_dv",), round_ms=0.0)
+    assert [row.way for row in rows] == [OWN, CHOSEN, "with 32x32x2x1"]
+    assert rows[2].config[2:] == (2, 1) and max(rows[2].config[:2]) <= 32 and rows[2].difference < 0.01
+    assert rows[1].config[2:] == config_for("dk_dv", (9, 0), "half", 32, (64, 64), False)[2:]
 
 
 def test_speed_is_relative_to_the_chosen_tiling_of_blocks_of_128():

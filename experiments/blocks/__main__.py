@@ -32,6 +32,10 @@ def main(
     every: Annotated[
         bool, typer.Option("--every", help="All tilings there are to choose from, which takes some times as long.")
     ] = False,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="Time this one too, as queries x keys x warps x stages: 64x64x4x3; may be repeated."),
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens.")] = 16384,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the interpreter, a test of the experiment.")] = "cuda",
     out: Annotated[Path, typer.Option(help="Where blocks.csv goes.")] = Path("runs/blocks"),
@@ -47,6 +51,7 @@ def main(
     import torch
 
     from experiments.blocks.measuring import BLOCKS, KERNELS, KINDS, Bench
+    from experiments.tune.space import parse
 
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device; --device cpu with a small --length tests the experiment")
@@ -54,6 +59,10 @@ def main(
         for value in given or ():
             if value not in allowed:
                 raise typer.BadParameter(f"--{name} must be one of {', '.join(map(str, allowed))}; got {value}")
+    try:
+        configs = [parse(each) for each in config or ()]
+    except ValueError as failure:
+        raise typer.BadParameter(f"--config: {failure}") from None
     blocks = [128, *(b for b in block or BLOCKS if b != 128)]
     rows: list[Any] = []
     for d in dim or (64, 128):
@@ -61,7 +70,10 @@ def main(
         for kind in mask or KINDS:
             for size in blocks:
                 chosen = [k for k in KERNELS if not kernel or k in kernel]
-                rows += bench.measure(kind, size, every=every and size < 128, kernels=chosen)
+                small = size < 128
+                rows += bench.measure(
+                    kind, size, every=every and small, configs=configs if small else (), kernels=chosen
+                )
             _print([row for row in rows if (row.dim, row.kind) == (d, kind)])
         _write(rows, out / "blocks.csv")
     console.print(f"All times: {out / 'blocks.csv'}", soft_wrap=True)

@@ -14,7 +14,7 @@ import torch
 from experiments.speed import timing
 from experiments.speed.patterns import block_mask, pattern
 from sparseflash.kernels import launch
-from sparseflash.kernels.configs import Kernel, arithmetic_of, config_for
+from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
 from sparseflash.kernels.plan import Plan, plan_of
 from sparseflash.kernels.retiled import Retiled
 from sparseflash.kernels.tilings import HALF, Tiling
@@ -35,7 +35,7 @@ class Measured:
     block: int  # tokens
     dim: int
     kernel: str
-    way: str  # OWN, CHOSEN, or a tiling
+    way: str  # OWN, CHOSEN, a tiling, or a configuration
     tiling: Tiling
     config: tuple[int, ...]  # queries, keys, warps, stages
     kept: int  # live scores of a head
@@ -58,18 +58,22 @@ class Bench:
         )
 
     def measure(
-        self, kind: str, block: int, *, every: bool, kernels: Sequence[Kernel] = KERNELS, rounds: int = 2,
-        round_ms: float = 15.0,
+        self, kind: str, block: int, *, every: bool = False, configs: Sequence[Config] = (),
+        kernels: Sequence[Kernel] = KERNELS, rounds: int = 2, round_ms: float = 15.0,
     ) -> list[Measured]:  # fmt: skip
-        """The kernels in the tiles of the mask and in those that the plan chooses; if `every`, in all candidates too.
+        """The kernels in the tiles of the mask and in those that the plan chooses.
 
-        Raises RuntimeError where a kernel fails.
+        If `every`, in all others that it had to choose from, too; and with each of `configs`, in what the plan chooses
+        then. Raises RuntimeError where a kernel fails.
         """
         found = []
         for kernel in kernels:
             calls = {OWN: self._call(kind, block, kernel, None), CHOSEN: self._call(kind, block, kernel, CHOSEN)}
             for tiling in self._others(kind, block, kernel, calls[CHOSEN].tiling) if every else ():
-                calls[" ".join(map(str, tiling))] = self._call(kind, block, kernel, tiling)
+                calls["x".join(map(str, tiling))] = self._call(kind, block, kernel, tiling)
+            for config in configs:
+                with configured(config):
+                    calls[f"with {'x'.join(map(str, config))}"] = self._call(kind, block, kernel, CHOSEN)
             timed = {way: timing.Timed(call.run, nullcontext) for way, call in calls.items()}
             times = timing.in_turns(timed, self.device, rounds=rounds, round_ms=round_ms)
             for way, call in calls.items():
@@ -121,7 +125,7 @@ class Bench:
                 launch.query_gradients(problem, q, k, v, dout, lse2, None, delta, None, gradients[0])
 
         if kernel != "forward":
-            with taking(CHOSEN):
+            with mock.patch.object(launch, "config_for", config_for), taking(CHOSEN):
                 launch.forward(problem, q, k, v, out, lse, kept)
             launch.row_gradients(out, lse, dout, None, lse2, delta)
             plan.launches.clear()
@@ -149,6 +153,19 @@ class _Call:
 def _difference(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     pairs = zip(got, want, strict=True)
     return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+
+
+@contextmanager
+def configured(config: Config) -> Iterator[None]:
+    """Launches prepared inside take that configuration, cut down to the tiles of the lists."""
+
+    def pick(
+        kernel: Kernel, capability: object, arithmetic: object, dim: int, block: tuple[int, int], way: bool
+    ) -> Config:
+        return Config(min(config[0], block[0]), min(config[1], block[1]), *config[2:])
+
+    with mock.patch.object(launch, "config_for", pick):
+        yield
 
 
 @contextmanager

@@ -151,6 +151,7 @@ def dk_dv_kernel(
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
+    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
     item = tl.load(item_ptr)
     batch_head = item // col_tiles
@@ -278,6 +279,7 @@ def dq_kernel(
     inverse sum of the weights is taken again here, from the scores as the backward computes them.
     """
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
+    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
     item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)

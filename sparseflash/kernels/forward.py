@@ -93,6 +93,7 @@ def forward_kernel(
 ):  # fmt: skip
     """out and lse of one tile of queries."""
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
+    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
     item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
