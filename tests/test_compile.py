@@ -46,3 +46,12 @@ def test_in_chunks_nothing_is_spilled_at_head_dim_64_either():
     passes = ["forward", "combine_rows", "dk_dv", "combine_gradients", "dq", "combine_gradients"]
     assert [r["kernel"] for r in found] == passes * 2
     assert all(r["split"] and r["spilled"] == 0 and not r["serialised"] for r in found)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_gathered_tiles_spill_nothing_and_feed_the_asynchronous_instructions_at_head_dim_64(block):
+    found = reports("--arch", "90", "--dim", "64", "--block", str(block), "--gathered")
+    assert [r["kernel"] for r in found] == ["forward", "dk_dv", "dq"]
+    for r in found:
+        assert r["gathered"] and not r["descriptors"], r
+        assert r["wgmma"] > 0 and r["spilled"] == 0 and not r["serialised"], r

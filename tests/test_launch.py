@@ -51,7 +51,7 @@ def test_a_second_call_prepares_nothing():
     q, k, v = wide(), wide(seed=1), wide(seed=2)
     mask = masks.local(40, 9, block=16)
     attention(q, k, v, mask, backend="triton")
-    with mock.patch.object(launch, "_Launch", side_effect=AssertionError("prepared again")):
+    with mock.patch.object(launch, "Launch", side_effect=AssertionError("prepared again")):
         attention(q, k, v, mask, backend="triton")
         attention(q * 2, k * 2, v * 2, mask, backend="triton")
     kept = [x for x in mask.indices._sparseflash.values() if isinstance(x, Plan)]

@@ -28,6 +28,9 @@ def main(
     lengths: Annotated[bool, typer.Option(help="With a mask that has lengths (padding).")] = False,
     dropout: Annotated[bool, typer.Option(help="With dropout of the weights.")] = False,
     split: Annotated[bool, typer.Option(help="With rows and columns that are cut into chunks.")] = False,
+    gathered: Annotated[
+        bool, typer.Option(help="With tiles gathered from the blocks of the mask, of 16 or 32 tokens: see --block.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON a kernel instead of a table.")] = False,
 ) -> None:
     """Compile the kernels for an architecture that need not be here, and show what they use.
@@ -51,10 +54,10 @@ def main(
         for a in arch or [90]:
             for kind in arithmetic or ["bfloat16"]:
                 for d in dim or [64, 128]:
-                    for descriptors in (True, False) if a >= 90 and kind != "float32" else (False,):
+                    for descriptors in (True, False) if a >= 90 and kind != "float32" and not gathered else (False,):
                         status.update(f"sm_{a} {kind} D={d} {'descriptors' if descriptors else 'pointers'}")
                         variant = {"block": block, "descriptors": descriptors, "lengths": lengths, "dropout": dropout,
-                                   "split": split}  # fmt: skip
+                                   "split": split, "gathered": gathered}  # fmt: skip
                         for r in compile_all(a, kind, d, **variant):
                             limit = SHARED_LIMITS.get(a)
                             too_much = limit is not None and r.shared > limit

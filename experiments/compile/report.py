@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sparseflash import masks
-from sparseflash.kernels import launch, splits
+from sparseflash.kernels import launch, retiled, splits
 from sparseflash.kernels.configs import Kernel
 from sparseflash.kernels.plan import plan_of
+from sparseflash.kernels.tilings import Tiling
 
 TOKENS = 1024
 
@@ -39,6 +40,7 @@ class Report:
     lengths: bool
     dropout: bool
     split: bool  # for a mask with rows and columns that are cut into chunks
+    gathered: bool  # tiles are gathered from the blocks of the mask
     registers: int  # a thread
     spilled: int  # bytes a thread writes to memory for want of registers
     shared: int  # bytes of shared memory a program
@@ -75,17 +77,19 @@ def compile_all(
     lengths: bool = False,
     dropout: bool = False,
     split: bool = False,
+    gathered: bool = False,
     only: Kernel | None = None,
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
     `descriptors`: the launcher is to use them where it can. `split`: with rows and columns that are cut into chunks,
-    and so with the kernels that merge them. `only`: compile nothing else.
+    and so with the kernels that merge them. `gathered`: the mask has small blocks, and tiles are gathered from as many
+    as they have room for; without it they are those of the mask. `only`: compile nothing else.
     """
-    with _compiling_for(arch, descriptors, only) as compiled, _cutting(split):
+    with _compiling_for(arch, descriptors, only) as compiled, _cutting(split), _gathering(gathered):
         _launch_all(arithmetic, dim, block, lengths, dropout)
     return [
-        _report(name, kernel, arch, arithmetic, dim, block, lengths, dropout, split)
+        _report(name, kernel, arch, arithmetic, dim, block, lengths, dropout, split, gathered)
         for name, kernel in compiled
         if name != "delta_kernel"  # a sum over rows; nothing to tune
     ]
@@ -121,6 +125,23 @@ def _cutting(split: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _gathering(gathered: bool) -> Iterator[None]:
+    """Whether plans take the gathered tiles that hold most, or the tiles of the mask."""
+
+    def choose(tilings: Sequence[Tiling], *asked: Any) -> Tiling:
+        found = [tiling for tiling in tilings if tiling.gathered]
+        if not found:
+            raise ValueError(f"blocks of {tilings[0].streamed} tokens are too large to be gathered")
+        return max(found)
+
+    with (
+        mock.patch.object(launch, "_PRODUCTS_FOR_TILINGS", 0 if gathered else 1 << 62),
+        mock.patch.object(retiled, "choose", choose),
+    ):
+        yield
+
+
 def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool) -> None:
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
     q, k, v, out, dout, dq, dk, dv = (torch.empty(1, 2, TOKENS, dim, dtype=dtype) for _ in range(8))
@@ -138,7 +159,7 @@ def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool, dropout: b
 
 def _report(
     name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool,
-    split: bool,
+    split: bool, gathered: bool,
 ) -> Report:  # fmt: skip
     ptx = kernel.asm["ptx"]
     said = _ptxas(ptx, arch)
@@ -156,6 +177,7 @@ def _report(
         lengths=lengths,
         dropout=dropout,
         split=split,
+        gathered=gathered,
         registers=int(registers[1]),
         spilled=int(spilled[1]),
         shared=kernel.metadata.shared,

@@ -13,11 +13,14 @@ from sparseflash.kernels.tile import (
     accumulate,
     cut_at_length,
     exponentials,
+    listed_block,
     live_scores,
     load_tokens,
     part_pointers,
     products,
     store_tokens,
+    token_numbers,
+    tokens_of_block,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -59,10 +62,11 @@ def key_gradients(
     qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    GATHERED: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of queries gives to dk (without the scale) and dv. Scores are [keys, queries] here."""
-    rows = first_q + tl.arange(0, BLOCK_M)
+    rows = token_numbers(first_q, BLOCK_M)
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA)
     if MASKED:
         lse2 = tl.load(lse2_ptr + rows, mask=rows < q_len, other=0.0 if KEPT else float("inf"))
@@ -83,7 +87,8 @@ def key_gradients(
         inverse = tl.load(inverse_ptr + rows, mask=rows < q_len, other=0.0)[None, :]
         p = tl.where(inverse > 0.0, p * inverse, 0.0)
     if MASKED:
-        live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
+        patch_q = 0 if GATHERED > 0 else first_q
+        live = live_scores(words_ptr, tile, patch_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
         p = tl.where(live, p, 0.0)
     dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA)
     passed = p
@@ -141,10 +146,12 @@ def dk_dv_kernel(
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHERED: tl.constexpr,  # as in the forward, of a tile of queries
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
+    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
     item = tl.load(item_ptr)
     batch_head = item // col_tiles
@@ -161,15 +168,19 @@ def dk_dv_kernel(
     for member in range(0, group):
         list_ptr = item_ptr + member * ITEM
         start, full, count = tl.load(list_ptr + 1), tl.load(list_ptr + 2), tl.load(list_ptr + 3)
-        next_block = tl.load(list_ptr + 4)
-        masked_block, masked_tile = tl.load(list_ptr + 5), tl.load(list_ptr + 6)
+        if GATHERED > 0:
+            next_block = listed_block(index_ptr, start, 0, BLOCK_M, GATHERED)
+            masked_block = listed_block(index_ptr, start, full, BLOCK_M, GATHERED)
+        else:
+            next_block, masked_block = tl.load(list_ptr + 4), tl.load(list_ptr + 5)
+        masked_tile = tl.load(list_ptr + 6)
         masked = count - full
         masked_start = start + full
         if HAS_LENGTHS:
             if first_k >= length:
                 full, count = 0, 0
             # A query past the length has lse2 = +inf, so the full tile that the length cuts needs no mask.
-            inside, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_Q)
+            inside, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_Q, BLOCK_M, GATHERED)
             full = inside + at_end
         head = kv_head * group + member
         row = (tl.cast(batch, tl.int64) * (kv_heads * group) + head) * q_len
@@ -179,25 +190,27 @@ def dk_dv_kernel(
             if dlse_ptr is not None:
                 dlse_row += row
         for i in range(0, full * SPLIT):
-            first_q = next_block * BLOCK_Q + i % SPLIT * BLOCK_M
-            next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
+            first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
+            next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
             dk, dv = key_gradients(
                 dk, dv, k_tile, v_tile, q, k, v, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row,
                 batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0,
                 seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
-                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, DROPOUT, KEPT, TMA, PRECISION,
+                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, False, DROPOUT, KEPT, TMA,
+                PRECISION,
             )  # fmt: skip
         next_block, next_tile = masked_block, masked_tile
         for i in range(0, masked * SPLIT):
-            first_q = next_block * BLOCK_Q + i % SPLIT * BLOCK_M
+            first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
             tile = next_tile
-            next_block = tl.load(index_ptr + masked_start + (i + 1) // SPLIT)
+            next_block = listed_block(index_ptr, masked_start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
             next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
             dk, dv = key_gradients(
                 dk, dv, k_tile, v_tile, q, k, v, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row,
                 batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile,
                 seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
-                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True, DROPOUT, KEPT, TMA, PRECISION,
+                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, True, DROPOUT, KEPT, TMA,
+                PRECISION,
             )  # fmt: skip
 
     if parts_ptr is None:
@@ -253,6 +266,7 @@ def dq_kernel(
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHERED: tl.constexpr,  # as in the forward
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, DELTA: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -265,11 +279,16 @@ def dq_kernel(
     inverse sum of the weights is taken again here, from the scores as the backward computes them.
     """
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
+    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
     item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-    next_block = tl.load(item_ptr + 4)
-    masked_block, masked_tile = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
+    if GATHERED > 0:
+        next_block = listed_block(index_ptr, start, 0, BLOCK_N, GATHERED)
+        masked_block = listed_block(index_ptr, start, full, BLOCK_N, GATHERED)
+    else:
+        next_block, masked_block = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    masked_tile = tl.load(item_ptr + 6)
     batch_head = item // row_tiles
     first_q = item % row_tiles * BLOCK_M
     batch, head = batch_head // heads, batch_head % heads
@@ -282,7 +301,7 @@ def dq_kernel(
         length = tl.load(lengths_ptr + batch)
         if first_q >= length:
             full, count = 0, 0
-        full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K)
+        full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K, BLOCK_N, GATHERED)
 
     rows = first_q + tl.arange(0, BLOCK_M)
     row = tl.cast(batch_head, tl.int64) * q_len
@@ -304,8 +323,8 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
 
     for i in range(0, full * SPLIT):
-        first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
-        next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
+        first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
+        next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
         scores = products(
@@ -336,14 +355,14 @@ def dq_kernel(
     if HAS_LENGTHS:
         cut = start + full
         if at_end > 0:
-            next_block, next_tile = tl.load(index_ptr + cut), tl.load(tile_ptr + cut)
+            next_block, next_tile = listed_block(index_ptr, cut, 0, BLOCK_N, GATHERED), tl.load(tile_ptr + cut)
     for i in range(0, (at_end + masked) * SPLIT):
-        first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
+        first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         tile = next_tile
         at = masked_start + (i + 1) // SPLIT - at_end
         if HAS_LENGTHS:
             at = tl.where((i + 1) // SPLIT < at_end, cut, at)
-        next_block = tl.load(index_ptr + at)
+        next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
         next_tile = tl.load(tile_ptr + at)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
@@ -351,9 +370,10 @@ def dq_kernel(
             q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
             D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
         )  # fmt: skip
-        live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
+        patch_k = 0 if GATHERED > 0 else first_k
+        live = live_scores(words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
         if HAS_LENGTHS:
-            live = live & (first_k + tl.arange(0, BLOCK_N) < length)[None, :]
+            live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
         p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from sparseflash.kernels.tile import token_numbers
+
 GROUP = tl.constexpr(16)
 ROUNDS = tl.constexpr(7)
 
@@ -14,13 +16,16 @@ def kept_weights(
 ):  # fmt: skip
     """Bools `[TILE_M, TILE_N]`, or `[TILE_N, TILE_M]` if TRANSPOSED, of the tile at (first_q, first_k).
 
-    `row` is batch element * Hq + query head. A counter makes 16 bytes, which are spread over 16 keys as the words of a
-    mask's tile are over 32.
+    `row` is batch element * Hq + query head. One of the two firsts may be the numbers of all tokens of a gathered tile
+    (see tile.py). A counter makes 16 bytes, which are spread over 16 keys as the words of a mask's tile are over 32.
     """
     GROUPS: tl.constexpr = TILE_N // GROUP
     seed = tl.load(seed_ptr)
-    q = first_q + tl.arange(0, TILE_M)
-    group = first_k // GROUP + tl.arange(0, GROUPS)
+    q = token_numbers(first_q, TILE_M)
+    if first_k.type.is_block():
+        group = tl.min(first_k.reshape(GROUPS, GROUP), 1) // GROUP
+    else:
+        group = first_k // GROUP + tl.arange(0, GROUPS)
     if TRANSPOSED:
         c0, c1 = tl.broadcast(group[:, None], q[None, :])
     else:

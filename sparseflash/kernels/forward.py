@@ -14,11 +14,14 @@ from sparseflash.kernels.tile import (
     cut_at_length,
     decay,
     exponentials,
+    listed_block,
     live_scores,
     load_tokens,
     part_pointers,
     products,
     store_tokens,
+    token_numbers,
+    tokens_of_block,
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -83,17 +86,23 @@ def forward_kernel(
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the mask's tiles
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
+    GATHERED: tl.constexpr,  # tokens of the blocks that a tile of keys is gathered from, or 0: see tile.py
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries."""
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
+    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
     item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-    next_block = tl.load(item_ptr + 4)
-    masked_block, masked_tile = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
+    if GATHERED > 0:
+        next_block = listed_block(index_ptr, start, 0, BLOCK_N, GATHERED)
+        masked_block = listed_block(index_ptr, start, full, BLOCK_N, GATHERED)
+    else:
+        next_block, masked_block = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    masked_tile = tl.load(item_ptr + 6)
     batch_head = item // row_tiles
     first_q = item % row_tiles * BLOCK_M
     batch, head = batch_head // heads, batch_head % heads
@@ -107,7 +116,7 @@ def forward_kernel(
         if first_q >= length:
             full, count = 0, 0
             masked = 0
-        full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K)
+        full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K, BLOCK_N, GATHERED)
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
     # If KEEP, m_i is the maximum of the raw scores, else of the scaled ones.
@@ -118,8 +127,8 @@ def forward_kernel(
     # The block number is carried one iteration ahead: a load whose address comes from a load in the same iteration
     # would keep the compiler from prefetching the keys.
     for i in range(0, full * SPLIT):
-        first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
-        next_block = tl.load(index_ptr + start + (i + 1) // SPLIT)
+        first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
+        next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
         scores = products(
             q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
@@ -143,14 +152,14 @@ def forward_kernel(
     if HAS_LENGTHS:
         cut = start + full  # the full tile that the length cuts, if there is one
         if at_end > 0:
-            next_block, next_tile = tl.load(index_ptr + cut), tl.load(tile_ptr + cut)
+            next_block, next_tile = listed_block(index_ptr, cut, 0, BLOCK_N, GATHERED), tl.load(tile_ptr + cut)
     for i in range(0, (at_end + masked) * SPLIT):
-        first_k = next_block * BLOCK_K + i % SPLIT * BLOCK_N
+        first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         tile = next_tile
         at = masked_start + (i + 1) // SPLIT - at_end
         if HAS_LENGTHS:
             at = tl.where((i + 1) // SPLIT < at_end, cut, at)
-        next_block = tl.load(index_ptr + at)
+        next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
         next_tile = tl.load(tile_ptr + at)
         k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
         scores = products(
@@ -159,9 +168,10 @@ def forward_kernel(
         )  # fmt: skip
         if not KEEP:
             scores = scores * qk_scale
-        live = live_scores(words_ptr, tile, first_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
+        patch_k = 0 if GATHERED > 0 else first_k
+        live = live_scores(words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
         if HAS_LENGTHS:
-            live = live & (first_k + tl.arange(0, BLOCK_N) < length)[None, :]
+            live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
         scores = tl.where(live, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
         # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.

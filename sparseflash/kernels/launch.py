@@ -18,6 +18,7 @@ from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_
 from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
+from sparseflash.kernels.tilings import HALF, IEEE, Tiling
 from sparseflash.prepared import OPTIONS, Prepared, on_device
 
 LOG2E = 1.4426950408889634
@@ -25,6 +26,9 @@ _DELTA_TOKENS = 64
 _TOKENS_TO_COMBINE = 16
 # Making descriptors costs the host about 15 us a call, which pays once the kernel runs for longer than that.
 _PRODUCTS_FOR_DESCRIPTORS = 10_000_000_000
+# Other tiles than the mask's have to be counted and made, once a mask, for which there must be something to win.
+_PRODUCTS_FOR_TILINGS = 1_000_000_000
+_ANY_BLOCK = (256, 256)
 
 
 class Problem(NamedTuple):
@@ -161,28 +165,43 @@ class Launch:
         (heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape[1:], k.shape[1:3], v.shape[-1]
         loaded = (q, k, v) if kernel == "forward" else (q, k, v, rest[0])
         products = problem.plan.tiles_total * problem.block[0] * problem.block[1] * (dim + v_dim)
-        # Full fp32 is multiplied from registers, where tiles that come through shared memory only cost more of them. So
-        # are tiles too small for the matrix instructions that read shared memory, and all where there are none; wide
-        # heads cannot afford that.
-        from_shared = capability[0] in (9, 10) and min(problem.block) >= 64
-        from_registers = arithmetic == "ieee" or (_padded(max(dim, v_dim)) > 128 and not from_shared)
-        self.descriptors = (
+        padded = _padded(max(dim, v_dim))
+        may_describe = (
             capability >= (9, 0)
-            and not from_registers
+            and arithmetic != "ieee"
             and products >= _PRODUCTS_FOR_DESCRIPTORS
             and all(map(_can_describe, loaded))
         )
-        config = config_for(kernel, capability, arithmetic, _padded(max(dim, v_dim)), problem.block, self.descriptors)
+        columns = kernel == "dk_dv"
+
+        def config_of(block: tuple[int, int], descriptors: bool) -> Config:
+            return config_for(kernel, capability, arithmetic, padded, block, descriptors)
+
+        tiling = None
+        if products >= _PRODUCTS_FOR_TILINGS:
+            wanted = [config_of(_ANY_BLOCK, descriptors)[:2] for descriptors in (may_describe, False)]
+            whole, gathered = ((n, m) if columns else (m, n) for m, n in wanted)
+            tiling = problem.plan.tiling(int(columns), whole, gathered, IEEE if arithmetic == "ieee" else HALF)
+        if tiling is None:
+            tiling = Tiling(*(problem.block[::-1] if columns else problem.block))
+        self.tiling: Tiling = tiling
+        block = (tiling.streamed, tiling.held) if columns else (tiling.held, tiling.streamed)
+        # Full fp32 is multiplied from registers, where tiles that come through shared memory only cost more of them. So
+        # are tiles too small for the matrix instructions that read shared memory, and all where there are none; wide
+        # heads cannot afford that.
+        from_shared = capability[0] in (9, 10) and min(block) >= 64
+        self.descriptors = may_describe and tiling.gathered == 0 and (padded <= 128 or from_shared)
+        config = config_of(block, self.descriptors)
         self.config: Config = config
         tile_of = (config.block_m, config.block_n, config.block_n, config.block_m)
         self.boxes = [[1, 1, tile, _padded(x.shape[-1])] for x, tile in zip(loaded, tile_of, strict=False)]
-        columns = kernel == "dk_dv"
-        self.side: Side = problem.plan.columns(config.block_n) if columns else problem.plan.rows(config.block_m)
+        plan = problem.plan
+        self.side: Side = plan.columns(config.block_n, tiling) if columns else plan.rows(config.block_m, tiling)
         self.numbers = (
             kv_heads if columns else heads, heads // kv_heads, q_len, k_len,
             -(-k_len // config.block_n) if columns else -(-q_len // config.block_m),
             *map(_strides, (q, k, v, *rest)),
-            dim, v_dim, _padded(dim), _padded(v_dim), *problem.block, config.block_m, config.block_n,
+            dim, v_dim, _padded(dim), _padded(v_dim), *block, config.block_m, config.block_n, tiling.gathered,
             problem.lengths is not None, problem.seed is not None, q.dtype == torch.float32,
             *([name == "delta"] if kernel == "dq" else []), self.descriptors,
             "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision

@@ -14,24 +14,11 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.csr import columns_of, derived, is_countable, row_of_entry
-from sparseflash.kernels.splits import Items, cut_items, cuts_of
-
-
-@dataclass(frozen=True)
-class Lists:
-    """The tile list of every block row (or column): row r has `index[start[r] : start[r] + count[r]]`.
-
-    The first `full[r]` of them are full, and each of the two parts increases. `index` and `tile` have one entry more
-    than needed, because the kernels read one ahead. Rows may share a list.
-    """
-
-    start: Tensor  # int32 [P * M]
-    full: Tensor  # int32 [P * M]
-    count: Tensor  # int32 [P * M]
-    index: Tensor  # int32 [nnz + 1]
-    tile: Tensor  # int32 [nnz + 1]
-    each: int | None = None  # every count, if they are equal and the host knows
+from sparseflash.csr import columns_of, derived, is_countable
+from sparseflash.kernels.lists import Lists, full_first, one_more
+from sparseflash.kernels.retiled import Retiled
+from sparseflash.kernels.splits import Items, cut_items, cuts_of, is_capturing
+from sparseflash.kernels.tilings import Cost, Tile, Tiling
 
 
 @dataclass(frozen=True)
@@ -50,48 +37,71 @@ class Plan:
     """The plans of one mask for one batch size and number of heads, and the launches prepared for it."""
 
     def __init__(
-        self, rows: Lists, columns: Lists | None, words: Tensor, pattern: Tensor, kv_heads: int,
-        lengths: tuple[int, int], blocks: tuple[int, int], tiles_total: int, *, shared: bool, countable: bool,
+        self, rows: Lists, columns: Lists | None, pattern: Tensor, kv_heads: int, lengths: tuple[int, int],
+        tiles_total: int, *, shared: bool, countable: bool, retiled: Retiled | None = None,
     ) -> None:  # fmt: skip
-        self._rows, self._words = rows, words
-        self._columns = columns  # None until a backward needs them
+        # In the tiles of the mask; the columns are None until a backward needs them.
+        self._own: list[Lists | None] = [rows, columns]
+        self._retiled = retiled  # in others; None if the mask has to be run as it is
         self._pattern = pattern  # int32 [B, Hq]
         self._kv_heads = kv_heads
-        self._lengths, self._blocks = lengths, blocks
-        self._sides: dict[tuple[str, int], Side] = {}
+        self._lengths = lengths
+        self._sides: dict[tuple[int, int, Tiling | None], Side] = {}
         self._shared = shared  # one pattern for all heads
         self._countable = countable  # the host may ask the device how long the lists are
         self.tiles_total = tiles_total  # about the number of tiles that all heads walk together
         self.launches: dict[Any, Any] = {}  # filled by launch.py
 
-    def rows(self, tile: int) -> Side:
-        """Work over tiles of `tile` queries (a divisor of the mask's block), one list each."""
-        key = ("rows", tile)
-        if key not in self._sides:
-            self._sides[key] = self._side(self._rows, self._pattern.unsqueeze(-1), 0, tile)
-        return self._sides[key]
+    def rows(self, tile: int, tiling: Tiling | None = None) -> Side:
+        """Work over tiles of `tile` queries (a divisor of those that the tiling holds), one list each.
 
-    def columns(self, tile: int) -> Side:
+        `tiling`: None for the tiles of the mask.
+        """
+        return self._side(0, tile, tiling, self._pattern.unsqueeze(-1))
+
+    def columns(self, tile: int, tiling: Tiling | None = None) -> Side:
         """Work over tiles of `tile` keys, one list a query head of the group that shares the key head."""
-        key = ("columns", tile)
+        batch, heads = self._pattern.shape
+        return self._side(1, tile, tiling, self._pattern.view(batch, self._kv_heads, heads // self._kv_heads))
+
+    def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost) -> Tiling | None:
+        """What a kernel over `axis`, 0: rows, 1: columns, should walk, given the tiles that it would take itself.
+
+        None for the tiles of the mask. Counting waits for the device, once a mask.
+        """
+        retiled = self._retiled
+        if retiled is None or is_capturing(self._pattern.device):
+            return None
+        return retiled.tiling(axis, whole, gathered, cost)
+
+    def _side(self, axis: int, tile: int, tiling: Tiling | None, pattern: Tensor) -> Side:
+        own = self._own[axis]
+        if own is None:
+            raise RuntimeError("this plan was made without columns")
+        if tiling == own.tiling:
+            tiling = None
+        key = (axis, tile, tiling)
         if key not in self._sides:
-            if self._columns is None:
-                raise RuntimeError("this plan was made without columns")
-            batch, heads = self._pattern.shape
-            pattern = self._pattern.view(batch, self._kv_heads, heads // self._kv_heads)
-            self._sides[key] = self._side(self._columns, pattern, 1, tile)
+            if tiling is None:
+                self._sides[key] = self._made(own, pattern, axis, tile, self.tiles_total)
+            elif self._retiled is None:
+                raise RuntimeError(f"this plan has the tiles of its mask only; asked for {tiling}")
+            else:
+                lists = self._retiled.lists(axis, tiling)
+                # As long as all heads have one pattern, which is when the total matters.
+                self._sides[key] = self._made(lists, pattern, axis, tile, (len(lists.tile) - 1) * pattern.numel())
         return self._sides[key]
 
-    def _side(self, lists: Lists, pattern: Tensor, axis: int, tile: int) -> Side:
-        """The work over `axis`, 0: queries, 1: keys."""
-        length, block, other = self._lengths[axis], self._blocks[axis], self._blocks[1 - axis]
-        items = _items(lists, pattern, length, block, tile)
+    def _made(self, lists: Lists, pattern: Tensor, axis: int, tile: int, total: int) -> Side:
+        """The work over `axis`, in tiles of `tile` tokens."""
+        held, streamed, _ = lists.tiling
+        items = _items(lists, pattern, self._lengths[axis], tile)
         group = pattern.shape[-1]
         cuts = cuts_of(
             items.size,
-            other,
-            most=-(-self._lengths[1 - axis] // other) * group,
-            total=self.tiles_total * (block // tile) if self._shared else None,
+            streamed,
+            most=-(-self._lengths[1 - axis] // streamed) * group,
+            total=total * (held // tile) if self._shared else None,
             each=None if lists.each is None else lists.each * group,
             countable=self._countable,
         )
@@ -99,11 +109,11 @@ class Plan:
         if cuts is not None:
             parts = cuts.total - (len(items.size) - cuts.cut)
             items, merged = cut_items(items, cuts)
-        return Side(_longest_first(items, lists), lists.index, lists.tile, self._words, parts, merged)
+        return Side(_longest_first(items, lists), lists.index, lists.tile, lists.words, parts, merged)
 
     def take_columns(self, columns: Lists) -> None:
         """Completes a plan that was made without them."""
-        self._columns = columns
+        self._own[1] = columns
 
 
 def plan_of(
@@ -119,18 +129,21 @@ def plan_of(
     row_blocks, col_blocks = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
     if key not in cache:
         if "row lists" not in cache:
-            cache["row lists"] = _full_first(indptr, indices, tile)
+            cache["row lists"] = full_first(indptr, indices, tile, words, Tiling(*blocks))
+            if is_countable(indices):
+                cache["retiled"] = Retiled(indptr, indices, tile, words, pattern, lengths, blocks)
         patterns = (len(indptr) - 1) // row_blocks
         total = len(indices) * q_heads[0] * q_heads[1] // patterns
         # Every pattern is used by some head, but patterns may be shared by unequal numbers of heads: an estimate.
         cache[key] = Plan(
-            cache["row lists"], None, words, pattern.expand(q_heads), kv_heads, lengths, blocks, total,
-            shared=patterns == 1, countable=is_countable(indices),
+            cache["row lists"], None, pattern.expand(q_heads), kv_heads, lengths, total,
+            shared=patterns == 1, countable=is_countable(indices), retiled=cache.get("retiled"),
         )  # fmt: skip
     plan: Plan = cache[key]
     if columns:
         if "column lists" not in cache:
-            cache["column lists"] = _full_first(*columns_of(indptr, indices, tile, row_blocks, col_blocks))
+            arrays = columns_of(indptr, indices, tile, row_blocks, col_blocks)
+            cache["column lists"] = full_first(*arrays, words, Tiling(*blocks[::-1]))
         plan.take_columns(cache["column lists"])
     return plan
 
@@ -152,15 +165,18 @@ def dense_plan(
     ).view(-1)
     last_col, last_row = (1 if end_k < block_k else 0), (2 if end_q < block_q else 0)
     corner = last_col + last_row
-    rows = _dense_lists(row_blocks, col_blocks, last_col, last_row, corner, device)
-    columns = _dense_lists(col_blocks, row_blocks, last_row, last_col, corner, device)
+    rows = _dense_lists(row_blocks, col_blocks, last_col, last_row, corner, words, Tiling(block_q, block_k))
+    columns = _dense_lists(col_blocks, row_blocks, last_row, last_col, corner, words, Tiling(block_k, block_q))
     pattern = torch.zeros(q_heads, dtype=torch.int32, device=device)
     total = row_blocks * col_blocks * q_heads[0] * q_heads[1]
-    return Plan(rows, columns, words, pattern, kv_heads, lengths, blocks, total, shared=True, countable=False)
+    return Plan(rows, columns, pattern, kv_heads, lengths, total, shared=True, countable=False)
 
 
-def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, corner: int, device: torch.device) -> Lists:
+def _dense_lists(
+    rows: int, cols: int, last_col: int, last_row: int, corner: int, words: Tensor, tiling: Tiling
+) -> Lists:
     """Two lists serve all rows: one for the last, whose tiles may all be cut, and one for the others."""
+    device = words.device
     index = torch.arange(cols, dtype=torch.int32, device=device)
     tile = torch.zeros(2, cols, dtype=torch.int32, device=device)
     tile[0, -1] = last_col
@@ -172,24 +188,11 @@ def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, corner: int
     if last_row:
         full[-1] = 0
     count = torch.full((rows,), cols, dtype=torch.int32, device=device)
-    return Lists(start, full, count, _one_more(torch.cat([index, index])), _one_more(tile.view(-1)), cols)
+    index, tile = one_more(torch.cat([index, index])), one_more(tile.view(-1))
+    return Lists(start, full, count, index, tile, words, tiling, cols)
 
 
-def _full_first(indptr: Tensor, index: Tensor, tile: Tensor) -> Lists:
-    rows = row_of_entry(indptr, len(index))
-    partial = tile > 0
-    _, order = torch.sort(rows * 2 + partial, stable=True)
-    partial_before = torch.cat([indptr.new_zeros(1), partial.cumsum(0, dtype=torch.int32)])
-    count = indptr.diff()
-    full = count - partial_before[indptr.long()].diff()
-    return Lists(indptr[:-1], full, count, _one_more(index[order]), _one_more(tile[order]))
-
-
-def _one_more(array: Tensor) -> Tensor:
-    return torch.cat([array, array.new_zeros(1)])
-
-
-def _items(lists: Lists, pattern: Tensor, length: int, block: int, tile: int) -> Items:
+def _items(lists: Lists, pattern: Tensor, length: int, tile: int) -> Items:
     """Work items for `pattern [B, H, group]`, in the order of their numbers: W = B * H * T."""
     batch, heads, group = pattern.shape
     device = pattern.device
@@ -198,6 +201,7 @@ def _items(lists: Lists, pattern: Tensor, length: int, block: int, tile: int) ->
         raise ValueError(
             f"batch x heads x tiles must be below 2^31; got {batch} x {heads} x {count_tiles}. Split the batch."
         )
+    block = lists.tiling.held
     block_row = torch.arange(count_tiles, device=device) * tile // block  # [T]
     blocks = -(-length // block)
     row = pattern.long().unsqueeze(2) * blocks + block_row[:, None]  # [B, H, T, group]
@@ -217,7 +221,8 @@ def _longest_first(items: Items, lists: Lists) -> Tensor:
     equal length stay in the order of heads, so neighbours share keys in the L2 cache.
     """
     masked = items.start + items.full
-    firsts = lists.index[items.start.long()], lists.index[masked.long()], lists.tile[masked.long()]
+    index = lists.index.view(len(lists.tile), -1)[:, 0]  # of a gathered tile, which has several, none is read
+    firsts = index[items.start.long()], index[masked.long()], lists.tile[masked.long()]
     work = torch.stack([*items[:4], *firsts, items.part], dim=-1)
     _, order = torch.sort(items.size.sum(1), stable=True, descending=True)
     return work[order].contiguous()

@@ -1,4 +1,9 @@
-"""What the kernels share: reading a tile of tokens, reading the bits of a tile, and the walk along a row's tiles."""
+"""What the kernels share: reading a tile of tokens, reading the bits of a tile, and the walk along a row's tiles.
+
+A tile of the tokens that a kernel streams is one piece of the sequence, or is gathered from small blocks that lie
+anywhere in it. `GATHERED` is the size of those blocks in tokens, and 0 where the tile is one piece. What is called
+`first` is then the first token of the tile, a number; or else the numbers of all its tokens, [TOKENS].
+"""
 
 import triton
 import triton.language as tl
@@ -7,11 +12,38 @@ ITEM = tl.constexpr(8)  # numbers a work item
 
 
 @triton.jit
+def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """The block of tile `start + i` of the lists; if GATHERED, for each token of the tile the block that it is from."""
+    if GATHERED > 0:
+        return tl.load(index_ptr + ((start + i) * (TOKENS // GATHERED) + tl.arange(0, TOKENS) // GATHERED))
+    else:
+        return tl.load(index_ptr + start + i)
+
+
+@triton.jit
+def tokens_of_block(block, i, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """`first` of the tile that step i takes, of a block of BLOCK tokens that is walked in tiles of TOKENS."""
+    if GATHERED > 0:
+        return block * GATHERED + tl.arange(0, TOKENS) % GATHERED
+    else:
+        return block * BLOCK + i % (BLOCK // TOKENS) * TOKENS
+
+
+@triton.jit
+def token_numbers(first, TOKENS: tl.constexpr):
+    """The numbers of all tokens of a tile, [TOKENS]."""
+    if first.type.is_block():
+        return first
+    else:
+        return first + tl.arange(0, TOKENS)
+
+
+@triton.jit
 def load_tokens(
     x, batch, head, first, length, strides,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `first .. first + TOKENS` of x[batch, head], [TOKENS, PADDED_DIM], zeros past the ends.
+    """The tokens of a tile of x[batch, head], [TOKENS, PADDED_DIM], zeros past the ends.
 
     `x` is a tensor descriptor if TMA, a pointer otherwise; INSIDE promises that no token is past the end.
     """
@@ -31,7 +63,10 @@ def load_dims(
     dims = FIRST_DIM + tl.arange(0, DIMS)
     # The start is a 64-bit scalar and the rest fits in 32 bits, so tensors may have more than 2^31 elements.
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
-    start += tl.cast(first, tl.int64) * strides[2]
+    if first.type.is_block():
+        tokens = tl.cast(first, tl.int64)
+    else:
+        start += tl.cast(first, tl.int64) * strides[2]
     pointers = x_ptr + start + (tokens[:, None] * strides[2] + dims[None, :])
     if INSIDE:
         if FIRST_DIM + DIMS <= DIM:
@@ -39,7 +74,9 @@ def load_dims(
         else:
             return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
     else:
-        return tl.load(pointers, mask=(first + tokens < length)[:, None] & (dims < DIM)[None, :], other=0.0)
+        if not first.type.is_block():
+            tokens = first + tokens
+        return tl.load(pointers, mask=(tokens < length)[:, None] & (dims < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -178,25 +215,30 @@ def decay(old_maximum, new_maximum, qk_scale, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def count_below(index_ptr, start, stop, limit):
-    """How many of the increasing block numbers index[start:stop] are below `limit`."""
+def count_below(index_ptr, start, stop, limit, STRIDE: tl.constexpr):
+    """How many of the increasing block numbers index[start * STRIDE : stop * STRIDE : STRIDE] are below `limit`."""
     CHUNK: tl.constexpr = 128
     count = 0
     for first in range(start, stop, CHUNK):
         at = first + tl.arange(0, CHUNK)
-        block = tl.load(index_ptr + at, mask=at < stop, other=2147483647)
+        block = tl.load(index_ptr + at * STRIDE, mask=at < stop, other=2147483647)
         count += tl.sum((block < limit).to(tl.int32), 0)
     return count
 
 
 @triton.jit
-def cut_at_length(index_ptr, start, full, count, length, BLOCK: tl.constexpr):
-    """Leaves out the blocks at or past a sequence's length: `(full, at_end, masked)`.
+def cut_at_length(
+    index_ptr, start, full, count, length, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr
+):  # fmt: skip
+    """Leaves out the tiles at or past a sequence's length: `(full, at_end, masked)`.
 
-    A row lists `full` full tiles, then `count - full` partial ones. Of the full ones, the first `full` returned lie
-    inside; the next, if `at_end` is 1, is cut by the length. Of the partial ones, the first `masked` begin inside.
+    A row lists `full` full tiles, then `count - full` partial ones, of one block of BLOCK tokens each, or of TOKENS
+    tokens gathered from increasing blocks. Of the full ones, the first `full` returned lie inside; the next, if
+    `at_end` is 1, is cut by the length. Of the partial ones, the first `masked` begin inside.
     """
-    inside = count_below(index_ptr, start, start + full, length // BLOCK)
-    touched = count_below(index_ptr, start, start + full, tl.cdiv(length, BLOCK))
-    masked = count_below(index_ptr, start + full, start + count, tl.cdiv(length, BLOCK))
+    UNIT: tl.constexpr = GATHERED if GATHERED > 0 else BLOCK
+    PARTS: tl.constexpr = TOKENS // GATHERED if GATHERED > 0 else 1
+    inside = count_below(index_ptr + (PARTS - 1), start, start + full, length // UNIT, PARTS)
+    touched = count_below(index_ptr, start, start + full, tl.cdiv(length, UNIT), PARTS)
+    masked = count_below(index_ptr, start + full, start + count, tl.cdiv(length, UNIT), PARTS)
     return inside, touched - inside, masked

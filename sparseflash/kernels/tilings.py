@@ -1,0 +1,129 @@
+"""In which tiles a kernel walks a mask: those of the mask, larger ones, or ones gathered from several small blocks.
+
+Tensor cores want at least 64 rows in the tile that a program holds, and loops want at least 64 tokens a step. A mask of
+smaller blocks can be run in other tiles that have the same live scores, which the bits of the tiles keep exact:
+
+- larger tiles unite blocks in both directions, and what is dead between them is multiplied in vain;
+- gathered tiles unite blocks only over the tokens that a program holds; a step takes the next few live blocks of the
+  list, wherever they lie. Nothing dead lies between those, but every thread has to load for itself.
+
+Which is best depends on where the blocks lie. In a window larger tiles are nearly as full as small ones; a block drawn
+at random is wanted by one row alone. So the tiles of each way are counted, and the cheapest is taken.
+
+Scores multiplied for a live one, 16384 tokens, 64 tokens held and 64 streamed, or 32 held:
+
+    mask                                   blocks of    64 x 64    gathered    gathered, 32 held
+    butterfly (i ^ j is a power of two)           16       3.27        3.27                 1.82
+                                                  32       1.80        1.80                 1.00
+    |i - j| <= 4                                  16       1.33        1.33                 1.33
+                                                  32       1.11        1.11                 1.11
+    2 global rows, columns; window 3; 3 drawn     16       6.61        2.40                 1.40
+                                                  32       2.18        1.40                 1.00
+    12.9 % drawn                                  16       6.88        3.30                 1.88
+                                                  32       3.27        1.88                 1.01
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+Tile = tuple[int, int]  # tokens held, tokens streamed
+
+
+class Tiling(NamedTuple):
+    """The tiles of the lists that a kernel walks, in tokens: of those that a program holds, and of those it streams.
+
+    Kernels over rows hold queries and stream keys; the one over columns holds keys and streams queries. If `gathered`
+    is not 0, the streamed tokens of a tile come from blocks of so many tokens, which divides `streamed`.
+    """
+
+    held: int
+    streamed: int
+    gathered: int = 0
+
+
+class Cost(NamedTuple):
+    """What a step of a kernel costs, in units of the products of 64 x 64 scores.
+
+    A step multiplies while the tokens of the next one are loaded, so the longer of the two counts; on top comes what
+    every step costs, however small.
+    """
+
+    # Below so many held tokens matrix instructions are those of single warps, at 0.6 of the speed of the asynchronous
+    # ones, and warps have to share columns, through memory.
+    held_for_speed: int = 64
+    slow: float = 2.5
+    # Of 64 streamed tokens: in one piece, and gathered.
+    loading: float = 0.8
+    loading_gathered: float = 1.1
+    step: float = 0.35
+    # Another tiling than the mask's own has to be made, and more of its tiles are partial: it must cost at most this
+    # part.
+    worth: float = 0.9
+
+    def of_step(self, held: int, streamed: int, *, gathered: bool = False) -> float:
+        """One step of a tile of `held` tokens over `streamed` ones.
+
+        >>> Cost().of_step(64, 64), Cost().of_step(128, 64)
+        (1.35, 2.35)
+        >>> round(16 * Cost().of_step(16, 16), 2)  # for as many scores
+        8.8
+        """
+        products = held * streamed / 4096 * (1.0 if held >= self.held_for_speed else self.slow)
+        loads = streamed / 64 * (self.loading_gathered if gathered else self.loading)
+        return max(products, loads) + self.step
+
+    def of_tiles(self, count: int, tiling: Tiling, tile: Tile) -> float:
+        """A walk over `count` tiles of the lists, each cut into steps of at most `tile`."""
+        held, streamed = min(tiling.held, tile[0]), min(tiling.streamed, tile[1])
+        steps = count * (tiling.held // held) * (tiling.streamed // streamed)
+        return steps * self.of_step(held, streamed, gathered=tiling.gathered > 0)
+
+
+# Estimates from the times of an H100 in half precision under masks of large blocks. Full fp32 multiplies so slowly that
+# loads and steps hardly count.
+HALF = Cost()
+IEEE = Cost(held_for_speed=0, loading=0.05, loading_gathered=0.1, step=0.05)
+
+
+def candidates(block: Tile, whole: Tile, gathered: Tile) -> list[Tiling]:
+    """The tilings worth counting for a mask in tiles of `block`, its own first.
+
+    `whole`: the tile that the kernel takes where nothing limits it; `gathered`: the same where it gathers. Blocks are
+    united up to those, or to 64, and no further: a mask of large blocks has no other tiling than its own.
+
+    >>> candidates((128, 128), (64, 128), (64, 64))
+    [Tiling(held=128, streamed=128, gathered=0)]
+    >>> for tiling in candidates((16, 16), (64, 128), (64, 64)):
+    ...     print(*tiling)
+    16 16 0
+    64 64 0
+    64 128 0
+    16 64 16
+    32 64 16
+    64 64 16
+    """
+    held, streamed = block
+    found = [Tiling(held, streamed)]
+    found += [Tiling(a, b) for a in _united(held, whole[0], 64) for b in _united(streamed, whole[1], 64)]
+    if streamed < gathered[1]:
+        found += [Tiling(a, gathered[1], streamed) for a in (held, *_united(held, gathered[0], 32, 64))]
+    return list(dict.fromkeys(found))
+
+
+def _united(own: int, most: int, *sizes: int) -> list[int]:
+    """Those of the sizes, and `most`, that lie between `own` and `most`; or else `own`."""
+    return sorted({size for size in (*sizes, most) if own < size <= most}) or [own]
+
+
+def choose(
+    tilings: Sequence[Tiling], count: Callable[[Tiling], int], whole: Tile, gathered: Tile, cost: Cost
+) -> Tiling:
+    """The cheapest; but the first, which is the mask's own, unless that costs enough more.
+
+    `count`: the tiles that the lists of a tiling hold together. `whole` and `gathered` as in `candidates`.
+    """
+    prices = [cost.of_tiles(count(t), t, gathered if t.gathered else whole) for t in tilings]
+    cheapest = min(range(len(tilings)), key=prices.__getitem__)
+    return tilings[cheapest if prices[cheapest] <= cost.worth * prices[0] else 0]

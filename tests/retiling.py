@@ -1,0 +1,34 @@
+"""Makes small problems run in other tiles than the mask's, as only long ones would, and says which they took."""
+
+import contextlib
+from unittest import mock
+
+from sparseflash.kernels import launch, retiled
+from sparseflash.kernels.plan import Plan
+
+# Which of the candidates a kernel takes: the mask's own, the largest, the gathered ones that hold most and fewest.
+WAYS = {
+    "own": lambda tilings: tilings[0],
+    "united": lambda tilings: max((t for t in tilings if not t.gathered), key=lambda t: (t.held, t.streamed)),
+    "gathered": lambda tilings: max(tilings, key=lambda t: (t.gathered > 0, t.held)),
+    "gathered, few held": lambda tilings: min(tilings, key=lambda t: (t.gathered == 0, t.held)),
+}
+
+
+@contextlib.contextmanager
+def tilings_taken_by(way):
+    """Every kernel takes one of WAYS; None: what costs least.
+
+    For masks that have not been run before: a plan keeps what it has.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launch, "_PRODUCTS_FOR_TILINGS", 0))
+        if way is not None:
+            stack.enter_context(mock.patch.object(retiled, "choose", lambda tilings, *rest: WAYS[way](tilings)))
+        yield
+
+
+def tilings_of(mask):
+    """`{kernel: Tiling}` of all launches that the plans of a mask have prepared."""
+    plans = [x for x in mask.indices._sparseflash.values() if isinstance(x, Plan)]
+    return {key[0]: prepared.tiling for plan in plans for key, prepared in plan.launches.items()}
