@@ -163,8 +163,8 @@ def test_plans_list_what_the_rows_hold_full_tiles_first(mask, seed):
     lengths, blocks = (mask.q_len, mask.k_len), (mask.block_q, mask.block_k)
     plan = plan_of(*arrays, (2, 2), 1, lengths, blocks)
     for side, lists, transposed in (
-        (plan.rows(mask.block_q), plan._rows, False),
-        (plan.columns(mask.block_k), plan._columns, True),
+        (plan.rows(mask.block_q), plan._own[0], False),
+        (plan.columns(mask.block_k), plan._own[1], True),
     ):
         dense = dense_of_lists(loose, lists.start, lists.count, lists.index, lists.tile, transposed=transposed)
         assert torch.equal(dense[loose.pattern.long()], replace(loose, lengths=None).to_dense())
