@@ -12,7 +12,7 @@ HEAD = ["system", "Path-X", "Path-256", "parameters", "images seen at the task's
 PUBLISHED: list[list[str]] = [
     ["FlashAttention (Dao et al., 2022)", "61.4 %", "-", "-", "64M to 96M", "not stated"],
     ["Block-sparse FlashAttention (Dao et al., 2022)", "56.0 %", "63.1 %", "-", "64M to 96M", "not stated"],
-    ["Transformer, rotary, self-pretrained (Amos et al., 2024)", "93.0 % *", "-", "-", "up to 64M", "<= 5 days, 4 GPUs"],
+    ["Transformer, rotary, pretrained (Amos et al., 2024)", "93.0 % *", "-", "-", "up to 64M", "<= 5 days, 4 GPUs"],
     ["S4 (Gu et al., 2022, v2)", "96.4 %", "67.8 %", "-", "8M", "47 h, A100"],
     ["S4, self-pretrained (Amos et al., 2024)", "96.9 % *", "87.1 %", "-", "-", "-"],
     ["S4D-DFouT", "94.2 %", "87.9 %", "-", "-", "-"],
