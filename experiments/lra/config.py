@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from experiments.lra import resume
 from experiments.lra.attend import IMPLEMENTATIONS, rows_of
 from experiments.lra.batches import Shape
 from experiments.lra.generate import Settings
@@ -12,14 +13,10 @@ from experiments.lra.model import POOLS
 from experiments.lra.positions import POSITIONS
 from experiments.lra.presets import settings_of
 from experiments.lra.schedule import SCHEDULES
+from experiments.lra.setting import helps, setting, shown_defaults
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.pathfinder import FOLDS, SPLITS
 from experiments.lra.tasks.task import Options
-
-
-def setting(default: Any, text: str, shown: str | None = None) -> Any:
-    """A field of Config with the help text that the command line shows, and what it calls the default."""
-    return field(default=default, metadata={"help": text, "shown": shown or str(default)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +137,8 @@ class Config:
         )
 
 
-HELP: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Config)}
-SHOWN_DEFAULTS: dict[str, str] = {each.name: each.metadata["shown"] for each in fields(Config)}
+HELP = helps(Config)
+SHOWN_DEFAULTS = shown_defaults(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
 # What may change when a run is resumed: it leaves the weights as they would be, or is meant to change them.
@@ -164,13 +161,7 @@ def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
     """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
-    for name, value in chosen.items():
-        if value != getattr(saved, name) and name not in FREE_ON_RESUME:
-            raise ValueError(
-                f"a resumed run must keep its settings: --{name.replace('_', '-')} was "
-                f"{getattr(saved, name)}, got {value}; start another run with another --out"
-            )
-    return replace(saved, **chosen)
+    return resume.resumed(saved, chosen, FREE_ON_RESUME)
 
 
 def as_dict(config: Config) -> dict[str, Any]:

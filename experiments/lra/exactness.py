@@ -70,7 +70,7 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
         for hook in hooks:
             hook.remove()
     (dout,) = torch.autograd.grad(loss, outputs)  # [B, N, W]
-    with torch.no_grad(), precision(batch.ids.device, config):
+    with torch.no_grad(), precision(batch.ids.device, config.precision):
         x, mask, turn = inputs[0]
         q, k, v = layer.attention.project(x, turn)
     dout = dout.unflatten(-1, (layer.attention.heads, -1)).transpose(1, 2)  # [B, H, N, D]

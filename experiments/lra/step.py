@@ -68,26 +68,34 @@ def training_step(
     model.train()
     logits = forward(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
+    descend(model, optimizer, loss, clip=config.clip, lr=lr)
+    return loss.detach(), (logits.argmax(-1) == batch.labels).sum()
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, *, clip: float, lr: float) -> None:
+    """Change the weights by one step against the gradient of the loss.
+
+    clip: largest norm of all gradients together; 0 clips nothing.
+    """
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    if config.clip > 0:
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    if clip > 0:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    return loss.detach(), (logits.argmax(-1) == batch.labels).sum()
 
 
 def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
     """Logits [B, C] in fp32."""
-    with precision(batch.ids.device, config):
+    with precision(batch.ids.device, config.precision):
         logits: Tensor = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel())
     return logits.float()
 
 
-def precision(device: torch.device, config: Config) -> torch.autocast:
-    """Where matrix products run in bfloat16, if the settings say so."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+def precision(device: torch.device, name: str) -> torch.autocast:
+    """Where matrix products run in bfloat16, if the setting `precision` is bf16."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=name == "bf16")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,11 +20,13 @@ import torch
 from experiments.lra import checkpoint, masks, schedule, seeds
 from experiments.lra.average import Average
 from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
+from experiments.lra.clock import Clock
 from experiments.lra.config import Config, as_dict
 from experiments.lra.files import write_json
 from experiments.lra.metrics import final_metrics
 from experiments.lra.order import Order
 from experiments.lra.ranks import ALONE, Ranks, find_device
+from experiments.lra.resume import check_unused
 from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
 from experiments.lra.tasks import Data
@@ -81,12 +82,9 @@ class Run:
         used: dict[str, Any] = {"examples": [len(self.data.train), len(self.data.val), len(self.data.test)]}
         if resume:
             check_same_data(json.loads(saved.read_text())["data"], used)
+        elif not overwrite:
+            check_unused(self.folder)
         elif saved.exists():
-            if not overwrite:
-                raise FileExistsError(
-                    f"{self.folder} holds a run; go on with it by --resume, replace it by --overwrite, or "
-                    "choose another folder with --out"
-                )
             checkpoint.remove(self.folder)
             (self.folder / "metrics.json").unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -141,10 +139,10 @@ class Run:
         by_step = self.step / self.config.steps
         if self.config.minutes is None:
             return by_step
-        return max(by_step, (self.seconds + self.window.elapsed()) / (60 * self.config.minutes))
+        return max(by_step, (self.seconds + self.window.clock.elapsed()) / (60 * self.config.minutes))
 
     def _close_window(self, lr: float) -> None:
-        seconds = self.window.finish()
+        seconds = self.window.clock.finish()
         self.seconds += seconds
         window = self.window
         counts = torch.tensor([window.examples, window.tokens, window.places], dtype=torch.float64, device=self.device)
@@ -196,11 +194,10 @@ class Window:
     """Sums over the steps since the last line of the log, kept on the device so that no step waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.loss = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = self.examples = self.tokens = self.places = 0
-        self.started = time.perf_counter()
+        self.clock = Clock(device)
 
     def add(self, batch: Batch, loss: torch.Tensor, right: torch.Tensor) -> None:
         self.loss += loss
@@ -209,15 +206,6 @@ class Window:
         self.examples += len(batch.labels)
         self.tokens += batch.live_tokens
         self.places += batch.ids.numel()
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.started
-
-    def finish(self) -> float:
-        """Seconds from the first step until the device has done the last one."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return self.elapsed()
 
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.lra import resume
 from experiments.lra.schedule import SCHEDULES
+from experiments.lra.setting import helps, setting, shown_defaults
 from experiments.pathfinder.parameters import FOLDS, LRA
 from experiments.pathx.packing import BACKGROUNDS
 from experiments.pathx.relations import Relation, parse_layers
@@ -55,11 +57,6 @@ class Stage:
     def name(self) -> str:
         """As results call it."""
         return f"{self.size}/cl{self.contour}{'/all pixels' if self.background == 'keep' else ''}"
-
-
-def setting(default: Any, text: str, shown: str | None = None) -> Any:
-    """A field of Config with the help text that the command line shows, and what it calls the default."""
-    return field(default=default, metadata={"help": text, "shown": shown or str(default)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +135,8 @@ class Config:
         return pixels // 4 if stage.size > 64 else pixels  # the fullest have 18 % at 128, 5 % at 256
 
 
-HELP: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Config) if each.metadata}
-SHOWN_DEFAULTS: dict[str, str] = {each.name: each.metadata["shown"] for each in fields(Config) if each.metadata}
+HELP = helps(Config)
+SHOWN_DEFAULTS = shown_defaults(Config)
 
 # What may change when a run is resumed: it leaves the weights as they would be.
 FREE_ON_RESUME = ("device", "compiled", "validate_every", "validation_images", "checkpoint_every")
@@ -157,13 +154,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
     """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
-    for name, value in chosen.items():
-        if value != getattr(saved, name) and name not in FREE_ON_RESUME:
-            raise ValueError(
-                f"a resumed run must keep its settings: --{name.replace('_', '-')} was {getattr(saved, name)}, got "
-                f"{value}; start another run with another --out"
-            )
-    return replace(saved, **chosen)
+    return resume.resumed(saved, chosen, FREE_ON_RESUME)
 
 
 def curriculum_from(path: Path) -> tuple[Stage, ...]:

@@ -17,6 +17,7 @@ from experiments.pathx.config import Config, Stage
 from experiments.pathx.packing import Packed
 from experiments.pathx.step import training_step
 from experiments.pathx.stream import make, recipe_of
+from experiments.speed.timing import synchronize
 
 BATCHES = 2  # that take turns, so that no step sees the masks of the one before
 
@@ -99,9 +100,3 @@ def tile_share(packed: Packed, config: Config, layers: tuple[Any, ...]) -> float
         return float(sum(len(packed.tiles[each.name].indices) for each in layers) / len(layers) / (blocks**2).sum())
     batch = on_device(packed, layers, torch.device("cpu"), config.registers)
     return float(sum(len(mask.indices) for mask in batch.masks) / len(layers) / blocks[0] ** 2)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

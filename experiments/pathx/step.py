@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.lra.step import descend, precision
 from experiments.pathx.batch import Batch, on_device
 from experiments.pathx.config import Config
 from experiments.pathx.model import PathModel
@@ -32,13 +33,7 @@ def training_step(
     logits, counts = forward(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
     auxiliary = torch.zeros((), device=logits.device) if counts is None else trace_loss(counts, batch)
-    optimizer.zero_grad(set_to_none=True)
-    (loss + config.auxiliary * auxiliary).backward()
-    if config.clip > 0:
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+    descend(model, optimizer, loss + config.auxiliary * auxiliary, clip=config.clip, lr=lr)
     return Outcome(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == batch.labels).sum())
 
 
@@ -53,7 +48,7 @@ def trace_loss(counts: Tensor, batch: Batch) -> Tensor:
 
 def forward(model: PathModel, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
     """Logits [I, 2] and marker counts [B, N, 3] or None, in fp32 or better."""
-    with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+    with precision(batch.ids.device, config.precision):
         logits, counts = model(batch)
     if logits.dtype == torch.bfloat16:
         logits, counts = logits.float(), None if counts is None else counts.float()

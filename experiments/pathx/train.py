@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -21,9 +20,11 @@ import torch
 
 from experiments.lra import checkpoint, schedule
 from experiments.lra.average import Average
+from experiments.lra.clock import Clock
 from experiments.lra.files import write_json
 from experiments.lra.metrics import device_name, versions
 from experiments.lra.ranks import find_device
+from experiments.lra.resume import check_unused
 from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import adamw
 from experiments.pathx import weights
@@ -104,18 +105,14 @@ class Run:
         self.before = {"sha256": weights.sha256(path), **about["cost"]}
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
-        saved = self.folder / "config.json"
-        if saved.exists() and not (resume or overwrite):
-            raise FileExistsError(
-                f"{self.folder} holds a run; go on with it by --resume, replace it by --overwrite, or choose another "
-                "folder with --out"
-            )
         if not resume:
+            if not overwrite:
+                check_unused(self.folder)
             checkpoint.remove(self.folder)
             for name in ("model.safetensors", "model.json"):
                 (self.folder / name).unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(saved, {"config": as_dict(self.config)})
+        write_json(self.folder / "config.json", {"config": as_dict(self.config)})
 
     def train(self, pause: Callable[[int], bool] = lambda step: False) -> dict[str, Any] | None:
         """Train to the end of the curriculum, write the model, and return what is written beside it.
@@ -189,7 +186,7 @@ class Run:
         by_step = state.stage_step / stage.steps if stage.steps is not None else 0.0
         if stage.minutes is None:
             return by_step
-        return max(by_step, (state.stage_seconds + self.window.elapsed()) / (60 * stage.minutes))
+        return max(by_step, (state.stage_seconds + self.window.clock.elapsed()) / (60 * stage.minutes))
 
     def _advances(self) -> bool:
         """Whether the stage's accuracy is reached; fresh images, so it is that of a test.
@@ -204,7 +201,7 @@ class Run:
 
     def _close_window(self, lr: float) -> None:
         state, window = self.state, self.window
-        seconds = window.finish()
+        seconds = window.clock.finish()
         loss, auxiliary, right = torch.stack([window.loss, window.auxiliary, window.right]).tolist()
         loss, auxiliary = loss / window.steps, auxiliary / window.steps
         if not math.isfinite(loss):
@@ -283,10 +280,9 @@ class Window:
     """Sums over the steps since the last line of the log, kept on the device so that no step waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.loss, self.auxiliary, self.right = torch.zeros(3, dtype=torch.float64, device=device).unbind()
         self.steps = self.images = self.tokens = 0
-        self.started = time.perf_counter()
+        self.clock = Clock(device)
 
     def add(self, packed: Packed, outcome: Outcome) -> None:
         self.loss += outcome.loss
@@ -295,15 +291,6 @@ class Window:
         self.steps += 1
         self.images += packed.images
         self.tokens += packed.tokens
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.started
-
-    def finish(self) -> float:
-        """Seconds from the first step until the device has done the last one."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return self.elapsed()
 
 
 def saved_run(folder: Path) -> Config:

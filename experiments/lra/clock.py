@@ -1,0 +1,26 @@
+"""Seconds of work on a device that runs behind the host."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from experiments.speed.timing import synchronize
+
+
+class Clock:
+    """Runs from when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.started = time.perf_counter()
+
+    def elapsed(self) -> float:
+        """Seconds until now, by the host."""
+        return time.perf_counter() - self.started
+
+    def finish(self) -> float:
+        """Seconds until the device has done what it was given."""
+        synchronize(self.device)
+        return self.elapsed()

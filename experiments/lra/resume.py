@@ -1,0 +1,33 @@
+"""Going on with a run: what of it must be as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+Settings = TypeVar("Settings")
+
+
+def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> Settings:
+    """A saved run's settings, a dataclass, with what was chosen now; raises ValueError where that changes the run.
+
+    free: the settings that may be chosen anew.
+    """
+    for name, value in chosen.items():
+        if value != getattr(saved, name) and name not in free:
+            raise ValueError(
+                f"a resumed run must keep its settings: --{name.replace('_', '-')} was "
+                f"{getattr(saved, name)}, got {value}; start another run with another --out"
+            )
+    return replace(saved, **chosen)  # type: ignore[type-var]
+
+
+def check_unused(folder: Path) -> None:
+    """Raises FileExistsError where the folder holds a run."""
+    if (folder / "config.json").exists():
+        raise FileExistsError(
+            f"{folder} holds a run; go on with it by --resume, replace it by --overwrite, or "
+            "choose another folder with --out"
+        )
