@@ -11,10 +11,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, check_block_count, flag, token_counts
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least
-from sparseflash.masks.tiling.chosen import Frame, as_heads, frame, loose_mask, mask_of_blocks
-
-# Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
-_SHARE_UNITS = float(1 << 40)
+from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame, as_heads, frame, loose_mask, mask_of_blocks
 
 
 @torch.no_grad()
@@ -170,6 +167,6 @@ def _holding(clean: Tensor, order: Tensor, mass: float) -> Tensor:
         return torch.ones_like(order, dtype=torch.bool)
     weights = torch.softmax(clean, -1, dtype=torch.promote_types(clean.dtype, torch.float32))
     # NaN: no block of the row may be chosen by its score.
-    units = (weights.nan_to_num(0.0) * _SHARE_UNITS).to(torch.int64).gather(-1, order)
+    units = (weights.nan_to_num(0.0) * SHARE_UNITS).to(torch.int64).gather(-1, order)
     running = units.cumsum(-1)
     return (running - units) < running[..., -1:].double() * mass

@@ -10,6 +10,8 @@ import torch
 
 # Multiply-adds rounded once: fewer instructions, smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
+# The compute capability of the oldest GPU that the kernels run on: Ampere, the first with bf16 and asynchronous copies.
+OLDEST = (8, 0)
 
 
 class Prepared:

@@ -17,11 +17,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from sparseflash.prepared import OLDEST
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A row is ranked by comparing each block with each other one; longer ones are sorted faster than that.
 LONGEST_ROW = 1024
 _DEVICES = ["cuda"]  # tests add the CPU, where the interpreter runs
-_OLDEST = (8, 0)
 
 
 def serves(x: Tensor, row_blocks: int, col_blocks: int) -> bool:
@@ -39,5 +40,5 @@ def serves(x: Tensor, row_blocks: int, col_blocks: int) -> bool:
 
 @lru_cache(maxsize=32)
 def _runs_triton(device: torch.device) -> bool:
-    new_enough = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _OLDEST
+    new_enough = device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST
     return new_enough and find_spec("triton") is not None

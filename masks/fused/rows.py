@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.masks.tiling.chosen import Frame
+from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame
 from sparseflash.prepared import Prepared
 
 _PAIRS_AT_ONCE = 8192
-_SHARE_UNITS = tl.constexpr(float(1 << 40))
+_SHARE_UNITS = tl.constexpr(SHARE_UNITS)
 
 
 def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> tuple[Tensor, Tensor, Tensor]:

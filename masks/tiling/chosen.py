@@ -16,6 +16,9 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.csr import row_of_entry
 
+# Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
+SHARE_UNITS = float(1 << 40)
+
 
 class Frame(NamedTuple):
     """The tiles that may be chosen, on the device of the choice."""

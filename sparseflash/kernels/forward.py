@@ -14,6 +14,7 @@ from sparseflash.kernels.tile import (
     cut_at_length,
     decay,
     exponentials,
+    first_blocks,
     listed_block,
     live_scores,
     load_tokens,
@@ -97,11 +98,7 @@ def forward_kernel(
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
     item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-    if GATHERED > 0:
-        next_block = listed_block(index_ptr, start, 0, BLOCK_N, GATHERED)
-        masked_block = listed_block(index_ptr, start, full, BLOCK_N, GATHERED)
-    else:
-        next_block, masked_block = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    next_block, masked_block = first_blocks(item_ptr, index_ptr, start, full, BLOCK_N, GATHERED)
     masked_tile = tl.load(item_ptr + 6)
     batch_head = item // row_tiles
     first_q = item % row_tiles * BLOCK_M

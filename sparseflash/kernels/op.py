@@ -13,8 +13,8 @@ from sparseflash.kernels import launch
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import dense_plan, plan_of
 from sparseflash.operator import empty_lse, empty_out, register
+from sparseflash.prepared import OLDEST
 
-_OLDEST = (8, 0)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -140,7 +140,7 @@ def _check_device(device: torch.device) -> None:
     if torch.version.hip is not None:
         raise RuntimeError("the triton backend is not tested on AMD GPUs; use backend='blockwise'.")
     capability = torch.cuda.get_device_capability(device)
-    if capability < _OLDEST:
+    if capability < OLDEST:
         raise RuntimeError(
             "the triton backend needs compute capability 8.0 (Ampere) or newer; "
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. Use backend='blockwise'."

@@ -21,6 +21,20 @@ def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constex
 
 
 @triton.jit
+def first_blocks(item_ptr, index_ptr, start, full, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """The `listed_block` of an item's first full tile and of its first partial one.
+
+    Blocks that are one number stand in the item itself, so that no load waits for `start`.
+    """
+    if GATHERED > 0:
+        first = listed_block(index_ptr, start, 0, TOKENS, GATHERED)
+        first_partial = listed_block(index_ptr, start, full, TOKENS, GATHERED)
+    else:
+        first, first_partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    return first, first_partial
+
+
+@triton.jit
 def tokens_of_block(block, i, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
     """`first` of the tile that step i takes, of a block of BLOCK tokens that is walked in tiles of TOKENS."""
     if GATHERED > 0:
