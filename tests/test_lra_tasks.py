@@ -340,7 +340,7 @@ def test_the_cache_is_used_and_follows_the_files(tmp_path):
 
 def test_small_heads_are_computed_as_they_are():
     """The arena's own sizes have heads of 4 and 8 features, which the kernel takes with zeros beside them."""
-    from experiments.lra.model import SelfAttention
+    from experiments.lra.encoder import SelfAttention
     from sparseflash import attention, masks
 
     torch.manual_seed(0)

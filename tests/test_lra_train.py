@@ -59,7 +59,7 @@ def without_times(records):
 def test_a_run_leaves_its_log_metrics_and_newest_checkpoint(data, whole):
     run, metrics, _ = whole
     assert sorted(path.name for path in run.folder.iterdir()) == [
-        "checkpoint-00000011", "config.json", "log.jsonl", "metrics.json",
+        "checkpoint-00000011", "config.json", "log.jsonl", "metrics.json", "model.safetensors",
     ]  # fmt: skip
     records = read(run.folder / "log.jsonl")
     assert [record["step"] for record in records if record["kind"] == "train"] == [2, 3, 4, 6, 8, 9, 10, 11]

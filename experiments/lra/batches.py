@@ -57,18 +57,19 @@ class Batch:
     ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest one's, rounded up
     lengths: torch.Tensor  # int32 [B * T], tokens before the padding, [CLS] counted
     places: torch.Tensor | None  # int64 [B * T, N], where each token stood before some were left out; None: none was
-    labels: torch.Tensor  # int64 [B]
+    labels: torch.Tensor  # int64 [B], or [M] if tokens are asked for
     live_tokens: int  # sum of lengths, known without asking the device
+    asked: torch.Tensor | None = None  # int64 [M], places in the flattened ids whose tokens are to be named
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; from pinned memory where that lets the copy overlap with work on a GPU."""
         if device.type == "cpu":
             return self
-        ids, lengths, places, labels = (
+        ids, lengths, places, labels, asked = (
             None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
-            for tensor in (self.ids, self.lengths, self.places, self.labels)
+            for tensor in (self.ids, self.lengths, self.places, self.labels, self.asked)
         )
-        return Batch(ids, lengths, places, labels, self.live_tokens)
+        return Batch(ids, lengths, places, labels, self.live_tokens, asked)
 
 
 def collate(examples: Examples, rows: NDArray[np.int64], shape: Shape) -> Batch:

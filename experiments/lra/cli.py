@@ -82,6 +82,9 @@ def train(
     positions: Annotated[str | None, option("positions")] = None,
     qk_norm: Annotated[bool | None, option("qk_norm")] = None,
     background: Annotated[str | None, option("background")] = None,
+    objective: Annotated[str | None, option("objective")] = None,
+    hidden: Annotated[float | None, option("hidden")] = None,
+    initial: Annotated[str | None, option("initial")] = None,
     steps: Annotated[int | None, option("steps")] = None,
     minutes: Annotated[float | None, option("minutes")] = None,
     batch: Annotated[int | None, option("batch")] = None,
@@ -352,4 +355,6 @@ def default_name(config: Config, *, series: bool = False) -> str:
     """The folder name of a run: its task, mask and seed; or of the runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
     other = "" if config.attention == "sparseflash" else f"{config.attention}-"
+    other += "" if config.objective == "classify" else f"{config.objective}-"
+    other += "" if config.initial is None else "pretrained-"
     return f"{config.task}-{mask}-{other}" + ("seeds" if series else f"seed{config.seed}")

@@ -18,6 +18,8 @@ from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.pathfinder import FOLDS, SPLITS
 from experiments.lra.tasks.task import Options
 
+OBJECTIVES = ("classify", "denoise")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -44,6 +46,16 @@ class Config:
     positions: str = setting("learned", f"Positions: {', '.join(POSITIONS)}; rotary ones turn queries and keys.")
     qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
     background: str = setting("keep", "Images: keep, or drop black pixels, which then are no tokens.")
+
+    objective: str = setting(
+        "classify",
+        f"What is learned: {', '.join(OBJECTIVES)}; to denoise is to name hidden tokens of the task's inputs, "
+        "self-pretraining for a run that begins with its weights.",
+    )
+    hidden: float = setting(0.15, "To denoise: the share of the tokens that is hidden.")
+    initial: str | None = setting(
+        None, "Weights to begin with: the model.safetensors of a run of the same sizes.", "random weights"
+    )
 
     steps: int = setting(5000, "Training steps.")
     minutes: float | None = setting(
@@ -82,6 +94,8 @@ class Config:
         for name in (*positive, "eval_every", "eval_examples", "checkpoint_every", "log_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if not 0 < self.hidden < 1:
+            raise ValueError(f"hidden must be above 0 and below 1; got {self.hidden}")
         for name in ("dropout", "attention_dropout", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
@@ -93,6 +107,7 @@ class Config:
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be more than 0; got {self.minutes}")
         for name, allowed in (
+            ("objective", OBJECTIVES),
             ("attention", IMPLEMENTATIONS),
             ("pool", POOLS),
             ("positions", POSITIONS),

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from experiments.lra.attend import sparseflash
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.model import Classifier, Layer, Turn
+from experiments.lra.encoder import Layer, Turn
+from experiments.lra.model import Classifier
 from experiments.lra.step import forward, precision
 from sparseflash import BlockMask
 

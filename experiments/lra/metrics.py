@@ -16,6 +16,7 @@ import torch
 import sparseflash
 from experiments.lra.baselines import baselines, majority
 from experiments.lra.config import as_dict
+from experiments.lra.denoise import frequency_baseline
 from experiments.lra.runlog import Record
 
 if TYPE_CHECKING:
@@ -25,19 +26,24 @@ if TYPE_CHECKING:
 def final_metrics(run: Run) -> dict[str, Any]:
     """Plain values for a JSON file. Losses are mean cross-entropies in nats, times in seconds."""
     trained, test = run.log.of_kind("train"), run.log.of_kind("test")[-1]
+    denoises = run.config.objective == "denoise"
+    guessing = frequency_baseline(run.data, run.shape) if denoises else majority(run.data)
+    rules = [guessing] if denoises else baselines(run.data)
     tenth = max(1, len(trained) // 10)  # a single line of the log is noisy
     return {
         "task": run.data.task.name,
         "generated_data": run.data.generated,
+        "objective": run.config.objective,
+        "initial": run.before,
         "mask": run.config.mask,
         "attention": run.config.attention,
         "density": run.mask.density,
         "length": run.shape.length,
         "test_accuracy": test["accuracy"],
         "test_loss": test["loss"],
-        "test_examples": test["examples"],
-        "baselines": [asdict(baseline) for baseline in baselines(run.data)],
-        "plateau_left_at": plateau_left_at(trained, majority(run.data).loss),
+        "test_examples": test["examples"],  # or hidden tokens
+        "baselines": [asdict(rule) for rule in rules],
+        "plateau_left_at": plateau_left_at(trained, guessing.loss),
         "first_loss": statistics.fmean(record["loss"] for record in trained[:tenth]),
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
         "steps": run.step,

@@ -1,207 +1,58 @@
-"""The classifier: a pre-LN transformer encoder whose layers each attend through their own mask.
+"""The classifier: an encoder, pooling over the live positions, and a head.
 
-Shapes: B sequences, N positions (padded), H heads, W width, D features a head, C classes,
-T sequences an example (1, or 2 for Retrieval).
+Shapes: B sequences, N positions (padded), W width, C classes, T sequences an example (1, or 2 for Retrieval).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experiments.lra.attend import IMPLEMENTATIONS, Live, attend
-from experiments.lra.positions import POSITIONS, Turns, sinusoids, turned
+from experiments.lra.encoder import Encoder
 from sparseflash import BlockMask
 
 POOLS = ("cls", "first", "mean", "max", "mean+max")
 
-Turn = tuple[Tensor, Tensor]  # see positions.Turns
 
+class Classifier(Encoder):
+    """Answers with a class.
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention over the live scores of a mask."""
-
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        head_dim: int,
-        dropout: float,
-        qk_norm: bool,
-        implementation: str = "sparseflash",
-    ) -> None:
-        super().__init__()
-        self.heads = heads
-        self.implementation = implementation
-        self.dropout = dropout  # of the weights
-        self.qkv = nn.Linear(width, 3 * heads * head_dim)
-        self.out = nn.Linear(heads * head_dim, width)
-        self.q_norm: nn.Module = nn.RMSNorm(head_dim) if qk_norm else nn.Identity()
-        self.k_norm: nn.Module = nn.RMSNorm(head_dim) if qk_norm else nn.Identity()
-
-    def project(self, x: Tensor, turn: Turn | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each [B, H, N, D]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, N, D]
-        q, k = self.q_norm(q), self.k_norm(k)
-        if turn is not None:
-            q, k = turned(q, turn), turned(k, turn)
-        return q.to(v.dtype), k.to(v.dtype), v  # autocast has its own idea of a norm's dtype
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Live) -> Tensor:
-        """Attention [B, H, N, D]."""
-        return attend(self.implementation, q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
-
-    def forward(self, x: Tensor, mask: BlockMask | Live, turn: Turn | None = None) -> Tensor:
-        y: Tensor = self.out(self.mix(*self.project(x, turn), mask).transpose(1, 2).flatten(2))  # [B, N, W]
-        return y
-
-
-class Layer(nn.Module):
-    """Attention, then an MLP, each on the normalised input and added to it."""
-
-    def __init__(self, width: int, mlp: int, dropout: float, attention: SelfAttention) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = attention
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, mlp), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp, width))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, mask: BlockMask | Live, turn: Turn | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask, turn))
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return x
-
-
-class Classifier(nn.Module):
-    """Embedding, positions, layers, pooling over the live positions, and a head.
-
-    masks: one for each layer, for the longest batch, on the device where the model will run.
     towers: sequences an example. Of two, x and y, the head reads [x, y, x * y, x - y] (the Long Range Arena's "NLI").
     pool: "cls" reads position 0, where the batches then put [CLS]; "first" reads it too, but there the
         example's own first token stands; "mean" and "max" read all live positions.
-    places: how many places there are; more than the mask's length where batches leave tokens out.
-    side: pixels along a side, of images.
-    attention: who computes it; see attend.py.
+    sizes: of the encoder; see encoder.py.
     """
 
     def __init__(
         self,
         masks: Sequence[BlockMask],
         *,
-        vocabulary: int,
         classes: int,
         towers: int = 1,
-        width: int,
-        heads: int,
-        head_dim: int | None = None,
-        mlp: int,
-        dropout: float,
-        attention_dropout: float,
         pool: str,
-        positions: str,
-        places: int = 0,
-        side: int | None = None,
-        qk_norm: bool = False,
-        attention: str = "sparseflash",
+        width: int,
+        mlp: int,
+        **sizes: Any,
     ) -> None:
-        super().__init__()
-        if attention not in IMPLEMENTATIONS:
-            raise ValueError(f"attention must be one of {', '.join(IMPLEMENTATIONS)}; got {attention!r}")
-        if head_dim is None and width % heads:
-            raise ValueError(f"width must be a multiple of heads; got width {width}, heads {heads}")
         if pool not in POOLS:
             raise ValueError(f"pool must be one of {', '.join(POOLS)}; got {pool!r}")
-        if positions not in POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}; got {positions!r}")
-        head_dim = head_dim or width // heads
-        self.masks = tuple(masks)
-        self._cropped: dict[tuple[int, int], BlockMask] = {}
-        self._patterns: dict[int, Tensor | None] = {}
-        self.pool = pool
-        self.attention = attention
-        self.towers = towers
-        places = max(places, self.masks[0].q_len)
-        self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
-        self.positions: Tensor | nn.Parameter | None = None
-        self.turns: Turns | None = None
-        if positions == "learned":
-            self.positions = nn.Parameter(torch.randn(places, width) * width**-0.5)
-        elif positions == "sinusoidal":
-            del self.positions
-            self.register_buffer("positions", sinusoids(places, width), persistent=False)
-        else:
-            first = int(pool == "cls")
-            self.turns = Turns(head_dim, side if positions == "rotary2d" else None, first)
-        self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
-            Layer(width, mlp, dropout, SelfAttention(width, heads, head_dim, attention_dropout, qk_norm, attention))
-            for _ in self.masks
-        )
-        self.norm = nn.LayerNorm(width)
+        super().__init__(masks, width=width, mlp=mlp, first=int(pool == "cls"), **sizes)
+        self.pool, self.towers = pool, towers
         features = width * (2 if pool == "mean+max" else 1) * (1 if towers == 1 else 4)
         self.head = nn.Sequential(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
 
     def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
-        """Logits [B, C] of ids [B * T, N]; positions at or past lengths [B * T] are padding and take no part.
-
-        places: where the tokens stood before some were left out, [B * T, N]; None: none was.
-        padded: False promises that there is no padding.
-        """
-        x = self.embedding(ids)  # [B * T, N, W]
-        if self.positions is not None:
-            x = x + (self.positions[: ids.shape[1]] if places is None else self.positions[places])
-        turn = None
-        if self.turns is not None:
-            turn = self.turns(torch.arange(ids.shape[1], device=ids.device)[None] if places is None else places)
-        x = self.dropout(x)
-        masks: Sequence[BlockMask | Live]
-        if self.attention == "sparseflash":
-            masks = self.masks_for(ids.shape[1], lengths)
-        else:
-            masks = self.live_for(ids.shape[1], lengths if padded else None)
-        for layer, mask in zip(self.layers, masks, strict=True):
-            x = layer(x, mask, turn)
-        pooled = pool(self.norm(x), lengths, self.pool)  # [B * T, W]
+        """Logits [B, C] of ids [B * T, N]; the other arguments are those of `encode`."""
+        pooled = pool(self.encode(ids, lengths, places, padded), lengths, self.pool)  # [B * T, W]
         if self.towers == 2:
             first, second = pooled[0::2], pooled[1::2]
             pooled = torch.cat([first, second, first * second, first - second], dim=-1)
         logits: Tensor = self.head(pooled)
         return logits
-
-    def masks_for(self, length: int, lengths: Tensor) -> list[BlockMask]:
-        """Each layer's mask for a batch of `length` positions, with its padding.
-
-        Layers that share a mask share the plan that the library derives for this batch's lengths.
-        """
-        padded: dict[int, BlockMask] = {}
-        for mask in self.masks:
-            key = (id(mask), length)
-            if key not in self._cropped:
-                # It is kept for training, too, where autograd would refuse tensors made in inference mode.
-                with torch.inference_mode(False):
-                    whole = length == mask.q_len
-                    self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
-            if id(mask) not in padded:
-                padded[id(mask)] = self._cropped[key].with_lengths(lengths)
-        return [padded[id(mask)] for mask in self.masks]
-
-    def live_for(self, length: int, lengths: Tensor | None) -> list[Live]:
-        """The same for the implementations without block masks; no lengths: there is no padding."""
-        found: dict[int, Live] = {}
-        for mask in self.masks:
-            if id(mask) not in self._patterns:
-                with torch.inference_mode(False):
-                    self._patterns[id(mask)] = None if mask.density == 1 else mask.to_dense()
-            if id(mask) not in found:
-                pattern = self._patterns[id(mask)]
-                pattern = pattern[..., :length, :length] if pattern is not None else None
-                found[id(mask)] = Live.within(pattern, lengths, length)
-        return [found[id(mask)] for mask in self.masks]
 
 
 def pool(x: Tensor, lengths: Tensor, how: str) -> Tensor:

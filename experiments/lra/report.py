@@ -8,11 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.lra.weights import FILE
+
 
 def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
     """Test accuracy beside what one gets without computing anything."""
     source = "generated data" if metrics["generated_data"] else "released data"
-    table = Table(title=f"{metrics['task']} ({source}), {metrics['test_examples']} test examples")
+    denoises = metrics["objective"] == "denoise"
+    asked = "hidden tokens of the test examples" if denoises else "test examples"
+    table = Table(title=f"{metrics['task']} ({source}), {metrics['test_examples']:,} {asked}")
     for column in ("", "accuracy", "loss (nats)"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row(f"{metrics['mask']} mask", f"{metrics['test_accuracy']:.3f}", f"{metrics['test_loss']:.3f}")
@@ -26,8 +30,10 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
     if metrics["plateau_left_at"] is None:
         console.print("[yellow]The loss never left that of guessing:[/yellow] more steps may help, or another seed.")
     else:
-        console.print(f"The loss left that of guessing the class at step {metrics['plateau_left_at']}.")
+        console.print(f"The loss left that of guessing at step {metrics['plateau_left_at']}.")
     console.print(f"Metrics: {path}", soft_wrap=True)
+    if denoises:
+        console.print(f"Begin with these weights: train --initial {path.with_name(FILE)}", soft_wrap=True)
 
 
 def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None:

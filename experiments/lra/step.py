@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,33 +12,36 @@ from torch.nn import functional as F
 
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
+from experiments.lra.denoise import Denoiser
 from experiments.lra.model import Classifier
 from experiments.lra.ranks import ALONE, Ranks
 from experiments.lra.tasks.task import Task
 from sparseflash import BlockMask
 
 
-def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier:
-    """The classifier of a run, with weights from the run's seed, on the mask's device."""
+def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Denoiser:
+    """The model of a run, with weights from the run's seed, on the mask's device."""
     torch.manual_seed(config.seed)
-    model = Classifier(
-        [mask] * config.depth,
-        vocabulary=task.vocabulary,
-        classes=task.classes,
-        towers=task.towers,
-        width=config.width,
-        heads=config.heads,
-        head_dim=config.head_dim,
-        mlp=config.mlp,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        pool=config.pool,
-        positions=config.positions,
-        places=config.shape.places(task.longest),
-        side=task.side,
-        qk_norm=config.qk_norm,
-        attention=config.attention,
-    )
+    masks = [mask] * config.depth
+    sizes: dict[str, Any] = {
+        "vocabulary": task.vocabulary,
+        "width": config.width,
+        "heads": config.heads,
+        "head_dim": config.head_dim,
+        "mlp": config.mlp,
+        "dropout": config.dropout,
+        "attention_dropout": config.attention_dropout,
+        "positions": config.positions,
+        "places": config.shape.places(task.longest),
+        "side": task.side,
+        "qk_norm": config.qk_norm,
+        "attention": config.attention,
+    }
+    model: Classifier | Denoiser
+    if config.objective == "denoise":
+        model = Denoiser(masks, first=config.shape.first, **sizes)
+    else:
+        model = Classifier(masks, classes=task.classes, towers=task.towers, pool=config.pool, **sizes)
     return model.to(mask.device)
 
 
@@ -63,7 +67,7 @@ def training_step(
 ) -> tuple[Tensor, Tensor]:
     """Change the weights by one step; the batch's mean loss and number of right answers, on the device.
 
-    model: the classifier, or what `Ranks.together` makes of it; then both numbers are of this process's share.
+    model: the run's model, or what `Ranks.together` makes of it; then both numbers are of this process's share.
     """
     model.train()
     logits = forward(model, batch, config)
@@ -87,9 +91,10 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, *,
 
 
 def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
-    """Logits [B, C] in fp32."""
+    """Logits in fp32, for each of the batch's labels."""
+    asked = () if batch.asked is None else (batch.asked,)
     with precision(batch.ids.device, config.precision):
-        logits: Tensor = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel())
+        logits: Tensor = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel(), *asked)
     return logits.float()
 
 
@@ -102,12 +107,12 @@ def precision(device: torch.device, name: str) -> torch.autocast:
 class Score:
     loss: float  # mean cross-entropy, nats
     accuracy: float
-    examples: int
+    examples: int  # or hidden tokens
 
 
 @torch.inference_mode()
 def evaluate(
-    model: Classifier, batches: Iterable[Batch], config: Config, device: torch.device, ranks: Ranks = ALONE
+    model: Classifier | Denoiser, batches: Iterable[Batch], config: Config, device: torch.device, ranks: Ranks = ALONE
 ) -> Score:
     """Loss and accuracy over some batches, those of all processes together."""
     model.eval()

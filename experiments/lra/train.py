@@ -1,9 +1,10 @@
 """Train one model: the loop, its log, its checkpoints and its final metrics.
 
-<run>/config.json   the settings, and which data they were used on
-<run>/log.jsonl     loss, accuracy and speed over the steps
-<run>/checkpoint-*  the newest state; see checkpoint.py
-<run>/metrics.json  the result, when the run is complete
+<run>/config.json         the settings, and which data they were used on
+<run>/log.jsonl           loss, accuracy and speed over the steps
+<run>/checkpoint-*        the newest state; see checkpoint.py
+<run>/metrics.json        the result, when the run is complete
+<run>/model.safetensors   the weights then, for another run's --initial; see weights.py
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.lra import checkpoint, masks, schedule, seeds
+from experiments.lra import checkpoint, masks, schedule, seeds, weights
 from experiments.lra.average import Average
 from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
 from experiments.lra.clock import Clock
 from experiments.lra.config import Config, as_dict
+from experiments.lra.denoise import hidden_for_scoring, hidden_for_training
 from experiments.lra.files import write_json
 from experiments.lra.metrics import final_metrics
 from experiments.lra.order import Order
@@ -66,11 +69,18 @@ class Run:
         self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)
+        found = checkpoint.checkpoints(folder) if resume else []
+        self.before: dict[str, Any] | None = None  # what the weights had seen when this run began
+        if config.initial is not None:
+            if found:
+                self.before = json.loads((folder / "config.json").read_text())["initial"]
+            else:
+                self.before = weights.begin_from(self.model, Path(config.initial))
         self.average = Average(self.model, config.average) if config.average > 0 else None
         ranks.seed_apart(config.seed)
         self.step, self.seconds = 0, 0.0
         ranks.from_first(lambda: self._prepare_folder(resume, overwrite))
-        if resume and (found := checkpoint.checkpoints(folder)):
+        if found:
             progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average, rank=ranks.rank)
             self.step, self.seconds = progress.step, progress.seconds
         self.log = RunLog(folder / "log.jsonl" if ranks.first else None, self.step if resume else None)
@@ -86,10 +96,11 @@ class Run:
             check_unused(self.folder)
         elif saved.exists():
             checkpoint.remove(self.folder)
-            (self.folder / "metrics.json").unlink(missing_ok=True)
+            for name in ("metrics.json", weights.FILE):
+                (self.folder / name).unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         used |= {"folder": str(self.data.folder), "generated": self.data.generated}
-        write_json(saved, {"config": as_dict(self.config), "data": used})
+        write_json(saved, {"config": as_dict(self.config), "data": used, "initial": self.before})
 
     def train(self, pause: Callable[[int], bool] = lambda step: False) -> dict[str, Any] | None:
         """Train to the end, test, and return the final metrics.
@@ -98,6 +109,8 @@ class Run:
         """
         config = self.config
         batches = training_batches(self.data.train, self.shape, self.order, self.step)
+        if config.objective == "denoise":
+            batches = hidden_for_training(batches, self.shape, config.hidden, config.seed, self.step, self.ranks.rank)
         self.window = Window(self.device)
         while (progress := self._agreed_progress()) < 1:
             lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, progress)
@@ -123,9 +136,13 @@ class Run:
             self._close_window(lr)
         self._save()
         self._evaluate("test")
-        return self.ranks.from_first(self._write_metrics)
+        return self.ranks.from_first(self._write_result)
 
-    def _write_metrics(self) -> dict[str, Any]:
+    def _write_result(self) -> dict[str, Any]:
+        with self._averaged():
+            weights.save(
+                self.folder / weights.FILE, self.model, self.config, {"steps": self.step, "seconds": self.seconds}
+            )
         metrics = final_metrics(self)
         write_json(self.folder / "metrics.json", metrics)
         return metrics
@@ -145,9 +162,9 @@ class Run:
         seconds = self.window.clock.finish()
         self.seconds += seconds
         window = self.window
-        counts = torch.tensor([window.examples, window.tokens, window.places], dtype=torch.float64, device=self.device)
+        counts = torch.tensor([window.answers, window.tokens, window.places], dtype=torch.float64, device=self.device)
         sums = self.ranks.summed(torch.cat([torch.stack([window.loss.double(), window.right.double()]), counts]))
-        loss, right, examples, tokens, places = sums.tolist()
+        loss, right, answers, tokens, places = sums.tolist()
         loss /= window.steps * self.ranks.count
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -158,7 +175,7 @@ class Run:
             "kind": "train",
             "step": self.step,
             "loss": loss,
-            "accuracy": right / examples,
+            "accuracy": right / answers,
             "lr": lr,
             "tokens_per_s": tokens / seconds,
             "padding": 1 - tokens / places,
@@ -174,9 +191,16 @@ class Run:
         limit = len(examples) if test else self.config.eval_examples
         batch = self.config.batch // self.ranks.count
         batches = evaluation_batches(examples, self.shape, batch, limit, self.ranks.share)
-        with self.average.in_place() if self.average is not None else nullcontext():
+        if self.config.objective == "denoise":
+            numbers = count(self.ranks.rank, self.ranks.count)
+            batches = hidden_for_scoring(batches, self.shape, self.config.hidden, numbers)
+        with self._averaged():
             score = evaluate(self.model, batches, self.config, self.device, self.ranks)
         self._record({"kind": kind, "step": self.step, **vars(score)})
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that count as the run's result."""
+        return self.average.in_place() if self.average is not None else nullcontext()
 
     def _record(self, record: Record) -> None:
         self.log.write(record)
@@ -196,14 +220,14 @@ class Window:
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
-        self.steps = self.examples = self.tokens = self.places = 0
+        self.steps = self.answers = self.tokens = self.places = 0
         self.clock = Clock(device)
 
     def add(self, batch: Batch, loss: torch.Tensor, right: torch.Tensor) -> None:
         self.loss += loss
         self.right += right
         self.steps += 1
-        self.examples += len(batch.labels)
+        self.answers += len(batch.labels)
         self.tokens += batch.live_tokens
         self.places += batch.ids.numel()
 

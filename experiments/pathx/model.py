@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.lra.model import Layer, SelfAttention, Turn
+from experiments.lra.encoder import Layer, SelfAttention, Turn
 from experiments.lra.positions import plane_rates, plane_turn
 from experiments.pathx.batch import Batch, Moved, between
 from experiments.pathx.orders import BASE

@@ -12,6 +12,8 @@ from typing import Any
 
 # What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
 _APART = ("seed", "device", "eval_every", "eval_examples", "checkpoint_every", "log_every")
+# What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
+_NOTHING = ("objective", "hidden", "initial")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Accuracy:
     best_rule: str  # the best of the rules that avoid the task
     best_rule_accuracy: float
     seeds: str
+    initial: str  # what the weights had learned before: nothing, or what for how many steps
     steps: int  # of the longest run
     parameters: int
     training_seconds: float  # the mean
@@ -43,10 +46,12 @@ class Accuracy:
 
 
 def collect(folder: Path) -> list[Accuracy]:
-    """All finished runs below a folder. Raises ValueError where two of one setting have the same seed."""
+    """All finished runs below a folder that classify. Raises ValueError where two of one setting have the same seed."""
     groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in sorted(folder.rglob("metrics.json")):
         metrics = json.loads(path.read_text())
+        if metrics.get("objective", "classify") != "classify":
+            continue
         groups.setdefault(key(metrics), []).append((path, metrics))
     for runs in groups.values():
         by_seed: dict[int, Path] = {}
@@ -65,8 +70,10 @@ def collect(folder: Path) -> list[Accuracy]:
 def key(metrics: dict[str, Any]) -> str:
     """A short name of a run's settings and data; the same for runs that differ in their luck alone."""
     config = {"buckets": False, "attention": "sparseflash", **metrics["config"]}
-    kept = {name: value for name, value in sorted(config.items()) if name not in _APART}
+    kept = {name: value for name, value in sorted(config.items()) if name not in (*_APART, *_NOTHING)}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
+    if (initial := metrics.get("initial")) is not None:
+        kept["initial"] = initial["sha256"]
     return blake2b(json.dumps(kept).encode(), digest_size=3).hexdigest()
 
 
@@ -90,9 +97,19 @@ def accuracy(runs: Iterable[dict[str, Any]], setting: str) -> Accuracy:
         best_rule=best,
         best_rule_accuracy=rules[best],
         seeds=" ".join(str(metrics["config"]["seed"]) for metrics in runs),
+        initial=described(first.get("initial")),
         steps=max(metrics["steps"] for metrics in runs),
         parameters=first["parameters"],
         training_seconds=statistics.fmean(metrics["training_seconds"] for metrics in runs),
         tokens_per_s=statistics.median(metrics["tokens_per_s"] for metrics in runs),
         device=first["device"],
     )
+
+
+def described(initial: dict[str, Any] | None) -> str:
+    """What weights had learned, in words.
+
+    >>> described({"objective": "denoise", "steps": 5000})
+    'denoise 5000'
+    """
+    return "nothing" if initial is None else f"{initial['objective']} {initial['steps']}"

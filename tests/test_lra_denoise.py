@@ -1,0 +1,159 @@
+"""Self-pretraining: what is hidden, that it is learned, and that another run begins with what was learned."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from experiments.lra import weights
+from experiments.lra.batches import PADDING
+from experiments.lra.denoise import frequency_baseline, hidden_for_scoring, hidden_for_training, hide
+from experiments.lra.generate import Settings, generate
+from experiments.lra.step import build_model, build_optimizer, training_step
+from experiments.lra.table import accuracy
+from experiments.lra.tasks import TASKS, load
+from experiments.lra.train import Run
+from sparseflash import masks
+from test_lra_model import TINY, fake_batch
+
+DENOISE = replace(TINY, objective="denoise", hidden=0.25)
+SHORT = replace(
+    DENOISE, mask="local", window=16, batch=8, max_tokens=40, steps=4, warmup=1, eval_every=2, checkpoint_every=3,
+    log_every=2, average=0.5, device="cpu",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return load("listops", generate(Settings(10, 60, 64, 16, 24), tmp_path_factory.mktemp("data"), workers=1))
+
+
+@pytest.fixture(scope="module")
+def pretrained(data, tmp_path_factory):
+    """A run that denoises, and its metrics."""
+    run = Run(SHORT, data, tmp_path_factory.mktemp("pretrained") / "run")
+    return run, run.train()
+
+
+@given(st.floats(0.001, 0.999), st.integers(0, 2**32), st.sampled_from([0, 1]))
+def test_the_share_of_the_own_live_tokens_is_hidden_and_nothing_else(share, number, first):
+    batch = fake_batch()
+    hidden = hide(batch, share, np.random.default_rng(number), first)
+    changed = (hidden.ids != batch.ids).flatten()
+    own = int(batch.lengths.sum()) - first * len(batch.lengths)
+    assert changed.sum() == len(hidden.asked) == max(1, round(share * own))
+    assert changed.nonzero().squeeze(1).tolist() == hidden.asked.tolist()
+    assert (hidden.ids.flatten()[hidden.asked] == PADDING).all()
+    assert torch.equal(hidden.labels, batch.ids.flatten()[hidden.asked]) and (hidden.labels != PADDING).all()
+    assert (hidden.asked % batch.ids.shape[1] >= first).all()
+    assert torch.equal(fake_batch().ids, batch.ids)  # whose own ids are as they were
+
+
+def asked_of(batches):
+    return [batch.asked.tolist() for batch in batches]
+
+
+def test_every_step_and_process_hides_other_tokens_and_a_resumed_run_the_same():
+    shape = SHORT.shape
+    four = [fake_batch()] * 4
+    whole = asked_of(hidden_for_training(four, shape, 0.5, 0, 0, 0))
+    assert len({tuple(asked) for asked in whole}) == 4
+    assert asked_of(hidden_for_training(four[:2], shape, 0.5, 0, 2, 0)) == whole[2:]
+    others = [asked_of(hidden_for_training(four, shape, 0.5, seed, 0, rank)) for seed, rank in ((1, 0), (0, 1))]
+    scored = asked_of(hidden_for_scoring(four, shape, 0.5, range(4)))
+    assert scored == asked_of(hidden_for_scoring(four, shape, 0.5, range(4)))
+    assert all(each not in whole for other in (*others, scored) for each in other)
+
+
+def test_hidden_tokens_are_learned_from_those_around_them():
+    batch = fake_batch()
+    batch.ids[batch.ids != PADDING] = (
+        5  # the first half of the sequences says 5, the others 9: no frequency tells which
+    )
+    batch.ids[3:][batch.ids[3:] != PADDING] = 9
+    model = build_model(DENOISE, TASKS["listops"], masks.local(48, 16, block=16))
+    optimizer = build_optimizer(DENOISE, model)
+    losses = []
+    for step in range(10):
+        shown = hide(batch, 0.25, np.random.default_rng(step))
+        losses.append(training_step(model, optimizer, shown, DENOISE, 0.01)[0].item())
+    assert np.mean(losses[-3:]) < 0.3 < np.log(2) < losses[0]  # a guess between the two costs ln 2
+
+
+def test_a_run_says_how_well_it_names_tokens(pretrained, data):
+    run, metrics = pretrained
+    shown = sum(min(40, int(n)) for n in (data.test.ends - data.test.begins).flatten())
+    assert abs(metrics["test_examples"] - 0.25 * shown) <= 3  # rounded in each of three batches
+    assert [rule["rule"] for rule in metrics["baselines"]] == ["most frequent token"]
+    assert run.folder / "model.safetensors" in run.folder.iterdir()
+    assert accuracy.collect(run.folder) == []  # it answers nothing
+
+
+def test_the_frequency_baseline_is_that_of_the_tokens(data):
+    rule = frequency_baseline(data, SHORT.shape)
+    train, test = (
+        np.concatenate([split.sequence(i)[:40] for i in range(len(split))]) + split.shift
+        for split in (data.train, data.test)
+    )
+    frequent = np.bincount(train).argmax()
+    assert rule.accuracy == pytest.approx((test == frequent).mean())
+    chances = {token: (np.sum(train == token) + 1) / (len(train) + data.task.vocabulary) for token in set(test)}
+    assert rule.loss == pytest.approx(-np.mean([np.log(chances[token]) for token in test]))
+
+
+def test_a_classifier_begins_with_the_averaged_encoder_and_a_new_head(pretrained, data, tmp_path):
+    run, _ = pretrained
+    path = run.folder / "model.safetensors"
+    config = replace(SHORT, objective="classify", initial=str(path), steps=2)
+    began = Run(config, data, tmp_path / "run")
+    written, own = load_file(path), began.model.state_dict()
+    encoder = [name for name in own if not name.startswith("head.")]
+    assert all(torch.equal(own[name], written[name]) for name in encoder)
+    assert any(not torch.equal(run.model.state_dict()[name], written[name]) for name in encoder)  # not the last step's
+    metrics = began.train()
+    assert metrics["initial"]["objective"] == "denoise" and metrics["initial"]["steps"] == 4
+    (row,) = accuracy.collect(tmp_path)
+    assert row.initial == "denoise 4"
+
+
+def test_a_resumed_run_needs_the_first_weights_no_more(pretrained, data, tmp_path):
+    path = tmp_path / "initial.safetensors"
+    path.write_bytes((pretrained[0].folder / "model.safetensors").read_bytes())
+    config = replace(SHORT, objective="classify", initial=str(path))
+    whole = Run(config, data, tmp_path / "whole").train()
+    first = Run(config, data, tmp_path / "run")
+    assert first.train(pause=lambda step: step == 2) is None
+    path.unlink()
+    metrics = Run(config, data, tmp_path / "run", resume=True).train()
+    assert metrics["test_loss"] == whole["test_loss"] and metrics["initial"] == whole["initial"]
+
+
+def test_other_files_are_refused(pretrained, tmp_path):
+    run, _ = pretrained
+    path = tmp_path / "model.safetensors"
+    model = build_model(replace(SHORT, objective="classify"), TASKS["listops"], run.mask)
+    with pytest.raises(FileNotFoundError, match="there are no weights"):
+        weights.begin_from(model, path)
+    path.write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=r"must be the model\.safetensors of a run"):
+        weights.begin_from(model, path)
+    save_file({"x": torch.zeros(1)}, path, metadata={"about": json.dumps({"kind": "another"})})
+    with pytest.raises(ValueError, match="got 'another'"):
+        weights.begin_from(model, path)
+    wider = build_model(replace(SHORT, objective="classify", width=64), TASKS["listops"], run.mask)
+    with pytest.raises(ValueError, match=r"depth, width, heads.* is \[\d+, 64\] here and \[\d+, 32\] there"):
+        weights.begin_from(wider, run.folder / "model.safetensors")
+    deeper = build_model(replace(SHORT, objective="classify", depth=3), TASKS["listops"], run.mask)
+    with pytest.raises(ValueError, match=r"layers\.2.* there"):
+        weights.begin_from(deeper, run.folder / "model.safetensors")
+
+
+def test_settings_are_checked():
+    for changed, message in (({"objective": "guess"}, "objective must be one of"), ({"hidden": 1.0}, "hidden must be")):
+        with pytest.raises(ValueError, match=message):
+            replace(TINY, **changed)
