@@ -51,18 +51,14 @@ def main(
     import torch
 
     from experiments.blocks.measuring import BLOCKS, KERNELS, KINDS, Bench
-    from experiments.tune.space import parse
+    from experiments.tune.options import check_choices, configs_of
 
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device; --device cpu with a small --length tests the experiment")
-    for name, given, allowed in (("kernel", kernel, KERNELS), ("mask", mask, KINDS), ("block", block, BLOCKS)):
-        for value in given or ():
-            if value not in allowed:
-                raise typer.BadParameter(f"--{name} must be one of {', '.join(map(str, allowed))}; got {value}")
-    try:
-        configs = [parse(each) for each in config or ()]
-    except ValueError as failure:
-        raise typer.BadParameter(f"--config: {failure}") from None
+    check_choices("kernel", kernel, KERNELS)
+    check_choices("mask", mask, KINDS)
+    check_choices("block", block, BLOCKS)
+    configs = configs_of(config)
     blocks = [128, *(b for b in block or BLOCKS if b != 128)]
     rows: list[Any] = []
     for d in dim or (64, 128):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, get_args
 from unittest import mock
@@ -13,9 +12,9 @@ import torch
 
 from experiments.speed import timing
 from experiments.speed.patterns import block_mask, pattern
+from experiments.tune.kernel_call import fresh_problem, kernel_call
 from sparseflash.kernels import launch
 from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
-from sparseflash.kernels.plan import Plan, plan_of
 from sparseflash.kernels.retiled import Retiled
 from sparseflash.kernels.tilings import HALF, Tiling
 
@@ -88,13 +87,11 @@ class Bench:
                 )  # fmt: skip
         return found
 
-    def _mask_plan(self, kind: str, block: int) -> Plan:
-        mask = block_mask(kind, self.length, block).to(self.device)
-        arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-        return plan_of(*arrays, (1, self.heads), self.heads, (self.length,) * 2, (block, block))
+    def _problem(self, kind: str, block: int) -> launch.Problem:
+        return fresh_problem(block_mask(kind, self.length, block).to(self.device), self.q, tf32=False)
 
     def _others(self, kind: str, block: int, kernel: Kernel, chosen: Tiling) -> list[Tiling]:
-        retiled = self._mask_plan(kind, block)._retiled
+        retiled = self._problem(kind, block).plan._retiled
         assert retiled is not None
         found = retiled.candidates(int(kernel == "dk_dv"), *self._tiles(kernel))
         return [tiling for tiling in found[1:] if tiling != chosen]
@@ -107,38 +104,17 @@ class Bench:
         return [(c.block_n, c.block_m) if kernel == "dk_dv" else (c.block_m, c.block_n) for c in configs]
 
     def _call(self, kind: str, block: int, kernel: Kernel, tiling: Tiling | str | None) -> _Call:
-        plan = copy(self._mask_plan(kind, block))
-        plan.launches = {}
-        problem = launch.Problem(plan, None, (block, block), self.dim**-0.5, False)
-        q, k, v, dout = self.q, self.k, self.v, self.dout
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        kept = q.new_empty(0)
-        gradients = [torch.empty_like(q) for _ in range(3)]
-        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-
-        def run() -> None:
-            if kernel == "forward":
-                launch.forward(problem, q, k, v, out, lse, kept)
-            elif kernel == "dk_dv":
-                launch.key_gradients(problem, q, k, v, dout, lse2, None, delta, None, *gradients[1:])
-            else:
-                launch.query_gradients(problem, q, k, v, dout, lse2, None, delta, None, gradients[0])
-
-        if kernel != "forward":
-            with mock.patch.object(launch, "config_for", config_for), taking(CHOSEN):
-                launch.forward(problem, q, k, v, out, lse, kept)
-            launch.row_gradients(out, lse, dout, None, lse2, delta)
-            plan.launches.clear()
+        problem = self._problem(kind, block)
+        call = kernel_call(kernel, problem, self.q, self.k, self.v, self.dout, shipped())
         with taking(tiling):
-            run()  # prepares, and compiles
-        (prepared,) = plan.launches.values()
-        results = {"forward": [out], "dq": gradients[:1], "dk_dv": gradients[1:]}[kernel]
-        retiled = plan._retiled
+            call.run()  # prepares, and compiles
+        (prepared,) = problem.plan.launches.values()
+        retiled = problem.plan._retiled
         assert retiled is not None
         config = prepared.config
         tile = (config.block_n, config.block_m) if kernel == "dk_dv" else (config.block_m, config.block_n)
         predicted = HALF.of_tiles(retiled.count(int(kernel == "dk_dv"), prepared.tiling), prepared.tiling, tile)
-        return _Call(run, prepared.tiling, tuple(config), predicted, results)
+        return _Call(call.run, prepared.tiling, tuple(config), predicted, call.results)
 
 
 @dataclass(frozen=True)
@@ -165,6 +141,13 @@ def configured(config: Config) -> Iterator[None]:
         return Config(min(config[0], block[0]), min(config[1], block[1]), *config[2:])
 
     with mock.patch.object(launch, "config_for", pick):
+        yield
+
+
+@contextmanager
+def shipped() -> Iterator[None]:
+    """Launches prepared inside take what is shipped, also inside `configured`, in the cheapest tiling."""
+    with mock.patch.object(launch, "config_for", config_for), taking(CHOSEN):
         yield
 
 

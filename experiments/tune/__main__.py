@@ -60,19 +60,15 @@ def main(
     from experiments.speed.patterns import KINDS as EVERY_MASK
     from experiments.tune.compiling import compile_candidates
     from experiments.tune.measuring import KINDS
-    from experiments.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates, parse
+    from experiments.tune.options import check_choices, configs_of
+    from experiments.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
 
-    for given, allowed, name in (
-        (kernel, KERNELS, "kernel"), (arithmetic, ARITHMETICS, "arithmetic"), (dim, DIMS, "dim"),
-        (loads, ("descriptors", "pointers"), "loads"), (mask, EVERY_MASK, "mask"),
-    ):  # fmt: skip
-        for value in given or ():
-            if value not in allowed:
-                raise typer.BadParameter(f"--{name} must be one of {', '.join(map(str, allowed))}; got {value}")
-    try:
-        named = [parse(each) for each in config or ()]
-    except ValueError as failure:
-        raise typer.BadParameter(f"--config: {failure}") from None
+    check_choices("kernel", kernel, KERNELS)
+    check_choices("arithmetic", arithmetic, ARITHMETICS)
+    check_choices("dim", dim, DIMS)
+    check_choices("loads", loads, ("descriptors", "pointers"))
+    check_choices("mask", mask, EVERY_MASK)
+    named = configs_of(config)
     if not compile_only and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU to time on; --compile-only needs none")
     if arch is None:

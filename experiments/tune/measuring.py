@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from statistics import geometric_mean
 from typing import NamedTuple
 from unittest import mock
@@ -15,11 +14,11 @@ from experiments.speed import check, timing
 from experiments.speed.patterns import block_mask, pattern
 from experiments.speed.peers.runner import Inputs
 from experiments.speed.precision import products_in_tf32
+from experiments.tune.kernel_call import fresh_problem, kernel_call
 from experiments.tune.space import Target
 from sparseflash import attention
 from sparseflash.kernels import configs, launch
 from sparseflash.kernels.configs import Config
-from sparseflash.kernels.plan import plan_of
 
 KINDS = ("dense", "causal", "butterfly", "local", "bigbird", "random12")
 SHIPPED = "shipped"
@@ -78,37 +77,15 @@ class Bench:
 
     def kernel(self, kind: str, config: Config | None) -> Callable[[], object]:
         """The target's kernel under a mask, with a configuration, or with the shipped one, as a call."""
-        mask, tokens = self.masks[kind], (self.length, self.length)
-        arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-        plan = copy(plan_of(*arrays, (1, self.heads), self.heads, tokens, (self.block, self.block)))
-        plan.launches = {}  # those that are kept with the plan are of another configuration
-        tf32 = self.target.arithmetic == "tf32"
-        problem = launch.Problem(plan, None, (self.block, self.block), self.target.dim**-0.5, tf32)
-        q, k, v, dout = self.q, self.k, self.v, self.dout
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        kept = q.new_empty((2, *q.shape[:-1]) if self.dtype == torch.float32 else (0,))
-        gradients = [torch.empty_like(q) for _ in range(3)]
+        problem = fresh_problem(self.masks[kind], self.q, tf32=self.target.arithmetic == "tf32")
+        shipped = chosen(self.target, None)
+        call = kernel_call(self.target.kernel, problem, self.q, self.k, self.v, self.dout, shipped)
 
-        def call() -> None:
+        def configured() -> None:
             with chosen(self.target, config):
-                if self.target.kernel == "forward":
-                    launch.forward(problem, q, k, v, out, lse, kept)
-                elif self.target.kernel == "dk_dv":
-                    launch.key_gradients(problem, q, k, v, dout, lse2, inverse, delta, None, *gradients[1:])
-                else:
-                    launch.query_gradients(problem, q, k, v, dout, lse2, inverse, delta, None, gradients[0])
+                call.run()
 
-        delta, lse2, inverse = torch.empty_like(lse), torch.empty_like(lse), None
-        if self.target.kernel != "forward":
-            with chosen(self.target, None):
-                launch.forward(problem, q, k, v, out, lse, kept)
-            if kept.numel():
-                lse2, inverse = kept[0], kept[1]
-                delta.zero_()
-            else:
-                launch.row_gradients(out, lse, dout, None, lse2, delta)
-            plan.launches.clear()
-        return call
+        return configured
 
     def error(self, config: Config, heads: int = 1) -> float:
         """The largest error of forward and gradients with this configuration, in units of the yardstick."""

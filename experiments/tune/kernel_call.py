@@ -1,0 +1,64 @@
+"""One of the three kernels as a call of its own, with what it reads of the others' results made before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash import BlockMask
+from sparseflash.kernels import launch
+from sparseflash.kernels.configs import Kernel
+from sparseflash.kernels.plan import plan_of
+
+
+class KernelCall(NamedTuple):
+    """A launch of a kernel, and the tensors that it writes."""
+
+    run: Callable[[], None]
+    results: list[Tensor]  # out; dq; or dk and dv
+
+
+def fresh_problem(mask: BlockMask, q: Tensor, *, tf32: bool) -> launch.Problem:
+    """The attention of `q` [1, H, N, D] to as many heads under a mask, with no launch prepared.
+
+    Those that are kept with the mask's own plan may be of another configuration.
+    """
+    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
+    heads, block = q.shape[1], (mask.block_q, mask.block_k)
+    plan = copy(plan_of(*arrays, (1, heads), heads, (mask.q_len, mask.k_len), block))
+    plan.launches = {}
+    return launch.Problem(plan, None, block, q.shape[-1] ** -0.5, tf32)
+
+
+def kernel_call(
+    kernel: Kernel, problem: launch.Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+    preparing: AbstractContextManager[object],
+) -> KernelCall:  # fmt: skip
+    """The kernel on tensors [1, H, N, D]; no launch is prepared in the problem's plan when it returns.
+
+    preparing: held around the forward that a kernel of the backward needs. In fp32 that kernel reads zeros as `delta`:
+    it takes as long, but its results are no gradients.
+    """
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    kept = q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
+    if kernel == "forward":
+        return KernelCall(lambda: launch.forward(problem, q, k, v, out, lse, kept), [out])
+    with preparing:
+        launch.forward(problem, q, k, v, out, lse, kept)
+    problem.plan.launches.clear()
+    if kept.numel():
+        lse2, inverse, delta = kept[0], kept[1], torch.zeros_like(lse)
+    else:
+        lse2, inverse, delta = torch.empty_like(lse), None, torch.empty_like(lse)
+        launch.row_gradients(out, lse, dout, None, lse2, delta)
+    read = problem, q, k, v, dout, lse2, inverse, delta, None
+    if kernel == "dq":
+        dq = torch.empty_like(q)
+        return KernelCall(lambda: launch.query_gradients(*read, dq), [dq])
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    return KernelCall(lambda: launch.key_gradients(*read, dk, dv), [dk, dv])
