@@ -190,6 +190,16 @@ def test_a_folder_with_a_run_is_not_written_over_unasked(data, tmp_path):
     assert again.log.of_kind("train")[-1]["step"] == 1
 
 
+def test_a_checkpoint_alone_is_neither_written_over_unasked_nor_gone_on_with(data, tmp_path):
+    Run(replace(TINY, steps=3), data, tmp_path).train()
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        Run(replace(TINY, steps=1), data, tmp_path)
+    Run(replace(TINY, steps=1), data, tmp_path, overwrite=True).train()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-00000001"]
+
+
 def test_resuming_needs_a_run_and_the_same_data(data, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no run to resume in"):
         saved_run(tmp_path / "nothing")

@@ -175,6 +175,13 @@ def test_a_run_is_not_replaced_unasked(whole, stream):
         Run(TINY, whole[0].folder, stream)
 
 
+def test_weights_alone_are_not_replaced_unasked(stream, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"of days")
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        Run(TINY, tmp_path, stream)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"of days"
+
+
 def test_a_run_needs_stages(stream, tmp_path):
     with pytest.raises(ValueError, match="at least one stage"):
         Run(replace(TINY, curriculum=()), tmp_path, stream)
@@ -195,6 +202,14 @@ def test_another_run_begins_with_a_runs_weights(whole, stream, tmp_path):
     assert said["cost"]["images"] == run.state.images + whole[1]["cost"]["images"]
     assert said["cost"]["minutes"] > whole[1]["cost"]["minutes"]
     assert said["initial"]["sha256"] == whole[1]["sha256"]
+    begun = Run(config, tmp_path / "paused", stream)
+    assert begun.train(pause=lambda step: True) is None
+    gone = str(tmp_path / "gone.safetensors")
+    (tmp_path / "paused" / "config.json").write_text(
+        (tmp_path / "paused" / "config.json").read_text().replace(str(path), gone)
+    )
+    resumed = Run(saved_run(tmp_path / "paused"), tmp_path / "paused", stream, resume=True)
+    assert resumed.before == run.before  # a resumed run needs the weights that it began with no more
     with pytest.raises(ValueError, match="same layers, width and registers"):
         Run(replace(config, width=32), tmp_path / "other", stream)
 

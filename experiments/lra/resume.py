@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from experiments.lra.checkpoint import checkpoints
+
 Settings = TypeVar("Settings")
 
 
@@ -25,8 +27,8 @@ def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> S
 
 
 def check_unused(folder: Path) -> None:
-    """Raises FileExistsError where the folder holds a run."""
-    if (folder / "config.json").exists():
+    """Raises FileExistsError where the folder holds a run, or something of one."""
+    if any((folder / name).exists() for name in ("config.json", "model.safetensors")) or checkpoints(folder):
         raise FileExistsError(
             f"{folder} holds a run; go on with it by --resume, replace it by --overwrite, or "
             "choose another folder with --out"

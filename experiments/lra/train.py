@@ -92,9 +92,9 @@ class Run:
         used: dict[str, Any] = {"examples": [len(self.data.train), len(self.data.val), len(self.data.test)]}
         if resume:
             check_same_data(json.loads(saved.read_text())["data"], used)
-        elif not overwrite:
-            check_unused(self.folder)
-        elif saved.exists():
+        else:
+            if not overwrite:
+                check_unused(self.folder)
             checkpoint.remove(self.folder)
             for name in ("metrics.json", weights.FILE):
                 (self.folder / name).unlink(missing_ok=True)

@@ -73,17 +73,21 @@ class Run:
         self.config, self.folder, self.stream, self.report = config, folder, stream, report
         self.device = find_device(config.device)
         self.state = State()
-        self.before: dict[str, Any] | None = None
+        self.before: dict[str, Any] | None = None  # what the weights had cost when this run began
         self.model = weights.build(config)
+        found = checkpoint.checkpoints(folder) if resume else []
         if config.initial is not None:
-            self._begin_from(Path(config.initial))
+            if found:
+                self.before = json.loads((folder / "config.json").read_text())["initial"]
+            else:
+                self._begin_from(Path(config.initial))
         self.model.to(self.device)
         if config.compiled:
             self.model.compile_layers()
         self.optimizer = adamw(self.model, config.curriculum[0].lr, config.weight_decay)
         self.average = Average(self.model, config.average) if config.average > 0 else None
         self._prepare_folder(resume, overwrite)
-        if resume and (found := checkpoint.checkpoints(folder)):
+        if found:
             progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average)
             self.state = State(progress.step, seconds=progress.seconds, **progress.details)
         self.log = RunLog(folder / "log.jsonl", self.state.step if resume else None)
@@ -112,7 +116,7 @@ class Run:
             for name in ("model.safetensors", "model.json"):
                 (self.folder / name).unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "config.json", {"config": as_dict(self.config)})
+        write_json(self.folder / "config.json", {"config": as_dict(self.config), "initial": self.before})
 
     def train(self, pause: Callable[[int], bool] = lambda step: False) -> dict[str, Any] | None:
         """Train to the end of the curriculum, write the model, and return what is written beside it.
