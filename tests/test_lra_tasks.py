@@ -285,7 +285,8 @@ def drawn(tmp_path_factory):
     return generate(Settings(lra(32, 6), 40), tmp_path_factory.mktemp("drawn"), workers=1)
 
 
-def test_generated_images_are_rendered_labelled_and_told_with_their_shortcuts(drawn, tmp_path):
+def test_generated_images_are_rendered_labelled_and_told_with_their_baselines(drawn, tmp_path, monkeypatch):
+    from experiments.pathfinder.cnn import results
     from experiments.pathfinder.render import render
     from experiments.pathfinder.vectors import load as load_vectors
 
@@ -296,10 +297,15 @@ def test_generated_images_are_rendered_labelled_and_told_with_their_shortcuts(dr
     assert np.array_equal(data.val.sequence(1).reshape(32, 32), render(vectors)[33])
     assert data.val.labels.tolist() == vectors.labels[32:36].tolist()
     config = replace(TINY, task="pathfinder32", difficulty="easy", background="drop", positions="rotary2d", steps=2)
+    monkeypatch.setattr(results, "STORED", tmp_path)
+    results.write({"images_of": "pathfinder32-cl6", "rule": results.RULE, "accuracy": 0.625}, tmp_path)
     metrics = Run(config, data, tmp_path / "run").train()
     assert metrics["generated_data"]
-    rules = [each["rule"] for each in metrics["baselines"]]
-    assert rules == ["majority class", "marker distance", "distance and end dashes"]
+    rules = {each["rule"]: each["accuracy"] for each in metrics["baselines"]}
+    assert list(rules) == ["majority class", "marker distance", "distance and end dashes", "small 2-D CNN"]
+    assert rules["small 2-D CNN"] == 0.625
+    results.path_of("pathfinder32-cl6", tmp_path).unlink()
+    assert "small 2-D CNN" not in dict(data.shortcuts())
 
 
 def test_where_generated_images_lie_is_kept_in_full(drawn, monkeypatch):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from experiments.lra.runlog import read
+from experiments.pathfinder.cnn import results
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import evaluate, probe, table, testset, weights
 from experiments.pathx.analyse import analyse
@@ -320,7 +321,10 @@ def test_the_stage_of_a_test_is_the_last_of_its_size():
     assert evaluate.stage_for(config, 256, None).size == 256
 
 
-def test_an_analysis_has_bins_rules_maps_and_masks(whole, tests, stream, tmp_path):
+def test_an_analysis_has_bins_rules_maps_and_masks(whole, tests, stream, tmp_path, monkeypatch):
+    figure = {"rule": results.RULE, "images_of": "pathfinder32-cl9", "accuracy": 0.7, "error": 0.01, "images": 2000}
+    monkeypatch.setattr(results, "STORED", tmp_path)
+    results.write(figure | {"by_distance": {"accuracy": [0.6, 0.7, 0.7, 0.8]}}, tmp_path)
     model, config, _ = weights.load(whole[0].folder / "model.safetensors")
     stage = evaluate.stage_for(config, None, None)
     found = analyse(model, config, [stage], lambda _: tests[1], 60, 2, tmp_path, stream, torch.device("cpu"))
@@ -337,6 +341,7 @@ def test_an_analysis_has_bins_rules_maps_and_masks(whole, tests, stream, tmp_pat
     assert 1 <= len(list(tmp_path.glob("attention-32-9-*.png"))) <= 2
     text = (tmp_path / "analysis.md").read_text()
     assert "no tracing: marker distance" in text
+    assert "| small 2-D CNN | | 70.0 % ± 1.0 | 60.0 %, 70.0 %, 70.0 %, 80.0 % | |" in text
     assert "near:8" in text
 
 
@@ -346,9 +351,9 @@ def test_the_table_has_ours_and_the_published(tmp_path):
         "results": {"128-14-drop": {"accuracy": 0.971, "error": 0.001}, "128-9-drop": {"accuracy": 0.5, "error": 0.1}},
     }  # fmt: skip
     (tmp_path / "one.json").write_text(json.dumps(note))
-    assert table.rows([tmp_path]) == [table.HEAD, *table.PUBLISHED]  # no weights
+    assert table.rows([tmp_path], tmp_path) == [table.HEAD, *table.PUBLISHED]  # no weights
     (tmp_path / "one.safetensors").touch()
-    lines = table.rows([tmp_path])
+    lines = table.rows([tmp_path], tmp_path)
     name = "ours: one, background dropped, pixel labels (weight 0.5)"
     assert lines[1] == [name, "97.1 ± 0.1 %", "-", "0.90M", "2.00M", "55 min, X"]
     assert "LRA-parameter generated" in table.markdown(lines)

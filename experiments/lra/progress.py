@@ -10,9 +10,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from experiments.lra.runlog import Record
 
+RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first that a record has is shown
+
 
 class TrainingBar:
-    """A bar for one run, fed with the records of its log: loss, accuracy, tokens/s, time left."""
+    """A bar for one run, fed with the records of its log: loss, accuracy, tokens/s or images/s, time left."""
 
     def __init__(self, console: Console, name: str, progress: Callable[[], float]) -> None:
         """progress: the part of the run that is done, 0 to 1."""
@@ -41,7 +43,8 @@ class TrainingBar:
         if record["kind"] != "train":
             self.console.print(f"{self.name} step {record['step']}  {record['kind']:5}  {numbers}")
             return
-        numbers += f" {record['tokens_per_s']:,.0f} tok/s"
+        rate, unit = next(rate for rate in RATES if rate[0] in record)
+        numbers += f" {record[rate]:,.0f} {unit}"
         self._bar.update(self._task, completed=min(1.0, self._progress()), step=record["step"], numbers=numbers)
         if not self.console.is_terminal and record["step"] % 100 == 0:
             self.console.print(f"{self.name} step {record['step']}  train  {numbers}")

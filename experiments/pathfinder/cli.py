@@ -12,8 +12,9 @@ from rich.console import Console
 
 from experiments.lra.errors import short_errors
 from experiments.lra.generate import available_cores
-from experiments.lra.progress import counting_bar
+from experiments.lra.progress import TrainingBar, counting_bar
 from experiments.pathfinder import original
+from experiments.pathfinder.cnn.config import Config
 from experiments.pathfinder.generate import Settings, generate
 from experiments.pathfinder.parameters import FOLDS, LRA, Parameters, lra
 from experiments.pathfinder.picture import picture
@@ -24,6 +25,7 @@ from experiments.pathfinder.statistics import statistics
 from experiments.pathfinder.vectors import load
 
 DATA = Path("data/pathfinder")
+RUNS = Path("runs/pathfinder")
 SETS = 4  # of images, as large as the original's, over which shortcuts are averaged
 
 app = typer.Typer(
@@ -42,6 +44,7 @@ Workers = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Image i of a seed is always the same.")]
 Report = Annotated[Path | None, typer.Option(help="Markdown file to write, too.", show_default="none")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")]
 Only = Annotated[
     list[str] | None, typer.Option(help="SIZE-CONTOUR, as 128-14; may be repeated.", show_default="all twelve")
 ]
@@ -116,6 +119,81 @@ def shortcuts_command(
         publish(shortcuts_report(found, compared), out)
 
 
+@app.command("cnn")
+def cnn_command(
+    size: Size = 32,
+    contours: Annotated[
+        str, typer.Option("--contour", help="Dashes of a path; several with commas between them: a network for each.")
+    ] = "14",
+    file: Annotated[
+        Path | None,
+        typer.Option(help="File that `generate` has written to train on, in place of the two.", show_default="none"),
+    ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(min=1, help="Train on so many, drawn before, again and again.", show_default="fresh ones always"),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Of training, at most.", show_default="5, or no limit with --steps")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Of training, at most.", show_default="no limit")] = None,
+    batch: Annotated[int, typer.Option(help="Images of a step.")] = Config.batch,
+    lr: Annotated[float, typer.Option(help="The highest learning rate.")] = Config.lr,
+    width: Annotated[int, typer.Option(help="Channels of the first stage.")] = Config.width,
+    blocks: Annotated[int, typer.Option(help="Of two convolutions, in each stage.")] = Config.blocks,
+    seed: Annotated[int, typer.Option(help="Of the first weights, and of the images to train on.")] = Config.seed,
+    test_images: Annotated[
+        int | None, typer.Option(min=10, help="The first so many of the test set.", show_default="all 20,000")
+    ] = None,
+    device: Device = "auto",
+    precision: Annotated[
+        str | None, typer.Option(help="fp32 or bf16.", show_default="bf16 on a GPU, fp32 on a CPU")
+    ] = None,
+    data: Annotated[Path, typer.Option(help="Folder of drawn images; what is missing is drawn.")] = DATA,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that draw fresh images.", show_default="cores - 1")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results: a JSON file each, and cnn.md of all in it.")] = RUNS,
+) -> None:
+    """Train a small 2-D CNN, and test it beside the rules that trace nothing."""
+    # Only here: PyTorch takes seconds to import.
+    from experiments.lra.ranks import find_device
+    from experiments.pathfinder.cnn import results, run
+    from experiments.pathfinder.cnn.images import test_file
+    from experiments.pathfinder.cnn.report import report
+    from experiments.pathfinder.cnn.train import Training
+    from experiments.pathx import testset
+    from experiments.pathx.sources import training_seed
+
+    with short_errors():
+        if file is not None and images is not None:
+            raise ValueError("--images draws a file of its own; leave it out with --file")
+        place = find_device(device)
+        if minutes is None and steps is None:
+            minutes = Config.minutes
+        precision = precision or ("fp32" if place.type == "cpu" else "bf16")
+        config = Config(width, blocks, batch, lr, steps=steps, minutes=minutes, seed=seed, precision=precision)
+        if file is not None:
+            sources = [run.Source.of_file(file)]
+        else:
+            sources = [run.Source(lra(size, length)) for length in lengths(contours)]
+        figures = []
+        for source in sources:
+            if images is not None:
+                drawing = Settings(source.parameters, images, training_seed(seed))
+                source = run.Source.of_file(generated(drawing, data, workers or None))
+            name = source.parameters.name
+            wanted = test_images or testset.IMAGES
+            with counting_bar(console, f"Drawing test images of {name}", wanted) as progress:
+                test = test_file(source.parameters, wanted, data, workers or None, progress)
+            training = Training(config, source.parameters.size, place)
+            with TrainingBar(console, name, lambda training=training: training.progress) as bar:
+                run.train(training, source, workers, bar.show)
+            figures.append(run.tested(training, source, test))
+            results.write(figures[-1], out)
+        publish(report(results.all_in(out)), out / "cnn.md", report(figures))
+
+
 @app.command("picture")
 def picture_command(
     size: Size = 128,
@@ -161,9 +239,21 @@ def mean(sets: tuple[Shortcut, ...]) -> Shortcut:
     return replace(sets[0], accuracy=float(np.mean([shortcut.accuracy for shortcut in sets])))
 
 
-def publish(text: str, out: Path | None) -> None:
-    """Print a report, and write it."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+def lengths(contours: str) -> list[int]:
+    """Contour lengths that the user names.
+
+    >>> lengths("6,14")
+    [6, 14]
+    """
+    words = contours.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"--contour must be numbers with commas between them, as 6,9,14; got {contours!r}")
+    return [int(word) for word in words]
+
+
+def publish(text: str, out: Path | None, shown: str | None = None) -> None:
+    """Print a report, or the part of it that is new, and write it."""
+    console.print(text if shown is None else shown, soft_wrap=True, markup=False, highlight=False)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from experiments.lra.files import replace_text, write_json
+from experiments.pathfinder.cnn.results import as_rule, stored
 from experiments.pathfinder.vectors import Vectors
 from experiments.pathx import attention_maps
 from experiments.pathx.batch import on_device
@@ -49,7 +50,11 @@ def analyse(
         vectors = vectors_of(file)
         found = scores_on(model, config, stage, file, images, stream, device)
         right = found.right.numpy()
-        folds.append(result(found, stage, config, file, device) | {"by_distance": by_distance(vectors, right)})
+        cnn = stored(vectors.parameters.name)
+        folds.append(
+            result(found, stage, config, file, device)
+            | {"by_distance": by_distance(vectors, right), "cnn": None if cnn is None else as_rule(cnn)}
+        )
     last, vectors = stages[-1], vectors_of(file_of(stages[-1]))
     solved = [index for index in range(images) if right[index]]
     connected = [index for index in solved if vectors.labels[index]]
@@ -91,10 +96,12 @@ def markdown(found: dict[str, Any]) -> str:
             f"| {fold['task']}, {fold['background']} | {fold['images']} | {percent(fold['accuracy'])} ± "
             f"{100 * fold['error']:.1f} | {', '.join(map(percent, quarters['accuracy']))} | {borders} |"
         )
-        for rule in quarters["rules"]:
+        others = [rule | {"rule": f"no tracing: {rule['rule']}"} for rule in quarters["rules"]]
+        others += [] if fold["cnn"] is None else [fold["cnn"]]
+        for each in others:
             lines.append(
-                f"| no tracing: {rule['rule']} | | {percent(rule['accuracy'])} ± {100 * rule['error']:.1f} | "
-                f"{', '.join(map(percent, rule['by_distance']))} | |"
+                f"| {each['rule']} | | {percent(each['accuracy'])} ± {100 * each['error']:.1f} | "
+                f"{', '.join(map(percent, each['by_distance']))} | |"
             )
     lines += ["", "Masks on the first image, background dropped. Tiles: the part of the scores that is computed.", ""]
     lines += ["| layer | mask | order | live scores | tiles | reached so far | alone reaches all after |"]

@@ -35,7 +35,13 @@ def by_distance(vectors: Vectors, right: NDArray[np.bool_]) -> dict[str, Any]:
         "images": counts.tolist(),
         "accuracy": [float(total / count) if count else None for total, count in zip(sums, counts)],
         "rules": [
-            {"rule": rule.rule, "accuracy": rule.accuracy, "error": rule.error, "by_distance": list(rule.by_distance)}
+            {
+                "rule": rule.rule,
+                "accuracy": rule.accuracy,
+                "error": rule.error,
+                "images": rule.images,
+                "by_distance": list(rule.by_distance),
+            }
             for rule in found
         ],
     }

@@ -27,7 +27,7 @@ from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.analyse import percent
 from experiments.pathx.config import HELP, SHOWN_DEFAULTS, Config, Stage, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
-from experiments.pathx.evaluate import agrees, key_of, result, scores_on, stage_for, store
+from experiments.pathx.evaluate import agrees, baselines, key_of, result, scores_on, stage_for, store
 from experiments.pathx.stream import Stream
 from experiments.pathx.testset import IMAGES, test_set
 from experiments.pathx.train import Run, saved_run
@@ -227,12 +227,15 @@ def evaluate(
         if out is not None:
             write_json(out, found)
         stored = weights.beside(file)["results"].get(key_of(stage)) if sha256 is None else None
+        others = baselines(stage)
     console.print(
         f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
         f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
         + (f"; trained with pixel labels, weight {found['auxiliary']:g}" if found["auxiliary"] else ""),
         soft_wrap=True,
     )
+    if others:
+        console.print(f"Baselines: {others}", soft_wrap=True)
     if stored is not None and not keep:
         same = agrees(found, stored)
         console.print(

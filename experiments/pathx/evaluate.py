@@ -13,6 +13,8 @@ import torch
 
 from experiments.lra.files import write_json
 from experiments.lra.metrics import device_name, versions
+from experiments.pathfinder.cnn.results import stored
+from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.vectors import Vectors
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import weights
@@ -87,6 +89,14 @@ def result(scores: Scores, stage: Stage, config: Config, file: Path, device: tor
         "device": device_name(device),
         "versions": versions(),
     }
+
+
+def baselines(stage: Stage) -> str:
+    """What is stored of the answers of rules that trace nothing, and of a small 2-D CNN; empty where nothing is."""
+    cnn = stored(lra(stage.size, stage.contour).name)
+    if cnn is None:
+        return ""
+    return ", ".join(f"{each['rule']} {100 * each['accuracy']:.1f} %" for each in [*cnn["by_distance"]["rules"], cnn])
 
 
 def key_of(stage: Stage) -> str:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from experiments.lra.generate import available_cores
 from experiments.pathfinder.vectors import Vectors, join
@@ -25,6 +25,8 @@ from experiments.pathx.sources import VALIDATION_SEED, drawn, image_index, marke
 
 AHEAD = 3  # batches that each process may be ahead of the loop
 _FULLEST = 3300  # tokens that images of 128 and 256 pixels have at most, about
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,13 @@ class Stream:
         """The batches of the steps from `first_step` on, without end. Closing it drops what is made ahead."""
         return self.in_order(make, ((recipe, step) for step in count(first_step)))
 
-    def in_order(self, function: Callable[..., Packed], calls: Iterator[tuple[Any, ...]]) -> Iterator[Packed]:
+    def in_order(self, function: Callable[..., Made], calls: Iterator[tuple[Any, ...]]) -> Iterator[Made]:
         """What the function gives for each of some arguments, made ahead by a bounded number."""
         if self._pool is None:
             for arguments in calls:
                 yield function(*arguments)
             return
-        waiting: deque[Future[Packed]] = deque()
+        waiting: deque[Future[Made]] = deque()
         try:
             while True:
                 for arguments in islice(calls, AHEAD * self.workers - len(waiting)):

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.pathfinder.cnn.results import stored
+from experiments.pathfinder.parameters import lra
+
 HEAD = ["system", "Path-X", "Path-256", "parameters", "images seen at the task's size or below", "compute"]
 
 # The papers' own figures, on the arena's files; sources in ../pathfinder/README.md and the papers named.
@@ -35,8 +38,23 @@ def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return said
 
 
-def rows(folders: list[Path]) -> list[list[str]]:
-    """Our results, one row a model and background, and the published ones."""
+def cnn_rows(folder: Path | None = None) -> list[list[str]]:
+    """A row for each of the two tasks that a small 2-D CNN is stored of."""
+    found = []
+    for place, size in enumerate((128, 256)):
+        figure = stored(lra(size, 14).name, folder)
+        if figure is not None:
+            accuracies = ["-", "-"]
+            accuracies[place] = f"{100 * figure['accuracy']:.1f} ± {100 * figure['error']:.1f} %"
+            weights, images = (f"{count / 1e6:.2f}M" for count in (figure["weights"], figure["cost"]["images"]))
+            minutes = figure["cost"]["seconds"] / 60
+            compute = f"{minutes:.0f} min, {figure['device']}"
+            found.append([f"{figure['rule']} (ours)", *accuracies, weights, images, compute])
+    return found
+
+
+def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
+    """Our results, one row a model and background; small 2-D CNNs, by default the stored ones; published results."""
     ours = []
     for folder in folders:
         for name, note in found_below(folder):
@@ -56,7 +74,7 @@ def rows(folders: list[Path]) -> list[list[str]]:
                     f"{note['parameters'] / 1e6:.2f}M", f"{cost['images'] / 1e6:.2f}M",
                     f"{cost['minutes']:.0f} min, {note['device']}",
                 ])  # fmt: skip
-    return [HEAD, *ours, *PUBLISHED]
+    return [HEAD, *ours, *cnn_rows(figures), *PUBLISHED]
 
 
 def markdown(lines: list[list[str]]) -> str:

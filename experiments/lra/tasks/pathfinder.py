@@ -69,8 +69,10 @@ def load(task: Task, folder: Path, options: Options) -> Data:
 
 
 def load_generated(task: Task, path: Path, options: Options) -> Data:
-    """The images of a file of vectors, rendered into the cache once; told with what one can answer without tracing."""
+    """The images of a file of vectors, rendered into the cache once; told with what one can answer without tracing,
+    and with what a small 2-D CNN answers, where that is stored."""
     # Only here: Numba, which renders, takes a second to import.
+    from experiments.pathfinder.cnn.results import stored
     from experiments.pathfinder.shortcuts import pairs, shortcuts
     from experiments.pathfinder.vectors import load as load_vectors
 
@@ -84,7 +86,9 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
     everything = cached(path.parent, path.stem, [path], lambda: rendered(vectors), shift=1, total=len(vectors))
 
     def rules() -> list[tuple[str, float]]:
-        return [(found.rule, found.accuracy) for found in shortcuts(pairs(vectors)[:_IMAGES_FOR_SHORTCUTS])]
+        found = [(each.rule, each.accuracy) for each in shortcuts(pairs(vectors)[:_IMAGES_FOR_SHORTCUTS])]
+        cnn = stored(vectors.parameters.name)
+        return found if cnn is None else [*found, (cnn["rule"], cnn["accuracy"])]
 
     return Data(task, path, True, *split(everything, options, path), shortcuts=rules)
 

@@ -1,0 +1,6 @@
+"""A small 2-D convolutional network on Pathfinder images: what the plain model for images reaches without attention.
+
+    python -m experiments.pathfinder cnn --size 32 --contour 14
+
+Like the rules of shortcuts.py, it is fitted to each kind of images by itself, and results are told beside it.
+"""

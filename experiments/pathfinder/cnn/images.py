@@ -1,0 +1,103 @@
+"""Batches of images: to train on, without end, fresh or those of a file again and again; and to test on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from experiments.pathfinder.draw import draw
+from experiments.pathfinder.generate import Settings, generate
+from experiments.pathfinder.parameters import Parameters
+from experiments.pathfinder.render_device import DeviceRenderer
+from experiments.pathfinder.vectors import Vectors, collect
+from experiments.pathx import testset
+from experiments.pathx.sources import TEST_SEED, image_index, training_seed
+from experiments.pathx.stream import Stream
+
+
+class Batch(NamedTuple):
+    """B images on the device."""
+
+    images: Tensor  # uint8 [B, S, S]
+    labels: Tensor  # int64 [B]
+
+
+def fresh(
+    parameters: Parameters, seed: int, size: int, stream: Stream, device: torch.device
+) -> Generator[Batch, None, None]:
+    """Batches of `size` images that are drawn for them, by the stream's processes, and seen once.
+
+    seed: of the run; its images are those of no other run, and of no test.
+    """
+    calls = ((parameters, training_seed(seed), step, size) for step in count())
+    everything = torch.arange(size)
+    for vectors in stream.in_order(drawn_for, calls):
+        yield batch(DeviceRenderer(vectors, device), vectors, everything)
+
+
+def drawn_for(parameters: Parameters, seed: int, step: int, size: int) -> Vectors:
+    """The images of a step."""
+    places = range(size)
+    return collect(parameters, seed, [draw(parameters, seed, image_index(0, step, place)) for place in places])
+
+
+def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Generator[Batch, None, None]:
+    """Batches of `size` of the same images, in another order each time; a rest that fills no batch is left out.
+
+    Each batch is turned or mirrored in one of the eight ways that leave a square a square: the answers are the same,
+    and the images are worth more.
+    """
+    if len(vectors) < size:
+        raise ValueError(f"a batch must not exceed the file's {len(vectors)} images; got {size}")
+    renderer = DeviceRenderer(vectors, device)
+    rng = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(vectors), generator=rng)
+        for first in range(0, len(vectors) - size + 1, size):
+            images, labels = batch(renderer, vectors, order[first : first + size])
+            way = int(torch.randint(8, (), generator=rng))
+            yield Batch(turned(images, way), labels)
+
+
+def turned(images: Tensor, way: int) -> Tensor:
+    """Images [B, S, S] in one of eight ways; 0 as they are."""
+    flipped = [axis for axis in (1, 2) if way & axis]
+    images = images.flip(flipped) if flipped else images
+    return images.transpose(1, 2) if way & 4 else images
+
+
+def batch(renderer: DeviceRenderer, vectors: Vectors, indices: Tensor) -> Batch:
+    """Some of the images, int64 [B] of their numbers."""
+    labels = torch.from_numpy(vectors.labels[indices.numpy()]).to(renderer.device).long()
+    return Batch(renderer(indices), labels)
+
+
+def in_order(vectors: Vectors, size: int, device: torch.device) -> Iterator[Batch]:
+    """All images once, the last batch as small as it comes."""
+    renderer = DeviceRenderer(vectors, device)
+    for indices in torch.arange(len(vectors)).split(size):
+        yield batch(renderer, vectors, indices)
+
+
+def test_file(
+    parameters: Parameters,
+    images: int,
+    folder: Path,
+    workers: int | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Path:
+    """The file of test images, from a seed that no training uses, written if it is missing.
+
+    The whole test set of the Long Range Arena's parameters is the one that models are tested on, checked by its hash.
+    """
+    if parameters.is_lra and images == testset.IMAGES:
+        return testset.test_set(parameters.size, parameters.contour_length, folder, workers=workers, progress=progress)
+    return generate(Settings(parameters, images, TEST_SEED), folder, workers=workers, progress=progress)
+
+
+test_file.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's

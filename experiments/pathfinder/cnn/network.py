@@ -1,0 +1,73 @@
+"""The network: 3 x 3 convolutions, residual, that halve an image down to 2 x 2 places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SMALLEST = 2  # places along a side that the last convolution gives
+WIDEST = 4  # times the first stage's channels
+
+
+class SmallCNN(nn.Module):
+    """Whether the markers of images are connected: logits [B, 2] from uint8 [B, S, S].
+
+    Larger images are halved more often, so that each of the last places sees the whole image at any size.
+
+    >>> SmallCNN(32)(torch.zeros(3, 32, 32, dtype=torch.uint8)).shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(self, size: int, width: int = 16, blocks: int = 1) -> None:
+        """width: channels of the first stage, doubled at the next two; blocks: of two convolutions, in each stage."""
+        super().__init__()
+        layers: list[nn.Module] = [*normed(1, width, kernel=3, stride=1), nn.ReLU()]
+        channels = width
+        for wider in widths(size, width):
+            layers += [Block(channels, wider, stride=2), *(Block(wider, wider, stride=1) for _ in range(blocks - 1))]
+            channels = wider
+        self.trunk = nn.Sequential(*layers)
+        self.head = nn.Linear(channels, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images[:, None].to(self.head.weight.dtype) / 255  # [B, 1, S, S]
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        logits: Tensor = self.head(self.trunk(pixels).mean((2, 3)))
+        return logits
+
+
+def widths(size: int, width: int) -> list[int]:
+    """The channels of every stage; each halves the image.
+
+    >>> widths(32, 16), widths(256, 16)
+    ([16, 32, 64, 64], [16, 32, 64, 64, 64, 64, 64])
+    """
+    found: list[int] = []
+    while size > SMALLEST:
+        found.append(width * min(2 ** len(found), WIDEST))
+        size = -(-size // 2)
+    return found
+
+
+class Block(nn.Module):
+    """Two convolutions, added to their input, which is brought to their shape."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        first, second = normed(before, after, kernel=3, stride=stride), normed(after, after, kernel=3, stride=1)
+        self.convolutions = nn.Sequential(*first, nn.ReLU(), *second)
+        same = before == after and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Sequential(*normed(before, after, kernel=1, stride=1))
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, before, H, W]. [B, after, H / stride, W / stride], rounded up"""
+        # Thinned out before the 1 x 1 convolution, not by its stride, which would be the same: on the CPU, the backward
+        # pass of that in PyTorch 2.13 writes past its memory where fewer than eight channels come in.
+        return F.relu(self.convolutions(x) + self.shortcut(x[:, :, :: self.stride, :: self.stride]))
+
+
+def normed(before: int, after: int, *, kernel: int, stride: int) -> list[nn.Module]:
+    """A convolution and its normalisation, whose bias makes the convolution's idle."""
+    return [nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(after)]

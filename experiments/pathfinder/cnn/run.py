@@ -1,0 +1,113 @@
+"""One kind of images: a network trained, tested, and told with all that is needed to judge and repeat it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from experiments.lra.generate import available_cores
+from experiments.lra.metrics import device_name, versions
+from experiments.lra.runlog import Record
+from experiments.pathfinder.cnn.config import Config
+from experiments.pathfinder.cnn.images import Batch, fresh, repeated
+from experiments.pathfinder.cnn.results import RULE, Figure
+from experiments.pathfinder.cnn.train import Training, answers
+from experiments.pathfinder.parameters import Parameters
+from experiments.pathfinder.vectors import Vectors, load
+from experiments.pathx.bins import by_distance
+from experiments.pathx.sources import TEST_SEED
+from experiments.pathx.stream import Stream
+from experiments.pathx.weights import sha256
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a network is trained on: the images of a file, or else fresh ones."""
+
+    parameters: Parameters
+    vectors: Vectors | None = None
+    name: str = "fresh images"
+
+    @classmethod
+    def of_file(cls, path: Path) -> Source:
+        """Raises ValueError for a file of test images, and where `load` does."""
+        vectors = load(path)
+        if vectors.seed == TEST_SEED:
+            raise ValueError(f"{path} must hold other images than a test set's; its seed, {TEST_SEED}, is theirs")
+        return cls(vectors.parameters, vectors, path.name)
+
+    def batches(self, config: Config, stream: Stream, device: torch.device) -> Generator[Batch, None, None]:
+        """What `Training.train` takes."""
+        if self.vectors is None:
+            return fresh(self.parameters, config.seed, config.batch, stream, device)
+        return repeated(self.vectors, config.seed, config.batch, device)
+
+
+def train(
+    training: Training,
+    source: Source,
+    workers: int | None,
+    report: Callable[[Record], None] = lambda record: None,
+) -> None:
+    """Train a network on its images.
+
+    workers: processes that draw fresh images, 0 for none, by default all cores but one; a file's images need none.
+    """
+    with (
+        Stream(workers if source.vectors is None else 0) as stream,
+        closing(source.batches(training.config, stream, training.device)) as batches,
+    ):
+        if training.device.type == "cpu":
+            # Threads that share a core with what draws wait for each other: twenty times slower, measured.
+            torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() - stream.workers)))
+        training.train(batches, report)
+
+
+def tested(training: Training, source: Source, file: Path) -> Figure:
+    """A network's accuracy on a file of other images, as plain values. Times are in seconds, losses in nats."""
+    vectors = load(file)
+    right, loss = answers(training.model, vectors, training.config, training.device)
+    config, parameters = training.config, source.parameters
+    return {
+        "rule": RULE,
+        "images_of": parameters.name,
+        "size": parameters.size,
+        "contour": parameters.contour_length,
+        **accuracy(right),
+        "loss": loss,
+        "connected": float(vectors.labels.mean()),
+        "test_set": file.name,
+        "test_set_sha256": sha256(file),
+        "by_distance": by_distance(vectors, right),
+        "trained_on": source.name,
+        "weights": sum(weight.numel() for weight in training.model.parameters()),
+        "config": asdict(config),
+        "cost": {
+            "steps": training.step,
+            "images": training.step * config.batch,
+            "different_images": training.step * config.batch if source.vectors is None else len(source.vectors),
+            "seconds": training.seconds,
+            "images_per_s": training.step * config.batch / training.seconds,
+        },
+        "last_training": training.last,
+        "device": device_name(training.device),
+        "cores": available_cores(),
+        "versions": versions() | {name: version(name) for name in ("numba", "pillow", "scikit-learn")},
+        "command": shlex.join(["python", "-m", "experiments.pathfinder", *sys.argv[1:]]),
+    }
+
+
+def accuracy(right: NDArray[np.bool_]) -> dict[str, float | int]:
+    """The part of right answers, its standard error, and the number of images."""
+    part = float(right.mean())
+    return {"accuracy": part, "error": math.sqrt(part * (1 - part) / len(right)), "images": len(right)}
