@@ -68,7 +68,7 @@ def test_a_repeat_skips_the_checks_and_gives_what_a_first_call_gives(masked):
             }
         ),
         min_size=2,
-        max_size=4,
+        max_size=3,
     )
 )
 def test_calls_of_any_order_do_not_disturb_one_another(calls):
