@@ -125,6 +125,7 @@ def test_blockwise_is_exact(problem):
 @pytest.mark.parametrize("way", ["pointers", "descriptors"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @given(data=st.data())
+@settings(max_examples=max(1, 2 * settings().max_examples // 3))
 def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
     problem = data.draw(
         problems(
@@ -178,10 +179,9 @@ def test_fp32_products_over_many_dims(dim, q_len, k_len, seed):
         check(problem, "triton")
 
 
-def spread_out(dim, dtype, tokens=200, lengths=(200, 141), seed=7):
-    """A problem with full, partial and dead tiles, a ragged end, empty rows and columns and padding, larger than any
-    tile of the tables."""
-    arguments = {"q_len": tokens, "k_len": tokens, "block": (128, 128), "heads": [[0, 1]], "holes": "none",
+def spread_out(dim, dtype, tokens=200, lengths=(200, 141), block=128, seed=7):
+    """A problem with full, partial and dead tiles, a ragged end, empty rows and columns and padding."""
+    arguments = {"q_len": tokens, "k_len": tokens, "block": (block, block), "heads": [[0, 1]], "holes": "none",
                  "patterns": [["full", "dead"], ["upper", "random"]], "seed": seed}  # fmt: skip
     return Problem(
         Recipe("from_dense", arguments, lengths), batch=len(lengths), heads=2, kv_heads=1, q_len=tokens, k_len=tokens,
@@ -189,20 +189,31 @@ def spread_out(dim, dtype, tokens=200, lengths=(200, 141), seed=7):
     )  # fmt: skip
 
 
-SMALLEST = {"tokens": 136, "lengths": (131,)}  # that are larger than any tile, for the interpreter
+# The tables for architectures that are not here run here all the same; only the time they take means nothing.
+_OTHER_TABLES = [((8, 0), "half"), ((8, 0), "tf32"), ((8, 0), "ieee"), ((8, 6), "half"), ((8, 6), "tf32")]
+
+# As small as can be with blocks as large as the largest tile of the tables: the interpreter is slow.
+HALF_SIZES = {"tokens": 136, "lengths": (131,), "block": 128}
+FP32_SIZES = {"tokens": 72, "lengths": (69,), "block": 64, "seed": 3}
 
 
-@pytest.mark.parametrize("sizes", [{}, SMALLEST], ids=["200", "136"])
+@pytest.mark.parametrize("sizes", [{}, HALF_SIZES, FP32_SIZES], ids=["gpu", "half", "fp32"])
 def test_what_is_spread_out_has_every_kind_of_tile(sizes):
-    mask = spread_out(64, torch.float16, **sizes).mask
-    live = mask.to_dense()[0, :, :128]
+    problem = spread_out(64, torch.float16, **sizes)
+    mask, block = problem.mask, sizes.get("block", 128)
+    live = mask.to_dense()[0, :, :block]
     assert mask.blocks == (2, 2) and 0 in mask.tile and (mask.tile > 0).any()
     assert len(mask.indices) < 2 * 2 * 2  # and dead ones
     assert not live.any(-1).all() and not live.any(-2).all()
 
 
-# The tables for architectures that are not here run here all the same; only the time they take means nothing.
-_OTHER_TABLES = [((8, 0), "half"), ((8, 0), "tf32"), ((8, 0), "ieee"), ((8, 6), "half"), ((8, 6), "tf32")]
+def test_no_tile_of_the_tables_is_larger_than_the_blocks_that_they_are_tested_with():
+    from sparseflash.kernels import configs
+
+    for capability, arithmetic in _OTHER_TABLES:
+        block = (HALF_SIZES if arithmetic == "half" else FP32_SIZES)["block"]
+        for (_, of, _), config in configs._table(capability, False).items():
+            assert of != arithmetic or max(config.block_m, config.block_n) <= block
 
 
 @contextlib.contextmanager
@@ -217,7 +228,10 @@ def table_of(capability):
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 def test_configurations_of_other_architectures_are_exact(capability, arithmetic, dim):
     """In the interpreter, where TF32 is fp32."""
-    problem = spread_out(dim, torch.float16 if arithmetic == "half" else torch.float32, **SMALLEST)
+    if arithmetic == "half":
+        problem = spread_out(dim, torch.float16, **HALF_SIZES)
+    else:
+        problem = spread_out(dim, torch.float32, **FP32_SIZES)
     with table_of(capability), products_in_tf32(arithmetic == "tf32"):
         check(problem, "triton")
 
