@@ -351,12 +351,19 @@ def test_the_table_has_ours_and_the_published(tmp_path):
         "results": {"128-14-drop": {"accuracy": 0.971, "error": 0.001}, "128-9-drop": {"accuracy": 0.5, "error": 0.1}},
     }  # fmt: skip
     (tmp_path / "one.json").write_text(json.dumps(note))
-    assert table.rows([tmp_path], tmp_path) == [table.HEAD, *table.PUBLISHED]  # no weights
+    without = table.rows([tmp_path], tmp_path)  # no weights, no network
+    assert without == [table.HEAD, table.rule_row(), *table.PUBLISHED]
     (tmp_path / "one.safetensors").touch()
     lines = table.rows([tmp_path], tmp_path)
     name = "ours: one, background dropped, pixel labels (weight 0.5)"
     assert lines[1] == [name, "97.1 ± 0.1 %", "-", "0.90M", "2.00M", "55 min, X"]
     assert "LRA-parameter generated" in table.markdown(lines)
+    page = tmp_path / "shortcuts.md"
+    page.write_text("| images of | images | rule | accuracy |\n| --- | --- | --- | --- |\n" + "".join(
+        f"| pathfinder{size}-cl14 | 9 | {rule} | {accuracy} ± 0.1 |\n"
+        for size, rule, accuracy in ((128, "marker distance", 1), *((128 * n, table.NO_TRACING, n + 1) for n in (1, 2)))
+    ))  # fmt: skip
+    assert table.rule_row(page)[1:3] == ["2 ± 0.1 %", "3 ± 0.1 %"]
     assert all(len(line) == len(table.HEAD) for line in lines)
 
 
