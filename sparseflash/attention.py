@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash import blockwise, dropout, reference, repeats
 from sparseflash.blockmask import BlockMask
+from sparseflash.checks import described
 
 BACKENDS = ("triton", "blockwise", "reference")
 Backend = Literal["triton", "blockwise", "reference"]
@@ -55,7 +56,8 @@ def attention(
             contiguous last dimension.
         mask: the live scores; its lengths are Nq and Nk, its batch and head counts those of q or 1. None: all live.
             It must lie on q's device: move it once with `mask.to(device)`. It is not moved for you, because a copy
-            at every call, or a hidden one kept in device memory, would be a surprise.
+            at every call, or a hidden one kept in device memory, would be a surprise. What lies past a sequence's
+            length (`mask.with_lengths`) is dead, but must be finite: zeros, say, not uninitialised memory.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of a query's live
             scores, in fp32 (fp64 for fp64 inputs). It is differentiable too, and does not know of dropout.
@@ -79,7 +81,8 @@ def attention(
 
     Under `torch.autocast` the inputs are cast as for PyTorch's own attention. fp32 on the GPU uses TF32 if PyTorch's
     matrix products do (`torch.backends.cuda.matmul`). Forward and backward give the same bits every time (blockwise:
-    on the CPU). Gradients of gradients are not implemented, except by the reference.
+    on the CPU). Gradients of gradients, forward-mode derivatives and `torch.func.grad` are not implemented, except by
+    the reference. To record it in a CUDA graph, call it once before with tensors of the same layout.
 
     >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
     >>> mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 32), 100, block=32)
@@ -88,7 +91,7 @@ def attention(
     """
     place = None
     if type(dropout_p) is float and dropout_p == 0.0 and backend in _KEPT_BACKENDS:
-        place = repeats.place_of(q, k, v, mask, scale)
+        place = repeats.place_of(q, k, v, mask, scale, default=backend is None)
         if place is not None and (call := place.found()) is not None:
             out, lse = call(q, k, v)
             return (out, lse) if return_lse else out
@@ -190,12 +193,18 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
 def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     if not isinstance(mask, BlockMask):
         raise TypeError(
-            f"mask must be a BlockMask or None; got {type(mask).__name__} (BlockMask.from_dense takes boolean tensors)."
+            f"mask must be a sparseflash BlockMask or None; got {described(mask)} (BlockMask.from_dense takes boolean "
+            "tensors, interop.from_flex FlexAttention's masks)."
         )
     if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
+        advice = ""
+        if (mask.q_len, mask.k_len) == (q.shape[1], k.shape[1]):
+            advice = " q looks like [batch, tokens, heads, head dim]: q.transpose(1, 2), and k and v, too."
+        elif mask.q_len >= q.shape[2] and mask.k_len >= k.shape[2]:
+            advice = " A part of it is mask.crop(q=(start, stop), k=(start, stop))."
         raise ValueError(
             f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
-            f"got {q.shape[2]} and {k.shape[2]}. A part of it is mask.crop(q=(start, stop), k=(start, stop))."
+            f"got {q.shape[2]} and {k.shape[2]}.{advice}"
         )
     batch, heads = mask.pattern.shape
     if batch not in (1, q.shape[0]):
@@ -212,10 +221,15 @@ def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
+def _scale(scale: float | Tensor | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            "scale must be a number, through which no gradient passes; got a tensor. A learned one: "
+            "attention(q * scale, k, v, scale=1.0)."
+        )
     scale = float(scale)
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # torch.compile does not know math.isfinite of a changing number
         raise ValueError(f"scale must be finite; got {scale}.")
     return scale

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseflash import dropout, tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.csr import derived, row_of_entry
-from sparseflash.operator import empty_lse, empty_out, register
+from sparseflash.operator import empty_gradient, empty_lse, empty_out, register
 
 _SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32: stays near the cache, and larger chunks were not faster
 
@@ -109,9 +109,9 @@ def _backward(
         mask.scatter_add(dv, keys, part.cols, passed.transpose(-1, -2) @ dout_rows)
         mask.scatter_add(dk, keys, part.cols, dscores.transpose(-1, -2) @ queries)
     return (
-        torch.empty_like(q).copy_(mask.join(dq, q)),
-        torch.empty_like(k).copy_(mask.join(dk, k)),
-        torch.empty_like(v).copy_(mask.join(dv, v)),
+        empty_gradient(q).copy_(mask.join(dq, q)),
+        empty_gradient(k).copy_(mask.join(dk, k)),
+        empty_gradient(v).copy_(mask.join(dv, v)),
     )
 
 

@@ -67,13 +67,20 @@ def flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
+def described(value: Any) -> str:
+    """The name of a value's type, with its module, since other libraries have a BlockMask, too."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
 def checked_mask(value: Any) -> BlockMask:
     """`value` if it is a mask."""
     from sparseflash.blockmask import BlockMask
 
     if not isinstance(value, BlockMask):
         raise TypeError(
-            f"mask must be a BlockMask; got {type(value).__name__} (BlockMask.from_dense takes boolean tensors)."
+            f"mask must be a sparseflash BlockMask; got {described(value)} (BlockMask.from_dense takes boolean "
+            "tensors, interop.from_flex FlexAttention's masks)."
         )
     return value
 

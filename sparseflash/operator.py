@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # A mask as the operator sees it, in the order of the arguments. All None: dense attention.
 _MASK_ARRAYS = "Tensor? indptr, Tensor? indices, Tensor? tile, Tensor? words, Tensor? pattern, Tensor? lengths"
@@ -39,7 +40,7 @@ def register(
     The inference form computes the same and has no gradient: passing the Python of the autograd registration costs
     about 10 us a call, which is much for a short sequence. PyTorch's dispatcher costs as much again, so where nobody
     would see the operator pass, the returned function calls `forward` itself.
-    Outputs must have the strides of `empty_out`, `empty_lse` and `torch.empty_like`.
+    Outputs must have the strides of `empty_out`, `empty_lse` and `empty_gradient`.
     """
     inputs = "Tensor q, Tensor k, Tensor v"
     for form in (name, f"{name}_inference"):
@@ -60,13 +61,17 @@ def register(
     def fake_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return empty_gradient(q), empty_gradient(k), empty_gradient(v)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         q, k, v, *rest, seed, dropped = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(q, k, v, *output, *rest[:_MASK_ARGUMENTS], seed)
+        *arrays, lengths = rest[:_MASK_ARGUMENTS]
+        ctx.save_for_backward(q, k, v, *output, lengths, seed)
+        # Not saved as what depends on the inputs is: they never change, plans are kept on them, which copies made by
+        # hooks for saved tensors would lack, and masks made under inference_mode() may be trained with.
+        ctx.mask_arrays = arrays
         ctx.numbers = *rest[_MASK_ARGUMENTS:], dropped
 
     def differentiate(
@@ -76,9 +81,9 @@ def register(
             return (None,) * (3 + _MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
         if dout is None:
             dout = torch.zeros_like(ctx.saved_tensors[3])
-        *saved, seed = ctx.saved_tensors
+        *saved, lengths, seed = ctx.saved_tensors
         *numbers, dropped = ctx.numbers
-        dq, dk, dv = backward_op(dout, dlse, *saved, *numbers, seed, dropped)
+        dq, dk, dv = backward_op(dout, dlse, *saved, *ctx.mask_arrays, lengths, *numbers, seed, dropped)
         return dq, dk, dv, *(None,) * (_MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
 
     def refuse(ctx: Any, *gradients: Any) -> NoReturn:
@@ -94,6 +99,7 @@ def register(
     torch.library.register_autograd(f"sparseflash::{name}_backward", refuse, lib=_LIBRARY)
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        _refuse_transforms(name, q, k, v)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return forward_op(q, k, v, *rest)
         if nobody_watches(q, k, v):
@@ -102,6 +108,23 @@ def register(
         return inference_op(q, k, v, *rest)
 
     return run
+
+
+def _refuse_transforms(name: str, *tensors: Tensor) -> None:
+    """Raises where derivatives are wanted that PyTorch would silently take for 0, or fail at in words of its own."""
+    if torch.compiler.is_compiling():
+        return
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"forward-mode derivatives (jvp, jacfwd) are not implemented by the {name} backend; "
+            "backend='reference' has them."
+        )
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
+        raise NotImplementedError(
+            f"torch.func.grad and what is made of it are not implemented by the {name} backend; torch.autograd.grad "
+            "and backward() are, and backend='reference' has all."
+        )
 
 
 def nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -114,6 +137,7 @@ def nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not torch._C._is_tracing()
         and not torch._C._autograd._profiler_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and not q.is_meta
     )
 
@@ -129,6 +153,12 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     if heads > 1 and q_len > 1 and q.stride(1) < q.stride(2):
         return q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
     return q.new_empty(batch, heads, q_len, v.shape[-1])
+
+
+def empty_gradient(x: Tensor) -> Tensor:
+    """Laid out as `x` is; contiguous, if `x` overlaps itself so that tokens would be innermost."""
+    gradient = torch.empty_like(x)
+    return gradient if gradient.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 def empty_lse(q: Tensor) -> Tensor:

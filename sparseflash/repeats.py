@@ -41,13 +41,19 @@ class Place(NamedTuple):
         self.calls[self.key] = call
 
 
-def place_of(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None) -> Place | None:
+def place_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, *, default: bool = False
+) -> Place | None:
     """The place of a call, if it is one that may be kept: inference in half precision that nobody watches or casts.
+
+    default: no backend was asked for; elsewhere than on a GPU that is not the one whose calls are kept.
 
     fp32 is left out because it is computed as a setting of PyTorch's says, and loose masks and those with lengths
     because they are new at every step. Arguments of any other kind than a right one have no place.
     """
     if not (type(q) is type(k) is type(v) is Tensor and q.dtype in _HALF and nobody_watches(q, k, v)):
+        return None
+    if default and not q.is_cuda:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparseflash import BlockMask, attention, masks
@@ -209,7 +210,16 @@ def test_tensors_that_do_not_fit_are_refused(inputs, error, message):
 @pytest.mark.parametrize(
     ("mask", "error", "message"),
     [
-        (torch.ones(32, 32, dtype=torch.bool), TypeError, r"mask must be a BlockMask or None; got Tensor.*from_dense"),
+        (
+            torch.ones(32, 32, dtype=torch.bool),
+            TypeError,
+            r"sparseflash BlockMask or None; got torch\.Tensor.*from_dense",
+        ),
+        (
+            create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 32, 32, device="cpu"),
+            TypeError,
+            r"sparseflash BlockMask or None; got torch\.nn\.attention.*\.BlockMask .*from_flex",
+        ),
         (masks.causal(33), ValueError, r"is for 33 queries and 33 keys, got 32 and 32"),
         (masks.causal(32, 64), ValueError, r"is for 32 queries and 64 keys, got 32 and 32"),
         (BlockMask.from_dense(torch.rand(3, 1, 32, 32) < 0.5), ValueError, r"mask must be for 1 or 2 batch.*for 3"),
@@ -249,6 +259,26 @@ def test_an_unknown_backend_is_refused():
         ValueError, match=r"backend must be one of 'triton', 'blockwise', 'reference', or None; got 'x'"
     ):
         attention(Q, Q, Q, backend="x")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_before_heads_are_noticed(backend):
+    with pytest.raises(ValueError, match=r"got 4 and 4\. q looks like \[batch, tokens, heads, head dim\]: q.transpose"):
+        attention(*[Q.transpose(1, 2)] * 3, masks.causal(32), backend=backend)
+    with pytest.raises(ValueError, match=r"got 32 and 32\. A part of it is mask\.crop"):
+        attention(Q, Q, Q, masks.causal(33), backend=backend)
+
+
+def test_a_learned_scale_is_refused_for_no_gradient_would_reach_it():
+    with pytest.raises(TypeError, match=r"attention\(q \* scale, k, v, scale=1\.0\)"):
+        attention(Q, Q, Q, scale=torch.tensor(0.1, requires_grad=True))
+
+
+def test_a_scale_may_change_under_torch_compile():
+    torch.compiler.reset()
+    compiled = torch.compile(lambda scale: attention(Q, Q, Q, scale=scale), fullgraph=True, backend="aot_eager")
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(compiled(scale), attention(Q, Q, Q, scale=scale))
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])

@@ -32,7 +32,8 @@ def test_the_functions_are_found():
 @pytest.mark.parametrize("name", OF_A_MASK)
 def test_what_is_no_mask_is_refused(name, value):
     function = OF_A_MASK[name]
-    message = f"mask must be a BlockMask; got {type(value).__name__} (BlockMask.from_dense takes boolean tensors)."
+    kind = "torch.Tensor" if value is DENSE else type(value).__name__
+    message = f"mask must be a sparseflash BlockMask; got {kind} (BlockMask.from_dense takes boolean"
     if function.__name__ in OF_LAYERS:
         message = "masks must be a BlockMask or a sequence of one or more; got "
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):

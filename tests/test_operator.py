@@ -224,3 +224,87 @@ def test_whoever_watches_sees_the_operator():
     ask(*(x.as_subclass(Subclass) for x in (q, k, v)))
     ask(*(x.to("meta") for x in (q, k, v)))
     assert len(asked) >= 8 and not any(asked)
+
+
+def dual(x, tangent):
+    return torch.autograd.forward_ad.make_dual(x, tangent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_mode_derivatives_are_refused_and_not_taken_for_zero(backend, dtype):
+    q, k, v = (x.detach() for x in tensors(dtype=dtype, tokens=FEW))
+    mask = masks.causal(FEW, block=16)
+
+    def run(x):
+        return attention(x, k, v, mask, backend=backend)
+
+    for _ in range(2):
+        run(q)  # a repeated call is not asked much
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        run(dual(q, torch.ones_like(q)))
+    with pytest.raises(NotImplementedError, match=f"jvp, jacfwd.*{backend}"):
+        torch.func.jvp(run, (q,), (torch.ones_like(q),))
+    with pytest.raises(NotImplementedError, match="backend='reference'"):
+        torch.func.jacfwd(lambda s: run(q * s))(torch.ones((), dtype=dtype))
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(run(q), attention(q, k, v, mask, backend=backend))  # of which no tangent is wanted
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functional_gradients_are_refused_in_our_words(backend):
+    q, k, v = (x.detach() for x in tensors(tokens=FEW))
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad .* not implemented by the"):
+        torch.func.grad(lambda x: attention(x, k, v, backend=backend).sum())(q)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_made_in_inference_mode_can_be_trained_with(backend):
+    q, k, v = tensors(tokens=FEW)
+    want = attention(q, k, v, masks.causal(FEW, block=16), backend=backend)
+    with torch.inference_mode():
+        mask = masks.causal(FEW, block=16)
+        chosen = masks.top_k_blocks(torch.ones(2, 2), 2, q_len=FEW, block=16, causal=True)
+        attention(q, k, v, chosen, backend=backend)
+    again = masks.top_k_blocks(torch.ones(2, 2), 2, q_len=FEW, block=16, causal=True)  # what was kept is used again
+    expected = torch.autograd.grad(want.sum(), (q, k, v))
+    for each in (mask, chosen, again, chosen.canonical()):
+        out = attention(q, k, v, each, backend=backend)
+        assert torch.equal(out, want)
+        for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_plans_survive_hooks_that_copy_what_is_saved():
+    from sparseflash.kernels.plan import Plan
+
+    q, k, v = tensors(tokens=FEW)
+    mask = masks.causal(FEW, block=16)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x),
+        mock.patch.object(Plan, "__init__", autospec=True, side_effect=Plan.__init__) as made,
+    ):
+        for _ in range(2):
+            attention(q, k, v, mask, backend="triton").sum().backward()
+    assert made.call_count == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_tensors_that_overlap_themselves(backend):
+    base = torch.randn(1, 2, FEW + 31, generator=torch.Generator().manual_seed(0))
+    x = base.unfold(-1, 32, 1).requires_grad_()  # [1, 2, FEW, 32], all strides of the tokens 1
+    assert torch.empty_like(x).stride(-1) != 1
+    got = torch.autograd.grad(attention(x, x, x, backend=backend).square().sum(), x)
+    want = torch.autograd.grad(attention(x, x, x, backend="reference").square().sum(), x)
+    torch.testing.assert_close(got, want)
+
+
+def test_tokens_too_far_apart_for_the_kernel_are_refused():
+    far = torch.zeros(2**23 + 16, dtype=torch.float16).as_strided((1, 1, 2, 16), (0, 0, 2**23, 1))
+    near = torch.zeros(1, 1, 2, 16, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"tokens of k must lie less than 8,388,608 elements apart.*contiguous"):
+        attention(near, far, near, backend="triton")
+    with pytest.raises(ValueError, match="tokens of q"):
+        attention(far, near, near, backend="triton")
+    alone = far[:, :, :1]
+    assert torch.equal(attention(alone, near, near, backend="triton"), torch.zeros(1, 1, 1, 16, dtype=torch.float16))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseflash import attention, masks, repeats
+from sparseflash import attention, blockwise, masks, repeats
 from sparseflash.kernels import op
 from strategies import SEEDS
 
@@ -121,7 +121,10 @@ def test_a_call_that_needs_gradients_or_drops_is_no_repeat():
         assert checks.call_count == 2
         assert not torch.equal(dropped, attention(q.detach(), k, v, mask, backend="triton"))
         assert checks.call_count == 2
-        attention(q.detach(), k, v, mask, backend="blockwise")
+        for backend in ("blockwise", None):  # which is the default on the CPU
+            with mock.patch.object(blockwise, "attention", wraps=blockwise.attention) as called:
+                attention(q.detach(), k, v, mask, backend=backend)
+            assert called.call_count == 1
 
 
 def test_a_repeat_is_told_from_a_mistake():

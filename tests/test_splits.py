@@ -211,11 +211,6 @@ def test_loose_masks_are_not_cut_and_not_waited_for(mask, seed):
     assert copies == []
 
 
-def test_nothing_is_cut_while_a_cuda_graph_is_recorded():
-    with mock.patch.object(splits, "is_capturing", lambda device: True):
-        assert plan(patterns.block_mask("bigbird", 16384, 128), 1, 1, 1).rows(128).parts == 0
-
-
 # ---------------------------------------------------------------------- attention
 
 

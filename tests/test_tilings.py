@@ -14,7 +14,6 @@ from experiments.speed.precision import products_in_tf32
 from retiling import WAYS, tilings_of, tilings_taken_by
 from sparseflash import BlockMask, attention, masks, tiles
 from sparseflash.kernels import plan as planning
-from sparseflash.kernels import splits
 from sparseflash.kernels.plan import plan_of
 from sparseflash.kernels.retiled import Retiled
 from sparseflash.kernels.tilings import HALF, IEEE, Cost, Tiling, candidates, choose
@@ -246,14 +245,6 @@ def test_a_loose_mask_is_run_in_its_own_tiles_and_not_waited_for():
     with tilings_taken_by(None):
         run(loose, 60)
     assert set(tilings_of(loose).values()) == {Tiling(16, 16)}
-
-
-def test_nothing_is_counted_while_a_cuda_graph_is_recorded():
-    made = plan(masks.local(2048, 512, block=16))
-    with mock.patch.object(planning, "is_capturing", lambda device: True):
-        assert made.tiling(0, LARGEST, LARGEST, HALF) is None
-    assert made.tiling(0, LARGEST, LARGEST, HALF) == Tiling(128, 128)
-    assert splits.is_capturing(torch.device("cpu")) is False
 
 
 def test_small_problems_are_run_in_the_tiles_of_the_mask():

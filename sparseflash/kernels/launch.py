@@ -18,6 +18,7 @@ from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_
 from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
+from sparseflash.kernels.recording import refuse_to_record
 from sparseflash.kernels.tilings import HALF, IEEE, Tiling
 from sparseflash.prepared import OPTIONS, Prepared, on_device
 
@@ -269,6 +270,8 @@ def _prepared(name: str, problem: Problem, *tensors: Tensor, dlse: Tensor | None
     )  # fmt: skip
     launch: Launch | None = problem.plan.launches.get(key)
     if launch is None:
+        if problem.plan.lasting:
+            refuse_to_record(problem.plan.device)
         launch = problem.plan.launches[key] = Launch(name, problem, *tensors)
     return launch
 

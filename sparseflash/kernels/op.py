@@ -12,9 +12,12 @@ from triton.runtime.interpreter import InterpretedFunction
 from sparseflash.kernels import launch
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import dense_plan, plan_of
-from sparseflash.operator import empty_lse, empty_out, register
+from sparseflash.kernels.recording import keep_if_recorded
+from sparseflash.operator import empty_gradient, empty_lse, empty_out, register
 from sparseflash.prepared import OLDEST
 
+# The kernels take numbers inside a tile, of 256 tokens at most, to fit in 32 bits.
+_FAR = 2**31 // 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -42,10 +45,10 @@ def _backward(
     pattern: Tensor | None, lengths: Tensor | None,
     block_q: int, block_k: int, scale: float, seed: Tensor | None = None, dropped: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
     if k.numel() == 0 or q.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    if dout.stride(-1) != 1:  # what a sum() sends back is one number, expanded
+    if dout.stride(-1) != 1 or dout.stride(2) >= _FAR:  # what a sum() sends back is one number, expanded
         dout = dout.contiguous()
     problem = _problem(
         q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped, columns=True
@@ -78,6 +81,7 @@ def repeated(
     kept = _empty_kept(q)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keep_if_recorded(problem.plan)
         out, lse = empty_out(q, v), empty_lse(q)
         launch.run_forward(prepared, problem, q, k, v, out, lse, kept)
         return out, lse
@@ -95,6 +99,7 @@ def _problem(
         plan = dense_plan(q_heads, k.shape[1], tokens, block, q.device)
     else:
         plan = plan_of(indptr, indices, tile, words, pattern, q_heads, k.shape[1], tokens, block, columns=columns)
+    keep_if_recorded(plan)
     return launch.Problem(plan, lengths, block, scale, q.dtype == torch.float32 and _tf32(), seed, dropped)
 
 
@@ -122,6 +127,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.stride(-1) != 1:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension; its strides are {x.stride()}. Call .contiguous()."
+            )
+        if x.stride(2) >= _FAR and x.shape[2] > 1:
+            raise ValueError(
+                f"tokens of {name} must lie less than {_FAR:,} elements apart; its strides are {x.stride()}. Call "
+                ".contiguous()."
             )
     if _INTERPRETED:
         if q.dtype == torch.bfloat16:

@@ -16,9 +16,12 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.csr import columns_of, derived, is_countable
 from sparseflash.kernels.lists import Lists, full_first, one_more
+from sparseflash.kernels.recording import refuse_to_record
 from sparseflash.kernels.retiled import Retiled
-from sparseflash.kernels.splits import Items, cut_items, cuts_of, is_capturing
+from sparseflash.kernels.splits import Items, cut_items, cuts_of
 from sparseflash.kernels.tilings import Cost, Tile, Tiling
+
+_MOST_PLANS = 64  # of a mask, or without one: who has so many batch sizes or lengths has few calls of each
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Plan:
 
     def __init__(
         self, rows: Lists, columns: Lists | None, pattern: Tensor, kv_heads: int, lengths: tuple[int, int],
-        tiles_total: int, *, shared: bool, countable: bool, retiled: Retiled | None = None,
+        tiles_total: int, *, shared: bool, countable: bool, lasting: bool, retiled: Retiled | None = None,
     ) -> None:  # fmt: skip
         # In the tiles of the mask; the columns are None until a backward needs them.
         self._own: list[Lists | None] = [rows, columns]
@@ -49,8 +52,14 @@ class Plan:
         self._sides: dict[tuple[int, int, Tiling | None], Side] = {}
         self._shared = shared  # one pattern for all heads
         self._countable = countable  # the host may ask the device how long the lists are
+        self.lasting = lasting  # serves calls that a CUDA graph being recorded knows nothing of
         self.tiles_total = tiles_total  # about the number of tiles that all heads walk together
         self.launches: dict[Any, Any] = {}  # filled by launch.py
+
+    @property
+    def device(self) -> torch.device:
+        """Where the mask lies."""
+        return self._pattern.device
 
     def rows(self, tile: int, tiling: Tiling | None = None) -> Side:
         """Work over tiles of `tile` queries (a divisor of those that the tiling holds), one list each.
@@ -69,10 +78,7 @@ class Plan:
 
         None for the tiles of the mask. Counting waits for the device, once a mask.
         """
-        retiled = self._retiled
-        if retiled is None or is_capturing(self._pattern.device):
-            return None
-        return retiled.tiling(axis, whole, gathered, cost)
+        return None if self._retiled is None else self._retiled.tiling(axis, whole, gathered, cost)
 
     def _side(self, axis: int, tile: int, tiling: Tiling | None, pattern: Tensor) -> Side:
         own = self._own[axis]
@@ -127,17 +133,24 @@ def plan_of(
     cache = derived(indices)
     key = ("plan", q_heads, kv_heads)
     row_blocks, col_blocks = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
+    # A loose mask may itself have been made by what is being recorded.
+    lasting = is_countable(indices)
+    if lasting and (key not in cache or (columns and "column lists" not in cache)):
+        refuse_to_record(indices.device)
     if key not in cache:
+        kept = [each for each in cache if each[0] == "plan"]
+        if len(kept) >= _MOST_PLANS:
+            del cache[kept[0]]
         if "row lists" not in cache:
             cache["row lists"] = full_first(indptr, indices, tile, words, Tiling(*blocks))
-            if is_countable(indices):
+            if lasting:
                 cache["retiled"] = Retiled(indptr, indices, tile, words, pattern, lengths, blocks)
         patterns = (len(indptr) - 1) // row_blocks
         total = len(indices) * q_heads[0] * q_heads[1] // patterns
         # Every pattern is used by some head, but patterns may be shared by unequal numbers of heads: an estimate.
         cache[key] = Plan(
             cache["row lists"], None, pattern.expand(q_heads), kv_heads, lengths, total,
-            shared=patterns == 1, countable=is_countable(indices), retiled=cache.get("retiled"),
+            shared=patterns == 1, countable=lasting, lasting=lasting, retiled=cache.get("retiled"),
         )  # fmt: skip
     plan: Plan = cache[key]
     if columns:
@@ -148,11 +161,12 @@ def plan_of(
     return plan
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_MOST_PLANS)
 def dense_plan(
     q_heads: tuple[int, int], kv_heads: int, lengths: tuple[int, int], blocks: tuple[int, int], device: torch.device
 ) -> Plan:
     """The plan of a mask with every tile full, which stores nothing that grows with `Nq * Nk`."""
+    refuse_to_record(device)
     (q_len, k_len), (block_q, block_k) = lengths, blocks
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     end_q, end_k = q_len - (row_blocks - 1) * block_q, k_len - (col_blocks - 1) * block_k
@@ -169,7 +183,7 @@ def dense_plan(
     columns = _dense_lists(col_blocks, row_blocks, last_row, last_col, corner, words, Tiling(block_k, block_q))
     pattern = torch.zeros(q_heads, dtype=torch.int32, device=device)
     total = row_blocks * col_blocks * q_heads[0] * q_heads[1]
-    return Plan(rows, columns, pattern, kv_heads, lengths, total, shared=True, countable=False)
+    return Plan(rows, columns, pattern, kv_heads, lengths, total, shared=True, countable=False, lasting=True)
 
 
 def _dense_lists(

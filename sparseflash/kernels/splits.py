@@ -83,7 +83,7 @@ def cuts_of(
         if pieces == 1:
             return None
         return Cuts(torch.full((items,), pieces, device=size.device), pieces * items, items)
-    if not countable or is_capturing(size.device):
+    if not countable:
         return None
     chunks = _chunks(size.sum(1), block)
     total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
@@ -101,11 +101,6 @@ def _chunks(lengths: Tensor, block: int) -> Tensor:
 
 def _shortest(block: int) -> int:
     return -(-RULE.fewest // block)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded, which nothing may wait for. A mask planned before keeps its cuts."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def cut_items(items: Items, cuts: Cuts) -> tuple[Items, Tensor]:

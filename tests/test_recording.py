@@ -1,0 +1,93 @@
+"""What a CUDA graph may record: nothing that is made now and kept, and what it reads is kept."""
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+
+from sparseflash import attention, masks
+from sparseflash.csr import derived
+from sparseflash.kernels import plan as planning
+from sparseflash.kernels import recording
+from sparseflash.kernels.plan import Plan, dense_plan
+from test_loose import loosen
+
+
+def tensors(tokens=20, batch=1, dtype=torch.float16, requires_grad=False):
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(batch, 1, tokens, 16, generator=generator).to(dtype).requires_grad_(requires_grad)
+            for _ in range(3)]  # fmt: skip
+
+
+def recorded():
+    """As if a graph were being recorded."""
+    return mock.patch.object(recording, "is_capturing", lambda device: True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded():
+    with mock.patch.object(recording, "_recorded", {}):
+        yield
+
+
+def plans_of(mask):
+    return [each for each in derived(mask.indices).values() if isinstance(each, Plan)]
+
+
+def test_a_cpu_records_nothing():
+    assert not recording.is_capturing(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_what_is_kept_is_not_made_while_a_graph_is_recorded(masked):
+    """Its tensors would be filled by the replay only, and other calls would read them before."""
+    dense_plan.cache_clear()
+    mask = masks.causal(20, block=16) if masked else None
+    q, k, v = tensors(requires_grad=True)
+    with recorded(), pytest.raises(RuntimeError, match=r"call it once with the same mask .* before the capture"):
+        attention(q, k, v, mask, backend="triton")
+    out = attention(q, k, v, mask, backend="triton")
+    with recorded():
+        assert torch.equal(attention(q, k, v, mask, backend="triton"), out)
+        with pytest.raises(RuntimeError, match="forward and, if it is recorded, backward"):
+            out.sum().backward()
+        with pytest.raises(RuntimeError, match="before the capture"):  # another layout
+            attention(q.float(), k.float(), v.float(), mask, backend="triton")
+    out = attention(q, k, v, mask, backend="triton")
+    out.sum().backward()
+    with recorded():
+        attention(q, k, v, mask, backend="triton").sum().backward()
+
+
+def test_a_mask_that_the_graph_itself_makes_is_planned_there():
+    loose = loosen(masks.causal(20, block=16), 0)
+    with recorded():
+        attention(*tensors(), loose, backend="triton")
+    assert recording._recorded == {}  # its memory is the graph's
+
+
+def test_what_was_recorded_outlives_the_mask_and_the_caches():
+    dense_plan.cache_clear()
+    mask = masks.local(20, 9, block=16)
+    for _ in range(3):  # the third is a repeated call
+        attention(*tensors(), mask, backend="triton")
+        attention(*tensors(), backend="triton")
+    with recorded():
+        attention(*tensors(), mask, backend="triton")
+        attention(*tensors(), backend="triton")
+    assert len(recording._recorded) == 2
+    work = [weakref.ref(plan.rows(16).work) for plan in recording._recorded.values()]
+    del mask
+    dense_plan.cache_clear()
+    gc.collect()
+    assert all(each() is not None for each in work)
+
+
+def test_plans_that_nobody_recorded_are_few():
+    mask = masks.causal(3, block=16)
+    with mock.patch.object(planning, "_MOST_PLANS", 4):
+        for batch in range(1, 7):
+            attention(*tensors(3, batch), mask, backend="triton")
+    assert [each.rows(16).work.shape[0] for each in plans_of(mask)] == [3, 4, 5, 6]
