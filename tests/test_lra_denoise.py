@@ -137,10 +137,10 @@ def test_other_files_are_refused(pretrained, tmp_path):
     run, _ = pretrained
     path = tmp_path / "model.safetensors"
     model = build_model(replace(SHORT, objective="classify"), TASKS["listops"], run.mask)
-    with pytest.raises(FileNotFoundError, match="there are no weights"):
+    with pytest.raises(FileNotFoundError, match="there is no file"):
         weights.begin_from(model, path)
     path.write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=r"must be the model\.safetensors of a run"):
+    with pytest.raises(ValueError, match=r"must hold an experiments\.lra model: "):
         weights.begin_from(model, path)
     save_file({"x": torch.zeros(1)}, path, metadata={"about": json.dumps({"kind": "another"})})
     with pytest.raises(ValueError, match="got 'another'"):

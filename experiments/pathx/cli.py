@@ -19,6 +19,7 @@ from experiments.lra.files import replace_text, write_json
 from experiments.lra.progress import TrainingBar, counting_bar
 from experiments.lra.ranks import find_device, refuse_many
 from experiments.lra.runlog import Record
+from experiments.lra.tensorfile import sha256
 from experiments.pathfinder.parameters import FOLDS, LRA
 from experiments.pathx import probe as probing
 from experiments.pathx import table as tables
@@ -258,7 +259,7 @@ def testset(
     with short_errors():
         for chosen in [(size, contour)] if not every else [(side, length) for side in LRA for length in FOLDS]:
             path = made_test_set(*chosen, data, workers, record)
-            console.print(f"{weights.sha256(path)}  {path}", soft_wrap=True)
+            console.print(f"{sha256(path)}  {path}", soft_wrap=True)
 
 
 def made_test_set(size: int, contour: int, folder: Path, workers: int | None, record: bool = False) -> Path:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.lra.files import write_json
+from experiments.lra.tensorfile import sha256
 from experiments.pathfinder.generate import Settings, generate
 from experiments.pathfinder.parameters import lra
 from experiments.pathx.sources import TEST_SEED
-from experiments.pathx.weights import sha256
 
 IMAGES = 20_000
 HASHES = Path(__file__).parent / "testsets.json"

@@ -27,6 +27,7 @@ from experiments.lra.ranks import find_device
 from experiments.lra.resume import check_unused
 from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import adamw
+from experiments.lra.tensorfile import sha256
 from experiments.pathx import weights
 from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config, Stage, as_dict, from_dict
@@ -106,7 +107,7 @@ class Run:
         if found.keys() != expected or any(own[name].shape != tensor.shape for name, tensor in found.items()):
             raise ValueError(f"{path} must hold a model of the same layers, width and registers as this run's")
         self.model.load_state_dict(own | found)
-        self.before = {"sha256": weights.sha256(path), **about["cost"]}
+        self.before = {"sha256": sha256(path), **about["cost"]}
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
         if not resume:

@@ -6,16 +6,15 @@ model.json          the SHA-256 of that file, what it cost, and its results; see
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
+from experiments.lra import tensorfile
 from experiments.lra.files import write_json
+from experiments.lra.tensorfile import sha256
 from experiments.pathx.config import Config, as_dict, from_dict
 from experiments.pathx.model import PathModel
 from experiments.pathx.relations import parse_layers
@@ -40,12 +39,7 @@ def build(config: Config) -> PathModel:
 
 def save(path: Path, model: PathModel, config: Config, about: dict[str, Any]) -> None:
     """Write the weights and the file beside them."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    written = {"kind": KIND, "config": as_dict(config), **about}
-    save_file(
-        tensors, path, metadata={"about": json.dumps(written, sort_keys=True)}
-    )  # one entry: several vary in order
-    path.chmod(0o644)  # safetensors makes it private
+    tensorfile.write(path, model, {"kind": KIND, "config": as_dict(config), **about})
     write_json(path.with_suffix(".json"), {"sha256": sha256(path), **about, "results": {}})
 
 
@@ -62,11 +56,7 @@ def load(path: Path, expected: str | None = None) -> tuple[PathModel, Config, di
     found = sha256(path)
     if found != expected:
         raise ValueError(f"{path} must have the SHA-256 {expected}; got {found}: it is another file, or damaged")
-    with safe_open(path, framework="pt") as file:
-        about = json.loads((file.metadata() or {}).get("about", "{}"))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
-    if about.get("kind") != KIND:
-        raise ValueError(f"{path} must hold an {KIND}; got {about.get('kind')!r}")
+    tensors, about = tensorfile.read(path, KIND)
     config = from_dict(about["config"])
     model = build(config)
     model.load_state_dict(tensors)
@@ -80,8 +70,3 @@ def beside(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is not loaded without its SHA-256, which {note} would hold; pass --sha256")
     said: dict[str, Any] = json.loads(note.read_text())
     return said
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()  # a few MB

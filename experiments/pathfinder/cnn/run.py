@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from experiments.lra.generate import available_cores
 from experiments.lra.metrics import device_name, versions
 from experiments.lra.runlog import Record
+from experiments.lra.tensorfile import sha256
 from experiments.pathfinder.cnn.config import Config
 from experiments.pathfinder.cnn.images import Batch, fresh, repeated
 from experiments.pathfinder.cnn.results import RULE, Figure
@@ -27,7 +28,6 @@ from experiments.pathfinder.vectors import Vectors, load
 from experiments.pathx.bins import by_distance
 from experiments.pathx.sources import TEST_SEED
 from experiments.pathx.stream import Stream
-from experiments.pathx.weights import sha256
 
 
 @dataclass(frozen=True)
