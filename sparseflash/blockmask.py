@@ -250,7 +250,7 @@ class BlockMask:
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-        layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool)
+        layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool, device="cpu")
         return cls.from_layout(layout, block=(block_q, block_k), q_len=q_len, k_len=k_len)
 
     def with_lengths(self, lengths: Tensor | Sequence[int]) -> BlockMask:

@@ -75,7 +75,7 @@ def validate(mask: BlockMask) -> None:
     must(bool(((rows * col_blocks + indices).diff() > 0).all()), "indices must strictly increase in a row")
     used = number_by_first_appearance(tile[tile > 0])
     first = tile[tile > 0][used[1]]
-    numbered = loose or torch.equal(first, torch.arange(1, len(bits) + 1))
+    numbered = loose or torch.equal(first, torch.arange(1, len(bits) + 1, device="cpu"))
     must(numbered, "partial tiles must be numbered as they first appear")
     counts = tiles.live_scores(bits)
     must(loose or bool((counts > 0).all()), "a tile with no live score must not be stored")
@@ -87,7 +87,7 @@ def validate(mask: BlockMask) -> None:
     pattern = mask.pattern.cpu().long()
     must(bool(((pattern >= 0) & (pattern < patterns)).all()), f"pattern must lie in 0..{patterns - 1}")
     seen = number_by_first_appearance(pattern.reshape(-1))
-    numbered = loose or torch.equal(pattern.reshape(-1)[seen[1]], torch.arange(patterns))
+    numbered = loose or torch.equal(pattern.reshape(-1)[seen[1]], torch.arange(patterns, device="cpu"))
     must(numbered, "patterns must be numbered as they first appear, and each one used")
     distinct = loose or len(distinct_patterns(indptr, indices, tile, row_blocks)[0]) == patterns
     must(distinct, "equal patterns must be stored once")

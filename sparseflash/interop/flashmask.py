@@ -317,7 +317,8 @@ def _cut_tiles(intervals: list[tuple[Tensor, Tensor]], rows: Tensor, cols: Tenso
     Tiles that the bounds cut alike, seen from their first row, are evaluated once.
     """
     block_k, device = keys.shape[1], rows.device
-    kinds, found, offset = [rows[:0]], [torch.zeros(0, block_q, tiles.words_per_row(block_k)).int().to(device)], 0
+    no_words = torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32, device=device)
+    kinds, found, offset = [rows[:0]], [no_words], 0
     query = torch.arange(block_q, device=device)[:, None]
     for e in torch.arange(len(rows), device=device).split(max(1, SCORES_AT_ONCE // (2 * len(intervals) * block_k))):
         k, top = keys[cols[e]], rows[e][:, None] * block_q
