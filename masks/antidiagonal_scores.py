@@ -60,6 +60,7 @@ def antidiagonal_scores(
         raise ValueError(f"stride must divide the block; got {stride} and {block!r}.")
     check_queries_and_keys(q, k, lengths)
     (batch, heads, q_len, dim), (kv_heads, k_len) = q.shape, k.shape[1:3]
+    lengths = None if lengths is None else lengths.to(torch.int64)  # a narrow type may not hold the number of tokens
     factor = (1.0 / math.sqrt(dim) if scale is None else scale) / stride
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries = _groups(q, block_q, stride, lengths).flip(3).flatten(3)  # [B, Hq, Gq, S D]

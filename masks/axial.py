@@ -61,7 +61,7 @@ def axial(shape: Sequence[int], *, order: Tensor | None = None, block: Block = 1
     # How far apart two blocks lie on an axis matters only if they have a coordinate there in common.
     (first_q, last_q), (first_k, last_k) = (cut(places, b).aminmax(dim=1) for b in (block_q, block_k))
     common = (first_q[rows] <= last_k[cols]) & (first_k[cols] <= last_q[rows])
-    apart = 3 * torch.tensor(sides, dtype=torch.int32)
+    apart = 3 * torch.tensor(sides, dtype=torch.int32, device="cpu")
     offset = torch.where(common, key_corners[cols] - query_corners[rows], apart)
     codes = [query_shape[rows], key_shape[cols], *offset.unbind(1)]
 
@@ -83,6 +83,6 @@ def axial(shape: Sequence[int], *, order: Tensor | None = None, block: Block = 1
 
 def _lines(places: Tensor, shape: tuple[int, ...]) -> Tensor:
     """int64 `[N, axes]`: the lines through each token. A line is named by its axis and its first token."""
-    steps = torch.tensor(strides(shape))
+    steps = torch.tensor(strides(shape), device="cpu")
     token = (places * steps).sum(1, keepdim=True)
-    return token - places * steps + torch.arange(len(shape)) * len(places)
+    return token - places * steps + torch.arange(len(shape), device="cpu") * len(places)

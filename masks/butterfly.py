@@ -82,9 +82,9 @@ def butterfly(
     if layer is not None:
         layer = at_least(0, layer, "layer", "layers")
         chosen = chosen[layer % len(chosen) :][:1] if chosen else []
-    i = torch.arange(count)
+    i = torch.arange(count, device="cpu")
     rows, cols = partners(count, chosen, radix, causal)
-    stripe = torch.arange(min(global_blocks, count))
+    stripe = torch.arange(min(global_blocks, count), device="cpu")
     along, across = i.repeat(len(stripe)), stripe.repeat_interleave(count)
     edges = torch.cat([rows, along, across]), torch.cat([cols, across, along])
     return of_blocks([edges], q_len, causal=causal, block=block)
@@ -106,7 +106,7 @@ def powers(count: int, radix: int) -> list[int]:
 def partners(count: int, strides: Sequence[int], radix: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Edges `(i, j)` between `count` nodes: each with itself and with its partners at each stride, powers of `radix`;
     an edge of two strides comes twice."""
-    i = torch.arange(count)
+    i = torch.arange(count, device="cpu")
     rows, cols = [i], [i]
     for stride in strides:
         digit = i // stride % radix

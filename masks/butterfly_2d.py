@@ -94,7 +94,7 @@ def butterfly_2d(
     row_q, row_k = rows * block_q // width, cols * block_k // width
     rows_q, rows_k = ((b + width - 2) // width + 1 for b in (block_q, block_k))
     codes = [rows * block_q % width, cols * block_k % width]
-    for some in torch.cartesian_prod(torch.arange(rows_q), torch.arange(rows_k)).split(31):
+    for some in torch.cartesian_prod(torch.arange(rows_q, device="cpu"), torch.arange(rows_k, device="cpu")).split(31):
         code = torch.zeros_like(rows)
         for bit, (a, b) in enumerate(some.tolist()):
             inside = ((row_q + a) * width < (rows + 1) * block_q) & ((row_k + b) * width < (cols + 1) * block_k)
@@ -102,8 +102,8 @@ def butterfly_2d(
         codes.append(code)
 
     def live(some: Tensor) -> Tensor:
-        q = rows[some][:, None, None] * block_q + torch.arange(block_q)[:, None]
-        k = cols[some][:, None, None] * block_k + torch.arange(block_k)
+        q = rows[some][:, None, None] * block_q + torch.arange(block_q, device="cpu")[:, None]
+        k = cols[some][:, None, None] * block_k + torch.arange(block_k, device="cpu")
         # In int32, because moving these numbers is most of the work.
         (row_q, col_q), (row_k, col_k) = (((x // width).int(), (x % width).int()) for x in (q, k))
         return rows_related(row_q, row_k) & cols_related(col_q, col_k)
@@ -140,7 +140,7 @@ def _related(a: Tensor, b: Tensor, strides: list[int], radix: int) -> Tensor:
 
 def _expanded(a: Tensor, b: Tensor, length: int, cell: int) -> tuple[Tensor, Tensor]:
     """The pairs of pixels of pairs of cells, on one side of the image."""
-    inside = torch.arange(cell)
+    inside = torch.arange(cell, device="cpu")
     first = (a[:, None, None] * cell + inside[:, None]).expand(-1, cell, cell).reshape(-1)
     second = (b[:, None, None] * cell + inside).expand(-1, cell, cell).reshape(-1)
     exists = (first < length) & (second < length)

@@ -171,7 +171,8 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
     runs, runs_in_tile = -(-of.k_len // span), block_k // span
     # A column before and one behind for numbers that name no key.
     last = cols * runs_in_tile
-    column = indices.masked_fill(indices >= runs, last).clamp_(min=-1).to(torch.int64) + 1
+    column = indices.to(torch.int64)  # a narrow type may not hold the bounds
+    column = column.masked_fill(column >= runs, last).clamp_(min=-1) + 1
     table = torch.zeros(batch, heads, rows * block_q, last + 2, dtype=torch.bool, device=indices.device)
     table[:, :, :q_len].scatter_(-1, column, True)
     live = table[..., 1:-1]
@@ -198,6 +199,8 @@ def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int
 
 def _without_repetitions(indices: Tensor) -> Tensor:
     """The numbers of each query in order, with -1 for those that came before."""
+    if not indices.dtype.is_signed:  # it has no -1
+        indices = indices.to(torch.int64)
     indices = indices.sort(-1).values
     again = torch.nn.functional.pad(indices[..., 1:] == indices[..., :-1], (1, 0))
     return indices.masked_fill(again, -1)

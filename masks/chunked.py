@@ -36,6 +36,6 @@ def chunked(q_len: int, chunk: int, *, causal: bool = False, block: Block = 128)
     """
     q_len, _ = token_counts(q_len, q_len)
     chunk = at_least(1, chunk, "chunk", "tokens")
-    q = torch.arange(q_len)
+    q = torch.arange(q_len, device="cpu")
     start = q // chunk * chunk
     return spans(start, q + 1 if flag(causal, "causal") else start + chunk, q_len, block=block)

@@ -65,8 +65,8 @@ def deepspeed_fixed(
         )
     if causal and horizontal:
         raise ValueError("horizontal must be False with causal; got True.")
-    i = torch.arange(count)
-    in_chunk = torch.arange(local).expand(count, -1) + (i // local * local)[:, None]
+    i = torch.arange(count, device="cpu")
+    in_chunk = torch.arange(local, device="cpu").expand(count, -1) + (i // local * local)[:, None]
     chunk_rows, chunk_cols = i[:, None].expand_as(in_chunk)[in_chunk < count], in_chunk[in_chunk < count]
     whole = count - count % local  # blocks in whole chunks
     heads = heads if patterns > 1 else 1
@@ -76,7 +76,7 @@ def deepspeed_fixed(
         starts = list(range(first, whole, local))
         if whole < count:
             starts.append(max(min(whole + first, count - wide), 0))
-        seen = (torch.tensor(starts)[:, None] + torch.arange(wide)).reshape(-1)
+        seen = (torch.tensor(starts, device="cpu")[:, None] + torch.arange(wide, device="cpu")).reshape(-1)
         seen = seen[seen < count]
         rows = [chunk_rows, i.repeat_interleave(len(seen))]
         cols = [chunk_cols, seen.repeat(count)]

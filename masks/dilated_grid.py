@@ -56,7 +56,7 @@ def dilated_grid(
     steps = tuple(min(step, side) for step, side in zip(steps, sides))
     count, groups = math.prod(sides), math.prod(steps)
     places = coordinates(sides, checked_order(order, count)).long()
-    group = (places % torch.tensor(steps) * torch.tensor(strides(steps))).sum(1).to(torch.int32)
+    group = (places % places.new_tensor(steps) * places.new_tensor(strides(steps))).sum(1).to(torch.int32)
     queries, query = tiles.deduplicate(cut(group, block_q)[:, :, None])
     keys, key = tiles.deduplicate(cut(group, block_k)[:, :, None])
     # Blocks with the same sequence of groups are alike, and see one another if they have a group in common.

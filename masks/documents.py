@@ -51,10 +51,10 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
             f"k_lengths must have one entry a document, {len(q_sizes)} as lengths has; got {len(k_sizes)}."
         )
     q_stops, k_stops = q_sizes.cumsum(0), k_sizes.cumsum(0)
-    document = torch.repeat_interleave(torch.arange(len(q_sizes)), q_sizes)
+    document = torch.repeat_interleave(torch.arange(len(q_sizes), device="cpu"), q_sizes)
     start, stop = (k_stops - k_sizes)[document], k_stops[document]
     if flag(causal, "causal"):
-        stop = stop - (q_stops[document] - 1 - torch.arange(len(document)))
+        stop = stop - (q_stops[document] - 1 - torch.arange(len(document), device="cpu"))
     return spans(start, stop, int(k_stops[-1]), block=block)
 
 

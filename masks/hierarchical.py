@@ -55,7 +55,7 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
     levels = most if levels is None else integer(levels, "levels", "levels")
     if not 0 <= levels <= most:
         raise ValueError(f"levels must lie between 0 and {most} for {count} blocks of {block}; got {levels}.")
-    i = torch.arange(count)
+    i = torch.arange(count, device="cpu")
     rows, cols = [], []
     for step in (-1, 0, 1):
         exists = (i + step >= 0) & (i + step < count)

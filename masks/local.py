@@ -92,4 +92,5 @@ def dilated(q_len: int, window: int, dilation: int, *, causal: bool = False, blo
     causal = flag(causal, "causal")
     within = (q_len - 1) // dilation  # steps that stay in the sequence
     farthest = min(window - 1 if causal else window // 2, within)
-    return diagonals(torch.arange(0 if causal else -farthest, farthest + 1) * dilation, q_len, block=block)
+    steps = torch.arange(0 if causal else -farthest, farthest + 1, device="cpu")
+    return diagonals(steps * dilation, q_len, block=block)

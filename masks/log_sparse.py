@@ -42,7 +42,7 @@ def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block
     """
     q_len, _ = token_counts(q_len, q_len)
     window = at_least(1, window, "window", "keys")
-    distance = torch.arange(q_len)
+    distance = torch.arange(q_len, device="cpu")
     if restart is not None:
         distance = distance % at_least(window, restart, "restart", "tokens")
     beyond = distance - window + 1

@@ -40,12 +40,12 @@ def longformer(q_len: int, window: int, global_tokens: Any, *, causal: bool = Fa
     """
     q_len, _ = token_counts(q_len, q_len)
     window, causal = at_least(1, window, "window", "keys"), flag(causal, "causal")
-    marked = torch.zeros(q_len, dtype=torch.bool)
+    marked = torch.zeros(q_len, dtype=torch.bool, device="cpu")
     if is_list(global_tokens):
         marked[positions(global_tokens, "global_tokens", q_len)] = True
     else:
         marked[: at_least(0, global_tokens, "global_tokens", "tokens")] = True
-    q = torch.arange(q_len)
+    q = torch.arange(q_len, device="cpu")
     start, stop = (q - window + 1, q + 1) if causal else (q - window // 2, q + window // 2 + 1)
     limit = q + 1 if causal else None
     return spans(start, stop, q_len, limit=limit, rows=marked, cols=marked, block=block)

@@ -91,7 +91,7 @@ def neighborhood(
 
 def _range(side: int, window: int, stride: int, dilation: int, causal: bool, shift: bool) -> Range:
     """What each coordinate of one axis sees."""
-    place = torch.arange(side)
+    place = torch.arange(side, device="cpu")
     residue, x = place % dilation, place // dilation
     n = (side - 1 - residue) // dilation + 1  # tokens of this residue
     if causal:

@@ -55,7 +55,7 @@ def row_major(shape: Sequence[int]) -> Tensor:
     [0, 1, 2, 3, 4, 5]
     """
     sides = grid_shape(shape)
-    return torch.arange(len(coordinates(sides)))
+    return torch.arange(len(coordinates(sides)), device="cpu")
 
 
 def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
@@ -73,11 +73,10 @@ def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
     """
     sides = grid_shape(shape)
-    size = torch.tensor(per_axis(tile, sides, "tile", "tokens"))
+    sizes = per_axis(tile, sides, "tile", "tokens")
     places = coordinates(sides).long()
-    number = (
-        places // size * torch.tensor(strides(tuple(-(-sides[a] // int(size[a])) for a in range(len(sides)))))
-    ).sum(1)
+    jumps = strides(tuple(-(-side // size) for side, size in zip(sides, sizes, strict=True)))
+    number = (places // places.new_tensor(sizes) * places.new_tensor(jumps)).sum(1)
     return torch.argsort(number, stable=True)  # within a tile, row-major as before
 
 
@@ -96,7 +95,7 @@ def morton(shape: Sequence[int]) -> Tensor:
     """
     sides = grid_shape(shape)
     places = coordinates(sides).long()
-    key, at = torch.zeros(len(places), dtype=torch.int64), 0
+    key, at = torch.zeros(len(places), dtype=torch.int64, device="cpu"), 0
     # A bit that no coordinate of an axis has is left out: N tokens need few more than log2(N) bits, whatever the shape.
     for bit in range(max(sides).bit_length()):
         for axis in reversed(range(len(sides))):
@@ -157,7 +156,8 @@ def residues(shape: Sequence[int], step: int | Sequence[int]) -> Tensor:
     """
     sides = grid_shape(shape)
     sizes = per_axis(step, sides, "step", "tokens")
-    number = (coordinates(sides).long() % torch.tensor(sizes) * torch.tensor(strides(sizes))).sum(1)
+    places = coordinates(sides).long()
+    number = (places % places.new_tensor(sizes) * places.new_tensor(strides(sizes))).sum(1)
     return torch.argsort(number, stable=True)
 
 
@@ -175,4 +175,4 @@ def inverse(order: Tensor) -> Tensor:
         raise ValueError(f"order must have shape [N]; got {list(order.shape)}.")
     checked = checked_order(order, len(order))
     assert checked is not None
-    return torch.empty_like(checked).scatter_(0, checked, torch.arange(len(checked))).to(order.device)
+    return torch.empty_like(checked).scatter_(0, checked, torch.arange(len(checked), device="cpu")).to(order.device)

@@ -43,6 +43,7 @@ def pooled_scores(
     block_q, block_k = block_pair(block)
     check_queries_and_keys(q, k, lengths)
     (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
+    lengths = None if lengths is None else lengths.to(torch.int64)  # a narrow type may not hold the number of tokens
     with torch.autocast(q.device.type, enabled=False):
         q_mean, k_mean = _means(q, block_q, lengths), _means(k, block_k, lengths)
         q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another

@@ -35,5 +35,5 @@ def prefix_lm(q_len: int, prefix: int, *, k_len: int | None = None, block: Block
     """
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     prefix = at_least(0, prefix, "prefix", "tokens")
-    stop = (torch.arange(q_len) + (k_len - q_len + 1)).clamp(min=prefix)
-    return spans(torch.zeros(q_len, dtype=torch.int64), stop, k_len, block=block)
+    stop = (torch.arange(q_len, device="cpu") + (k_len - q_len + 1)).clamp(min=prefix)
+    return spans(torch.zeros(q_len, dtype=torch.int64, device="cpu"), stop, k_len, block=block)

@@ -64,6 +64,6 @@ def sliding_tiles(
         if wide > side:
             raise ValueError(f"window must not exceed the side; got {wide} and {side}.")
         most = side // size - wide // size
-        first = (torch.arange(side) // size - wide // size // 2).clamp(0, most) * size
+        first = (torch.arange(side, device="cpu") // size - wide // size // 2).clamp(0, most) * size
         ranges.append(Range(first, first + wide - 1))
     return within_ranges(sides, ranges, order=order, block=block)

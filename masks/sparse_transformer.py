@@ -44,7 +44,7 @@ def strided(q_len: int, stride: int, *, attend: str = "both", block: Block = 128
     q_len, _ = token_counts(q_len, q_len)
     stride = at_least(1, stride, "stride", "tokens")
     choice(attend, "attend", ("both", "local", "strided"))
-    near, far = torch.arange(min(stride, q_len)), torch.arange(0, q_len, stride)
+    near, far = torch.arange(min(stride, q_len), device="cpu"), torch.arange(0, q_len, stride, device="cpu")
     offsets = {"local": near, "strided": far, "both": torch.unique(torch.cat([near, far]))}[attend]
     return diagonals(offsets, q_len, block=block)
 
@@ -90,7 +90,7 @@ def fixed(
     choice(attend, "attend", ("both", "local", "summary"))
     if num_verts * summary > stride:
         raise ValueError(f"num_verts * summary must not exceed stride, {stride} tokens; got {num_verts} * {summary}.")
-    q = torch.arange(q_len)
+    q = torch.arange(q_len, device="cpu")
     stop = q + 1
     start = stop if attend == "summary" else q // stride * stride
     heads = heads if num_verts > 1 else 1

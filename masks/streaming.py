@@ -97,5 +97,5 @@ def tri_shape(q_len: int, sink: int, local: int, last: int, *, block: Block = 12
 
 
 def _sink_and_window(q_len: int, window: int, sink: int, last: int, block: Block) -> BlockMask:
-    q = torch.arange(q_len)
+    q = torch.arange(q_len, device="cpu")
     return spans(q - window + 1, q + 1, q_len, limit=q + 1, rows=q >= q_len - last, cols=q < sink, block=block)

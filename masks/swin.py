@@ -69,6 +69,6 @@ def swin(
             raise ValueError(f"shift must lie between 0 and window - 1; got {by} for a window of {size}.")
     ranges = []
     for side, size, by in zip(sides, windows, shifts):
-        start = torch.div(torch.arange(side) - by, size, rounding_mode="floor") * size + by
+        start = torch.div(torch.arange(side, device="cpu") - by, size, rounding_mode="floor") * size + by
         ranges.append(Range(start.clamp(min=0), (start + size - 1).clamp(max=side - 1)))
     return within_ranges(sides, ranges, order=order, block=block)

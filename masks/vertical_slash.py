@@ -79,12 +79,12 @@ def _heads(values: Any) -> list[Any]:
 
 def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, block_k: int) -> BlockMask:
     row_blocks, col_blocks = -(-q_len // block_q), -(-q_len // block_k)
-    cols = torch.zeros(col_blocks * block_k, dtype=torch.bool)
+    cols = torch.zeros(col_blocks * block_k, dtype=torch.bool, device="cpu")
     cols[marked_keys] = True
     of_key = tiles.pack(cols.view(col_blocks, block_k))  # [Mk, W]
     has_cols = cols.view(col_blocks, block_k).any(1)
     marked = has_cols.nonzero()[:, 0]
-    first_q = torch.arange(row_blocks) * block_q
+    first_q = torch.arange(row_blocks, device="cpu") * block_q
     last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
     i, at = between(torch.zeros_like(first_q), torch.searchsorted(marked, last_q // block_k, right=True) - 1)
     column = i * col_blocks + marked[at]
@@ -93,9 +93,9 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     # Both lists ascend, and are merged without sorting.
     place = torch.searchsorted(slashed, column)
     alone = torch.cat([slashed, slashed.new_full((1,), -1)])[place] != column
-    has_slash = torch.ones(len(slashed) + int(alone.sum()), dtype=torch.bool)
-    has_slash[place[alone] + torch.arange(len(has_slash) - len(slashed))] = False
-    key = torch.empty(len(has_slash), dtype=torch.int64)
+    has_slash = torch.ones(len(slashed) + int(alone.sum()), dtype=torch.bool, device="cpu")
+    has_slash[place[alone] + torch.arange(len(has_slash) - len(slashed), device="cpu")] = False
+    key = torch.empty(len(has_slash), dtype=torch.int64, device="cpu")
     key[has_slash], key[~has_slash] = slashed, column[alone]
     i, j = key // col_blocks, key % col_blocks
     corner = i * block_q - j * block_k
@@ -112,7 +112,7 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     offset = len(corners) + len(marked)
     own = (has_cols[j] & (has_slash | ~below_diagonal)).nonzero()[:, 0]
     for some in own.split(max(1, WORDS_AT_ONCE // (block_q * of_key.shape[1]))):
-        past = below(corner[some][:, None] + torch.arange(1, block_q + 1), block_k)
+        past = below(corner[some][:, None] + torch.arange(1, block_q + 1, device="cpu"), block_k)
         made = slashed_words.index_select(0, slash[some]) | (of_key[j[some]][:, None, :] & past)
         made, inverse = tiles.deduplicate(made)
         words.append(made)

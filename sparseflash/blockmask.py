@@ -18,7 +18,7 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
 from sparseflash.checks import Block, block_pair, boolean, check_block_count, integers, token_counts
-from sparseflash.counting import live_scores
+from sparseflash.counting import live_scores, pattern_count
 from sparseflash.csr import columns_of, derived, may_be_counted, may_vary_in_size, stored_tiles
 from sparseflash.invariants import check_arrays, validate
 from sparseflash.loose import canonical_arrays_of
@@ -250,7 +250,7 @@ class BlockMask:
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-        layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool)
+        layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool, device="cpu")
         return cls.from_layout(layout, block=(block_q, block_k), q_len=q_len, k_len=k_len)
 
     def with_lengths(self, lengths: Tensor | Sequence[int]) -> BlockMask:
@@ -338,14 +338,12 @@ class BlockMask:
     @property
     def density(self) -> float:
         """Share of live scores, averaged over heads and batch elements (1.0 for dense), `lengths` honoured."""
-        key = "density" if self.lengths is None else ("density", id(self.lengths))
+        if self.lengths is not None:  # which are no part of what the cache is kept with
+            return live_scores(self) / (self.q_len * self.k_len)
         cache = derived(self.indices)
-        if self.lengths is not None or key not in cache:
-            value = live_scores(self) / (self.q_len * self.k_len)
-            if self.lengths is not None:
-                return value
-            cache[key] = value
-        return float(cache[key])
+        if "density" not in cache:
+            cache["density"] = live_scores(self) / (self.q_len * self.k_len)
+        return float(cache["density"])
 
     def __repr__(self) -> str:
         is_meta = self.device.type == "meta"  # then there is nothing to count
@@ -362,7 +360,7 @@ class BlockMask:
             parts.append(f"{count}: {full} full + {len(self.tile) - full} partial{distinct}")
             parts.append(f"density {100 * self.density:.3g} %")
         if self.pattern.numel() > 1:
-            patterns = (len(self.indptr) - 1) // self.blocks[0]
+            patterns = pattern_count(self)
             parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
         if self.lengths is not None:
             parts.append(f"lengths of {len(self.lengths)} sequences")
@@ -454,14 +452,12 @@ class BlockMask:
 
     def to_dense(self) -> Tensor:
         """Bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live. For tests, pictures: `N x N` memory."""
-        (row_blocks, col_blocks), device = self.blocks, self.device
-        patterns = (len(self.indptr) - 1) // row_blocks
+        (row_blocks, col_blocks), device, patterns = self.blocks, self.device, pattern_count(self)
         dense = torch.zeros(
             patterns * row_blocks, col_blocks, self.block_q, self.block_k, dtype=torch.bool, device=device
         )
         rows, cols, tile = stored_tiles(self)
-        choices = torch.cat([dense.new_ones(1, self.block_q, self.block_k), tiles.unpack(self.bits, self.block_k)])
-        dense[rows, cols] = choices[tile]
+        dense[rows, cols] = tiles.unpack(tiles.choices(self.bits, self.block_k), self.block_k)[tile]
         dense = dense.reshape(patterns, row_blocks, col_blocks, self.block_q, self.block_k).transpose(2, 3)
         dense = dense.reshape(patterns, row_blocks * self.block_q, col_blocks * self.block_k)
         live = dense[:, : self.q_len, : self.k_len][self.pattern.long()]  # [B or 1, Hq or 1, Nq, Nk]

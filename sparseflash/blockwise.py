@@ -169,8 +169,8 @@ class _Mask:
         rows, count = part.cols.shape
         live = None
         if bool((part.tile > 0).any()):
-            full = self.bits.new_full((1, *self.bits.shape[1:]), tiles.full_word(self.block_k))
-            live = tiles.unpack(torch.cat([full, self.bits])[part.tile], self.block_k)  # [R, c, block_q, block_k]
+            words = tiles.choices(self.bits, self.block_k)
+            live = tiles.unpack(words[part.tile], self.block_k)  # [R, c, block_q, block_k]
             live = live.transpose(1, 2).reshape(rows, self.block_q, count * self.block_k)
         if part.stop is not None:
             device = part.rows.device

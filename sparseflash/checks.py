@@ -50,7 +50,7 @@ def _is_index(value: Any) -> bool:
 def integers(values: Any, name: str) -> Tensor:
     """A list, 1-D tensor or 1-D array of integers as an int64 tensor `[E]` on the CPU."""
     try:
-        tensor = torch.as_tensor(values).cpu()
+        tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a list of integers; got {values!r}.") from error
     if tensor.numel() == 0:
@@ -89,8 +89,7 @@ def boolean(value: Any, name: str) -> Tensor:
     """A bool tensor of a tensor or array that must be boolean."""
     if isinstance(value, np.ndarray):
         value = np.require(value, requirements=("C", "W"))  # PyTorch takes no negative strides, and warns of read-only
-    # A tensor stays where it is; as_tensor would move it to a default device that the caller has set for new ones.
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")  # a tensor stays where it is
     if tensor.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean (True: live); got {tensor.dtype}.")
     return tensor

@@ -1,4 +1,4 @@
-"""How many scores of a mask are live."""
+"""How many patterns a mask has, and how many of its scores are live."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 
+def pattern_count(mask: BlockMask) -> int:
+    """Number of distinct patterns."""
+    return (len(mask.indptr) - 1) // mask.blocks[0]
+
+
 def live_scores(mask: BlockMask) -> float:
     """Live scores of a head, averaged over heads and batch elements."""
-    row_blocks = mask.blocks[0]
-    patterns = (len(mask.indptr) - 1) // row_blocks
+    row_blocks, patterns = mask.blocks[0], pattern_count(mask)
     a_tile = torch.cat([mask.bits.new_tensor([mask.block_q * mask.block_k]).long(), tiles.live_scores(mask.bits)])
     stored = stored_tiles(mask)
     if mask.lengths is None:
@@ -46,8 +50,7 @@ def _live_scores_to(
     cut = ~inside & (i * mask.block_q < stop) & (j * mask.block_k < stop)
     count = torch.zeros(patterns, dtype=torch.int64, device=mask.device)
     count.index_add_(0, rows[inside] // row_blocks, a_tile[tile[inside]])
-    full = mask.bits.new_full((1, *mask.bits.shape[1:]), tiles.full_word(mask.block_k))
-    words = torch.cat([full, mask.bits])
+    words = tiles.choices(mask.bits, mask.block_k)
     for e in cut.nonzero().squeeze(1).split(max(1, SCORES_AT_ONCE // (mask.block_q * mask.block_k))):
         q = i[e, None, None] * mask.block_q + torch.arange(mask.block_q, device=mask.device)[:, None]
         k = j[e, None, None] * mask.block_k + torch.arange(mask.block_k, device=mask.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.building import distinct_patterns
 from sparseflash.checks import block_pair, token_counts
+from sparseflash.counting import pattern_count
 from sparseflash.csr import row_of_entry
 from sparseflash.numbering import number_by_first_appearance
 
@@ -58,7 +59,7 @@ def validate(mask: BlockMask) -> None:
     (row_blocks, col_blocks), nnz = mask.blocks, len(mask.indices)
     loose = mask.loose  # then only what makes it safe to run must hold
     indptr, indices, tile = mask.indptr.cpu().long(), mask.indices.cpu().long(), mask.tile.cpu().long()
-    patterns = (len(indptr) - 1) // row_blocks
+    patterns = pattern_count(mask)
     bits = mask.bits.cpu()
 
     def must(holds: bool, rule: str) -> None:
@@ -75,7 +76,7 @@ def validate(mask: BlockMask) -> None:
     must(bool(((rows * col_blocks + indices).diff() > 0).all()), "indices must strictly increase in a row")
     used = number_by_first_appearance(tile[tile > 0])
     first = tile[tile > 0][used[1]]
-    numbered = loose or torch.equal(first, torch.arange(1, len(bits) + 1))
+    numbered = loose or torch.equal(first, torch.arange(1, len(bits) + 1, device="cpu"))
     must(numbered, "partial tiles must be numbered as they first appear")
     counts = tiles.live_scores(bits)
     must(loose or bool((counts > 0).all()), "a tile with no live score must not be stored")
@@ -87,7 +88,7 @@ def validate(mask: BlockMask) -> None:
     pattern = mask.pattern.cpu().long()
     must(bool(((pattern >= 0) & (pattern < patterns)).all()), f"pattern must lie in 0..{patterns - 1}")
     seen = number_by_first_appearance(pattern.reshape(-1))
-    numbered = loose or torch.equal(pattern.reshape(-1)[seen[1]], torch.arange(patterns))
+    numbered = loose or torch.equal(pattern.reshape(-1)[seen[1]], torch.arange(patterns, device="cpu"))
     must(numbered, "patterns must be numbered as they first appear, and each one used")
     distinct = loose or len(distinct_patterns(indptr, indices, tile, row_blocks)[0]) == patterns
     must(distinct, "equal patterns must be stored once")
@@ -102,7 +103,7 @@ def _past_the_ends(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor, bi
     (row_blocks, col_blocks), count = mask.blocks, 0
     live_q = mask.q_len - (row_blocks - 1) * mask.block_q
     live_k = mask.k_len - (col_blocks - 1) * mask.block_k
-    choices = torch.cat([bits.new_full((1, *bits.shape[1:]), tiles.full_word(mask.block_k)), bits])
+    choices = tiles.choices(bits, mask.block_k)
     for last_q in (False, True):
         for last_k in (False, True):
             here = ((rows == row_blocks - 1) == last_q) & ((cols == col_blocks - 1) == last_k)

@@ -56,6 +56,16 @@ def unpack(words: Tensor, block_k: int) -> Tensor:
     return live.reshape(*words.shape[:-1], block_k)
 
 
+def choices(words: Tensor, block_k: int) -> Tensor:
+    """The words of each kind of tile, the full one (0) first and a dead one last: int32 `[T + 2, block_q, W]`.
+
+    >>> choices(torch.tensor([3]).view(1, 1, 1).expand(1, 16, 1).to(torch.int32), 16)[:, 0, 0].tolist()
+    [65535, 3, 0]
+    """
+    full = words.new_full((1, *words.shape[1:]), full_word(block_k))
+    return torch.cat([full, words, torch.zeros_like(full)])
+
+
 def live_scores(words: Tensor) -> Tensor:
     """Number of live scores of each tile: int32 `[T, block_q, words]` to int64 `[T]`."""
     # The usual population count in parallel; masking after each arithmetic shift discards the copied sign bits.

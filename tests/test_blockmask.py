@@ -1073,14 +1073,6 @@ def test_constructors_say_what_they_refuse(build, error, message):
         build()
 
 
-def test_a_default_device_moves_no_mask():
-    dense, layout = torch.ones(40, 40, dtype=torch.bool).tril(), torch.eye(3, dtype=torch.bool)
-    want = BlockMask.from_dense(dense, block=16), BlockMask.from_layout(layout, block=16, q_len=40, k_len=40)
-    with torch.device("meta"):
-        got = BlockMask.from_dense(dense, block=16), BlockMask.from_layout(layout, block=16, q_len=40, k_len=40)
-    assert got == want
-
-
 def test_one_tile_is_not_called_tiles():
     assert repr(BlockMask.dense(64, block=64)) == (
         "BlockMask(64 x 64, blocks of 64, 1 tile: 1 full + 0 partial, density 100 %)"

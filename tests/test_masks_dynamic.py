@@ -1,5 +1,6 @@
 """Patterns chosen from the data: each keeps what its formula says, waits for nothing, and passes no gradient on."""
 
+import functools
 import importlib
 import itertools
 import math
@@ -8,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, masks
@@ -25,6 +26,9 @@ BLOCKS = (16, 32, 64)
 
 # Two ways to the same choice: see masks/fused. Triton's interpreter runs the kernels here.
 WAYS = st.sampled_from(["operations", "kernels"])
+INTEGERS = st.sampled_from(
+    [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
+)
 
 
 def by(way):
@@ -283,14 +287,23 @@ def live_of_indices(indices, k_len, span, causal):
     return as_four(live & causal_tokens(live.shape[-2], k_len) if causal else live)
 
 
-@given(key_choices(), st.integers(1, 9), st.sampled_from([torch.int64, torch.int32, torch.int16]), SEEDS, WAYS)
+# The numbers of the runs do not all fit the narrow types, nor do those of the columns of a table of them.
+@given(key_choices(), st.integers(1, 9), INTEGERS, SEEDS, WAYS)
+@example(((16,), 4080, (16, 16), 16, False), 1, torch.uint8, 0, "operations")
+@example(((16,), 4095, (16, 32), 32, True), 3, torch.uint8, 0, "operations")
+@example(((16,), 4095, (16, 32), 32, True), 3, torch.uint8, 0, "kernels")
+@example(((16,), 300, (16, 64), 1, False), 9, torch.uint8, 0, "operations")
+@example(((16,), 2048, (16, 16), 16, False), 3, torch.int8, 0, "operations")
+@example(((16,), 640_000, (16, 16), 16, False), 3, torch.int16, 0, "operations")
+@example(((16,), 640_000, (16, 16), 16, False), 3, torch.uint16, 0, "operations")
 def test_selected_keys_are_live_however_often_they_are_named(drawn, count, dtype, seed, way):
     shape, k_len, block, span, causal = drawn
     runs = -(-k_len // span)
-    indices = torch.randint(-2, runs + 2, (*shape, count), generator=generator(seed), dtype=dtype)
+    numbers = torch.randint(-2, runs + 2, (*shape, count), generator=generator(seed))
+    indices = numbers.clamp(torch.iinfo(dtype).min, min(torch.iinfo(dtype).max, runs + 1)).to(dtype)
     with by(way):
         mask = masks.selected_keys(indices, k_len, block=block, span=span, causal=causal)
-    assert_keeps(mask, live_of_indices(indices, k_len, span, causal), block)
+    assert_keeps(mask, live_of_indices(indices.to(torch.int64), k_len, span, causal), block)
 
 
 @given(key_choices(), st.integers(1, 9), SEEDS, st.sampled_from([coarse, distinct]))
@@ -446,6 +459,17 @@ def test_antidiagonal_scores_with_lengths_are_those_of_the_shorter_sequence(draw
     if length:
         short = masks.antidiagonal_scores(q[:, :, :length], k[:, :, :length], **given_arguments)
         torch.testing.assert_close(got[..., :rows, :cols], short, rtol=1e-4, atol=1e-5)
+
+
+@given(INTEGERS, st.lists(st.integers(0, 127), min_size=2, max_size=2), st.booleans())
+@example(torch.int8, [100, 127], True)
+@example(torch.uint8, [100, 0], False)
+def test_lengths_of_every_integer_type_serve_scores_of_more_tokens_than_it_counts(dtype, lengths, causal):
+    q, k = torch.randn(2, 2, 1, 300, 8, generator=generator(0))
+    lengths = torch.tensor(lengths)
+    for scores in (masks.pooled_scores, functools.partial(masks.antidiagonal_scores, causal=causal)):
+        got = scores(q, k, block=32, lengths=lengths.to(dtype))
+        assert torch.equal(got, scores(q, k, block=32, lengths=lengths))
 
 
 def test_antidiagonals_cross_slashes_of_odd_distance_only():

@@ -19,7 +19,7 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, k_len)
     highest = q_len + k_len + abs(shift) if highest is None else highest
-    first_q = torch.arange(0, q_len, block_q)
+    first_q = torch.arange(0, q_len, block_q, device="cpu")
     last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
     first_col = torch.div(first_q + shift - highest, block_k, rounding_mode="floor").clamp(min=0)
     last_col = torch.div(last_q + shift - lowest, block_k, rounding_mode="floor").clamp(max=-(-k_len // block_k) - 1)
@@ -28,7 +28,8 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     corner = rows * block_q + shift - cols * block_k
     full = (corner - (block_k - 1) >= lowest) & (corner + block_q - 1 <= highest)
     distances, which = distinct(corner[~full])
-    distance = distances[:, None, None] + torch.arange(block_q)[:, None] - torch.arange(block_k)
+    q, k = torch.arange(block_q, device="cpu")[:, None], torch.arange(block_k, device="cpu")
+    distance = distances[:, None, None] + q - k
     tile = torch.zeros_like(rows)
     tile[~full] = which + 1
     live = (distance >= lowest) & (distance <= highest)

@@ -38,7 +38,7 @@ def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[T
     gap = (offsets.diff() > block_q + block_k - 1).nonzero()[:, 0]
     nearest = offsets[torch.cat([gap.new_zeros(1), gap + 1])].flip(0)  # the farthest band first: by columns
     farthest = offsets[torch.cat([gap, gap.new_full((1,), len(offsets) - 1)])].flip(0)
-    first_q = (torch.arange(row_blocks) * block_q)[:, None]
+    first_q = (torch.arange(row_blocks, device="cpu") * block_q)[:, None]
     last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
     first = (first_q - farthest).div(block_k, rounding_mode="floor").clamp(min=0)  # [Mq, bands]
     last = (last_q - nearest).div(block_k, rounding_mode="floor").clamp(max=col_blocks - 1)
@@ -50,15 +50,15 @@ def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Te
     """Words `[C, block_q, W]` of the tiles whose first scores are `corners` `[C]` apart."""
     words_per_row, bits = tiles.words_per_row(block_k), min(tiles.WORD, block_k)
     if len(corners) == 0:
-        return torch.zeros(0, block_q, words_per_row, dtype=torch.int32)
+        return torch.zeros(0, block_q, words_per_row, dtype=torch.int32, device="cpu")
     # Row r of a tile is a window on the set of distances, read backwards; so are its words.
     low, high = int(corners.min()) - block_k + 1, int(corners.max()) + block_q - 1
     inside = offsets[(offsets >= low) & (offsets <= high)]
-    backwards = torch.zeros(high - low + 1, dtype=torch.bool)
+    backwards = torch.zeros(high - low + 1, dtype=torch.bool, device="cpu")
     backwards[high - inside] = True
     windows = backwards.unfold(0, bits, 1)
     word_from = torch.cat([tiles.pack(some)[:, 0] for some in windows.split(1 << 16)])  # its first bit: high - index
     # In portions, because the numbers that are looked up take twice the memory of the words.
-    row = torch.arange(block_q)[:, None] - torch.arange(words_per_row) * bits
+    row = torch.arange(block_q, device="cpu")[:, None] - torch.arange(words_per_row, device="cpu") * bits
     words = [word_from[high - (some[:, None, None] + row)] for some in corners.split(1 << 10)]
     return torch.cat(words)

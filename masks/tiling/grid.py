@@ -50,7 +50,7 @@ def checked_order(order: Tensor | None, count: int) -> Tensor | None:
     order = order.detach().to("cpu", torch.int64)
     if order.shape != (count,):
         raise ValueError(f"order must have shape [{count}], one entry a token; got {list(order.shape)}.")
-    seen = torch.zeros(count, dtype=torch.bool)
+    seen = torch.zeros(count, dtype=torch.bool, device="cpu")
     if bool(((order >= 0) & (order < count)).all()):
         seen[order] = True
     if not bool(seen.all()):
@@ -69,7 +69,7 @@ def coordinates(shape: tuple[int, ...], order: Tensor | None = None) -> Tensor:
     >>> coordinates((2, 3)).tolist()
     [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
     """
-    sides = [torch.arange(side, dtype=torch.int32) for side in shape]
+    sides = [torch.arange(side, dtype=torch.int32, device="cpu") for side in shape]
     places = torch.stack(torch.meshgrid(*sides, indexing="ij"), -1).reshape(-1, len(shape))
     return places if order is None else places[order]
 

@@ -28,9 +28,10 @@ def by_kind(
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     kind, count_of_kinds = number_combinations(codes)
     # The first tile of each kind, so that the same one is asked about on every machine.
-    first = torch.full((count_of_kinds,), len(rows)).scatter_reduce_(0, kind, torch.arange(len(rows)), "amin")
-    words = [torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32)]
-    found, count = [torch.zeros(0, dtype=torch.int64)], 0
+    every = torch.arange(len(rows), device="cpu")
+    first = every.new_full((count_of_kinds,), len(rows)).scatter_reduce_(0, kind, every, "amin")
+    words = [torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32, device="cpu")]
+    found, count = [torch.zeros(0, dtype=torch.int64, device="cpu")], 0
     portions = first.split(max(1, SCORES_AT_ONCE // (block_q * block_k))) if len(first) else ()
     for some in portions:
         distinct, number = tiles.deduplicate(tiles.pack(live(some)))

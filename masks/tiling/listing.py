@@ -29,8 +29,8 @@ def between(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     ([0, 0, 1], [0, 1, 2])
     """
     counts = (last - first + 1).clamp(min=0)
-    rows = torch.repeat_interleave(torch.arange(len(first)), counts)
-    cols = torch.arange(len(rows)) - (counts.cumsum(0) - counts - first)[rows]
+    rows = torch.repeat_interleave(torch.arange(len(first), device="cpu"), counts)
+    cols = torch.arange(len(rows), device="cpu") - (counts.cumsum(0) - counts - first)[rows]
     return rows, cols
 
 
@@ -46,8 +46,8 @@ def incidence(labels: Tensor, count: int) -> sparse.csr_array:
     """
     from scipy import sparse  # a tenth of a second, which only patterns that ask this need
 
-    block = torch.arange(len(labels)).repeat_interleave(labels.shape[1])
-    there = torch.ones(labels.numel(), dtype=torch.bool)
+    block = torch.arange(len(labels), device="cpu").repeat_interleave(labels.shape[1])
+    there = torch.ones(labels.numel(), dtype=torch.bool, device="cpu")
     ids = block.numpy(), labels.reshape(-1).numpy()
     return sparse.coo_array((there.numpy(), ids), (len(labels), count)).tocsr()
 
@@ -68,10 +68,10 @@ def of_blocks(
     those with j > i, and cuts the diagonal tiles to `k <= q`.
     """
     count, causal = -(-q_len // block), flag(causal, "causal")
-    triangle = tiles.pack(torch.ones(1, block, block, dtype=torch.bool).tril())
+    triangle = tiles.pack(torch.ones(1, block, block, dtype=torch.bool, device="cpu").tril())
     parts = []
     for rows, cols in layouts:
-        edge = distinct(torch.as_tensor(rows) * count + torch.as_tensor(cols))[0]
+        edge = distinct(torch.as_tensor(rows, device="cpu") * count + torch.as_tensor(cols, device="cpu"))[0]
         i, j = edge // count, edge % count
         if causal:
             i, j = i[j <= i], j[j <= i]

@@ -84,19 +84,20 @@ def _tiles_seen(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles with a live score, once each, in row-major order."""
     col_blocks = -(-math.prod(shape) // block_k)
-    block_of = torch.arange(math.prod(shape)) // block_k  # the key block of a place, numbered in row-major order
+    # The key block of a place, numbered in row-major order.
+    block_of = torch.arange(math.prod(shape), device="cpu") // block_k
     if order is not None:
         block_of = torch.empty_like(order).scatter_(0, order, block_of)
     # What is listed are not places but boxes of places that belong to one key block.
     block_of = block_of.view(shape)
     box = [_box_side(block_of, axis) for axis in range(len(shape))]
     block_of = block_of[tuple(slice(None, None, side) for side in box)]
-    jumps = torch.tensor(strides(tuple(block_of.shape)))
-    sides = torch.tensor(box, dtype=torch.int32)
+    jumps = torch.tensor(strides(tuple(block_of.shape)), device="cpu")
+    sides = torch.tensor(box, dtype=torch.int32, device="cpu")
     # Blocks with equal windows see the same boxes if they lie in the same way to the grid of boxes.
     inside = corners % sides
     kind, kinds = number_combinations([window, *inside.unbind(1)])
-    one = torch.zeros(kinds, dtype=torch.int64).scatter_(0, kind, torch.arange(len(kind)))
+    one = torch.zeros(kinds, dtype=torch.int64, device="cpu").scatter_(0, kind, torch.arange(len(kind), device="cpu"))
     start, boxes = _boxes_seen(windows[window[one]] + inside[one, None, :, None], steps, sides, jumps)
     base = (corners // sides * jumps).sum(1)
     block_of, counts = block_of.reshape(-1), start.diff()[kind]
@@ -104,7 +105,7 @@ def _tiles_seen(
     for rows in _in_portions(counts):
         many = counts[rows]
         row = torch.repeat_interleave(rows, many)
-        within = torch.arange(len(row)) - torch.repeat_interleave(many.cumsum(0) - many, many)
+        within = torch.arange(len(row), device="cpu") - torch.repeat_interleave(many.cumsum(0) - many, many)
         key = row * col_blocks + block_of[base[row] + boxes[start[kind[row]] + within]]
         # Neighbouring boxes lie in one block often, and dropping those first is cheaper than sorting them.
         found.append(torch.unique_consecutive(torch.unique_consecutive(key).sort().values))
@@ -130,7 +131,7 @@ def _in_portions(counts: Tensor) -> Iterator[Tensor]:
     """Block rows in order, so many at a time that what they list is bounded."""
     portion = (counts.cumsum(0) - counts) // _BOXES_AT_ONCE
     _, sizes = torch.unique_consecutive(portion, return_counts=True)
-    yield from torch.arange(len(counts)).split(sizes.tolist())
+    yield from torch.arange(len(counts), device="cpu").split(sizes.tolist())
 
 
 def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,12 +149,12 @@ def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor)
     ]
     to_place = strides(tuple(extent))
     counts, boxes = [], []
-    for some in torch.arange(len(windows)).split(max(1, _BOXES_AT_ONCE // math.prod(extent))):
+    for some in torch.arange(len(windows), device="cpu").split(max(1, _BOXES_AT_ONCE // math.prod(extent))):
         # +1 where a window starts on an axis and -1 one step past its end, for all combinations of starts and ends;
         # summed along each axis in turn, that counts the windows over each place.
-        covered = torch.zeros(len(some), math.prod(extent), dtype=torch.int32)
+        covered = torch.zeros(len(some), math.prod(extent), dtype=torch.int32, device="cpu")
         first = (windows[some, :, :, 0] - lowest[some, None]).long()
-        past = (windows[some, :, :, 1] - lowest[some, None]).long() + torch.tensor(steps)
+        past = (windows[some, :, :, 1] - lowest[some, None]).long() + torch.tensor(steps, device="cpu")
         for corner in range(1 << axes):
             ends = [corner >> axis & 1 for axis in range(axes)]
             at = sum((past if end else first)[:, :, axis] * to_place[axis] for axis, end in enumerate(ends))
@@ -169,5 +170,5 @@ def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor)
         seen = torch.unique_consecutive((which * span + box - least).sort().values)
         counts.append(torch.bincount(seen // span, minlength=len(some)))
         boxes.append(seen % span + least)
-    start = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(counts).cumsum(0)])
+    start = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), torch.cat(counts).cumsum(0)])
     return start, torch.cat(boxes)

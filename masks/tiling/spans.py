@@ -40,9 +40,9 @@ def spans(
     empty = stop <= start
     start, stop = start.masked_fill(empty, k_len), stop.masked_fill(empty, 0)  # so that it widens no block row's hull
     no_limit = limit is None
-    limit = torch.full((q_len,), k_len) if limit is None else limit.clamp(0, k_len)
-    rows = torch.zeros(q_len, dtype=torch.bool) if rows is None else rows
-    cols = torch.zeros(k_len, dtype=torch.bool) if cols is None else cols
+    limit = torch.full((q_len,), k_len, device="cpu") if limit is None else limit.clamp(0, k_len)
+    rows = torch.zeros(q_len, dtype=torch.bool, device="cpu") if rows is None else rows
+    cols = torch.zeros(k_len, dtype=torch.bool, device="cpu") if cols is None else cols
     # Queries past the end are copies of the last one; what they see is cut off with the tiles' ends.
     start, stop, limit, rows = (
         torch.cat([x, x[-1:].expand(row_blocks * block_q - q_len)]).view(row_blocks, block_q)
@@ -92,7 +92,7 @@ def spans(
     offset = len(marked) + len(busy)
     own = (kind < 0).nonzero()[:, 0]
     r, c = i[own], j[own]
-    nearest = torch.arange(row_blocks) * block_q // block_k
+    nearest = torch.arange(row_blocks, device="cpu") * block_q // block_k
     ends = [start, stop] if no_limit else [start, stop, limit]
     relative = [(x - nearest[:, None] * block_k).to(torch.int32) for x in ends]
     profile = tiles.deduplicate(torch.stack([*relative, rows.to(torch.int32)], 1))[1]
@@ -116,6 +116,6 @@ def spans(
 
 def below(stop: Tensor, block_k: int) -> Tensor:
     """Words `[..., W]` of tile rows whose first `stop` keys are live, for `stop` `[...]` of any value."""
-    table = tiles.pack(torch.arange(block_k) < torch.arange(block_k + 1)[:, None])
+    table = tiles.pack(torch.arange(block_k, device="cpu") < torch.arange(block_k + 1, device="cpu")[:, None])
     # Whole rows of the table: a twentieth of the time of looking up word by word.
     return table.index_select(0, stop.clamp(0, block_k).reshape(-1)).view(*stop.shape, table.shape[1])

@@ -15,11 +15,11 @@ from sparseflash.algebra.tilelist import (
     choices,
     in_chunks,
     mask_of,
-    pattern_count,
     take_patterns,
     tiles_of,
 )
 from sparseflash.blockmask import BlockMask
+from sparseflash.counting import pattern_count
 from sparseflash.numbering import distinct, number_by_first_appearance
 
 

@@ -15,11 +15,11 @@ from sparseflash.algebra.tilelist import (
     compose,
     in_chunks,
     mask_of,
-    pattern_count,
     take_rows,
 )
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import integer
+from sparseflash.counting import pattern_count
 
 Range = tuple[int | None, int | None]
 

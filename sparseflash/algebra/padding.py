@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.algebra.tilelist import TileList, choices, in_chunks, mask_of, pattern_count, take_patterns
+from sparseflash.algebra.tilelist import TileList, choices, in_chunks, mask_of, take_patterns
 from sparseflash.blockmask import BlockMask
+from sparseflash.counting import pattern_count
 from sparseflash.numbering import distinct, number_by_first_appearance
 
 

@@ -20,12 +20,12 @@ from sparseflash.algebra.tilelist import (
     TileList,
     choices,
     mask_of,
-    pattern_count,
     take_rows,
     tiles_of,
 )
 from sparseflash.algebra.transpose import transpose
 from sparseflash.blockmask import BlockMask
+from sparseflash.counting import pattern_count
 from sparseflash.numbering import distinct
 
 ENTRIES_AT_ONCE = 1 << 20  # source tiles gathered at a time: some ten arrays of 8 MB

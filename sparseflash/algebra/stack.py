@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sparseflash.algebra.padding import bake_lengths
 from sparseflash.algebra.reblock import to_one_block
-from sparseflash.algebra.tilelist import TileList, mask_of, pattern_count, take_patterns
+from sparseflash.algebra.tilelist import TileList, mask_of, take_patterns
 from sparseflash.blockmask import BlockMask
+from sparseflash.counting import pattern_count
 from sparseflash.numbering import number_by_first_appearance
 
 

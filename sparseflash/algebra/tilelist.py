@@ -11,8 +11,10 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import arrays_of_tiles
+from sparseflash.counting import pattern_count
 from sparseflash.csr import row_of_entry
 from sparseflash.numbering import distinct
+from sparseflash.tiles import choices as choices
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,6 @@ class TileList:
     def blocks(self) -> tuple[int, int]:
         """`(Mq, Mk)`."""
         return -(-self.q_len // self.block_q), -(-self.k_len // self.block_k)
-
-
-def pattern_count(mask: BlockMask) -> int:
-    """Number of distinct patterns."""
-    return (len(mask.indptr) - 1) // mask.blocks[0]
 
 
 def tiles_of(mask: BlockMask) -> TileList:
@@ -79,12 +76,6 @@ def take_patterns(mask: BlockMask, chosen: Tensor) -> tuple[Tensor, Tensor]:
     row_blocks = mask.blocks[0]
     rows = chosen[:, None] * row_blocks + torch.arange(row_blocks, device=chosen.device)
     return take_rows(mask.indptr, rows.reshape(-1))
-
-
-def choices(words: Tensor, block_k: int) -> Tensor:
-    """The words of each kind, and those of a dead tile last: int32 `[T + 2, block_q, W]`; kind T + 1 is dead."""
-    full = words.new_full((1, *words.shape[1:]), tiles.full_word(block_k))
-    return torch.cat([full, words, torch.zeros_like(full)])
 
 
 def in_chunks(words_of: Callable[[Tensor], Tensor], recipes: Tensor, words_each: int) -> Tensor:

@@ -76,8 +76,8 @@ def balance(mask: BlockMask) -> tuple[Balance, ...]:
 
 
 def _load(where: Tensor, live: Tensor, count: int) -> Load:
-    scores = torch.zeros(count, dtype=torch.int64).index_add_(0, where, live)
-    tiles = torch.zeros(count, dtype=torch.int64).index_add_(0, where, (live > 0).long())
+    scores = torch.zeros(count, dtype=torch.int64, device="cpu").index_add_(0, where, live)
+    tiles = torch.zeros(count, dtype=torch.int64, device="cpu").index_add_(0, where, (live > 0).long())
     return Load(_spread(tiles), _spread(scores), float((tiles == 0).double().mean()) if count else 0.0)
 
 

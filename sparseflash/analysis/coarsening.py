@@ -80,7 +80,7 @@ def _listed(blocks: Any) -> Sequence[Block]:
 def live_parts(walk: Walk, part_q: int, part_k: int) -> Tensor:
     """Which `part_q x part_k` parts of each kind of tile hold a live score: bool `[1 + T, down, across]`."""
     block_q, block_k = walk.block_q, walk.block_k
-    found = [torch.ones(1, block_q // part_q, block_k // part_k, dtype=torch.bool)]
+    found = [torch.ones(1, block_q // part_q, block_k // part_k, dtype=torch.bool, device="cpu")]
     for words in walk.bits.split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
         live = tiles.unpack(words, block_k)
         found.append(live.view(-1, block_q // part_q, part_q, block_k // part_k, part_k).any(4).any(2))

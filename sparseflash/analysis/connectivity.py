@@ -59,7 +59,7 @@ def causal_gap(element: Element) -> Gap | None:
     Nothing gets from token q - 1 to token q by way of others, because there are none between them. So all connects if
     and only if each query sees the key just before it in some layer.
     """
-    sees = torch.zeros(element.stop, dtype=torch.bool)
+    sees = torch.zeros(element.stop, dtype=torch.bool, device="cpu")
     sees[:1] = True
     for walk in element.walks():
         sees |= see_previous(walk)
@@ -83,7 +83,7 @@ def _token_edges(union: Relation, stop: int) -> tuple[Index, Index]:
     """All pairs of tokens (query, key) of a relation over `stop` tokens."""
     i, j, kind, bits = tiles_of(union, stop)
     queries, keys = [], []
-    for some in torch.arange(len(i)).split(max(1, SCORES_AT_ONCE // union.block**2)):
+    for some in torch.arange(len(i), device="cpu").split(max(1, SCORES_AT_ONCE // union.block**2)):
         live = tiles.unpack(words_of(kind[some], bits, union.block), union.block)
         tile, a, b = live.nonzero(as_tuple=True)
         queries.append(i[some][tile] * union.block + a)
@@ -95,7 +95,7 @@ def _blocks_are_connected(union: Relation) -> bool:
     """Whether the tokens of every block reach one another inside it."""
     diagonal = np.unique(union.kind_at(np.arange(union.count) * (union.count + 1)))
     for kind in diagonal[diagonal > 0]:
-        words, one = union.words[kind - 1 : kind], torch.zeros(1, dtype=torch.int64)
+        words, one = union.words[kind - 1 : kind], torch.zeros(1, dtype=torch.int64, device="cpu")
         for _ in range(union.block.bit_length()):
             words = multiply(words, words, one, one, union.block)
         if not (words == tiles.full_word(union.block)).all():
@@ -111,16 +111,19 @@ def _closure(relation: Relation) -> Relation:
 
 def _first_gap(reached: BlockMask) -> Gap:
     """The first pair of tokens that a mask of one pattern leaves out, of which there must be one."""
-    live = torch.zeros(reached.blocks[0], dtype=torch.int64)
-    rows = torch.repeat_interleave(torch.arange(reached.blocks[0]), reached.indptr.diff().long())
-    choices = torch.cat([torch.tensor([reached.block_q * reached.block_k]), tiles.live_scores(reached.bits)])
+    live = torch.zeros(reached.blocks[0], dtype=torch.int64, device="cpu")
+    rows = torch.repeat_interleave(torch.arange(reached.blocks[0], device="cpu"), reached.indptr.diff().long())
+    choices = torch.cat(
+        [torch.tensor([reached.block_q * reached.block_k], device="cpu"), tiles.live_scores(reached.bits)]
+    )
     live.index_add_(0, rows, choices[reached.tile.long()])
-    whole = (torch.arange(reached.blocks[0] + 1) * reached.block_q).clamp(max=reached.q_len).diff() * reached.k_len
+    starts = torch.arange(reached.blocks[0] + 1, device="cpu") * reached.block_q
+    whole = starts.clamp(max=reached.q_len).diff() * reached.k_len
     row = int((live < whole).nonzero()[0])
-    strip = torch.zeros(reached.block_q, reached.blocks[1] * reached.block_k, dtype=torch.bool)
+    strip = torch.zeros(reached.block_q, reached.blocks[1] * reached.block_k, dtype=torch.bool, device="cpu")
     for e in range(int(reached.indptr[row]), int(reached.indptr[row + 1])):
         first, tile = int(reached.indices[e]) * reached.block_k, int(reached.tile[e])
-        patch = tiles.unpack(reached.bits[tile - 1], reached.block_k) if tile else torch.tensor(True)
+        patch = tiles.unpack(reached.bits[tile - 1], reached.block_k) if tile else torch.tensor(True, device="cpu")
         strip[:, first : first + reached.block_k] = patch
     inside = strip[: reached.q_len - row * reached.block_q, : reached.k_len]
     a, k = (~inside).nonzero()[0].tolist()

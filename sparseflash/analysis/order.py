@@ -28,8 +28,8 @@ def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
         )
     total = 0
     for walk in walks(mask):
-        live = torch.zeros(row_blocks * col_blocks, dtype=torch.bool)
-        each = torch.arange(len(walk.rows)).split(max(1, SCORES_AT_ONCE // (mask.block_q * mask.block_k)))
+        live = torch.zeros(row_blocks * col_blocks, dtype=torch.bool, device="cpu")
+        each = torch.arange(len(walk.rows), device="cpu").split(max(1, SCORES_AT_ONCE // (mask.block_q * mask.block_k)))
         for some in each:
             patch = tiles.unpack(words_of(walk.kind[some], walk.bits, mask.block_k), mask.block_k)
             tile, a, b = patch.nonzero(as_tuple=True)
@@ -41,18 +41,18 @@ def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
 
 def _places(mask: BlockMask, order: Tensor) -> Tensor:
     """Where each old token goes."""
-    order = torch.as_tensor(order).cpu()
+    order = torch.as_tensor(order, device="cpu")
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
         raise TypeError(f"an order must be an integer tensor; got {order.dtype}.")
     if mask.q_len != mask.k_len:
         raise ValueError(f"an order needs a mask with as many queries as keys; got {mask.q_len} x {mask.k_len}.")
     order = order.long()
-    is_permutation = order.shape == (mask.q_len,) and torch.equal(order.sort().values, torch.arange(mask.q_len))
-    if not is_permutation:
+    tokens = torch.arange(mask.q_len, device="cpu")
+    if order.shape != (mask.q_len,) or not torch.equal(order.sort().values, tokens):
         raise ValueError(
             f"an order must list each of the {mask.q_len} tokens once; got a tensor of shape {list(order.shape)}"
             f"{' that does not' if order.shape == (mask.q_len,) else ''}."
         )
     place = torch.empty_like(order)
-    place[order] = torch.arange(mask.q_len)
+    place[order] = tokens
     return place

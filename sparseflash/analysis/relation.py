@@ -108,15 +108,15 @@ class Relation:
             return False
         diagonal = np.unique(self.kind_at(np.arange(self.count) * (self.count + 1)))
         words = words_of(torch.from_numpy(diagonal), self.words, self.block)
-        wanted = tiles.pack(torch.ones(1, self.block, self.block, dtype=torch.bool).tril())
+        wanted = tiles.pack(torch.ones(1, self.block, self.block, dtype=torch.bool, device="cpu").tril())
         return bool(((words & wanted) == wanted).all())
 
 
 def of_walks(found: Iterable[Walk], block: int, stop: int) -> Relation:
     """What a token of a sequence of `stop` tokens sees in any of these walks, or is: the union, and the identity."""
     count = -(-stop // block)
-    identity = tiles.pack(torch.eye(block, dtype=torch.bool).unsqueeze(0))
-    diagonal = torch.arange(count)
+    identity = tiles.pack(torch.eye(block, dtype=torch.bool, device="cpu").unsqueeze(0))
+    diagonal = torch.arange(count, device="cpu")
     parts: list[Part] = [(diagonal, diagonal, torch.ones_like(diagonal), identity)]
     for walk in found:
         parts.append(split(walk, block))
@@ -152,7 +152,7 @@ def split(walk: Walk, block: int) -> Part:
         found.append(tiles.pack(live))
     words = torch.cat(found).flatten(0, 2) if found else walk.bits.new_zeros(0, block, tiles.words_per_row(block))
     dead, full = (words == 0).all(-1).all(-1), (words == tiles.full_word(block)).all(-1).all(-1)
-    number = torch.where(full, 0, torch.arange(1, len(words) + 1))
+    number = torch.where(full, 0, torch.arange(1, len(words) + 1, device="cpu"))
     number[dead] = -1
     table = torch.cat([number.new_zeros(1, down, across), number.view(-1, down, across)])[walk.kind]
     tile, a, b = (table >= 0).nonzero(as_tuple=True)
@@ -247,7 +247,7 @@ def compose(a: Relation, b: Relation) -> Relation:
 def multiply(a: Tensor, b: Tensor, which_a: Tensor, which_b: Tensor, block: int) -> Tensor:
     """Boolean products of the tiles `a[which_a[e]]` and `b[which_b[e]]`: words `[E, block, W]`."""
     found = [a[:0]]
-    for some in torch.arange(len(which_a)).split(max(1, SCORES_AT_ONCE // 8 // block**2)):
+    for some in torch.arange(len(which_a), device="cpu").split(max(1, SCORES_AT_ONCE // 8 // block**2)):
         # Each factor is unpacked once a batch. Sums of at most 256 products of 0 and 1 are exact in fp32.
         left, at_left = torch.unique(which_a[some], return_inverse=True)
         right, at_right = torch.unique(which_b[some], return_inverse=True)
@@ -268,7 +268,7 @@ def union(
     starts = np.cumsum(sizes) - sizes
     groups = np.arange(len(sizes))
     result = np.full(len(sizes), -1, np.int64)
-    emitted = [torch.zeros(0, block, tiles.words_per_row(block), dtype=torch.int32)]
+    emitted = [torch.zeros(0, block, tiles.words_per_row(block), dtype=torch.int32, device="cpu")]
     offset = 1
     distinct, state = np.unique(ids(starts), return_inverse=True) if len(sizes) else (starts, starts)
     words = look_up(distinct)
@@ -300,7 +300,7 @@ def union(
 def _settled(block: int, count: int, full: Bits, found: list[tuple[Index, Index, Tensor]]) -> Relation:
     """The relation with these full tiles, and the unions found for others: `(key, kind, words)`, as `union` has it."""
     keys, kinds = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    words = [torch.zeros(0, block, tiles.words_per_row(block), dtype=torch.int32)]
+    words = [torch.zeros(0, block, tiles.words_per_row(block), dtype=torch.int32, device="cpu")]
     offset = 0
     for key, kind, some in found:
         now_full = key[kind == 0]

@@ -15,21 +15,21 @@ _TILES_AT_ONCE = 1 << 16
 
 def blind_queries(walk: Walk) -> Tensor:
     """The queries with no live key: int64, increasing."""
-    sees = torch.cat([torch.ones(1, walk.block_q, dtype=torch.bool), (walk.bits != 0).any(-1)])
+    sees = torch.cat([torch.ones(1, walk.block_q, dtype=torch.bool, device="cpu"), (walk.bits != 0).any(-1)])
     return _uncovered(walk.rows, walk.kind, sees, walk.q_stop)
 
 
 def unseen_keys(walk: Walk) -> Tensor:
     """The keys with no live query: int64, increasing."""
     united = torch.from_numpy(np.bitwise_or.reduce(walk.bits.numpy(), axis=1))
-    seen = torch.cat([torch.ones(1, walk.block_k, dtype=torch.bool), tiles.unpack(united, walk.block_k)])
+    seen = torch.cat([torch.ones(1, walk.block_k, dtype=torch.bool, device="cpu"), tiles.unpack(united, walk.block_k)])
     return _uncovered(walk.cols, walk.kind, seen, walk.k_stop)
 
 
 def _uncovered(where: Tensor, kind: Tensor, covers: Tensor, stop: int) -> Tensor:
     """The tokens before `stop` that no tile covers; `covers [1 + T, block]` says which a kind of tile does."""
     block = covers.shape[1]
-    covered = torch.zeros(-(-stop // block), block, dtype=torch.bool)
+    covered = torch.zeros(-(-stop // block), block, dtype=torch.bool, device="cpu")
     covered[where[kind == 0]] = True
     open_ = (kind > 0) & ~covered.all(1)[where]
     # Few kinds recur in few combinations with a row: each is looked at once.
@@ -50,8 +50,8 @@ def future_scores(walk: Walk, shift: int) -> tuple[int, tuple[int, int] | None]:
     lowest = int(corner.min()) if len(corner) else 0
     span = int(corner.max()) - lowest + 1 if len(corner) else 1
     pairs, which = torch.unique(kind * span + corner - lowest, return_inverse=True)
-    inside = torch.arange(walk.block_k) - torch.arange(walk.block_q)[:, None]
-    leaks = [torch.zeros(0, dtype=torch.int64)]
+    inside = torch.arange(walk.block_k, device="cpu") - torch.arange(walk.block_q, device="cpu")[:, None]
+    leaks = [torch.zeros(0, dtype=torch.int64, device="cpu")]
     for some in pairs.split(max(1, SCORES_AT_ONCE // (walk.block_q * walk.block_k))):
         live = tiles.unpack(words_of(some // span, walk.bits, walk.block_k), walk.block_k)
         leaks.append((live & (inside > -(some % span + lowest)[:, None, None])).sum((1, 2)))
@@ -71,10 +71,10 @@ def future_scores(walk: Walk, shift: int) -> tuple[int, tuple[int, int] | None]:
 
 def see_previous(walk: Walk) -> Tensor:
     """Whether each live query sees the key just before it: bool `[q_stop]`."""
-    sees = torch.zeros(walk.q_stop, dtype=torch.bool)
+    sees = torch.zeros(walk.q_stop, dtype=torch.bool, device="cpu")
     first_q, first_k = walk.rows * walk.block_q, walk.cols * walk.block_k
     near = ((first_k + 1 < first_q + walk.block_q) & (first_k + walk.block_k >= first_q)).nonzero().squeeze(1)
-    a = torch.arange(walk.block_q)
+    a = torch.arange(walk.block_q, device="cpu")
     bits = min(walk.block_k, tiles.WORD)
     for some in near.split(_TILES_AT_ONCE):
         q = first_q[some, None] + a

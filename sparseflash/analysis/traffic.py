@@ -104,7 +104,7 @@ def bytes_moved(
     head_dim, v_dim = dims(head_dim, v_dim)
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
-    e = torch.empty(0, dtype=dtype).element_size()
+    e = dtype.itemsize
     held = _held(
         checked_mask(mask).block_q, head_dim, v_dim, e, integer(sram_bytes, "sram_bytes", "bytes"), tile_queries
     )

@@ -44,7 +44,7 @@ class Walk:
 
     def per_kind(self) -> Tensor:
         """Live scores of each kind: int64 `[1 + T]`."""
-        return torch.cat([torch.tensor([self.block_q * self.block_k]), tiles.live_scores(self.bits)])
+        return torch.cat([torch.tensor([self.block_q * self.block_k], device="cpu"), tiles.live_scores(self.bits)])
 
 
 def walks(mask: BlockMask) -> Iterator[Walk]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.checks import checked_mask
+from sparseflash.counting import pattern_count
 from sparseflash.csr import row_of_entry
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def shares(mask: BlockMask, pattern: int = 0, rows: int = 512, cols: int = 512, 
     array([[0.765625, 0.265625, 0.      , 0.      ],
            [1.      , 1.      , 0.765625, 0.265625]])
     """
-    patterns = (len(checked_mask(mask).indptr) - 1) // mask.blocks[0]
+    patterns = pattern_count(checked_mask(mask))
     if not 0 <= pattern < patterns:
         raise ValueError(f"pattern must lie in 0..{patterns - 1}; got {pattern}.")
     if rows < 1 or cols < 1:
@@ -97,8 +98,7 @@ def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
 
 def _live_scores(mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
     """Live scores of each tile, int64 `[E]`, and whether that is the whole tile."""
-    words = mask.bits.cpu()
-    words = torch.cat([words.new_full((1, *words.shape[1:]), tiles.full_word(mask.block_k)), words])
+    words = tiles.choices(mask.bits.cpu(), mask.block_k)
     if length is None:
         live = tiles.live_scores(words)[tile]
         return live, live == mask.block_q * mask.block_k

@@ -35,8 +35,8 @@ def kinds(mask: BlockMask, pattern: int = 0, *, length: int | None = None) -> ND
     (row_blocks, col_blocks), block_q, block_k = checked_mask(mask).blocks, mask.block_q, mask.block_k
     i, j, tile = tile_list(mask, pattern)
     bits = tiles.unpack(mask.bits.cpu(), block_k).to(torch.uint8)
-    choices = torch.cat([torch.full((1, block_q, block_k), 3, dtype=torch.uint8), 1 + bits])
-    grid = torch.zeros(row_blocks, block_q, col_blocks, block_k, dtype=torch.uint8)
+    choices = torch.cat([torch.full((1, block_q, block_k), 3, dtype=torch.uint8, device="cpu"), 1 + bits])
+    grid = torch.zeros(row_blocks, block_q, col_blocks, block_k, dtype=torch.uint8, device="cpu")
     grid[i, :, j] = choices[tile]
     drawn = grid.view(row_blocks * block_q, col_blocks * block_k)[: mask.q_len, : mask.k_len]
     if length is not None:
@@ -47,7 +47,7 @@ def kinds(mask: BlockMask, pattern: int = 0, *, length: int | None = None) -> ND
 
 def _padded(drawn: torch.Tensor, length: int, block_q: int, block_k: int) -> torch.Tensor:
     """Scores past the length are dead, and what is left of a full tile there is partial."""
-    q, k = torch.arange(drawn.shape[0])[:, None], torch.arange(drawn.shape[1])
+    q, k = torch.arange(drawn.shape[0], device="cpu")[:, None], torch.arange(drawn.shape[1], device="cpu")
     first_q, first_k = q // block_q * block_q, k // block_k * block_k
     inside = (q < length) & (k < length)
     whole = (first_q + block_q <= length) & (first_k + block_k <= length)

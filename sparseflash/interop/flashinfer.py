@@ -93,4 +93,4 @@ def from_flashinfer(
         part = rows, cols, torch.zeros_like(rows), part_of_blocks(rows[:0], cols[:0], live.expand(0, size_q, size_k))[3]
     else:
         part = part_of_blocks(rows, cols, live)
-    return mask_of_patterns(q_len, k_len, block_q, block_k, [part], torch.zeros(1, 1, dtype=torch.int64))
+    return mask_of_patterns(q_len, k_len, block_q, block_k, [part], torch.zeros(1, 1, dtype=torch.int64, device="cpu"))

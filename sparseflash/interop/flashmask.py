@@ -15,6 +15,7 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.building import SCORES_AT_ONCE, Part
 from sparseflash.checks import Block, block_pair, checked_mask, integer, token_counts
+from sparseflash.counting import pattern_count
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.heads import mask_of_patterns
 from sparseflash.numbering import number_by_first_appearance
@@ -59,7 +60,7 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
             f"causal must be False for {mask.q_len} queries and {mask.k_len} keys: FlashMask's releases align the "
             "causal diagonal of such masks differently; got True."
         )
-    patterns = (len(mask.indptr) - 1) // mask.blocks[0]
+    patterns = pattern_count(mask)
     runs = [_dead_runs(mask, p) for p in range(patterns)]
     if causal is None:
         # The first run of dead queries must reach the diagonal.
@@ -164,8 +165,7 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
     span = slice(int(indptr[0]), int(indptr[-1]))
     rows, tile = indices[span].long(), tile[span].long()
     cols = row_of_entry(indptr - indptr[0], len(rows))
-    full = mask.bits.new_full((1, *mask.bits.shape[1:]), tiles.full_word(mask.block_k))
-    words = torch.cat([full, mask.bits])  # [T + 1, block_q, W]
+    words = tiles.choices(mask.bits, mask.block_k)  # [T + 2, block_q, W]
     # A score begins a run if the one above it is dead, and ends one if the one below is. Inside a tile that is the
     # tile's own affair; its first and last row look at the tiles that touch it.
     joined = (cols.diff() == 0) & (rows.diff() == 1)
@@ -179,7 +179,7 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
 
     most = mask.k_len
     counts = torch.zeros(col_blocks, mask.block_k, dtype=torch.int64, device=device)
-    inner = tiles.unpack(begins, mask.block_k).sum(1)  # [T + 1, block_k]
+    inner = tiles.unpack(begins, mask.block_k).sum(1)  # [T + 2, block_k]
     some = inner.any(-1)[tile] | (begins_at_edge != 0).any(-1)
     for e in some.nonzero()[:, 0].split(max(1, SCORES_AT_ONCE // mask.block_k)):
         counts.index_add_(0, cols[e], inner[tile[e]] + tiles.unpack(begins_at_edge[e], mask.block_k))
@@ -212,7 +212,7 @@ def _places(
     inside: Tensor, edge: Tensor, edge_row: int, rows: Tensor, cols: Tensor, tile: Tensor, stop: int, mask: BlockMask
 ) -> tuple[Tensor, Tensor]:
     """Query and key of the bits of all tiles before key `stop`: those inside a tile (which are the same wherever it
-    stands), `inside` `[T + 1, block_q, W]`, and those of one row at its edge, `edge` `[E, W]`."""
+    stands), `inside` `[T + 2, block_q, W]`, and those of one row at its edge, `edge` `[E, W]`."""
     t, q, k = tiles.unpack(inside, mask.block_k).nonzero(as_tuple=True)
     count = torch.bincount(t, minlength=len(inside))
     before = count.cumsum(0) - count
@@ -317,7 +317,8 @@ def _cut_tiles(intervals: list[tuple[Tensor, Tensor]], rows: Tensor, cols: Tenso
     Tiles that the bounds cut alike, seen from their first row, are evaluated once.
     """
     block_k, device = keys.shape[1], rows.device
-    kinds, found, offset = [rows[:0]], [torch.zeros(0, block_q, tiles.words_per_row(block_k)).int().to(device)], 0
+    no_words = torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32, device=device)
+    kinds, found, offset = [rows[:0]], [no_words], 0
     query = torch.arange(block_q, device=device)[:, None]
     for e in torch.arange(len(rows), device=device).split(max(1, SCORES_AT_ONCE // (2 * len(intervals) * block_k))):
         k, top = keys[cols[e]], rows[e][:, None] * block_q

@@ -64,9 +64,8 @@ def mask_of_lists(
             found.append(distinct)
             kinds.append(inverse + offset)
             offset += len(distinct)
-    words = torch.cat(
-        [torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32).to(rows.device), *found]
-    )
+    no_words = torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32, device=rows.device)
+    words = torch.cat([no_words, *found])
     kind = torch.cat([rows[:0], *kinds])
     parts: list[Part] = []
     count = batch[0] * batch[1]
@@ -83,7 +82,7 @@ def mask_of_lists(
                 words[used],
             )
         )
-    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(count).view(*batch))
+    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(count, device="cpu").view(*batch))
 
 
 def _entries(lists: Lists, row_blocks: int, col_blocks: int, name: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,8 +38,8 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
     rows, cols, tile, words = part
     if format == "bsr":
         whole_blocks(mask, "a BSR matrix", 'Use format="csr".')
-        live = blocks_of((rows, cols, tile, words), torch.arange(len(rows)), mask.block_q, mask.block_k)
-        starts = torch.searchsorted(rows, torch.arange(mask.blocks[0] + 1))
+        live = blocks_of((rows, cols, tile, words), torch.arange(len(rows), device="cpu"), mask.block_q, mask.block_k)
+        starts = torch.searchsorted(rows, torch.arange(mask.blocks[0] + 1, device="cpu"))
         index = np.int32 if len(rows) < 2**31 else np.int64
         arrays = live.numpy(), cols.numpy().astype(index), starts.numpy().astype(index)
         matrix = sparse.bsr_array(arrays, shape=shape, blocksize=(mask.block_q, mask.block_k))
@@ -79,7 +79,7 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
     q_len, k_len = token_counts(*matrices[0].shape)
     block_q, block_k = chosen_block(block, matrices[0].blocksize if matrices[0].format == "bsr" else None)
     parts = [_part(one, q_len, k_len, block_q, block_k) for one in matrices]
-    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(len(parts)).view(1, -1))
+    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(len(parts), device="cpu").view(1, -1))
 
 
 def _part(matrix: Any, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:

@@ -22,11 +22,10 @@ def scores_of(part: Part, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
 def blocks_of(part: Part, entries: Tensor, block_q: int, block_k: int) -> Tensor:
     """Bool `[n, block_q, block_k]` of the given entries of a list of tiles."""
     tile, words = part[2][entries], part[3]
-    full = words.new_full((1, *words.shape[1:]), tiles.full_word(block_k))
     # Taking bits apart takes many times the memory of what comes out, so it is done once a distinct tile, and in parts.
     kinds, which = torch.unique(tile, return_inverse=True)
     repeat = len(kinds) < len(tile)
-    packed = torch.cat([full, words])[kinds if repeat else tile]
+    packed = tiles.choices(words, block_k)[kinds if repeat else tile]
     live = torch.empty(len(packed), block_q, block_k, dtype=torch.bool, device=words.device)
     at_once = max(1, SCORES_AT_ONCE // (block_q * block_k))
     for some, out in zip(packed.split(at_once), live.split(at_once), strict=True):

@@ -40,12 +40,14 @@ def to_torch_sparse(
         entries = torch.arange(len(rows), device=mask.device)
         live = blocks_of(part, entries, mask.block_q, mask.block_k)
         starts = torch.searchsorted(rows, torch.arange(mask.blocks[0] + 1, device=mask.device))
-        return torch.sparse_bsr_tensor(starts, cols, live, size=size, check_invariants=True)
+        return torch.sparse_bsr_tensor(starts, cols, live, size=size, device=mask.device, check_invariants=True)
     q, k = scores_of(part, mask.block_q, mask.block_k)
     key = torch.sort(q * mask.k_len + k).values
     starts = torch.searchsorted(key, torch.arange(mask.q_len + 1, device=mask.device) * mask.k_len)
     every = torch.ones_like(key, dtype=torch.bool)
-    return torch.sparse_csr_tensor(starts, key % mask.k_len, every, size=size, check_invariants=True)
+    return torch.sparse_csr_tensor(
+        starts, key % mask.k_len, every, size=size, device=mask.device, check_invariants=True
+    )
 
 
 def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None = None) -> BlockMask:
@@ -76,7 +78,7 @@ def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None 
     own = matrices[0].values().shape[1:] if matrices[0].layout == torch.sparse_bsr else None
     block_q, block_k = chosen_block(block, own)
     parts = [_part(one, q_len, k_len, block_q, block_k) for one in matrices]
-    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(len(parts)).view(1, -1))
+    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(len(parts), device="cpu").view(1, -1))
 
 
 def _part(matrix: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:

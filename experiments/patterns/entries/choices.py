@@ -41,7 +41,7 @@ def runs(tokens: int, span: int) -> Tensor:
     """MoBA's scores `[1, 1, N, N / span]`: each query with the mean of each run of keys; its own comes first."""
     q, k = queries_and_keys(tokens)
     scores = q @ k.unflatten(2, (-1, span)).mean(3).transpose(2, 3)
-    return scores.scatter(3, (torch.arange(tokens) // span)[None, None, :, None], torch.inf)
+    return scores.scatter(3, (torch.arange(tokens, device=q.device) // span)[None, None, :, None], torch.inf)
 
 
 def top_k_keys(tokens: int, block: int) -> BlockMask:
