@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ _AT_ONCE = 1 << 24  # scores of groups at a time: 64 MB, and a few times that of
 @torch.no_grad()
 def antidiagonal_scores(
     q: Tensor, k: Tensor, *, block: Block = 128, stride: int = 16, causal: bool = False, scale: float | None = None,
-    lengths: Tensor | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Block scores `[B, Hq, Mq, Mk]` from sums along antidiagonals (XAttention), to choose blocks by.
 
@@ -58,9 +59,8 @@ def antidiagonal_scores(
     stride, causal = at_least(1, stride, "stride", "tokens"), flag(causal, "causal")
     if block_q % stride or block_k % stride:
         raise ValueError(f"stride must divide the block; got {stride} and {block!r}.")
-    check_queries_and_keys(q, k, lengths)
+    lengths = check_queries_and_keys(q, k, lengths)
     (batch, heads, q_len, dim), (kv_heads, k_len) = q.shape, k.shape[1:3]
-    lengths = None if lengths is None else lengths.to(torch.int64)  # a narrow type may not hold the number of tokens
     factor = (1.0 / math.sqrt(dim) if scale is None else scale) / stride
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries = _groups(q, block_q, stride, lengths).flip(3).flatten(3)  # [B, Hq, Gq, S D]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,12 @@ from sparseflash.masks.tiling.chosen import check_queries_and_keys
 
 @torch.no_grad()
 def pooled_scores(
-    q: Tensor, k: Tensor, *, block: Block = 128, scale: float | None = None, lengths: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    block: Block = 128,
+    scale: float | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """Block scores `[B, Hq, Mq, Mk]` from mean-pooled queries and keys, to choose blocks by.
 
@@ -34,16 +40,15 @@ def pooled_scores(
     pooling; Quest (Tang et al., 2024) bounds the scores by minima and maxima instead. XAttention's are
     `antidiagonal_scores`.
 
-    Raises ValueError for tensors or lengths of other shapes.
+    Raises ValueError for tensors or lengths of other shapes, TypeError for lengths that are no integers.
 
     >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
     >>> pooled_scores(q, k, block=64).shape
     torch.Size([1, 4, 16, 16])
     """
     block_q, block_k = block_pair(block)
-    check_queries_and_keys(q, k, lengths)
+    lengths = check_queries_and_keys(q, k, lengths)
     (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
-    lengths = None if lengths is None else lengths.to(torch.int64)  # a narrow type may not hold the number of tokens
     with torch.autocast(q.device.type, enabled=False):
         q_mean, k_mean = _means(q, block_q, lengths), _means(k, block_k, lengths)
         q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another

@@ -6,6 +6,7 @@ the choice lies in arrays whose size is known beforehand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
+from sparseflash.checks import integers
 from sparseflash.csr import row_of_entry
 
 # Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
@@ -56,7 +58,8 @@ def _frame(
 ) -> Frame:
     block_q, block_k = block
     shift = k_len - q_len
-    i, j = torch.arange(-(-q_len // block_q))[:, None], torch.arange(-(-k_len // block_k))
+    i, j = (torch.arange(-(-n // b), device="cpu") for n, b in ((q_len, block_q), (k_len, block_k)))
+    i = i[:, None]
     first, last = i * block_q + shift, (i * block_q + block_q).clamp(max=q_len) - 1 + shift  # keys on the diagonal
     inside = (i * block_q + block_q <= q_len) & (j * block_k + block_k <= k_len)
     open_ = (j * block_k <= last) if causal else torch.ones_like(inside)
@@ -126,7 +129,7 @@ pattern_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=32)
 def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tensor:
-    pattern = torch.arange(batch * heads, dtype=torch.int32).view(batch, heads, 1)
+    pattern = torch.arange(batch * heads, dtype=torch.int32, device="cpu").view(batch, heads, 1)
     return pattern.expand(-1, -1, group).reshape(batch, heads * group).contiguous().to(device, non_blocking=True)
 
 
@@ -157,8 +160,8 @@ def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
     return values.detach().reshape((1,) * (4 - values.ndim) + values.shape)
 
 
-def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | None) -> None:
-    """The shapes of what block scores are made of."""
+def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | Sequence[int] | None) -> Tensor | None:
+    """The shapes of what block scores are made of; returns the lengths as int64 `[B]`."""
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -169,8 +172,12 @@ def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | None) -> None
             "q and k must have one batch size, one head dim and query heads a multiple of the key heads, and no "
             f"dimension of 0; got {list(q.shape)} and {list(k.shape)}."
         )
-    if lengths is not None and lengths.shape != (batch,):
+    if lengths is None:
+        return None
+    lengths = integers(lengths, "lengths")  # int64: a narrow type may not hold the number of tokens
+    if lengths.shape != (batch,):
         raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")
+    return lengths.to(q.device)
 
 
 def full_words(frame: Frame) -> Tensor:

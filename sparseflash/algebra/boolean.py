@@ -12,7 +12,6 @@ from sparseflash.algebra.padding import bake_lengths
 from sparseflash.algebra.reblock import to_one_block
 from sparseflash.algebra.tilelist import (
     TileList,
-    choices,
     in_chunks,
     mask_of,
     take_patterns,
@@ -123,7 +122,7 @@ def _combined(
     row, col, kind_a, kind_b = _joined(a, b, patterns_a, patterns_b, only_a, only_b)
     # Few pairs of tiles differ, so bits are touched only for those.
     recipes, which = distinct(kind_a * (len(b.bits) + 2) + kind_b)
-    words_a, words_b = choices(a.bits, a.block_k), choices(b.bits, b.block_k)
+    words_a, words_b = tiles.choices(a.bits, a.block_k), tiles.choices(b.bits, b.block_k)
     words = in_chunks(
         lambda some: operation(words_a[some // len(words_b)], words_b[some % len(words_b)]),
         recipes,

@@ -11,7 +11,6 @@ from sparseflash import tiles
 from sparseflash.algebra.padding import bake_lengths
 from sparseflash.algebra.tilelist import (
     TileList,
-    choices,
     compose,
     in_chunks,
     mask_of,
@@ -72,7 +71,7 @@ def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
     i = which % len(rows)
     slot, upper, lower = _halves(i, new_rows)
     source = torch.cat([upper, lower])
-    known = choices(made.words, made.block_k)
+    known = tiles.choices(made.words, made.block_k)
     row, col, recipe, recipes = compose(
         (which // len(rows))[source] * new_rows + i[source] - slot, made.col[source], made.kind[source], slot, 2,
         col_blocks=made.blocks[1], dead=len(known) - 1,
@@ -97,7 +96,7 @@ def _crop_keys(made: TileList, start: int, stop: int) -> TileList:
     # A new tile is the right part of one old tile beside the left part of the next.
     slot, right, left = _halves(col, new_cols)
     source = torch.cat([right, left])
-    known = choices(made.words, made.block_k)
+    known = tiles.choices(made.words, made.block_k)
     row, col, recipe, recipes = compose(
         row[source], col[source] - slot, kind[source], slot, 2, col_blocks=new_cols, dead=len(known) - 1
     )

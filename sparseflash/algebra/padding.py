@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.algebra.tilelist import TileList, choices, in_chunks, mask_of, take_patterns
+from sparseflash.algebra.tilelist import TileList, in_chunks, mask_of, take_patterns
 from sparseflash.blockmask import BlockMask
 from sparseflash.counting import pattern_count
 from sparseflash.numbering import distinct, number_by_first_appearance
@@ -36,7 +36,7 @@ def bake_lengths(mask: BlockMask) -> BlockMask:
     cut = (live_q < mask.block_q) | (live_k < mask.block_k)
     span = (mask.block_q + 1) * (mask.block_k + 1)
     recipes, which = distinct(kind[cut] * span + live_q[cut] * (mask.block_k + 1) + live_k[cut])
-    known = choices(mask.bits, mask.block_k)
+    known = tiles.choices(mask.bits, mask.block_k)
 
     def cut_words(recipe: Tensor) -> Tensor:
         live_q, live_k = recipe % span // (mask.block_k + 1), recipe % (mask.block_k + 1)

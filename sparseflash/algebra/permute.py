@@ -18,7 +18,6 @@ from sparseflash import tiles
 from sparseflash.algebra.padding import bake_lengths
 from sparseflash.algebra.tilelist import (
     TileList,
-    choices,
     mask_of,
     take_rows,
     tiles_of,
@@ -166,7 +165,7 @@ def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tup
 def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yields `(row, col, kind, words)` of some new block rows at a time."""
     (row_blocks, col_blocks), device = mask.blocks, mask.device
-    slots, known = sources.slots, choices(mask.bits, mask.block_k)
+    slots, known = sources.slots, tiles.choices(mask.bits, mask.block_k)
     dead = len(known) - 1
     for flat in _row_chunks(mask, sources):
         # Every (new block row, source block row), then every tile of the latter.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.algebra.tilelist import TileList, choices, compose, in_chunks, mask_of, tiles_of
+from sparseflash.algebra.tilelist import TileList, compose, in_chunks, mask_of, tiles_of
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair
 
@@ -76,7 +76,7 @@ def _join_keys(made: TileList, block_k: int) -> TileList:
     parts = block_k // made.block_k
     if parts == 1:
         return made
-    known = choices(made.words, made.block_k)
+    known = tiles.choices(made.words, made.block_k)
     row, col, which, recipes = compose(
         made.row, made.col // parts, made.kind, made.col % parts, parts,
         col_blocks=-(-made.k_len // block_k), dead=len(known) - 1,
@@ -98,7 +98,7 @@ def _join_queries(made: TileList, block_q: int) -> TileList:
     if parts == 1:
         return made
     (row_blocks, col_blocks), new_rows = made.blocks, -(-made.q_len // block_q)
-    known = choices(made.words, made.block_k)
+    known = tiles.choices(made.words, made.block_k)
     pattern, i = made.row // row_blocks, made.row % row_blocks
     row, col, which, recipes = compose(
         pattern * new_rows + i // parts, made.col, made.kind, i % parts, parts,

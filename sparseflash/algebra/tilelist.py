@@ -14,7 +14,6 @@ from sparseflash.building import arrays_of_tiles
 from sparseflash.counting import pattern_count
 from sparseflash.csr import row_of_entry
 from sparseflash.numbering import distinct
-from sparseflash.tiles import choices as choices
 
 
 @dataclass(frozen=True)

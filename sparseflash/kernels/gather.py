@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.algebra.tilelist import choices, in_chunks
+from sparseflash.algebra.tilelist import in_chunks
 from sparseflash.blockmask import BlockMask
 from sparseflash.csr import row_of_entry
 from sparseflash.kernels.lists import Lists
@@ -19,7 +19,7 @@ from sparseflash.kernels.tilings import Tiling
 def gathered_keys(mask: BlockMask, streamed: int) -> Lists:
     """Rows of tiles of `mask.block_q x streamed` scores, each of the next few blocks of keys that the row has."""
     parts, narrow = streamed // mask.block_k, mask.block_k < tiles.WORD
-    known = choices(mask.bits, mask.block_k)
+    known = tiles.choices(mask.bits, mask.block_k)
 
     def joined(some: Tensor) -> Tensor:
         words = known[some].transpose(1, 2)  # [C, block_q, parts, W]
@@ -34,7 +34,7 @@ def gathered_keys(mask: BlockMask, streamed: int) -> Lists:
 def gathered_queries(mask: BlockMask, streamed: int) -> Lists:
     """Columns of tiles of `streamed x mask.block_k` scores, each of the next few blocks of queries in the column."""
     parts = streamed // mask.block_q
-    known = choices(mask.bits, mask.block_k)
+    known = tiles.choices(mask.bits, mask.block_k)
     grouped = _group(*mask.columns, parts, past=mask.blocks[0], dead=len(known) - 1)
     tiling = Tiling(mask.block_k, streamed, mask.block_q)
     return _lists(grouped, lambda some: known[some].flatten(1), known[0].numel() * parts, tiling)
