@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
-from sparseflash.checks import Block, block_pair, boolean, check_block_count, integers, token_counts
+from sparseflash.checks import Block, block_pair, boolean, check_block_count, integer_tensor, integers, token_counts
 from sparseflash.counting import live_scores
 from sparseflash.csr import columns_of, derived, may_be_counted, may_vary_in_size, stored_tiles
 from sparseflash.invariants import check_arrays, validate
@@ -204,39 +204,52 @@ class BlockMask:
     @classmethod
     def from_tiles(
         cls,
-        rows: Tensor,
-        cols: Tensor,
+        rows: Any,
+        cols: Any,
         q_len: int,
         k_len: int | None = None,
         *,
         block: Block = 128,
-        tile: Tensor | None = None,
-        live: Tensor | None = None,
+        tile: Any = None,
+        live: Any = None,
     ) -> BlockMask:
         """The mask of a list of tiles, in any order, each at most once: what pattern builders use.
 
-        `rows`, `cols`: int `[E]`, block row and block column. `tile`: int `[E]`, 0 for a full tile, t > 0 for the
-        scores `live[t - 1]`; all full by default. `live`: bool `[T, block_q, block_k]`, need be neither distinct nor
-        partial. Scores past the ends are dropped. Takes time and memory in proportion to E and to `live`.
+        `rows`, `cols`: integers `[E]`, block row and block column: tensors, arrays or lists. `tile`: integers `[E]`, 0
+        for a full tile, t > 0 for the scores `live[t - 1]`. `live`: bool tensor or array `[T, block_q, block_k]`, need
+        be neither distinct nor partial. Without `tile` entry e has the scores `live[e]`, of which there are then E;
+        without both all tiles are full. Scores past the ends are dropped. Takes time and memory in proportion to E and
+        to `live`.
 
-        Raises ValueError if a tile is out of range or listed twice.
+        Raises TypeError for what is not of integers (`live`: not boolean), ValueError if a tile is out of range or
+        listed twice, or the shapes do not fit.
 
         >>> i = torch.arange(8192)
         >>> BlockMask.from_tiles(i, i, 1_048_576)
         BlockMask(1048576 x 1048576, blocks of 128, 8192 tiles: 8192 full + 0 partial, density 0.0122 %)
+        >>> triangle = torch.ones(64, 64, dtype=torch.bool).tril()
+        >>> BlockMask.from_tiles([0, 1, 1], [0, 0, 1], 128, block=64, tile=[1, 0, 1], live=triangle[None])
+        BlockMask(128 x 128, blocks of 64, 3 tiles: 1 full + 2 partial (1 distinct), density 50.4 %)
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
         rows, cols = tile_list(rows, cols, -(-q_len // block_q), -(-k_len // block_k))
-        tile = torch.zeros_like(rows) if tile is None else tile.to(torch.int64)
-        if rows.shape != tile.shape:
-            raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
         if live is None:
             live = torch.zeros(0, block_q, block_k, dtype=torch.bool, device=rows.device)
-        if live.shape[1:] != (block_q, block_k) or live.dtype != torch.bool:
-            raise ValueError(
-                f"live must be a bool tensor [T, {block_q}, {block_k}]; got {live.dtype} {list(live.shape)}."
-            )
+            tile = torch.zeros_like(rows) if tile is None else tile
+        live = boolean(live, "live")
+        if live.ndim != 3 or live.shape[1:] != (block_q, block_k):
+            raise ValueError(f"live must have shape [T, {block_q}, {block_k}]; got {list(live.shape)}.")
+        if tile is None:
+            if len(live) != len(rows):
+                raise ValueError(
+                    f"live must have one entry a tile, {len(rows)}, unless tile says which tile has which; got "
+                    f"{len(live)}."
+                )
+            tile = torch.arange(1, len(rows) + 1, device=rows.device)
+        tile = integer_tensor(tile, "tile", rows.device)
+        if rows.shape != tile.shape:
+            raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
         if tile.numel() and not (int(tile.min()) >= 0 and int(tile.max()) <= len(live)):
             raise ValueError(f"tile must lie in 0..{len(live)}; got {int(tile.min())}..{int(tile.max())}.")
         return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, tiles.pack(live))], 1, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.checks import boolean, check_block_count
+from sparseflash.checks import boolean, check_block_count, integer_tensor
 from sparseflash.numbering import distinct, number_by_first_appearance
 
 SCORES_AT_ONCE = 1 << 21  # predicates are evaluated on this many scores at a time: about 25 MB of temporaries
@@ -88,19 +88,16 @@ def _check_rule(live: Any) -> None:
         ) from error
 
 
-def tile_list(rows: Tensor, cols: Tensor, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
+def tile_list(rows: Any, cols: Any, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
     """A list of tiles in int64, checked to lie in the matrix."""
-    for name, ids in (("rows", rows), ("cols", cols)):
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"{name} must be an integer tensor; got {type(ids).__name__}.")
+    device = next((ids.device for ids in (rows, cols) if isinstance(ids, Tensor)), torch.device("cpu"))
+    rows, cols = integer_tensor(rows, "rows", device), integer_tensor(cols, "cols", device)
     if rows.ndim != 1 or rows.shape != cols.shape:
         raise ValueError(f"rows and cols must have one shape [E]; got {list(rows.shape)} and {list(cols.shape)}.")
     for name, ids, stop in (("rows", rows, row_blocks), ("cols", cols, col_blocks)):
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"{name} must be an integer tensor; got {ids.dtype}.")
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < stop):
             raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(ids.min())}..{int(ids.max())}.")
-    return rows.to(torch.int64), cols.to(torch.int64)
+    return rows, cols
 
 
 def _candidate_pairs(

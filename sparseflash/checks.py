@@ -60,6 +60,15 @@ def integers(values: Any, name: str) -> Tensor:
     return tensor.to(torch.int64)
 
 
+def integer_tensor(values: Any, name: str, device: torch.device) -> Tensor:
+    """A tensor of integers of any shape in int64, where it lies; of a list or array, on `device`."""
+    if not isinstance(values, Tensor):
+        return integers(values, name).to(device)
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"{name} must be an integer tensor; got {values.dtype}.")
+    return values.to(torch.int64)
+
+
 def flag(value: Any, name: str) -> bool:
     """A plain bool of one of Python or NumPy: any other value would pass for True."""
     if not isinstance(value, bool | np.bool_):
