@@ -177,9 +177,10 @@ class BlockMask:
         """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
 
         `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
-        with them: it is made of `&`, `|` and `~`, not of `and`, `or` and `not`. It is evaluated tile by tile, on about
-        2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to the
-        tiles looked at. `k_len` defaults to `q_len`.
+        with them: it is made of `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`, not of `and`, `or`,
+        `not`, `min`, `max` and `if`, nor of chained comparisons as `0 <= q - k < 64`. It is evaluated tile by tile, on
+        about 2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to
+        the tiles looked at. `k_len` defaults to `q_len`.
 
         `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
         block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int

@@ -327,6 +327,28 @@ def test_a_predicate_runs_on_the_device_asked_for():
     assert devices == {torch.device("cpu")} and mask.device == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    "live",
+    [
+        lambda q, k: 0 <= q - k < 64,
+        lambda q, k: k <= q and q - k < 64,
+        lambda q, k: not k <= q,
+        lambda q, k: max(q, k) < 64,
+        lambda q, k: k <= q if q < 64 else k < 64,
+    ],
+)
+def test_a_rule_for_one_pair_at_a_time_is_refused_with_advice(live):
+    with pytest.raises(TypeError, match=r"^live must answer for many pairs at once: with &, \| and ~ instead of and"):
+        BlockMask.from_function(live, 256)
+    with pytest.raises(TypeError, match=r"^candidates must answer for many pairs at once"):
+        BlockMask.from_function(lambda q, k: k <= q, 256, block=16, candidates=live)
+
+
+def test_other_errors_of_a_rule_are_its_own():
+    with pytest.raises(RuntimeError, match=r"^The size of tensor a"):
+        BlockMask.from_function(lambda q, k: q < torch.zeros(3, 5, 7), 256)
+
+
 @pytest.mark.parametrize(("scores", "pairs"), [(1, 1), (16 * 32 * 3, 7), (10**6, 5), (16 * 32, 10**6)])
 def test_borders_of_chunks_leave_no_trace(monkeypatch, scores, pairs):
     live, shape = rule("documents", 37), (200, 230)
