@@ -276,11 +276,30 @@ class BlockMask:
         but is copied to the device first, for which the CPU waits. A single length makes a mask of one batch element,
         which serves any number of them, as a shared pattern does.
 
+        One number cuts both queries and keys, each counted from its own start, so with `q_len != k_len` this is seldom
+        what is meant: it cuts the queries of cross-attention by the lengths of its keys, and it does not move the
+        diagonal of a causal mask, which stays aligned at the bottom right of `q_len x k_len`. Keys alone are padded by
+        `interop.from_sdpa`, and caches of several lengths are masks of their own, as below.
+
         Raises TypeError for what is not of integers, ValueError for another shape, device or batch size.
 
         >>> mask = BlockMask.dense(64, block=32).with_lengths([40, 64])
         >>> mask.to_dense().sum((-2, -1)).tolist()
         [[1600], [4096]]
+
+        Three queries that see four and two of five keys, in a batch of two:
+
+        >>> from sparseflash import interop, masks
+        >>> padding = torch.arange(5) >= torch.tensor([4, 2])[:, None]  # [B, Nk], True: padding
+        >>> mask = interop.from_sdpa(~padding[:, None, None, :], q_len=3)
+        >>> mask.to_dense()[:, 0].sum(-1).tolist()
+        [[4, 4, 4], [2, 2, 2]]
+
+        Four new tokens behind caches that hold, with them, 10 and 6 tokens, in room for ten:
+
+        >>> mask = masks.per_batch([masks.causal(4, 10, offset=length - 4) for length in (10, 6)])
+        >>> mask.to_dense()[:, 0].sum(-1).tolist()
+        [[7, 8, 9, 10], [3, 4, 5, 6]]
         """
         if not isinstance(lengths, Tensor):
             lengths = integers(lengths, "lengths").to(self.device)
