@@ -678,9 +678,7 @@ class BlockMask:
 
         return reblock(self.canonical(), block)
 
-    def crop(
-        self, *, q: tuple[int | None, int | None] | None = None, k: tuple[int | None, int | None] | None = None
-    ) -> BlockMask:
+    def crop(self, *, q: Sequence[int | None] | None = None, k: Sequence[int | None] | None = None) -> BlockMask:
         """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
 
         `q`, `k`: `(start, stop)` in tokens, any with `0 <= start < stop <= length`; None for a bound is that end of the

@@ -36,9 +36,9 @@ def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
 
 
 def integer(value: Any, name: str, unit: str) -> int:
-    """A plain int of an integer of Python, NumPy or PyTorch."""
+    """A plain int of an integer of Python, NumPy or PyTorch; `unit` in the plural, "" if it has none."""
     if isinstance(value, bool) or not _is_index(value):
-        raise TypeError(f"{name} must be an integer number of {unit}; got {value!r}.")
+        raise TypeError(f"{name} must be an integer{f' number of {unit}' if unit else ''}; got {value!r}.")
     return operator.index(value)
 
 
