@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -393,17 +393,27 @@ class BlockMask:
             distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
             count = f"{len(self.tile)} tile{'' if len(self.tile) == 1 else 's'}"
             parts.append(f"{count}: {full} full + {len(self.tile) - full} partial{distinct}")
-            parts.append(f"density {100 * self.density:.3g} %")
+            parts.append(f"density {100 * self._without_lengths().density:.3g} %")
         if self.pattern.numel() > 1:
             patterns = (len(self.indptr) - 1) // self.blocks[0]
             parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
         if self.lengths is not None:
-            parts.append(f"lengths of {len(self.lengths)} sequences")
+            within = "" if is_meta else f": density {100 * self.density:.3g} %"
+            count = f"{len(self.lengths)} sequence{'' if len(self.lengths) == 1 else 's'}"
+            parts.append(f"cut by the lengths of {count}{within}")
         if self.device.type != "cpu":
             parts.append(str(self.device))
         if self.loose:
             parts.append("loose")
         return f"BlockMask({', '.join(parts)})"
+
+    def _without_lengths(self) -> BlockMask:
+        """The mask as it was before `with_lengths`, with all that is derived from the arrays."""
+        if self.lengths is None:
+            return self
+        mask = replace(self, lengths=None)
+        object.__setattr__(mask, "indices", self.indices)
+        return mask
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):

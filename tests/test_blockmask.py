@@ -723,7 +723,8 @@ def test_nbytes_counts_the_arrays():
         ),
         (
             BlockMask.dense(64, block=32).with_lengths(torch.tensor([32, 0])),
-            "BlockMask(64 x 64, blocks of 32, 4 tiles: 4 full + 0 partial, density 12.5 %, lengths of 2 sequences)",
+            "BlockMask(64 x 64, blocks of 32, 4 tiles: 4 full + 0 partial, density 100 %, "
+            "cut by the lengths of 2 sequences: density 12.5 %)",
         ),
     ],
     ids=["full", "rectangular", "heads", "lengths"],
