@@ -710,7 +710,7 @@ REFUSED = [
     ("butterfly_2d(3, 0)", "width must be at least 1 pixel; got 0"),
     ("butterfly_2d(3, 3, cell=0)", "cell must be at least 1 pixel; got 0"),
     ("butterfly_2d(3, 3, cell=(1, 2, 3))", "cell must be a number or a pair of them; got (1, 2, 3)"),
-    ("butterfly_2d(3, 3, radix=1)", "radix must be at least 2 nodes; got 1"),
+    ("butterfly_2d(3, 3, radix=1)", "radix must be at least 2; got 1"),
     ("butterfly_2d(8, 3, factors=3)", "factors must lie between 0 and 2 for 3 columns of cells; got 3"),
     ("butterfly_2d(8, 3, cell=3, factors=(3, 0))", "factors must lie between 0 and 2 for 3 rows of cells; got 3"),
     ("butterfly_2d(3, 3, factors=1.5)", "factors must be an integer number of strides; got 1.5"),
