@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer
+from sparseflash.checks import integer, integers
 from sparseflash.masks.tiling.arguments import at_least, square_blocks
 from sparseflash.masks.tiling.listing import of_blocks
 
@@ -76,7 +76,7 @@ def butterfly(
     [[0, 1], [0, 2], [0, 4], [0, 1]]
     """
     q_len, block, count = square_blocks(q_len, block, "butterfly")
-    radix = at_least(2, radix, "radix", "blocks")
+    radix = at_least(2, radix, "radix", "")
     global_blocks = at_least(0, global_blocks, "global_blocks", "blocks")
     chosen = _strides(count, block, radix, factors, strides)
     if layer is not None:
@@ -129,7 +129,7 @@ def _strides(count: int, block: int, radix: int, factors: int | None, strides: S
         return there[:factors]
     if factors is not None:
         raise ValueError(f"factors must not be given beside strides; got factors={factors} and strides={strides}.")
-    chosen = [integer(stride, "strides", "blocks") for stride in strides]
+    chosen = integers(strides, "strides").tolist()
     if not set(chosen) <= set(there):
         raise ValueError(f"strides must be among {there} for {count} blocks of {block}, radix {radix}; got {chosen}.")
     return chosen

@@ -57,7 +57,7 @@ def butterfly_2d(
     """
     height, width = at_least(1, height, "height", "pixels"), at_least(1, width, "width", "pixels")
     q_len, _ = token_counts(height * width, height * width)
-    radix = at_least(2, radix, "radix", "nodes")
+    radix = at_least(2, radix, "radix", "")
     cell_h, cell_w = (at_least(1, side, "cell", "pixels") for side in _pair(cell, "cell"))
     wanted = (None, None) if factors is None else _pair(factors, "factors")
     row_strides = _lowest(-(-height // cell_h), radix, wanted[0], "rows")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from sparseflash.masks.tiling.listing import entries, incidence
 
 
 def dilated_grid(
-    shape: Sequence[int], dilation: int | Sequence[int], *, order: Tensor | None = None, block: Block = 128
+    shape: Sequence[int], dilation: int | Sequence[int], *, order: Any = None, block: Block = 128
 ) -> BlockMask:
     """Every token of a grid sees the grid from its own place on, taken every `dilation` tokens on each axis.
 

@@ -27,7 +27,8 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
 
     `lengths`: tokens of each document, in order (list of ints or 1-D integer tensor or array); an empty document is
     allowed. The mask is over `sum(lengths)` queries and `sum(k_lengths)` keys (`k_lengths` defaults to `lengths`).
-    `block` in tokens. Tokens past the documents, padding, do not belong here: use `with_lengths`.
+    `block` in tokens. Running sums are no lengths: of `cu_seqlens` give the differences, `cu_seqlens.diff()`. Padding
+    up to a fixed number of tokens is a last document, to be cut off: `documents([100, 150, 50]).with_lengths([250])`.
 
     Raises TypeError or ValueError if lengths are not integers, one is negative, or all are 0.
 
@@ -43,6 +44,10 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
     BlockMask(4096 x 4096, blocks of 128, 688 tiles: 578 full + 110 partial (10 distinct), density 59.7 %)
     >>> documents([1, 2], causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    >>> documents(torch.tensor([0, 1000, 4000, 4096]).diff()) == documents([1000, 3000, 96])
+    True
+    >>> documents([100, 150, 50]).with_lengths([250]).to_dense().sum().item() == 100**2 + 150**2
+    True
     """
     q_sizes = _sizes(lengths, "lengths")
     k_sizes = q_sizes if k_lengths is None else _sizes(k_lengths, "k_lengths")

@@ -25,8 +25,9 @@ def local(
 
     cropped at the ends of the sequence. Conventions differ between systems: Hugging Face, Sparse Transformer and this
     function count `window` keys in the causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym
-    see `w + 1`. `left` and `right` are FlashAttention's `window_size=(left, right)`. Source: Longformer (Beltagy et
-    al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
+    see `w + 1`. `left` and `right` are FlashAttention's `window_size=(left, right)`; its -1, no limit, is `q_len` here.
+    With more keys than queries take the last rows: `local(k_len, ...).crop(q=(k_len - q_len, k_len))`. Source:
+    Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
 
     `q_len`, `window`, `left`, `right`, `block` in tokens. Raises ValueError if `window` is not positive, if `left` or
     `right` is negative, or unless there is either `window` or both of `left` and `right` (without `causal`).
@@ -43,6 +44,8 @@ def local(
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     >>> local(4096, left=255, right=0) == local(4096, 256, causal=True)
     True
+    >>> local(6, 2, causal=True, block=16).crop(q=(4, 6)).to_dense()[0, 0].int().tolist()
+    [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
     """
     causal = flag(causal, "causal")
     if left is not None or right is not None:

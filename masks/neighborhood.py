@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block
@@ -21,7 +21,7 @@ def neighborhood(
     dilation: int | Sequence[int] = 1,
     causal: bool | Sequence[bool] = False,
     edges: str = "shift",
-    order: Tensor | None = None,
+    order: Any = None,
     block: Block = 128,
 ) -> BlockMask:
     """Every token of a grid sees the `window` tokens nearest to it on each axis: an image, a video, any number of axes.

@@ -41,10 +41,12 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseflash.checks import integer_tensor
 from sparseflash.masks.tiling.grid import checked_order, coordinates, grid_shape, per_axis, strides
 
 
@@ -161,16 +163,15 @@ def residues(shape: Sequence[int], step: int | Sequence[int]) -> Tensor:
     return torch.argsort(number, stable=True)
 
 
-def inverse(order: Tensor) -> Tensor:
+def inverse(order: Any) -> Tensor:
     """Where each token went: `inverse(order)[order[t]] == t`. `x[:, :, order][:, :, inverse(order)]` is x.
 
-    Raises TypeError or ValueError if `order` is no permutation.
+    `order`: an integer tensor, array or list `[N]`. Raises TypeError or ValueError if it is no permutation.
 
     >>> inverse(torch.tensor([2, 0, 1])).tolist()
     [1, 2, 0]
     """
-    if not isinstance(order, Tensor):
-        raise TypeError(f"order must be an integer tensor; got {type(order).__name__}.")
+    order = integer_tensor(order, "order", torch.device("cpu"))
     if order.ndim != 1:
         raise ValueError(f"order must have shape [N]; got {list(order.shape)}.")
     checked = checked_order(order, len(order))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block
@@ -18,7 +18,7 @@ def sliding_tiles(
     window: int | Sequence[int],
     tile: int | Sequence[int],
     *,
-    order: Tensor | None = None,
+    order: Any = None,
     block: Block = 128,
 ) -> BlockMask:
     """Every token of a grid sees the whole tiles around its own tile: `window` tokens an axis, in steps of `tile`.

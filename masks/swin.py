@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block
@@ -18,7 +18,7 @@ def swin(
     window: int | Sequence[int],
     *,
     shift: int | Sequence[int] = 0,
-    order: Tensor | None = None,
+    order: Any = None,
     block: Block = 128,
 ) -> BlockMask:
     """Tokens of a grid see the tokens of their own window; the grid is cut at `shift` and every `window`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
-from sparseflash.checks import Block, block_pair, boolean, check_block_count, integers, token_counts
+from sparseflash.checks import Block, block_pair, boolean, check_block_count, integer_tensor, integers, token_counts
 from sparseflash.counting import live_scores, pattern_count
 from sparseflash.csr import columns_of, derived, may_be_counted, may_vary_in_size, stored_tiles
 from sparseflash.invariants import check_arrays, validate
@@ -177,9 +177,10 @@ class BlockMask:
         """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
 
         `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
-        with them: it is made of `&`, `|` and `~`, not of `and`, `or` and `not`. It is evaluated tile by tile, on about
-        2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to the
-        tiles looked at. `k_len` defaults to `q_len`.
+        with them: it is made of `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`, not of `and`, `or`,
+        `not`, `min`, `max` and `if`, nor of chained comparisons as `0 <= q - k < 64`. It is evaluated tile by tile, on
+        about 2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to
+        the tiles looked at. `k_len` defaults to `q_len`.
 
         `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
         block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int
@@ -204,39 +205,52 @@ class BlockMask:
     @classmethod
     def from_tiles(
         cls,
-        rows: Tensor,
-        cols: Tensor,
+        rows: Any,
+        cols: Any,
         q_len: int,
         k_len: int | None = None,
         *,
         block: Block = 128,
-        tile: Tensor | None = None,
-        live: Tensor | None = None,
+        tile: Any = None,
+        live: Any = None,
     ) -> BlockMask:
         """The mask of a list of tiles, in any order, each at most once: what pattern builders use.
 
-        `rows`, `cols`: int `[E]`, block row and block column. `tile`: int `[E]`, 0 for a full tile, t > 0 for the
-        scores `live[t - 1]`; all full by default. `live`: bool `[T, block_q, block_k]`, need be neither distinct nor
-        partial. Scores past the ends are dropped. Takes time and memory in proportion to E and to `live`.
+        `rows`, `cols`: integers `[E]`, block row and block column: tensors, arrays or lists. `tile`: integers `[E]`, 0
+        for a full tile, t > 0 for the scores `live[t - 1]`. `live`: bool tensor or array `[T, block_q, block_k]`, need
+        be neither distinct nor partial. Without `tile` entry e has the scores `live[e]`, of which there are then E;
+        without both all tiles are full. Scores past the ends are dropped. Takes time and memory in proportion to E and
+        to `live`.
 
-        Raises ValueError if a tile is out of range or listed twice.
+        Raises TypeError for what is not of integers (`live`: not boolean), ValueError if a tile is out of range or
+        listed twice, or the shapes do not fit.
 
         >>> i = torch.arange(8192)
         >>> BlockMask.from_tiles(i, i, 1_048_576)
         BlockMask(1048576 x 1048576, blocks of 128, 8192 tiles: 8192 full + 0 partial, density 0.0122 %)
+        >>> triangle = torch.ones(64, 64, dtype=torch.bool).tril()
+        >>> BlockMask.from_tiles([0, 1, 1], [0, 0, 1], 128, block=64, tile=[1, 0, 1], live=triangle[None])
+        BlockMask(128 x 128, blocks of 64, 3 tiles: 1 full + 2 partial (1 distinct), density 50.4 %)
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
         rows, cols = tile_list(rows, cols, -(-q_len // block_q), -(-k_len // block_k))
-        tile = torch.zeros_like(rows) if tile is None else tile.to(torch.int64)
-        if rows.shape != tile.shape:
-            raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
         if live is None:
             live = torch.zeros(0, block_q, block_k, dtype=torch.bool, device=rows.device)
-        if live.shape[1:] != (block_q, block_k) or live.dtype != torch.bool:
-            raise ValueError(
-                f"live must be a bool tensor [T, {block_q}, {block_k}]; got {live.dtype} {list(live.shape)}."
-            )
+            tile = torch.zeros_like(rows) if tile is None else tile
+        live = boolean(live, "live")
+        if live.ndim != 3 or live.shape[1:] != (block_q, block_k):
+            raise ValueError(f"live must have shape [T, {block_q}, {block_k}]; got {list(live.shape)}.")
+        if tile is None:
+            if len(live) != len(rows):
+                raise ValueError(
+                    f"live must have one entry a tile, {len(rows)}, unless tile says which tile has which; got "
+                    f"{len(live)}."
+                )
+            tile = torch.arange(1, len(rows) + 1, device=rows.device)
+        tile = integer_tensor(tile, "tile", rows.device)
+        if rows.shape != tile.shape:
+            raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
         if tile.numel() and not (int(tile.min()) >= 0 and int(tile.max()) <= len(live)):
             raise ValueError(f"tile must lie in 0..{len(live)}; got {int(tile.min())}..{int(tile.max())}.")
         return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, tiles.pack(live))], 1, 1)
@@ -262,11 +276,30 @@ class BlockMask:
         but is copied to the device first, for which the CPU waits. A single length makes a mask of one batch element,
         which serves any number of them, as a shared pattern does.
 
+        One number cuts both queries and keys, each counted from its own start, so with `q_len != k_len` this is seldom
+        what is meant: it cuts the queries of cross-attention by the lengths of its keys, and it does not move the
+        diagonal of a causal mask, which stays aligned at the bottom right of `q_len x k_len`. Keys alone are padded by
+        `interop.from_sdpa`, and caches of several lengths are masks of their own, as below.
+
         Raises TypeError for what is not of integers, ValueError for another shape, device or batch size.
 
         >>> mask = BlockMask.dense(64, block=32).with_lengths([40, 64])
         >>> mask.to_dense().sum((-2, -1)).tolist()
         [[1600], [4096]]
+
+        Three queries that see four and two of five keys, in a batch of two:
+
+        >>> from sparseflash import interop, masks
+        >>> padding = torch.arange(5) >= torch.tensor([4, 2])[:, None]  # [B, Nk], True: padding
+        >>> mask = interop.from_sdpa(~padding[:, None, None, :], q_len=3)
+        >>> mask.to_dense()[:, 0].sum(-1).tolist()
+        [[4, 4, 4], [2, 2, 2]]
+
+        Four new tokens behind caches that hold, with them, 10 and 6 tokens, in room for ten:
+
+        >>> mask = masks.per_batch([masks.causal(4, 10, offset=length - 4) for length in (10, 6)])
+        >>> mask.to_dense()[:, 0].sum(-1).tolist()
+        [[7, 8, 9, 10], [3, 4, 5, 6]]
         """
         if not isinstance(lengths, Tensor):
             lengths = integers(lengths, "lengths").to(self.device)
@@ -358,17 +391,27 @@ class BlockMask:
             distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
             count = f"{len(self.tile)} tile{'' if len(self.tile) == 1 else 's'}"
             parts.append(f"{count}: {full} full + {len(self.tile) - full} partial{distinct}")
-            parts.append(f"density {100 * self.density:.3g} %")
+            parts.append(f"density {100 * self._without_lengths().density:.3g} %")
         if self.pattern.numel() > 1:
             patterns = pattern_count(self)
             parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
         if self.lengths is not None:
-            parts.append(f"lengths of {len(self.lengths)} sequences")
+            within = "" if is_meta else f": density {100 * self.density:.3g} %"
+            count = f"{len(self.lengths)} sequence{'' if len(self.lengths) == 1 else 's'}"
+            parts.append(f"cut by the lengths of {count}{within}")
         if self.device.type != "cpu":
             parts.append(str(self.device))
         if self.loose:
             parts.append("loose")
         return f"BlockMask({', '.join(parts)})"
+
+    def _without_lengths(self) -> BlockMask:
+        """The mask as it was before `with_lengths`, with all that is derived from the arrays."""
+        if self.lengths is None:
+            return self
+        mask = replace(self, lengths=None)
+        object.__setattr__(mask, "indices", self.indices)
+        return mask
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
@@ -641,9 +684,7 @@ class BlockMask:
 
         return reblock(self.canonical(), block)
 
-    def crop(
-        self, *, q: tuple[int | None, int | None] | None = None, k: tuple[int | None, int | None] | None = None
-    ) -> BlockMask:
+    def crop(self, *, q: Sequence[int | None] | None = None, k: Sequence[int | None] | None = None) -> BlockMask:
         """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
 
         `q`, `k`: `(start, stop)` in tokens, any with `0 <= start < stop <= length`; None for a bound is that end of the

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.checks import boolean, check_block_count
+from sparseflash.checks import boolean, check_block_count, integer_tensor
 from sparseflash.numbering import distinct, number_by_first_appearance
 
 SCORES_AT_ONCE = 1 << 21  # predicates are evaluated on this many scores at a time: about 25 MB of temporaries
@@ -88,19 +88,16 @@ def _check_rule(live: Any) -> None:
         ) from error
 
 
-def tile_list(rows: Tensor, cols: Tensor, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
+def tile_list(rows: Any, cols: Any, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
     """A list of tiles in int64, checked to lie in the matrix."""
-    for name, ids in (("rows", rows), ("cols", cols)):
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"{name} must be an integer tensor; got {type(ids).__name__}.")
+    device = next((ids.device for ids in (rows, cols) if isinstance(ids, Tensor)), torch.device("cpu"))
+    rows, cols = integer_tensor(rows, "rows", device), integer_tensor(cols, "cols", device)
     if rows.ndim != 1 or rows.shape != cols.shape:
         raise ValueError(f"rows and cols must have one shape [E]; got {list(rows.shape)} and {list(cols.shape)}.")
     for name, ids, stop in (("rows", rows, row_blocks), ("cols", cols, col_blocks)):
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"{name} must be an integer tensor; got {ids.dtype}.")
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < stop):
             raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(ids.min())}..{int(ids.max())}.")
-    return rows.to(torch.int64), cols.to(torch.int64)
+    return rows, cols
 
 
 def _candidate_pairs(
@@ -115,12 +112,27 @@ def _candidate_pairs(
         if candidates is None:
             layout = torch.ones(len(rows), col_blocks, dtype=torch.bool, device=device)
         elif callable(candidates):
-            answer = candidates(rows[:, None], all_cols[None, :])
-            layout = boolean(answer, "what candidates returns").expand(len(rows), col_blocks)
+            answer = _answer(candidates, "candidates", rows[:, None], all_cols[None, :])
+            layout = answer.expand(len(rows), col_blocks)
         else:
             layout = candidates[rows]
         i, j = layout.nonzero(as_tuple=True)
         yield rows[i], j
+
+
+def _answer(rule: Live, name: str, q: Tensor, k: Tensor) -> Tensor:
+    """What a rule says of many pairs at once."""
+    try:
+        answer = rule(q, k)
+    except RuntimeError as error:
+        if "Boolean value of Tensor" not in str(error):
+            raise
+        raise TypeError(
+            f"{name} must answer for many pairs at once: with &, | and ~ instead of and, or and not, "
+            "(0 <= q - k) & (q - k < 64) instead of 0 <= q - k < 64, torch.minimum, torch.maximum and torch.where "
+            f"instead of min, max and if; got a tensor where Python asks for one answer ({error})."
+        ) from error
+    return boolean(answer, f"what {name} returns")
 
 
 def _evaluate(live: Live, rows: Tensor, cols: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
@@ -129,7 +141,7 @@ def _evaluate(live: Live, rows: Tensor, cols: Tensor, q_len: int, k_len: int, bl
     q = rows[:, None, None] * block_q + torch.arange(block_q, device=device)[None, :, None]
     k = cols[:, None, None] * block_k + torch.arange(block_k, device=device)[None, None, :]
     # A predicate that looks something up (a document number, say) must never see a position past the end.
-    answer = boolean(live(q.clamp(max=q_len - 1), k.clamp(max=k_len - 1)), "what live returns")
+    answer = _answer(live, "live", q.clamp(max=q_len - 1), k.clamp(max=k_len - 1))
     shape = (len(rows), block_q, block_k)
     if answer.ndim > 3 or any(n not in (1, m) for n, m in zip(answer.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(

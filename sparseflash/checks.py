@@ -36,9 +36,9 @@ def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
 
 
 def integer(value: Any, name: str, unit: str) -> int:
-    """A plain int of an integer of Python, NumPy or PyTorch."""
+    """A plain int of an integer of Python, NumPy or PyTorch; `unit` in the plural, "" if it has none."""
     if isinstance(value, bool) or not _is_index(value):
-        raise TypeError(f"{name} must be an integer number of {unit}; got {value!r}.")
+        raise TypeError(f"{name} must be an integer{f' number of {unit}' if unit else ''}; got {value!r}.")
     return operator.index(value)
 
 
@@ -58,6 +58,15 @@ def integers(values: Any, name: str) -> Tensor:
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be a list of integers; got {tensor.dtype} of shape {list(tensor.shape)}.")
     return tensor.to(torch.int64)
+
+
+def integer_tensor(values: Any, name: str, device: torch.device) -> Tensor:
+    """A tensor of integers of any shape in int64, where it lies; of a list or array, on `device`."""
+    if not isinstance(values, Tensor):
+        return integers(values, name).to(device)
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"{name} must be an integer tensor; got {values.dtype}.")
+    return values.to(torch.int64)
 
 
 def flag(value: Any, name: str) -> bool:

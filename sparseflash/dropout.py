@@ -9,6 +9,9 @@ in Triton.
 
 from __future__ import annotations
 
+import operator
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor
 
@@ -32,7 +35,7 @@ def amplification(dropped: int) -> float:
     return _LEVELS / (_LEVELS - dropped)
 
 
-def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def seed_tensor(seed: SupportsIndex | Tensor | None, device: torch.device) -> Tensor:
     """The seed as the backends take it: one int64 on the device. None: drawn from the device's generator in PyTorch."""
     if seed is None:
         return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
@@ -43,8 +46,9 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
                 f"got {seed.dtype}, shape {list(seed.shape)}, on {seed.device}."
             )
         return seed if seed.ndim < 2 else seed.view(1)
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, int | SupportsIndex):
         raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}.")
+    seed = seed if isinstance(seed, int) else operator.index(seed)  # of NumPy
     if not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"seed must fit in 64 bits, with its sign; got {seed}.")
     return torch.full((1,), seed, dtype=torch.int64, device=device)

@@ -167,10 +167,15 @@ def test_crop_refuses_what_is_no_range_of_the_tokens(side, bounds):
         masks.causal(100, block=16).crop(**{side: bounds})
 
 
-@pytest.mark.parametrize("bounds", [5, [0, 5], (1, 2, 3), slice(0, 5)])
+@pytest.mark.parametrize("bounds", [5, [1, 2, 3], (1, 2, 3), slice(0, 5), "05"])
 def test_crop_refuses_what_is_no_pair(bounds):
     with pytest.raises(TypeError, match=r"q must be a pair of tokens \(start, stop\); got"):
         masks.causal(100, block=16).crop(q=bounds)
+
+
+def test_crop_takes_lists_as_well():
+    mask = masks.causal(100, block=16)
+    assert mask.crop(q=[10, None], k=[0, np.int64(50)]) == mask.crop(q=(10, 100), k=(0, 50))
 
 
 def test_crop_refuses_bounds_that_are_no_integers():

@@ -54,6 +54,19 @@ def test_padding_raises_no_alarm():
 # ---------------------------------------------------------------------- each mistake
 
 
+def test_lengths_that_cut_as_many_queries_as_keys_of_another_number_are_pointed_out():
+    finding = next(f for f in lint(masks.causal(4, 10).with_lengths([10, 7])) if f.code == "one-length-for-two")
+    assert finding.severity == "warning"
+    assert finding.message.startswith("a length of 7 cuts both the 4 queries and the 10 keys, and moves no diagonal.")
+    assert "interop.from_sdpa(~padding[:, None, None, :], q_len=4)" in finding.message
+    assert "masks.causal(4, 10, offset=length - 4)" in finding.message
+
+
+def test_lengths_that_cut_nothing_or_a_square_are_not_pointed_out():
+    assert "one-length-for-two" not in codes(BlockMask.dense(100, 300).with_lengths([300, 300]))
+    assert "one-length-for-two" not in codes(BlockMask.dense(100).with_lengths([100, 30]))
+
+
 def test_a_leak_is_counted_exactly():
     dense = torch.ones(200, 200, dtype=torch.bool).tril()
     dense[70, 150] = dense[70, 90] = dense[3, 199] = True

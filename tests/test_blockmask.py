@@ -136,6 +136,25 @@ def test_tiles_in_any_order_and_any_form_give_the_same_mask(drawn, seed):
     assert_same(mask, BlockMask.from_dense(dense, block=block))
 
 
+def test_scores_without_tile_numbers_belong_to_the_tiles_in_turn():
+    i = torch.arange(4)
+    live = torch.rand(4, 64, 64, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = BlockMask.from_tiles(i, i, 256, block=64, live=live)
+    assert torch.equal(mask.to_dense()[0, 0], torch.block_diag(*live).bool())
+    assert mask == BlockMask.from_tiles(i, i, 256, block=64, tile=i + 1, live=live)
+
+
+def test_tiles_may_be_lists_and_arrays():
+    i, tile = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2])
+    live = torch.stack([torch.ones(16, 16).tril(), torch.ones(16, 16).triu()]).bool()
+    expected = BlockMask.from_tiles(i, tile // 2, 32, block=16, tile=tile, live=live)
+    rows, cols, numbers = [0, 1, 1], [0, 0, 1], [1, 0, 2]
+    assert BlockMask.from_tiles(rows, cols, 32, block=16, tile=numbers, live=live.numpy()) == expected
+    made = BlockMask.from_tiles(np.array(rows), cols, 32, block=16, tile=np.array(numbers, np.uint8), live=live)
+    assert made == expected
+    assert BlockMask.from_tiles(i, cols, 32, block=16) == BlockMask.from_tiles(rows, cols, 32, block=16, tile=[0] * 3)
+
+
 @MANY
 @given(dense_with_block(batch=1, heads=1))
 def test_looking_scores_up_gives_the_same_mask(drawn):
@@ -306,6 +325,28 @@ def test_a_predicate_runs_on_the_device_asked_for():
 
     mask = BlockMask.from_function(live, 64, block=16, device="cpu")
     assert devices == {torch.device("cpu")} and mask.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        lambda q, k: 0 <= q - k < 64,
+        lambda q, k: k <= q and q - k < 64,
+        lambda q, k: not k <= q,
+        lambda q, k: max(q, k) < 64,
+        lambda q, k: k <= q if q < 64 else k < 64,
+    ],
+)
+def test_a_rule_for_one_pair_at_a_time_is_refused_with_advice(live):
+    with pytest.raises(TypeError, match=r"^live must answer for many pairs at once: with &, \| and ~ instead of and"):
+        BlockMask.from_function(live, 256)
+    with pytest.raises(TypeError, match=r"^candidates must answer for many pairs at once"):
+        BlockMask.from_function(lambda q, k: k <= q, 256, block=16, candidates=live)
+
+
+def test_other_errors_of_a_rule_are_its_own():
+    with pytest.raises(RuntimeError, match=r"^The size of tensor a"):
+        BlockMask.from_function(lambda q, k: q < torch.zeros(3, 5, 7), 256)
 
 
 @pytest.mark.parametrize(("scores", "pairs"), [(1, 1), (16 * 32 * 3, 7), (10**6, 5), (16 * 32, 10**6)])
@@ -682,7 +723,8 @@ def test_nbytes_counts_the_arrays():
         ),
         (
             BlockMask.dense(64, block=32).with_lengths(torch.tensor([32, 0])),
-            "BlockMask(64 x 64, blocks of 32, 4 tiles: 4 full + 0 partial, density 12.5 %, lengths of 2 sequences)",
+            "BlockMask(64 x 64, blocks of 32, 4 tiles: 4 full + 0 partial, density 100 %, "
+            "cut by the lengths of 2 sequences: density 12.5 %)",
         ),
     ],
     ids=["full", "rectangular", "heads", "lengths"],
@@ -1019,17 +1061,32 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
         (
             lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, live=YES[None]),
             ValueError,
-            r"live must be a bool tensor \[T, 16, 16\]; got torch\.bool \[1, 4, 4\]",
+            r"live must have shape \[T, 16, 16\]; got \[1, 4, 4\]",
         ),
         (
             lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, live=torch.ones(1, 16, 16)),
-            ValueError,
-            r"live must be a bool tensor \[T, 16, 16\]; got torch\.float32 \[1, 16, 16\]",
+            TypeError,
+            r"live must be boolean \(True: live\); got torch\.float32",
         ),
         (
-            lambda: BlockMask.from_tiles(ZERO, [0], 64, block=16),
+            lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, live=torch.ones(2, 16, 16, dtype=torch.bool)),
+            ValueError,
+            r"live must have one entry a tile, 1, unless tile says which tile has which; got 2",
+        ),
+        (
+            lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, tile=torch.tensor([0.5])),
             TypeError,
-            "cols must be an integer tensor; got list",
+            r"tile must be an integer tensor; got torch\.float32",
+        ),
+        (
+            lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, tile=[0.5]),
+            TypeError,
+            r"tile must be a list of integers; got torch\.float32",
+        ),
+        (
+            lambda: BlockMask.from_tiles(ZERO, [0.5], 64, block=16),
+            TypeError,
+            r"cols must be a list of integers; got torch\.float32",
         ),
         (
             lambda: BlockMask.from_tiles(ZERO + 4, ZERO, 64, block=16),

@@ -55,3 +55,17 @@ def test_gathered_tiles_spill_nothing_and_feed_the_asynchronous_instructions_at_
     for r in found:
         assert r["gathered"] and not r["descriptors"], r
         assert r["wgmma"] > 0 and r["spilled"] == 0 and not r["serialised"], r
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arithmetic", "foo"], "--arithmetic must be from bfloat16, float16, tf32, float32; got foo."),
+        (["--block", "100"], "--block must be one of 16, 32, 64, 128, 256; got 100."),
+    ],
+)
+def test_options_that_cannot_be_served_are_explained(words, message):
+    command = [sys.executable, "-m", "experiments.compile", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())

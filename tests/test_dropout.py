@@ -1,5 +1,6 @@
 """Dropout: the generator, what is dropped, and that every backend drops the same. Exactness is in test_exactness."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -106,6 +107,12 @@ def test_a_probability_out_of_range_is_an_error(p):
     q, k, v = tensors()
     with pytest.raises(ValueError, match="dropout_p"):
         attention(q, k, v, dropout_p=p)
+
+
+def test_a_seed_may_be_of_numpy():
+    q, k, v = tensors()
+    out = attention(q, k, v, dropout_p=0.5, seed=7)
+    assert torch.equal(attention(q, k, v, dropout_p=0.5, seed=np.int64(7)), out)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,16 @@ def test_the_command(tmp_path):
     assert all(float(line["ms"]) > 0 for line in lines)
 
 
+@pytest.mark.parametrize("command", ["table", "theorem"])
+def test_a_test_without_a_gpu_does_not_replace_results(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = CliRunner().invoke(app, [command, "--batch", "1", "--heads", "1", "--length", "256"])
+    assert done.exit_code == 2
+    assert "a test on the CPU must not replace what is in" in " ".join(done.output.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

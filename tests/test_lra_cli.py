@@ -160,6 +160,23 @@ def test_mistakes_are_answered_in_one_line(folder, tmp_path, words, message):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("preset", [[], ["--preset", "demo"]], ids=["run", "demo"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mask", "butterfyl"], "the mask must be dense, local, butterfly"),
+        (["--block", "100"], "block must be one of 16, 32, 64, 128, 256"),
+        (["--heads", "3"], "width must be a multiple of heads"),
+        (["--device", "tpu"], "the device must be auto, cpu, cuda"),
+    ],
+)
+def test_mistakes_are_found_before_data_are_generated(tmp_path, monkeypatch, preset, words, message):
+    monkeypatch.chdir(tmp_path)
+    result = call("train", *preset, *words)
+    assert result.exit_code == 1 and message in result.output
+    assert not any(tmp_path.iterdir())
+
+
 def test_missing_data_is_not_replaced_by_generated_data(tmp_path):
     result = call("train", data=tmp_path / "nowhere", out=tmp_path / "run")
     assert result.exit_code == 1

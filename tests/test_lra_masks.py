@@ -19,6 +19,10 @@ def shorter(q_len, *, block):
     return BlockMask.dense(q_len - 1, block=block)
 def tensor(q_len, *, block):
     return narrow(q_len, block=block).to_dense()
+def rule(q, k):
+    return k <= q
+def nothing():
+    pass
 number = 3
 """
 
@@ -63,6 +67,9 @@ def test_the_example_keeps_to_its_formula():
         ("own_masks:number", "own_masks must define a function number"),
         ("own_masks:", "module:function or file.py:function; got 'own_masks:'"),
         ("own_masks:tensor", "own_masks:tensor must return a BlockMask; got Tensor"),
+        ("own_masks:rule", r"own_masks:rule must take the number of tokens, and the block size by name, as function"
+         r"\(q_len, \*, block\) does; got a function of \(q, k\): missing a required argument: 'k'"),
+        ("own_masks:nothing", r"own_masks:nothing must take .* got a function of \(\): too many positional arguments"),
         ("own_masks:shorter", "own_masks:shorter must return a mask of 96 queries and keys; got 95 and 95"),
     ],
 )  # fmt: skip

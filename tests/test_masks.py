@@ -1,5 +1,6 @@
 """The pattern library: each builder keeps exactly the scores of its formula."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -220,6 +221,11 @@ def test_local_refuses_an_empty_window(window):
 def test_local_refuses_a_window_that_is_no_integer(window):
     with pytest.raises(TypeError, match="window must be an integer number of keys; got"):
         masks.local(100, window)
+
+
+def test_square_blocks_may_be_integers_of_numpy():
+    assert masks.butterfly(1000, block=np.int64(64)) == masks.butterfly(1000, block=64)
+    assert masks.random_blocks(1000, 2, block=np.int32(64)) == masks.random_blocks(1000, 2, block=64)
 
 
 def test_butterfly_refuses_rectangular_blocks():

@@ -471,7 +471,7 @@ def test_lengths_of_every_integer_type_serve_scores_of_more_tokens_than_it_count
         got = scores(q, k, block=32, lengths=lengths.to(dtype))
         assert torch.equal(got, scores(q, k, block=32, lengths=lengths))
         assert torch.equal(got, scores(q, k, block=32, lengths=lengths.tolist()))
-        with pytest.raises(TypeError, match=r"lengths must be a list of integers; got torch\.float32"):
+        with pytest.raises(TypeError, match=r"lengths must be an integer tensor; got torch\.float32"):
             scores(q, k, block=32, lengths=lengths.float())
 
 

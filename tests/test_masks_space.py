@@ -315,9 +315,16 @@ def test_grid_patterns_refuse_sides_that_are_no_lengths(build):
 
 
 @GRID_PATTERNS
+def test_orders_may_be_arrays_and_lists(build):
+    order = torch.tensor([3, 1, 0, 2])
+    expected = build((2, 2), order=order, block=16)
+    assert build((2, 2), order=order.tolist(), block=16) == build((2, 2), order=order.numpy(), block=16) == expected
+
+
+@GRID_PATTERNS
 def test_grid_patterns_refuse_what_is_no_order(build):
-    with pytest.raises(TypeError, match=r"order must be an integer tensor; got list"):
-        build((2, 2), order=[0, 1, 2, 3], block=16)
+    with pytest.raises(TypeError, match=r"order must be a list of integers; got torch\.float32"):
+        build((2, 2), order=[0.0, 1.0, 2.0, 3.0], block=16)
     with pytest.raises(TypeError, match=r"order must be an integer tensor; got torch\.float32"):
         build((2, 2), order=torch.arange(4.0), block=16)
     with pytest.raises(ValueError, match=r"order must have shape \[4\], one entry a token; got \[3\]"):

@@ -122,3 +122,6 @@ def test_gallery_command_draws_some_and_refuses_unknown_names(tmp_path):
     result = CliRunner().invoke(cli.app, [*options, "nothing"])
     assert result.exit_code == 2
     assert "a pattern must be one of" in result.output
+    result = CliRunner().invoke(cli.app, [*options, "causal", "--block", "100"])
+    assert result.exit_code == 2
+    assert "--block must be one of 16, 32, 64, 128, 256; got 100." in result.output

@@ -229,6 +229,15 @@ def test_table_command_measures_some_and_keeps_the_others(tmp_path, no_analysis)
     assert table.markdown(list(rows.values())) in out.read_text()
 
 
+@pytest.mark.parametrize("options", [["--tokens", "64"], ["--at", "64"], ["--block", "16"]])
+def test_a_test_with_other_sizes_does_not_replace_results(tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["table", "--only", "local", "--peers", "none", *options])
+    assert result.exit_code == 2
+    assert "must not replace what is in experiments/results/patterns.json: name another file by" in result.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_table_command_keeps_the_peers_numbers_where_it_does_not_ask(tmp_path, no_analysis):
     results = tmp_path / "rows.json"
     table.save([ROW], results)

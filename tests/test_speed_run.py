@@ -107,12 +107,23 @@ def test_options_that_cannot_be_served_say_so(tmp_path: Path) -> None:
         (("--device", "cpu", "--cases", "none-such"), "--cases must match"),
         (("--device", "cpu", "--group", "fast"), "--group must be from"),
         (("--device", "cpu", "--peers", "xformers"), "--peers must be from flex"),
+        (("--device", "cpu", "--block", "100"), "--block must be one of 16, 32, 64, 128, 256; got 100."),
+        (("--device", "foo"), "--device must be cuda, cuda:<number> or cpu; got foo."),
+        (("--device", "meta"), "--device must be cuda, cuda:<number> or cpu; got meta."),
     ):
         result = run(*words, "--out", tmp_path)
         assert result.exit_code == 2 and message in result.output
     if not torch.cuda.is_available():
         result = run("--out", tmp_path)
         assert result.exit_code == 2 and "--device cpu" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_test_on_a_cpu_does_not_replace_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*TINY, "--group", "windows", "--peers", "none")
+    assert result.exit_code == 2
+    assert "a test on the CPU must not replace what is in" in " ".join(result.output.replace("│", " ").split())
     assert not list(tmp_path.iterdir())
 
 

@@ -14,6 +14,8 @@ from rich.table import Table
 
 SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes a program
 
+ARITHMETIC = ("bfloat16", "float16", "tf32", "float32")
+
 app = typer.Typer(add_completion=False)
 
 
@@ -39,8 +41,15 @@ def main(
     Exits with 1 if a kernel asks for more shared memory than the architecture has. Takes seconds a kernel, minutes for
     fp32 at large head dims.
     """
+    unknown = [kind for kind in arithmetic or () if kind not in ARITHMETIC]
+    if unknown:
+        raise typer.BadParameter(f"--arithmetic must be from {', '.join(ARITHMETIC)}; got {', '.join(unknown)}.")
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported, which is below
     from experiments.compile.report import compile_all
+    from sparseflash.checks import BLOCKS
+
+    if block not in BLOCKS:
+        raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
 
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

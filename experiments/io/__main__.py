@@ -21,6 +21,8 @@ app = typer.Typer(
 )
 console = Console()
 
+RESULTS = Path("experiments/results/io")
+
 Out = Annotated[Path, typer.Option(help="Folder for the CSV file, the page and the plot.")]
 Counters = Annotated[bool, typer.Option(help="Count bytes by ncu where it is installed; seconds a case.")]
 
@@ -34,7 +36,7 @@ def table(
     block: Annotated[int, typer.Option(help="Tokens a tile of the mask: the smaller, the lower densities go.")] = 64,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     counters: Counters = True,
-    out: Out = Path("experiments/results/io"),
+    out: Out = RESULTS,
 ) -> None:
     """Standard attention, ours dense, ours butterfly at every density, at one shape: by default the paper's."""
     from experiments.io.cases import DENSE, every_density
@@ -53,7 +55,7 @@ def theorem(
     block: Annotated[int, typer.Option(help="Tokens a tile of the mask.")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     counters: Counters = True,
-    out: Out = Path("experiments/results/io"),
+    out: Out = RESULTS,
 ) -> None:
     """Bytes over density and head dim beside those of the IO theorem, where the cache does not hold everything."""
     from experiments.io.cases import DENSE, every_density
@@ -107,6 +109,10 @@ def _run(name: str, cases: list[Case], counters: bool, out: Path) -> None:
     from experiments.speed.environment import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and out == RESULTS:
+        raise typer.BadParameter(
+            f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"
+        )
     facts = environment(device, shlex.join(["python", "-m", "experiments.io", *sys.argv[1:]]), None)
     if device.type == "cpu":
         facts["note"] = "no GPU: milliseconds are the CPU backend's, bytes the model's"

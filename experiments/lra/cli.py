@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ from experiments.lra.table.report import all_right, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import Data, load
-from experiments.lra.train import Run, saved_run
+from experiments.lra.train import Run, check, saved_run
 
 DATA = Path("data/lra")
 RUNS = Path("runs/lra")
@@ -179,11 +179,14 @@ def train(
             if config.attention != "sparseflash":
                 raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
             names = (config.mask,) if "mask" in chosen else demo.MASKS
+            for name in names:
+                check(replace(config, mask=name))
             exact = demo.run(config, find_data(config, data), out or RUNS / "demo", console, names=names)
             raise typer.Exit(0 if exact else 1)
         chosen_seeds = several.parsed(seeds) if seeds is not None else several.saved(out) if resume and out else None
         if chosen_seeds is not None and "seed" in chosen:
             raise ValueError("--seeds stands instead of --seed: leave out one of them")
+        check(config)  # before data are generated, which takes minutes
         folder = out or RUNS / default_name(config, series=chosen_seeds is not None)
         deadline = time.monotonic() + 60 * pause_after if pause_after is not None else math.inf
         with joined(config.device) as ranks:

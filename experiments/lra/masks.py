@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
     """The mask of `length` queries and keys, on the CPU.
 
     name: "dense", "local" (|q - k| <= window // 2), "butterfly", or a function of one's own, as
-        "module:function" or "path/to/file.py:function", called with (length, block=block).
+        "module:function" or "path/to/file.py:function", called with (length, block=block); returns the BlockMask.
     Raises ValueError where the name gives no such mask.
     """
     if name == "dense":
@@ -28,7 +29,9 @@ def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
         return masks.butterfly(length, block=block)
     if ":" not in name:
         raise ValueError(f"the mask must be {', '.join(NAMES)}, module:function or file.py:function; got {name!r}")
-    mask = load_function(name)(length, block=block)
+    function = load_function(name)
+    check_signature(function, name, length, block)
+    mask = function(length, block=block)
     if not isinstance(mask, BlockMask):
         raise ValueError(f"{name} must return a BlockMask; got {type(mask).__name__}")
     if (mask.q_len, mask.k_len) != (length, length):
@@ -56,6 +59,21 @@ def load_function(name: str) -> Callable[..., object]:
         raise ValueError(f"{place} must define a function {attribute}(q_len, *, block); it has none")
     found: Callable[..., object] = function
     return found
+
+
+def check_signature(function: Callable[..., object], name: str, length: int, block: int) -> None:
+    """A function that cannot be called as the masks' are is told apart from one that fails."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions of C nobody knows
+        return
+    try:
+        signature.bind(length, block=block)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} must take the number of tokens, and the block size by name, as function(q_len, *, block) does; "
+            f"got a function of {signature}: {error}"
+        ) from None
 
 
 def load_file(path: Path) -> object:

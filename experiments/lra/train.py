@@ -32,7 +32,15 @@ from experiments.lra.ranks import ALONE, Ranks, find_device
 from experiments.lra.resume import check_unused
 from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
-from experiments.lra.tasks import Data
+from experiments.lra.tasks import TASKS, Data
+
+
+def check(config: Config) -> None:
+    """What can be told of the settings before there are data: raises ValueError for a mask or sizes that no run has."""
+    find_device(config.device)
+    mask = masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        build_model(config, TASKS[config.task], mask.to("meta"))
 
 
 class Run:

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.patterns import flex, gallery, table
 from experiments.patterns.catalogue import PATTERNS, Pattern, select
 from experiments.patterns.measure import AT, BLOCK, Row, measure
+from sparseflash.checks import BLOCKS
 
 app = typer.Typer(
     help="The pattern library as one page of pictures and one table of numbers.",
@@ -23,6 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+RESULTS = Path("experiments/results/patterns.json")
+
 console = Console()
 errors = Console(stderr=True)
 
@@ -46,13 +49,14 @@ Only = Annotated[list[str] | None, typer.Option("--only", help="A pattern's name
 @app.command(name="gallery")
 def draw_gallery(
     out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("masks/gallery.png"),
-    tokens: Annotated[int, typer.Option(help="Length of the masks drawn.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Length of the masks drawn.", min=1)] = 1024,
     block: Annotated[int, typer.Option(help="Tokens a tile side.")] = 32,
     columns: Annotated[int, typer.Option(help="Pictures side by side.", min=1)] = 5,
     only: Only = None,
 ) -> None:
     """Draw every pattern into one page."""
     chosen = _chosen(only)
+    _check_block(block)
     with _progress() as bar:
         task = bar.add_task("drawing", total=len(chosen))
         figure = gallery.page(chosen, tokens, block, columns=columns, done=lambda pattern: bar.advance(task))
@@ -67,12 +71,12 @@ def make_table(
     ] = None,
     results: Annotated[
         Path, typer.Option(help="JSON file of all rows: what --only leaves out stays as measured there.")
-    ] = Path("experiments/results/patterns.json"),
+    ] = RESULTS,
     only: Only = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Length at which building is timed.", show_default="each pattern's own")
+        int | None, typer.Option(help="Length at which building is timed.", show_default="each pattern's own", min=1)
     ] = None,
-    at: Annotated[int, typer.Option(help="Length at which density, tiles and layers are counted.")] = AT,
+    at: Annotated[int, typer.Option(help="Length at which density, tiles and layers are counted.", min=1)] = AT,
     block: Annotated[int, typer.Option(help="Tokens a tile side.")] = BLOCK,
     repeats: Annotated[int, typer.Option(help="Builds whose median time is taken.", min=1)] = 5,
     peers: Annotated[
@@ -90,6 +94,12 @@ def make_table(
 ) -> None:
     """Measure every pattern; print the table, write it into a Markdown file."""
     chosen = _chosen(only)
+    _check_block(block)
+    if results == RESULTS and (tokens is not None or (at, block) != (AT, BLOCK)):
+        _refuse(
+            f"a test with --tokens, --at or --block must not replace what is in {RESULTS}: name another file by "
+            "--results"
+        )
     rows = table.load(results)
     start, left_out = time.monotonic(), []
     with _progress() as bar:
@@ -133,8 +143,17 @@ def _chosen(names: list[str] | None) -> list[Pattern]:
     try:
         return select(names)
     except ValueError as failure:
-        errors.print(f"[red]{escape(str(failure))}[/red]", soft_wrap=True)
-        raise typer.Exit(2) from None
+        _refuse(str(failure))
+
+
+def _check_block(block: int) -> None:
+    if block not in BLOCKS:
+        _refuse(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
+
+
+def _refuse(why: str) -> NoReturn:
+    errors.print(f"[red]{escape(why)}[/red]", soft_wrap=True)
+    raise typer.Exit(2)
 
 
 def _progress() -> Progress:

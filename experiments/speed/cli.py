@@ -21,6 +21,7 @@ from experiments.speed.environment import environment
 from experiments.speed.peers import DEFAULT_PEERS, PEERS, ours
 from experiments.speed.rows import FAILED, OURS, WRONG, Row, write_csv
 from experiments.speed.run import Options, run_cases
+from sparseflash.checks import BLOCKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 console = Console()
@@ -53,6 +54,16 @@ def _list() -> None:
     for group, question in GROUPS.items():
         table.add_row(group, question, ", ".join(case.name for case in CASES if case.group == group))
     console.print(table)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in DEFAULT_PEERS:
+        raise typer.BadParameter(f"--device must be cuda, cuda:<number> or cpu; got {name}.")
+    return device
 
 
 def _options(device: torch.device, quick: bool, heads: int, seed: int) -> Options:
@@ -119,9 +130,15 @@ def main(
     if list_:
         _list()
         return
-    where = torch.device(device)
+    where = _device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device; --device cpu runs the same on tiny lengths")
+    if where.type == "cpu" and out == RESULTS:
+        raise typer.BadParameter(
+            f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"
+        )
+    if block is not None and block not in BLOCKS:
+        raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
     chosen_peers = _names([peers]) if peers is not None else DEFAULT_PEERS[where.type]
     chosen_peers = tuple(name for name in chosen_peers if name != "none")
     if flex_autotune:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ def positions(values: Any, name: str, stop: int) -> Tensor:
 
 def square_blocks(q_len: Any, block: Any, pattern: str) -> tuple[int, int, int]:
     """`(q_len, block, nb)` of a pattern that is defined on blocks, which are then square; nb of them."""
-    if not isinstance(block, int):
+    if not isinstance(block, int | SupportsIndex):
         raise TypeError(f"block must be an int ({pattern} blocks are square); got {block!r}.")
-    block, _ = block_pair(block)
+    block, _ = block_pair(operator.index(block))
     q_len, _ = token_counts(q_len, q_len)
     return q_len, block, -(-q_len // block)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integers
+from sparseflash.checks import integer_tensor
 from sparseflash.csr import row_of_entry
 
 # Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
@@ -174,10 +174,10 @@ def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | Sequence[int]
         )
     if lengths is None:
         return None
-    lengths = integers(lengths, "lengths")  # int64: a narrow type may not hold the number of tokens
+    lengths = integer_tensor(lengths, "lengths", q.device)  # int64: a narrow type may not hold the number of tokens
     if lengths.shape != (batch,):
         raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")
-    return lengths.to(q.device)
+    return lengths
 
 
 def full_words(frame: Frame) -> Tensor:

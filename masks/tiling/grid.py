@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.checks import integer, token_counts
+from sparseflash.checks import integer, integer_tensor, token_counts
 
 
 def grid_shape(shape: Any) -> tuple[int, ...]:
@@ -39,23 +39,19 @@ def per_axis(value: Any, shape: tuple[int, ...], name: str, unit: str, least: in
     return values
 
 
-def checked_order(order: Tensor | None, count: int) -> Tensor | None:
-    """An order of the tokens in int64 on the CPU; None is row-major."""
+def checked_order(order: Any, count: int) -> Tensor | None:
+    """An order of the tokens, a tensor, array or list, in int64 on the CPU; None is row-major."""
     if order is None:
         return None
-    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    if not isinstance(order, Tensor) or order.dtype not in integers:
-        got = order.dtype if isinstance(order, Tensor) else type(order).__name__
-        raise TypeError(f"order must be an integer tensor; got {got}.")
-    order = order.detach().to("cpu", torch.int64)
-    if order.shape != (count,):
-        raise ValueError(f"order must have shape [{count}], one entry a token; got {list(order.shape)}.")
+    checked = integer_tensor(order, "order", torch.device("cpu")).cpu()
+    if checked.shape != (count,):
+        raise ValueError(f"order must have shape [{count}], one entry a token; got {list(checked.shape)}.")
     seen = torch.zeros(count, dtype=torch.bool, device="cpu")
-    if bool(((order >= 0) & (order < count)).all()):
-        seen[order] = True
+    if bool(((checked >= 0) & (checked < count)).all()):
+        seen[checked] = True
     if not bool(seen.all()):
         raise ValueError(f"order must hold each of 0..{count - 1} once.")
-    return order
+    return checked
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 
 def within_ranges(
-    shape: tuple[int, ...], ranges: Sequence[Range], *, order: Tensor | None = None, block: Block = 128
+    shape: tuple[int, ...], ranges: Sequence[Range], *, order: Any = None, block: Block = 128
 ) -> BlockMask:
     """Query q sees key k iff on every axis the coordinate of k is in the range of that of q. One `Range` an axis."""
     block_q, block_k = block_pair(block)

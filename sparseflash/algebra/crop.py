@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.checks import integer
 from sparseflash.counting import pattern_count
 
-Range = tuple[int | None, int | None]
+Range = Sequence[int | None]
 
 
 def crop(mask: BlockMask, q: Range | None, k: Range | None) -> BlockMask:
@@ -43,7 +44,7 @@ def _bounds(name: str, given: Range | None, length: int) -> tuple[int, int]:
     """The range as two plain integers."""
     if given is None:
         return 0, length
-    if not isinstance(given, tuple) or len(given) != 2:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise TypeError(f"{name} must be a pair of tokens (start, stop); got {given!r}.")
     start = 0 if given[0] is None else integer(given[0], f"{name}'s start", "tokens")
     stop = length if given[1] is None else integer(given[1], f"{name}'s stop", "tokens")

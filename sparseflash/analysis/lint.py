@@ -67,6 +67,7 @@ def lint(
     | `future-leak` | error | `causal`, and a live score lies in the future |
     | `empty-queries` | warning | a query sees no key: its output is 0 |
     | `empty-keys` | warning | a key is seen by no query of its head |
+    | `one-length-for-two` | warning | lengths cut queries and keys, of which there are not as many, at one number |
     | `never-connects` | warning | some token can never influence another (causal: a later one), at any depth |
     | `too-few-layers` | warning | `layers` are fewer than it takes |
     | `sparse-tiles` | warning | a tenth of the live tiles hold under 10 % live scores, and half of the work is dead |
@@ -106,6 +107,7 @@ def lint(
         leaks += len(leak)
         found += leak if causal else []
         found += _empty(mask, where)
+        found += _cut_by_one_number(mask, where)
         found += _sparse(mask, where, orders or {})
         found += _uneven(mask, where)
     if together and not (causal and leaks):
@@ -145,6 +147,19 @@ def _empty(mask: BlockMask, where: str) -> Iterator[Finding]:
                 "nothing.",
                 place,
             )  # fmt: skip
+
+
+def _cut_by_one_number(mask: BlockMask, where: str) -> Iterator[Finding]:
+    lengths = [] if mask.lengths is None or mask.q_len == mask.k_len else mask.lengths.tolist()
+    if lengths and min(lengths) < max(mask.q_len, mask.k_len):
+        yield Finding(
+            "one-length-for-two", "warning",
+            f"a length of {min(lengths):,} cuts both the {mask.q_len:,} queries and the {mask.k_len:,} keys, and moves "
+            "no diagonal. Padding of the keys alone: interop.from_sdpa(~padding[:, None, None, :], "
+            f"q_len={mask.q_len}); a cache: masks.per_batch of masks.causal({mask.q_len}, {mask.k_len}, "
+            f"offset=length - {mask.q_len}).",
+            where,
+        )  # fmt: skip
 
 
 def _sparse(mask: BlockMask, where: str, orders: Mapping[str, Tensor]) -> Iterator[Finding]:
