@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair
+from sparseflash.checks import Block, Integers, block_pair
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, grid_shape, strides
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.listing import entries, incidence
 
 
-def axial(shape: Sequence[int], *, order: Any = None, block: Block = 128) -> BlockMask:
+def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block = 128) -> BlockMask:
     """Every token of a grid sees its own row and its own column: the tokens that differ from it on one axis at most.
 
     Score (q, k) is live iff the coordinates of q and k

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair
+from sparseflash.checks import Block, Integers, block_pair
 from sparseflash.masks.tiling.grid import checked_order, coordinates, cut, grid_shape, per_axis, strides
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.listing import entries, incidence
 
 
 def dilated_grid(
-    shape: Sequence[int], dilation: int | Sequence[int], *, order: Any = None, block: Block = 128
+    shape: Sequence[int], dilation: int | Sequence[int], *, order: Integers | None = None, block: Block = 128
 ) -> BlockMask:
     """Every token of a grid sees the grid from its own place on, taken every `dilation` tokens on each axis.
 

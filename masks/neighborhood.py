@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
+from sparseflash.checks import Block, Integers
 from sparseflash.masks.tiling.grid import grid_shape, per_axis
 from sparseflash.masks.tiling.ranges import Range, within_ranges
 
@@ -21,7 +20,7 @@ def neighborhood(
     dilation: int | Sequence[int] = 1,
     causal: bool | Sequence[bool] = False,
     edges: str = "shift",
-    order: Any = None,
+    order: Integers | None = None,
     block: Block = 128,
 ) -> BlockMask:
     """Every token of a grid sees the `window` tokens nearest to it on each axis: an image, a video, any number of axes.

@@ -41,12 +41,11 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseflash.checks import integer_tensor
+from sparseflash.checks import Integers, integer_tensor
 from sparseflash.masks.tiling.grid import checked_order, coordinates, grid_shape, per_axis, strides
 
 
@@ -163,7 +162,7 @@ def residues(shape: Sequence[int], step: int | Sequence[int]) -> Tensor:
     return torch.argsort(number, stable=True)
 
 
-def inverse(order: Any) -> Tensor:
+def inverse(order: Integers) -> Tensor:
     """Where each token went: `inverse(order)[order[t]] == t`. `x[:, :, order][:, :, inverse(order)]` is x.
 
     `order`: an integer tensor, array or list `[N]`. Raises TypeError or ValueError if it is no permutation.

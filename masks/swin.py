@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
+from sparseflash.checks import Block, Integers
 from sparseflash.masks.tiling.grid import grid_shape, per_axis
 from sparseflash.masks.tiling.ranges import Range, within_ranges
 
@@ -18,7 +17,7 @@ def swin(
     window: int | Sequence[int],
     *,
     shift: int | Sequence[int] = 0,
-    order: Any = None,
+    order: Integers | None = None,
     block: Block = 128,
 ) -> BlockMask:
     """Tokens of a grid see the tokens of their own window; the grid is cut at `shift` and every `window`.

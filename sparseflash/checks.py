@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 BLOCKS = (16, 32, 64, 128, 256)
 Block = int | tuple[int, int]
+Integers = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 
 
 def block_pair(block: Block) -> tuple[int, int]:

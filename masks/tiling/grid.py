@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.checks import integer, integer_tensor, token_counts
+from sparseflash.checks import Integers, integer, integer_tensor, token_counts
 
 
 def grid_shape(shape: Any) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ def per_axis(value: Any, shape: tuple[int, ...], name: str, unit: str, least: in
     return values
 
 
-def checked_order(order: Any, count: int) -> Tensor | None:
+def checked_order(order: Integers | None, count: int) -> Tensor | None:
     """An order of the tokens, a tensor, array or list, in int64 on the CPU; None is row-major."""
     if order is None:
         return None

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair
+from sparseflash.checks import Block, Integers, block_pair
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, strides
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.numbering import number_combinations
@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 
 def within_ranges(
-    shape: tuple[int, ...], ranges: Sequence[Range], *, order: Any = None, block: Block = 128
+    shape: tuple[int, ...], ranges: Sequence[Range], *, order: Integers | None = None, block: Block = 128
 ) -> BlockMask:
     """Query q sees key k iff on every axis the coordinate of k is in the range of that of q. One `Range` an axis."""
     block_q, block_k = block_pair(block)
