@@ -77,7 +77,8 @@ class Run:
         self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)
-        found = checkpoint.checkpoints(folder) if resume else []
+        # Asked by the first process, which may be writing one: the others wait for it, and see the same.
+        found = ranks.from_first(lambda: checkpoint.checkpoints(folder)) if resume else []
         self.before: dict[str, Any] | None = None  # what the weights had seen when this run began
         if config.initial is not None:
             if found:
