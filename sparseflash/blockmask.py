@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseflash import tiles
 from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
-from sparseflash.checks import Block, block_pair, boolean, check_block_count, integer_tensor, integers, token_counts
+from sparseflash.checks import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
 from sparseflash.counting import live_scores, pattern_count
 from sparseflash.csr import columns_of, derived, may_be_counted, may_vary_in_size, stored_tiles
 from sparseflash.invariants import check_arrays, validate
@@ -301,23 +301,23 @@ class BlockMask:
         >>> mask.to_dense()[:, 0].sum(-1).tolist()
         [[7, 8, 9, 10], [3, 4, 5, 6]]
         """
-        if not isinstance(lengths, Tensor):
-            lengths = integers(lengths, "lengths").to(self.device)
-        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-            raise TypeError(f"lengths must be an integer tensor; got {lengths.dtype}.")
+        # In int64, because small integer types can hold neither the bounds nor, some of them, be clamped at all.
+        lengths = integer_tensor(lengths, "lengths", self.device)
         batch = self.pattern.shape[0]
         if lengths.ndim != 1 or (batch != 1 and lengths.shape[0] != batch):
             want = "B" if batch == 1 else str(batch)
             raise ValueError(f"lengths must have shape [{want}]; got {list(lengths.shape)}.")
         if lengths.device != self.device:
             raise ValueError(f"lengths must be on the mask's device {self.device}; got {lengths.device}.")
-        # In int64, because small integer types can hold neither the bounds nor, some of them, be clamped at all.
-        clamped = lengths.to(torch.int64).clamp(0, max(self.q_len, self.k_len)).to(torch.int32)
+        return self._padded(lengths.clamp(0, max(self.q_len, self.k_len)).to(torch.int32))
+
+    def _padded(self, lengths: Tensor | None) -> BlockMask:
+        """The same mask with these lengths or none, and with all that is derived from the arrays."""
         mask = BlockMask(
             self.q_len, self.k_len, self.block_q, self.block_k,
-            self.indptr, self.indices, self.tile, self.bits, self.pattern, clamped, loose=self.loose,
+            self.indptr, self.indices, self.tile, self.bits, self.pattern, lengths, loose=self.loose,
         )  # fmt: skip
-        object.__setattr__(mask, "indices", self.indices)  # and with them all that is derived from the arrays
+        object.__setattr__(mask, "indices", self.indices)
         return mask
 
     @classmethod
@@ -391,7 +391,7 @@ class BlockMask:
             distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
             count = f"{len(self.tile)} tile{'' if len(self.tile) == 1 else 's'}"
             parts.append(f"{count}: {full} full + {len(self.tile) - full} partial{distinct}")
-            parts.append(f"density {100 * self._without_lengths().density:.3g} %")
+            parts.append(f"density {100 * self._padded(None).density:.3g} %")
         if self.pattern.numel() > 1:
             patterns = pattern_count(self)
             parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
@@ -404,14 +404,6 @@ class BlockMask:
         if self.loose:
             parts.append("loose")
         return f"BlockMask({', '.join(parts)})"
-
-    def _without_lengths(self) -> BlockMask:
-        """The mask as it was before `with_lengths`, with all that is derived from the arrays."""
-        if self.lengths is None:
-            return self
-        mask = replace(self, lengths=None)
-        object.__setattr__(mask, "indices", self.indices)
-        return mask
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
