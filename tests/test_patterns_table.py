@@ -131,9 +131,9 @@ def test_other_errors_of_the_peer_are_not_taken_for_a_limit():
 
 def test_a_process_is_stopped_at_its_limit_and_what_it_printed_is_kept():
     start = time.monotonic()
-    program = 'import time; print(\'{"tokens": 1024, "seconds": 1.5, "megabytes": 2.0}\', flush=True); time.sleep(60)'
-    printed, ended = flex.output_within([sys.executable, "-c", program], 2)
-    assert time.monotonic() - start < 30
+    program = 'import time; print(\'{"tokens": 1024, "seconds": 1.5, "megabytes": 2.0}\', flush=True); time.sleep(600)'
+    printed, ended = flex.output_within([sys.executable, "-c", program], 5)
+    assert time.monotonic() - start < 300
     assert flex.read(printed, ended) == Peer(1024, 1.5, 2.0, "time")
 
 
@@ -164,9 +164,9 @@ def test_the_peak_is_that_of_the_program_not_of_what_started_it():
 
 
 def test_flexattention_builds_its_mask_in_a_process_of_its_own():
-    found = flex.longest("butterfly", "eager", block=128, seconds=60, gigabytes=8, most=2048)
+    found = flex.longest("butterfly", "eager", block=128, seconds=400, gigabytes=8, most=2048)
     assert (found.tokens, found.stopped) == (2048, "longest")
-    assert 0 < found.seconds < 60 and 0 < found.megabytes < 8000
+    assert 0 < found.seconds < 400 and 0 < found.megabytes < 8000
 
 
 # ---------------------------------------------------------------------- writing
