@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, flag, token_counts
+from sparseflash.checks import Block, flag, integer, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.band import band
 from sparseflash.masks.tiling.diagonals import diagonals
@@ -13,24 +13,27 @@ from sparseflash.masks.tiling.diagonals import diagonals
 
 def local(
     q_len: int, window: int | None = None, *, causal: bool = False,
-    left: int | None = None, right: int | None = None, block: Block = 128,
+    left: int | None = None, right: int | None = None,
+    k_len: int | None = None, offset: int | None = None, block: Block = 128,
 ) -> BlockMask:  # fmt: skip
     """A sliding window over a sequence of `q_len` tokens, of `window` keys or of so many to the left and right.
 
-    Score (q, k) is live iff
+    Score (q, k), with p = q + offset the position of query q among the keys, is live iff
 
-        causal:         q - window < k <= q           (window keys, the query's own included)
-        bidirectional:  |q - k| <= window // 2        (window keys if window is odd, window + 1 if it is even)
-        left, right:    q - left <= k <= q + right    (left + 1 + right keys)
+        causal:         p - window < k <= p           (window keys, the query's own included)
+        bidirectional:  |p - k| <= window // 2        (window keys if window is odd, window + 1 if it is even)
+        left, right:    p - left <= k <= p + right    (left + 1 + right keys)
 
     cropped at the ends of the sequence. Conventions differ between systems: Hugging Face, Sparse Transformer and this
     function count `window` keys in the causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym
     see `w + 1`. `left` and `right` are FlashAttention's `window_size=(left, right)`; its -1, no limit, is `q_len` here.
-    With more keys than queries take the last rows: `local(k_len, ...).crop(q=(k_len - q_len, k_len))`. Source:
-    Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
+    With a cache of earlier keys (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is
+    `k_len - q_len` by default. Source: Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et
+    al., 2019).
 
-    `q_len`, `window`, `left`, `right`, `block` in tokens. Raises ValueError if `window` is not positive, if `left` or
-    `right` is negative, or unless there is either `window` or both of `left` and `right` (without `causal`).
+    `q_len`, `k_len` (`q_len` by default), `window`, `left`, `right`, `offset`, `block` in tokens. Raises ValueError if
+    `window` is not positive, if `left` or `right` is negative, or unless there is either `window` or both of `left` and
+    `right` (without `causal`).
 
         causal, window 2     bidirectional, window 3     left 2, right 1
         X . . .              X X . .                     X X . .
@@ -44,10 +47,12 @@ def local(
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     >>> local(4096, left=255, right=0) == local(4096, 256, causal=True)
     True
-    >>> local(6, 2, causal=True, block=16).crop(q=(4, 6)).to_dense()[0, 0].int().tolist()
+    >>> local(2, 2, causal=True, k_len=6, block=16).to_dense()[0, 0].int().tolist()
     [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
     """
     causal = flag(causal, "causal")
+    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+    offset = k_len - q_len if offset is None else integer(offset, "offset", "tokens")
     if left is not None or right is not None:
         if window is not None or causal or left is None or right is None:
             raise ValueError(
@@ -55,11 +60,11 @@ def local(
                 f"window={window}, causal={causal}, left={left}, right={right}."
             )
         left, right = at_least(0, left, "left", "keys"), at_least(0, right, "right", "keys")
-        return band(q_len, q_len, -right, left, block=block)
+        return band(q_len, k_len, -right, left, shift=offset, block=block)
     window = at_least(1, window, "window", "keys")
     if causal:
-        return band(q_len, q_len, 0, window - 1, block=block)
-    return band(q_len, q_len, -(window // 2), window // 2, block=block)
+        return band(q_len, k_len, 0, window - 1, shift=offset, block=block)
+    return band(q_len, k_len, -(window // 2), window // 2, shift=offset, block=block)
 
 
 def dilated(q_len: int, window: int, dilation: int, *, causal: bool = False, block: Block = 128) -> BlockMask:

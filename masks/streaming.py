@@ -5,24 +5,29 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, token_counts
+from sparseflash.checks import Block, integer, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.spans import spans
 
 
-def streaming(q_len: int, window: int, sink: int, *, block: Block = 128) -> BlockMask:
+def streaming(
+    q_len: int, window: int, sink: int, *, k_len: int | None = None, offset: int | None = None, block: Block = 128
+) -> BlockMask:
     """A causal window of `window` keys, and the first `sink` keys, which every query sees (attention sinks).
 
-    Score (q, k) is live iff
+    Score (q, k), with p = q + offset the position of query q among the keys, is live iff
 
-        k <= q  and  (q - window < k  or  k < sink)
+        k <= p  and  (p - window < k  or  k < sink)
+
+    With a cache of earlier keys (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is
+    `k_len - q_len` by default.
 
     Source: StreamingLLM (Xiao et al., 2024, section 3.2). Its rolling cache holds `window + sink` keys, as a row of
     this mask does; what it does to positions (it counts them within the cache) is no matter of the mask. MIT's
     Block-Sparse-Attention has the same rule for tokens (`exact_streaming`) and one rounded to blocks.
 
-    `q_len`, `window` and `sink` (keys), `block` in tokens. Raises ValueError if `window` is not positive or `sink`
-    negative.
+    `q_len`, `k_len` (`q_len` by default), `window` and `sink` (keys), `offset`, `block` in tokens. Raises ValueError if
+    `window` is not positive or `sink` negative.
 
         window 2, sink 1
         X . . . .
@@ -33,10 +38,13 @@ def streaming(q_len: int, window: int, sink: int, *, block: Block = 128) -> Bloc
 
     >>> streaming(4096, 512, 4)
     BlockMask(4096 x 4096, blocks of 128, 177 tiles: 90 full + 87 partial (4 distinct), density 11.8 %)
+    >>> streaming(1, 2, 1, k_len=5, block=16).to_dense()[0, 0].int().tolist()
+    [[1, 0, 0, 1, 1]]
     """
-    q_len, _ = token_counts(q_len, q_len)
+    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+    offset = k_len - q_len if offset is None else integer(offset, "offset", "tokens")
     window, sink = at_least(1, window, "window", "keys"), at_least(0, sink, "sink", "keys")
-    return _sink_and_window(q_len, window, sink, 0, block)
+    return _sink_and_window(q_len, k_len, offset, window, sink, 0, block)
 
 
 def a_shape(q_len: int, sink: int, local: int, *, block: Block = 128) -> BlockMask:
@@ -64,7 +72,7 @@ def a_shape(q_len: int, sink: int, local: int, *, block: Block = 128) -> BlockMa
     """
     q_len, _ = token_counts(q_len, q_len)
     sink, local = at_least(0, sink, "sink", "keys"), at_least(0, local, "local", "keys")
-    return _sink_and_window(q_len, local + 1, sink, 0, block)
+    return _sink_and_window(q_len, q_len, 0, local + 1, sink, 0, block)
 
 
 def tri_shape(q_len: int, sink: int, local: int, last: int, *, block: Block = 128) -> BlockMask:
@@ -93,9 +101,10 @@ def tri_shape(q_len: int, sink: int, local: int, last: int, *, block: Block = 12
     q_len, _ = token_counts(q_len, q_len)
     sink, local = at_least(0, sink, "sink", "keys"), at_least(0, local, "local", "keys")
     last = at_least(0, last, "last", "queries")
-    return _sink_and_window(q_len, local + 1, sink, last, block)
+    return _sink_and_window(q_len, q_len, 0, local + 1, sink, last, block)
 
 
-def _sink_and_window(q_len: int, window: int, sink: int, last: int, block: Block) -> BlockMask:
-    q = torch.arange(q_len, device="cpu")
-    return spans(q - window + 1, q + 1, q_len, limit=q + 1, rows=q >= q_len - last, cols=q < sink, block=block)
+def _sink_and_window(q_len: int, k_len: int, offset: int, window: int, sink: int, last: int, block: Block) -> BlockMask:
+    q, k = torch.arange(q_len, device="cpu"), torch.arange(k_len, device="cpu")
+    p = q + offset
+    return spans(p - window + 1, p + 1, k_len, limit=p + 1, rows=q >= q_len - last, cols=k < sink, block=block)

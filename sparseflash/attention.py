@@ -57,13 +57,14 @@ def attention(
         mask: the live scores; its lengths are Nq and Nk, its batch and head counts those of q or 1. None: all live.
             It must lie on q's device: move it once with `mask.to(device)`. It is not moved for you, because a copy
             at every call, or a hidden one kept in device memory, would be a surprise. What lies past a sequence's
-            length (`mask.with_lengths`) is dead, but must be finite: zeros, say, not uninitialised memory.
+            length (`mask.with_lengths`) is dead, but must be finite, as all dead keys and their values must: zeros,
+            say, not uninitialised memory, because a weight of 0 times NaN is NaN.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of a query's live
             scores, in fp32 (fp64 for fp64 inputs). It is differentiable too, and does not know of dropout.
-        dropout_p: the probability with which a weight of the softmax is replaced by 0, in steps of 1/256; the others
-            are divided by what is left. Below 1. As in PyTorch's own attention it is yours to set it to 0 when you
-            do not train.
+        dropout_p: the probability with which a weight of the softmax is replaced by 0, in steps of 1/256, at least
+            one unless it is 0, at most 255; the others are divided by what is left. Below 1. As in PyTorch's own
+            attention it is yours to set it to 0 when you do not train.
         seed: of the dropout: an int, or, so that it can change inside a CUDA graph, one int64 in a tensor on q's
             device. The same seed drops the same weights in every backend and on every device (`dropout.keep_mask`
             says which). None: drawn from PyTorch's generator of q's device, so `torch.manual_seed` fixes it.
@@ -201,7 +202,7 @@ def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         if (mask.q_len, mask.k_len) == (q.shape[1], k.shape[1]):
             advice = " q looks like [batch, tokens, heads, head dim]: q.transpose(1, 2), and k and v, too."
         elif mask.q_len >= q.shape[2] and mask.k_len >= k.shape[2]:
-            advice = " A part of it is mask.crop(q=(start, stop), k=(start, stop))."
+            advice = " The part of a longer sequence's mask is mask.crop(q=(start, stop), k=(start, stop))."
         raise ValueError(
             f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
             f"got {q.shape[2]} and {k.shape[2]}.{advice}"

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sparseflash import dropout, tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.csr import derived, row_of_entry
+from sparseflash.csr import row_of_entry
+from sparseflash.derived import derived, once
 from sparseflash.operator import empty_gradient, empty_lse, empty_out, register
 
 _SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32: stays near the cache, and larger chunks were not faster
@@ -52,12 +53,12 @@ def _forward(
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
     mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
-    q_tiles, k_tiles, v_tiles = mask.cut(q, block_q), mask.cut(k, block_k), mask.cut(v, block_k)
-    out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, block_q, Dv]
+    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, block_k), mask.cut(v, block_k)
+    out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, height, Dv]
     maximum, total = q_tiles.new_zeros(q_tiles.shape[:-1]), q_tiles.new_zeros(q_tiles.shape[:-1])
     for part in mask.parts():
         scores, _, keys = mask.scores(part, q_tiles, k_tiles, scale)
-        highest = scores.amax(-1)  # [n, R, block_q]
+        highest = scores.amax(-1)  # [n, R, height]
         # A query without keys has -inf, and -inf - -inf is NaN; 0 gives exp(-inf) = 0.
         highest = highest.masked_fill(highest == -torch.inf, 0.0)
         weights = torch.exp(scores - highest.unsqueeze(-1))
@@ -83,17 +84,17 @@ def _backward(
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
-    q_tiles, k_tiles, v_tiles = mask.cut(q, block_q), mask.cut(k, block_k), mask.cut(v, block_k)
-    dout_tiles = mask.cut(dout, block_q)
-    maximum, total = (mask.cut(x.unsqueeze(-1), block_q).squeeze(-1) for x in kept)
+    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, block_k), mask.cut(v, block_k)
+    dout_tiles = mask.cut(dout, mask.height)
+    maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)
     # A query without keys has weights 0, whatever its dlse (which may be NaN) says.
     dlse = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
-    dlse_tiles = mask.cut(dlse.unsqueeze(-1), block_q).squeeze(-1)
+    dlse_tiles = mask.cut(dlse.unsqueeze(-1), mask.height).squeeze(-1)
     dq, dk, dv = torch.zeros_like(q_tiles), torch.zeros_like(k_tiles), torch.zeros_like(v_tiles)
     for part in mask.parts():
         scores, queries, keys = mask.scores(part, q_tiles, k_tiles, scale)
         where = part.heads[:, None], part.rows[None, :]
-        weights = torch.exp(scores - maximum[where].unsqueeze(-1))  # [n, R, block_q, c * block_k]
+        weights = torch.exp(scores - maximum[where].unsqueeze(-1))  # [n, R, height, c * block_k]
         weights /= _or_one(total[where]).unsqueeze(-1)
         dout_rows = dout_tiles[where]
         dweights = dout_rows @ mask.gather(v_tiles, keys, part.cols).transpose(-1, -2)
@@ -140,7 +141,9 @@ class _Mask:
         self.lengths = lengths
         self.block_q, self.block_k = block_q, block_k
         self.row_blocks = -(-self.q_len // block_q)
-        self.bits = words.view(-1, block_q, tiles.words_per_row(block_k))
+        # Queries a tile. A few queries to many keys, as in decoding, are no more than there are.
+        self.height = self.q_len if self.row_blocks == 1 else block_q
+        self.bits = words.view(-1, block_q, tiles.words_per_row(block_k))[:, : self.height]
         self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in single
 
     def cut(self, x: Tensor, block: int) -> Tensor:
@@ -157,35 +160,35 @@ class _Mask:
         return x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :length]
 
     def scores(self, part: _Rows, q_tiles: Tensor, k_tiles: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores `[n, R, block_q, c * block_k]` with -inf where dead, the queries, and the key heads `[n]`."""
+        """Scores `[n, R, height, c * block_k]` with -inf where dead, the queries, and the key heads `[n]`."""
         keys = part.heads // self.heads * self.kv_heads + part.heads % self.heads // (self.heads // self.kv_heads)
-        queries = q_tiles[part.heads[:, None], part.rows[None, :]]  # [n, R, block_q, D]
+        queries = q_tiles[part.heads[:, None], part.rows[None, :]]  # [n, R, height, D]
         scores = (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale
         live = self.live(part)
         return scores if live is None else scores.masked_fill_(~live, -torch.inf), queries, keys
 
     def live(self, part: _Rows) -> Tensor | None:
-        """Bool `[R, block_q, c * block_k]`, or None if every score of these rows is live."""
+        """Bool `[R, height, c * block_k]`, or None if every score of these rows is live."""
         rows, count = part.cols.shape
         live = None
         if bool((part.tile > 0).any()):
             words = tiles.choices(self.bits, self.block_k)
-            live = tiles.unpack(words[part.tile], self.block_k)  # [R, c, block_q, block_k]
-            live = live.transpose(1, 2).reshape(rows, self.block_q, count * self.block_k)
+            live = tiles.unpack(words[part.tile], self.block_k)  # [R, c, height, block_k]
+            live = live.transpose(1, 2).reshape(rows, self.height, count * self.block_k)
         if part.stop is not None:
             device = part.rows.device
             k = part.cols[:, :, None] * self.block_k + torch.arange(self.block_k, device=device)
-            q = part.rows[:, None] * self.block_q + torch.arange(self.block_q, device=device)
+            q = part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)
             inside = (q < part.stop)[:, :, None] & (k < part.stop).reshape(rows, 1, -1)
             live = inside if live is None else live & inside
         return live
 
     def kept(self, part: _Rows, seed: Tensor, dropped: int) -> Tensor:
-        """What dropout multiplies the weights by, `[n, R, block_q, c * block_k]`: 0, or one over what is left."""
+        """What dropout multiplies the weights by, `[n, R, height, c * block_k]`: 0, or one over what is left."""
         rows, device = len(part.cols), part.cols.device
         per_block = self.block_k // dropout.GROUP
         group = (part.cols[:, :, None] * per_block + torch.arange(per_block, device=device)).reshape(rows, 1, -1)
-        query = (part.rows[:, None] * self.block_q + torch.arange(self.block_q, device=device)).unsqueeze(-1)
+        query = (part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)).unsqueeze(-1)
         keep = dropout.kept(seed, dropped, part.heads.view(-1, 1, 1, 1), query, group)
         return keep.to(self.dtype) * dropout.amplification(dropped)
 
@@ -225,11 +228,11 @@ class _Mask:
 
     def _rows_by_count(self, number: int, stop: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The block rows of a pattern, grouped by their number of tiles; tiles past `stop` left out."""
-        cache = derived(self.indices)
-        key = ("rows by count", number)
-        if stop is None and key in cache:
-            kept: list[tuple[Tensor, Tensor, Tensor]] = cache[key]
-            return kept
+        if stop is not None:
+            return self._counted_rows(number, stop)
+        return once(derived(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))
+
+    def _counted_rows(self, number: int, stop: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
         indptr = self.indptr[number * self.row_blocks : (number + 1) * self.row_blocks + 1].long()
         first, last = int(indptr[0]), int(indptr[-1])
         cols, tile = self.indices[first:last].long(), self.tile[first:last].long()
@@ -244,8 +247,6 @@ class _Mask:
             entries = chosen[rows]
             shape = (int(chosen.sum()), count)
             groups.append((chosen.nonzero().squeeze(1), cols[entries].view(shape), tile[entries].view(shape)))
-        if stop is None:
-            cache[key] = groups
         return groups
 
 

@@ -265,7 +265,7 @@ def test_an_unknown_backend_is_refused():
 def test_tokens_before_heads_are_noticed(backend):
     with pytest.raises(ValueError, match=r"got 4 and 4\. q looks like \[batch, tokens, heads, head dim\]: q.transpose"):
         attention(*[Q.transpose(1, 2)] * 3, masks.causal(32), backend=backend)
-    with pytest.raises(ValueError, match=r"got 32 and 32\. A part of it is mask\.crop"):
+    with pytest.raises(ValueError, match=r"got 32 and 32\. The part of a longer sequence's mask is mask\.crop"):
         attention(Q, Q, Q, masks.causal(33), backend=backend)
 
 

@@ -39,7 +39,22 @@ def test_a_key_padding_mask_comes_in_for_all_queries():
     mask = from_sdpa(~padding[:, None, None, :], q_len=5, block=16)
     assert mask.shape == (2, 1, 5, 3)
     assert torch.equal(mask.to_dense()[:, 0], ~padding[:, None, :].expand(2, 5, 3))
+    # Without a score for each query and key.
+    many = from_sdpa(~padding[:1, None, None, :], q_len=1 << 20, k_len=None)
+    assert many == BlockMask.from_function(lambda q, k: k < 2, 1 << 20, 3)
     assert from_sdpa(torch.ones(1, 7, 1, dtype=torch.bool), k_len=4, block=16) == BlockMask.dense(7, 4, block=16)
+
+
+@given(
+    keys=st.lists(st.booleans(), min_size=6, max_size=600).map(lambda live: torch.tensor(live[: len(live) // 6 * 6])),
+    shape=st.sampled_from([(1,), (6, 1), (2, 3, 1), (3, 1, 1), (1, 2, 1)]),
+    q_len=st.integers(1, 100),
+    block=st.sampled_from([16, 32, (16, 64)]),
+)
+def test_keys_that_all_queries_see(keys, shape, q_len, block):
+    live = keys.view(*shape, -1)
+    want = live.expand(*shape[:-1], q_len, live.shape[-1])
+    assert from_sdpa(live, q_len=q_len, block=block) == BlockMask.from_dense(want, block=block)
 
 
 @pytest.mark.parametrize(

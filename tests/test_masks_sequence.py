@@ -219,6 +219,19 @@ def test_asymmetric_window_reaches_left_and_right(size, left, right):
     assert_keeps(masks.local(q_len, left=left, right=right, block=block), (q - left <= k) & (k <= q + right))
 
 
+@given(sizes(), lengths(MOST), st.none() | st.integers(-MOST, MOST), st.integers(1, 40), st.integers(0, 20))
+def test_windows_over_a_cache_of_keys(size, k_len, offset, window, sink):
+    q_len, block = size
+    q, k = grid(q_len, k_len)
+    p = q + (k_len - q_len if offset is None else offset)
+    given_lengths = {"k_len": k_len, "offset": offset, "block": block}
+    causal = (p - window < k) & (k <= p)
+    assert_keeps(masks.local(q_len, window, causal=True, **given_lengths), causal)
+    assert_keeps(masks.local(q_len, window, **given_lengths), (p - k).abs() <= window // 2)
+    assert_keeps(masks.local(q_len, left=window, right=sink, **given_lengths), (p - window <= k) & (k <= p + sink))
+    assert_keeps(masks.streaming(q_len, window, sink, **given_lengths), causal | ((k <= p) & (k < sink)))
+
+
 @given(sizes(), lengths(2 * MOST), st.integers(1, 40), st.booleans())
 @example((100, (16, 16)), 3, 2**40, False)
 def test_dilated_window_counts_keys_that_lie_apart(size, window, dilation, causal):

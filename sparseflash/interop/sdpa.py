@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, checked_mask, integer
+from sparseflash.building import arrays_of
+from sparseflash.checks import Block, block_pair, checked_mask, integer, token_counts
 
 
 def to_sdpa(mask: BlockMask) -> Tensor:
@@ -29,7 +31,7 @@ def from_sdpa(
     `attn_mask`: bool (True: takes part), or floating point with 0 and -inf only; `[Nq, Nk]`, `[Hq, Nq, Nk]` or
     `[B, Hq, Nq, Nk]`, where B and Hq may be 1. With `q_len` or `k_len`, in tokens, that dimension may be 1 too, and is
     repeated. So the mask of a key padding mask `[B, Nk]` whose True means padding (as `torch.nn.MultiheadAttention`
-    has it) is `from_sdpa(~padding[:, None, None, :], q_len=Nq)`.
+    has it) is `from_sdpa(~padding[:, None, None, :], q_len=Nq)`, which takes time with the tiles, not with `Nq * Nk`.
 
     Raises TypeError for another dtype, ValueError for another shape or for a bias: a mask has no finite one.
 
@@ -59,4 +61,24 @@ def from_sdpa(
             shape[dim] = integer(length, name, "tokens")
             if attn_mask.shape[dim] not in (1, shape[dim]):
                 raise ValueError(f"{name} must be {attn_mask.shape[dim]}, as attn_mask has it; got {length}.")
+    if attn_mask.shape[-2] == 1 and shape[-2] > 1:
+        return _seen_by_all_queries(attn_mask.expand(*shape[:-2], 1, shape[-1]), shape[-2], block)
     return BlockMask.from_dense(attn_mask.expand(shape), block=block)
+
+
+def _seen_by_all_queries(keys: Tensor, q_len: int, block: Block) -> BlockMask:
+    """The mask of keys, bool `[..., 1, Nk]`, that are live for every query: without `Nq x Nk` scores of each head."""
+    block_q, block_k = block_pair(block)
+    q_len, k_len = token_counts(q_len, keys.shape[-1])
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    batch, heads = ((1,) * (4 - keys.ndim) + keys.shape)[:2]
+    padded = torch.nn.functional.pad(keys.reshape(batch * heads, k_len), (0, col_blocks * block_k - k_len))
+    parts = []
+    for live in padded.view(batch * heads, col_blocks, block_k):
+        some = live.any(1).nonzero()[:, 0]
+        i = torch.arange(row_blocks, device=live.device).repeat_interleave(len(some))
+        # Tile t + 1 holds the live keys of block column `some[t]`, for as many queries as a tile has.
+        kind = torch.arange(1, len(some) + 1, device=live.device).repeat(row_blocks)
+        words = tiles.pack(live[some][:, None, :].expand(-1, block_q, -1))
+        parts.append((i, some.repeat(row_blocks), kind, words))
+    return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, batch, heads))
