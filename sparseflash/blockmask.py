@@ -19,7 +19,8 @@ from sparseflash import tiles
 from sparseflash.building import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
 from sparseflash.checks import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
 from sparseflash.counting import live_scores, pattern_count
-from sparseflash.csr import columns_of, derived, may_be_counted, may_vary_in_size, stored_tiles
+from sparseflash.csr import columns_of, may_vary_in_size, stored_tiles
+from sparseflash.derived import belong_together, derived, keep_with, once
 from sparseflash.invariants import check_arrays, validate
 from sparseflash.loose import canonical_arrays_of
 
@@ -84,11 +85,14 @@ class BlockMask:
     lengths: Tensor | None = None
     loose: bool = field(default=False, kw_only=True)
     # The bits as one row with a dead tile behind them. The operator gets this form: its size never is 0 or 1, the
-    # sizes for which torch.compile would specialise.
-    words: Tensor = field(init=False)
+    # sizes for which torch.compile would specialise. Made of the bits, whatever is given: an argument for
+    # `dataclasses.replace`, by which FSDP rebuilds what is passed to a module.
+    words: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_arrays(self)
+        if self.words is not None and belong_together(self.indices, self._with_words()):
+            return  # a mask made anew of all that it consisted of stays what it is, and keeps what is derived from it
         # What is derived from all arrays is kept with the indices. Another mask may be given the same indices beside
         # other arrays, so each has a tensor of its own for them (of the same memory).
         object.__setattr__(self, "indices", self.indices.detach())
@@ -96,8 +100,7 @@ class BlockMask:
         object.__setattr__(self, "words", torch.cat([self.bits.reshape(-1), self.bits.new_zeros(words_a_tile)]))
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
-        if not self.loose:
-            may_be_counted(self.indices)
+        keep_with(self.indices, countable=not self.loose, others=self._with_words())
 
     # ------------------------------------------------------------------ constructors
 
@@ -316,6 +319,7 @@ class BlockMask:
         mask = BlockMask(
             self.q_len, self.k_len, self.block_q, self.block_k,
             self.indptr, self.indices, self.tile, self.bits, self.pattern, lengths, loose=self.loose,
+            words=self.words,
         )  # fmt: skip
         object.__setattr__(mask, "indices", self.indices)
         return mask
@@ -431,6 +435,9 @@ class BlockMask:
         lengths = None if self.lengths is None else tuple(self.lengths.tolist())
         return hash((self._numbers(), cache["digest"], lengths))
 
+    def _with_words(self) -> tuple[Tensor, ...]:
+        return self.indptr, self.tile, self.bits, self.pattern, self.words
+
     def _numbers(self) -> tuple[int, int, int, int]:
         return self.q_len, self.k_len, self.block_q, self.block_k
 
@@ -479,10 +486,7 @@ class BlockMask:
             raise ValueError("mask must lie on a device that holds its contents; got the meta device, which has none.")
         if not self.loose:
             return self
-        cache = derived(self.indices)
-        if "canonical" not in cache:
-            cache["canonical"] = BlockMask(*self._numbers(), *canonical_arrays_of(self))
-        mask: BlockMask = cache["canonical"]
+        mask = once(derived(self.indices), "canonical", lambda: BlockMask(*self._numbers(), *canonical_arrays_of(self)))
         return mask if self.lengths is None else mask.with_lengths(self.lengths)
 
     def to_dense(self) -> Tensor:
@@ -800,9 +804,4 @@ def _alone(indices: Tensor, array: Tensor) -> Tensor:
     """An array of a mask without attributes, in memory that is all its own and lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
-    kept = derived(indices).setdefault("alone", {})
-    key = (array.data_ptr(), array.shape)
-    if key not in kept:
-        kept[key] = array.clone()
-    copy: Tensor = kept[key]
-    return copy.detach()
+    return once(derived(indices), ("alone", array.data_ptr(), array.shape), array.clone).detach()

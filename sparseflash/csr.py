@@ -1,37 +1,16 @@
-"""Compressed sparse rows: the transpose, and where everything derived from a mask's arrays is kept."""
+"""Compressed sparse rows: whose entries are whose, and the transpose."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sparseflash.derived import derived, once
+
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
-
-
-def derived(indices: Tensor) -> dict[Any, Any]:
-    """What has been derived from a mask's arrays so far: its transpose, its execution plans.
-
-    Kept on the array itself, because the registered operator carries only tensors: whoever holds the indices finds
-    the plans, in eager mode, in the backward and under torch.compile, and they die with the mask.
-    """
-    cache: dict[Any, Any] | None = getattr(indices, "_sparseflash", None)
-    if cache is None:
-        cache = {}
-        indices._sparseflash = cache  # type: ignore[attr-defined]
-    return cache
-
-
-def may_be_counted(indices: Tensor) -> None:
-    """Says of a mask's array that the host may wait for its numbers, once. Loose ones, made at every step, are not."""
-    indices._sparseflash_countable = True  # type: ignore[attr-defined]
-
-
-def is_countable(indices: Tensor) -> bool:
-    """Whether `may_be_counted` was said of it. Not so of what torch.compile makes inside a graph."""
-    return getattr(indices, "_sparseflash_countable", False)
 
 
 def row_of_entry(indptr: Tensor, count: int) -> Tensor:
@@ -53,20 +32,20 @@ def columns_of(
     indptr: Tensor, indices: Tensor, tile: Tensor, row_blocks: int, col_blocks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`BlockMask.columns` from the arrays, cached with the indices."""
-    cache = derived(indices)
-    if "columns" not in cache:
+
+    def transposed() -> tuple[Tensor, Tensor, Tensor]:
         rows = row_of_entry(indptr, len(indices))
         patterns = (len(indptr) - 1) // row_blocks
         column = rows // row_blocks * col_blocks + indices
         column, order = torch.sort(column, stable=True)
         starts = torch.arange(patterns * col_blocks + 1, device=indptr.device)
-        cache["columns"] = (
+        return (
             torch.searchsorted(column, starts).to(torch.int32),
             (rows % row_blocks)[order].to(torch.int32),
             tile[order],
         )
-    columns: tuple[Tensor, Tensor, Tensor] = cache["columns"]
-    return columns
+
+    return once(derived(indices), "columns", transposed)
 
 
 def may_vary_in_size(array: Tensor) -> None:

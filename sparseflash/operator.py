@@ -25,6 +25,10 @@ _DROPOUT_ARGUMENTS = 2
 # `torch.library.custom_op` would do the same with 8 us more a call: it checks at run time what opcheck checks in tests.
 _LIBRARY = torch.library.Library("sparseflash", "DEF")
 
+# torch.compile(mode="reduce-overhead") leaves the operator out of its CUDA graphs, in whose memory a plan made by a
+# first call, and kept for others, would otherwise lie. Old versions of PyTorch do not know the tag.
+_TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag))
+
 Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
@@ -67,11 +71,10 @@ def register(
         q, k, v, *rest, seed, dropped = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
-        *arrays, lengths = rest[:_MASK_ARGUMENTS]
-        ctx.save_for_backward(q, k, v, *output, lengths, seed)
+        ctx.save_for_backward(q, k, v, *output, seed)
         # Not saved as what depends on the inputs is: they never change, plans are kept on them, which copies made by
         # hooks for saved tensors would lack, and masks made under inference_mode() may be trained with.
-        ctx.mask_arrays = arrays
+        ctx.mask_arrays = rest[:_MASK_ARGUMENTS]
         ctx.numbers = *rest[_MASK_ARGUMENTS:], dropped
 
     def differentiate(
@@ -79,11 +82,11 @@ def register(
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * (3 + _MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
+        *saved, seed = ctx.saved_tensors  # once: hooks of checkpointing hand them out once
         if dout is None:
-            dout = torch.zeros_like(ctx.saved_tensors[3])
-        *saved, lengths, seed = ctx.saved_tensors
+            dout = torch.zeros_like(saved[3])
         *numbers, dropped = ctx.numbers
-        dq, dk, dv = backward_op(dout, dlse, *saved, *ctx.mask_arrays, lengths, *numbers, seed, dropped)
+        dq, dk, dv = backward_op(dout, dlse, *saved, *ctx.mask_arrays, *numbers, seed, dropped)
         return dq, dk, dv, *(None,) * (_MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
 
     def refuse(ctx: Any, *gradients: Any) -> NoReturn:
@@ -138,12 +141,12 @@ def nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and not q.is_meta
+        and not (q.is_meta or q.is_neg() or k.is_neg() or v.is_neg())
     )
 
 
 def _define(name: str, schema: str, function: Callable[..., Any]) -> None:
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(name + schema, tags=_TAGS)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.csr import derived
+from sparseflash.derived import derived
 from sparseflash.operator import nobody_watches
 
 Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) to (out, lse)

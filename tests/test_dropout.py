@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from sparseflash import attention, dropout, masks
-from sparseflash.csr import derived
+from sparseflash.derived import derived
 
 BACKENDS = ["blockwise", "triton", "reference"]
 

@@ -190,6 +190,67 @@ def test_compiles_with_inductor_into_one_graph_with_gradients():
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_compiled_stack_of_layers_that_choose_their_masks(mode):
+    """Inductor reuses the memory of one layer's mask for that of another."""
+    if mode is not None and not hasattr(torch.Tag, "cudagraph_unsafe"):
+        pytest.skip("this PyTorch would record the operators in CUDA graphs")
+
+    def stack(x):
+        for _ in range(5):
+            heads = x.view(1, 2048, 4, 64).transpose(1, 2)
+            chosen = masks.top_k_blocks(masks.pooled_scores(heads, heads, block=64), 4, q_len=2048, block=64)
+            x = torch.nn.functional.normalize(x + attention(heads, heads, heads, chosen).transpose(1, 2).flatten(2))
+        return x
+
+    torch.compiler.reset()
+    compiled = torch.compile(stack, fullgraph=True, mode=mode)
+    for seed in range(3):
+        x = inputs(1, 1, 2048, 256, dtype=torch.float32, seed=seed)[0][0].detach()
+        for grad in (False, True):
+            got, want = (each(x.clone().requires_grad_(grad)) for each in (compiled, stack))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_plans_made_in_the_warm_up_of_a_compiled_cuda_graph():
+    if not hasattr(torch.Tag, "cudagraph_unsafe"):
+        pytest.skip("this PyTorch would record the operators in CUDA graphs")
+    mask, fresh = (masks.local(3000, 300).to("cuda") for _ in range(2))
+    q, k, v = (x.detach() for x in inputs(1, 2, 3000, 64))
+    want = [attention(q, k, v, mask), attention(q, k, v)]
+
+    def both(q, k, v, mask):
+        return [2.0 * attention(q * 1.0, k, v, each) for each in (mask, None)]
+
+    torch.compiler.reset()
+    compiled = torch.compile(both, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        for got, expected in zip(compiled(q, k, v, fresh), want, strict=True):
+            torch.testing.assert_close(got, 2.0 * expected)
+    assert torch.equal(attention(q, k, v, fresh), want[0]) and torch.equal(attention(q, k, v), want[1])
+
+
+def test_a_plan_made_on_one_stream_serves_another():
+    """The second stream must wait for the plan, of which its user knows nothing, and the plan's memory must last."""
+    q, k, v = (x.detach() for x in inputs(2, 8, 8192, 64))
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    want = attention(q, k, v, masks.butterfly(8192, block=64).to("cuda"))
+    for _ in range(5):
+        mask = masks.butterfly(8192, block=64).to("cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(20_000_000)  # about 10 ms, for which the plan is not made yet
+            one = attention(q, k, v, mask)
+        with torch.cuda.stream(second):
+            two = attention(q, k, v, mask)
+        del mask
+        with torch.cuda.stream(first):  # takes the memory that the plan had
+            overwritten = [torch.full((1 << 16,), -1, device="cuda", dtype=torch.int32) for _ in range(64)]
+        torch.cuda.synchronize()
+        assert torch.equal(one, want) and torch.equal(two, want) and len(overwritten) == 64
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_ragged_sparse_case(dtype):
     """Small enough for `compute-sanitizer --tool memcheck python -m pytest -m gpu -k ragged`."""

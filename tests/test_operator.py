@@ -152,6 +152,20 @@ def test_gradient_through_lse_alone(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpointing_recomputes_a_gradient_through_lse_alone(backend):
+    inputs = tensors(tokens=FEW)
+
+    def lse(q, k, v):
+        return attention(q, k, v, return_lse=True, backend=backend)[1]
+
+    got, want = (
+        torch.autograd.grad(each.sum(), inputs, materialize_grads=True)
+        for each in (checkpoint(lse, *inputs, use_reentrant=False), lse(*inputs))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_gradients_are_refused(backend):
     q, k, v = tensors()
     (first,) = torch.autograd.grad(attention(q, k, v, backend=backend).sum(), q, create_graph=True)
@@ -273,6 +287,58 @@ def test_masks_made_in_inference_mode_can_be_trained_with(backend):
         assert torch.equal(out, want)
         for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_and_seeds_made_in_inference_mode_can_be_trained_with(backend):
+    inputs = tensors(tokens=FEW)
+    mask = masks.causal(FEW, block=16)
+    lengths, seed = torch.tensor([9, FEW]), torch.tensor(3)
+    with torch.inference_mode():
+        made = mask.with_lengths(lengths.clone()), seed.clone()
+    results = []
+    for padded, number in (made, (mask.with_lengths(lengths), seed)):
+        out = attention(*inputs, padded, dropout_p=0.5, seed=number, backend=backend)
+        results.append((out, *torch.autograd.grad(out.sum(), inputs)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_hooks_bring_back_may_lie_at_any_address():
+    """A kernel for fp32 is compiled for saved maxima at multiples of 16 bytes."""
+
+    def away(x):
+        moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape) if x.numel() else x
+        return moved.copy_(x)
+
+    from sparseflash.kernels import op
+
+    q, k, v = tensors(tokens=FEW)
+    mask = masks.causal(FEW, block=16)
+    want = torch.autograd.grad(attention(q, k, v, mask, backend="triton").sum(), (q, k, v))
+    kept = []
+    backward = op.launch.backward
+    with (
+        torch.autograd.graph.saved_tensors_hooks(away, lambda x: x),
+        mock.patch.object(op.launch, "backward", lambda *rest: (kept.append(rest[6]), backward(*rest))),
+    ):
+        got = torch.autograd.grad(attention(q, k, v, mask, backend="triton").sum(), (q, k, v))
+    assert kept[0].data_ptr() % 16 == 0
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_negative_of_a_tensor_that_is_only_marked_so():
+    q, k, v = (x.detach() for x in tensors(tokens=FEW))
+    for backend in BACKENDS:
+        got = attention(torch._neg_view(q), k, v, backend=backend)
+        assert torch.equal(got, attention(-q, k, v, backend=backend))
+
+
+def test_inductor_leaves_the_operators_out_of_its_cuda_graphs():
+    """Plans that a first call makes would lie in the memory of the graph."""
+    if not hasattr(torch.Tag, "cudagraph_unsafe"):
+        pytest.skip("this PyTorch has no such tag")
+    for name in ("triton", "triton_inference", "triton_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.sparseflash, name).default.tags
 
 
 def test_plans_survive_hooks_that_copy_what_is_saved():

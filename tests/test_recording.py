@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from sparseflash import attention, masks
-from sparseflash.csr import derived
+from sparseflash import attention, masks, streams
+from sparseflash.derived import derived
 from sparseflash.kernels import plan as planning
 from sparseflash.kernels import recording
 from sparseflash.kernels.plan import Plan, dense_plan
@@ -23,7 +23,7 @@ def tensors(tokens=20, batch=1, dtype=torch.float16, requires_grad=False):
 
 def recorded():
     """As if a graph were being recorded."""
-    return mock.patch.object(recording, "is_capturing", lambda device: True)
+    return mock.patch.object(streams, "is_capturing", lambda device: True)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def plans_of(mask):
 
 
 def test_a_cpu_records_nothing():
-    assert not recording.is_capturing(torch.device("cpu"))
+    assert not streams.is_capturing(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -62,10 +62,23 @@ def test_what_is_kept_is_not_made_while_a_graph_is_recorded(masked):
 
 
 def test_a_mask_that_the_graph_itself_makes_is_planned_there():
-    loose = loosen(masks.causal(20, block=16), 0)
     with recorded():
+        loose = loosen(masks.causal(20, block=16), 0)
+        attention(*tensors(), loose, backend="triton")
         attention(*tensors(), loose, backend="triton")
     assert recording._recorded == {}  # its memory is the graph's
+    assert len(plans_of(loose)) == 1
+
+
+def test_nothing_that_a_graph_records_is_kept_with_a_mask_that_was_there_before():
+    """It would be empty until the replay, and other calls would read it before."""
+    loose = loosen(masks.causal(20, block=16), 0)
+    q, k, v = tensors(requires_grad=True)
+    with recorded():
+        attention(q, k, v, loose, backend="triton").sum().backward()
+    assert plans_of(loose) == [] and "columns" not in derived(loose.indices)
+    attention(*tensors(), loose, backend="triton")
+    assert len(plans_of(loose)) == 1
 
 
 def test_what_was_recorded_outlives_the_mask_and_the_caches():

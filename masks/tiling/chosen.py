@@ -17,6 +17,7 @@ from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import integer_tensor
 from sparseflash.csr import row_of_entry
+from sparseflash.streams import Made
 
 # Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
 SHARE_UNITS = float(1 << 40)
@@ -45,7 +46,9 @@ def frame(
     The diagonal is aligned at the bottom right; a block row may cross it in several tiles, which are all at distance 0.
     Made once and kept; a constant to torch.compile, which need not, and could not, trace how it is made.
     """
-    return _frame(q_len, k_len, block, causal, sink, local, device)
+    made, when = _frame(q_len, k_len, block, causal, sink, local, device)
+    when.read_here()
+    return made
 
 
 # The mark of `torch.compiler.assume_constant_result`, without the second that importing the compiler costs.
@@ -55,7 +58,7 @@ frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=32)
 def _frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
-) -> Frame:
+) -> tuple[Frame, Made]:
     block_q, block_k = block
     shift = k_len - q_len
     i, j = (torch.arange(-(-n // b), device="cpu") for n, b in ((q_len, block_q), (k_len, block_k)))
@@ -78,10 +81,11 @@ def _frame(
         # The copy need not be finished when this returns: the kernels that read it are queued behind it.
         return x.to(device, non_blocking=True)
 
-    return Frame(
+    made = Frame(
         q_len, k_len, block, causal, there(open_), there(forced), there(kind.view(-1)), there(edges.bits),
         (0, *_longer_than(open_.sum(1), open_.shape[1]).cumsum(0).tolist()), int(forced.sum(1).max()),
     )  # fmt: skip
+    return made, Made(made)
 
 
 def _longer_than(counts: Tensor, stop: int) -> Tensor:
@@ -113,24 +117,28 @@ def loose_mask(
     frame: Frame, indptr: Tensor, indices: Tensor, tile: Tensor, bits: Tensor, heads: tuple[int, int], group: int
 ) -> BlockMask:
     """The mask of kept tiles: pattern b * H + h is that of `group` query heads, for `heads = (B, H)`."""
+    pattern = pattern_of(*heads, group, tile.device)
+    # Detached, constants are values of a graph that torch.compile traces, and it can return the mask made of them.
     return BlockMask(
-        frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits, pattern_of(*heads, group, tile.device),
-        loose=True,
-    )  # fmt: skip
+        frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits.detach(), pattern.detach(), loose=True
+    )
 
 
 def pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tensor:
     """`BlockMask.pattern` where each of `heads` choices is that of `group` query heads."""
-    return _pattern_of(batch, heads, group, device)
+    made, when = _pattern_of(batch, heads, group, device)
+    when.read_here()
+    return made
 
 
 pattern_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=32)
-def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tensor:
+def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> tuple[Tensor, Made]:
     pattern = torch.arange(batch * heads, dtype=torch.int32, device="cpu").view(batch, heads, 1)
-    return pattern.expand(-1, -1, group).reshape(batch, heads * group).contiguous().to(device, non_blocking=True)
+    pattern = pattern.expand(-1, -1, group).reshape(batch, heads * group).contiguous().to(device, non_blocking=True)
+    return pattern, Made(pattern)
 
 
 def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:

@@ -236,6 +236,7 @@ class Launch:
 
     def run(self, *arguments: Any) -> None:
         """Launches the kernel."""
+        self.side.made.read_here()
         self._main.run(*arguments)
 
     def combine(self, *arguments: Any) -> None:

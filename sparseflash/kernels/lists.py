@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from sparseflash.csr import row_of_entry
 from sparseflash.kernels.tilings import Tiling
+from sparseflash.streams import Made
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Lists:
     words: Tensor  # int32, the bits of the partial tiles one after the other, as `BlockMask.words`
     tiling: Tiling
     each: int | None = None  # every count, if they are equal and the host knows
+    made: Made = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        made = Made((self.start, self.full, self.count, self.index, self.tile, self.words))
+        object.__setattr__(self, "made", made)
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> Lists:

@@ -6,7 +6,7 @@ other the host may look once at how long the lists are, to cut those that are fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from sparseflash import tiles
-from sparseflash.csr import columns_of, derived, is_countable
+from sparseflash.csr import columns_of
+from sparseflash.derived import derived, is_countable
 from sparseflash.kernels.lists import Lists, full_first, one_more
 from sparseflash.kernels.recording import refuse_to_record
 from sparseflash.kernels.retiled import Retiled
 from sparseflash.kernels.splits import Items, cut_items, cuts_of
 from sparseflash.kernels.tilings import Cost, Tile, Tiling
+from sparseflash.streams import Made
 
 _MOST_PLANS = 64  # of a mask, or without one: who has so many batch sizes or lengths has few calls of each
 
@@ -34,6 +36,11 @@ class Side:
     words: Tensor
     parts: int = 0  # items that are chunks of longer ones, and write partial results
     merged: Tensor | None = None  # int32 [items that are cut, 4], see cut_items
+    made: Made = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        made = Made((self.work, self.index, self.tile, self.words, self.merged))
+        object.__setattr__(self, "made", made)
 
 
 class Plan:
@@ -100,6 +107,7 @@ class Plan:
 
     def _made(self, lists: Lists, pattern: Tensor, axis: int, tile: int, total: int) -> Side:
         """The work over `axis`, in tiles of `tile` tokens."""
+        lists.made.read_here()
         held, streamed, _ = lists.tiling
         items = _items(lists, pattern, self._lengths[axis], tile)
         group = pattern.shape[-1]
@@ -137,10 +145,11 @@ def plan_of(
     lasting = is_countable(indices)
     if lasting and (key not in cache or (columns and "column lists" not in cache)):
         refuse_to_record(indices.device)
-    if key not in cache:
-        kept = [each for each in cache if each[0] == "plan"]
+    plan: Plan | None = cache.get(key)
+    if plan is None:
+        kept = [each for each in list(cache) if each[0] == "plan"]
         if len(kept) >= _MOST_PLANS:
-            del cache[kept[0]]
+            cache.pop(kept[0], None)
         if "row lists" not in cache:
             cache["row lists"] = full_first(indptr, indices, tile, words, Tiling(*blocks))
             if lasting:
@@ -148,11 +157,10 @@ def plan_of(
         patterns = (len(indptr) - 1) // row_blocks
         total = len(indices) * q_heads[0] * q_heads[1] // patterns
         # Every pattern is used by some head, but patterns may be shared by unequal numbers of heads: an estimate.
-        cache[key] = Plan(
+        plan = cache[key] = Plan(
             cache["row lists"], None, pattern.expand(q_heads), kv_heads, lengths, total,
             shared=patterns == 1, countable=lasting, lasting=lasting, retiled=cache.get("retiled"),
         )  # fmt: skip
-    plan: Plan = cache[key]
     if columns:
         if "column lists" not in cache:
             arrays = columns_of(indptr, indices, tile, row_blocks, col_blocks)

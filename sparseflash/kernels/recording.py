@@ -6,20 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparseflash import streams
+
 if TYPE_CHECKING:
     from sparseflash.kernels.plan import Plan
 
 _recorded: dict[int, Plan] = {}
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded on this device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def refuse_to_record(device: torch.device) -> None:
     """Raises RuntimeError while a graph is recorded: what is made now and kept would be empty until a replay."""
-    if is_capturing(device):
+    if streams.is_capturing(device):
         raise RuntimeError(
             "attention makes the execution plan of a mask at its first call, which a CUDA graph cannot record: call it "
             "once with the same mask and tensors of the same layout, forward and, if it is recorded, backward, before "
@@ -29,5 +26,5 @@ def refuse_to_record(device: torch.device) -> None:
 
 def keep_if_recorded(plan: Plan) -> None:
     """Keeps a plan for good if a graph is being recorded, whose replays will read it whatever becomes of the mask."""
-    if plan.lasting and is_capturing(plan.device):
+    if plan.lasting and streams.is_capturing(plan.device):
         _recorded[id(plan)] = plan

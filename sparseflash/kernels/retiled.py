@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseflash import tiles
 from sparseflash.blockmask import BlockMask
 from sparseflash.csr import row_of_entry
+from sparseflash.derived import once
 from sparseflash.kernels.gather import gathered_keys, gathered_queries
 from sparseflash.kernels.lists import Lists, full_first
 from sparseflash.kernels.tilings import Cost, Tile, Tiling, candidates, choose
@@ -84,6 +85,4 @@ class Retiled:
         return BlockMask(*self._lengths, block_q, block_k, *self._arrays, bits, self._pattern)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        return once(self._kept, key, make)

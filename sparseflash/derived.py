@@ -1,0 +1,66 @@
+"""Where everything derived from a mask's arrays is kept: with one of them, its indices.
+
+The registered operator carries only tensors. Whoever holds the indices finds what was derived, in eager mode, in the
+backward and under torch.compile, and it dies with the mask.
+
+A tensor that a compiled graph makes inside keeps nothing: its memory, and with it the very same Python object, may
+serve another of the graph's tensors a moment later, the indices of another mask among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparseflash import streams
+from sparseflash.streams import Made
+
+T = TypeVar("T")
+
+
+def keep_with(indices: Tensor, *, countable: bool, others: tuple[Tensor, ...]) -> None:
+    """Prepares the indices of a mask that has just been made to keep what will be derived from them.
+
+    `countable`: the host may wait for their numbers, once. It must not for loose masks, which are made at every step.
+    `others`: the other arrays of that mask.
+    """
+    if not torch.compiler.is_compiling():
+        # What a CUDA graph makes is empty until it is replayed. So while one is recorded, nothing that is derived may
+        # be kept, unless the mask is the graph's own. (Countable masks are not planned then at all: see recording.py.)
+        known = {"countable": countable, "recorded": streams.is_capturing(indices.device)}
+        indices._sparseflash = known  # type: ignore[attr-defined]
+        indices._sparseflash_others = others  # type: ignore[attr-defined]
+
+
+def belong_together(indices: Tensor, others: tuple[Tensor, ...]) -> bool:
+    """Whether these very arrays were made into a mask with these indices, so that what is derived is theirs, too."""
+    known = getattr(indices, "_sparseflash_others", ())
+    return len(known) == len(others) and all(a is b for a, b in zip(known, others, strict=True))
+
+
+def derived(indices: Tensor) -> dict[Any, Any]:
+    """What has been derived from a mask's arrays so far: its transpose, its execution plans, its density."""
+    kept: dict[Any, Any] | None = getattr(indices, "_sparseflash", None)
+    if kept is None or not (kept["countable"] or kept["recorded"] or not streams.is_capturing(indices.device)):
+        return {}
+    return kept
+
+
+def is_countable(indices: Tensor) -> bool:
+    """Whether the host may wait for their numbers. Not so of what torch.compile makes inside a graph."""
+    return bool(derived(indices).get("countable"))
+
+
+def once(kept: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
+    """`kept[key]`, made if it is not there; on whichever CUDA stream."""
+    found = kept.get(key)
+    if found is None:
+        value = make()
+        kept[key] = value, Made(value)
+        return value
+    kept_value: T = found[0]
+    found[1].read_here()
+    return kept_value
