@@ -78,10 +78,10 @@ class Run:
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)
         # Asked by the first process, which may be writing one: the others wait for it, and see the same.
-        found = ranks.from_first(lambda: checkpoint.checkpoints(folder)) if resume else []
+        found = ranks.from_first(lambda: checkpoint.newest(folder)) if resume else None
         self.before: dict[str, Any] | None = None  # what the weights had seen when this run began
         if config.initial is not None:
-            if found:
+            if found is not None:
                 self.before = json.loads((folder / "config.json").read_text())["initial"]
             else:
                 self.before = weights.begin_from(self.model, Path(config.initial))
@@ -89,8 +89,8 @@ class Run:
         ranks.seed_apart(config.seed)
         self.step, self.seconds = 0, 0.0
         ranks.from_first(lambda: self._prepare_folder(resume, overwrite))
-        if found:
-            progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average, rank=ranks.rank)
+        if found is not None:
+            progress = checkpoint.load(found, self.model, self.optimizer, self.average, rank=ranks.rank)
             self.step, self.seconds = progress.step, progress.seconds
         self.log = RunLog(folder / "log.jsonl" if ranks.first else None, self.step if resume else None)
         self.shared = ranks.together(self.model)

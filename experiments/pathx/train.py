@@ -76,9 +76,9 @@ class Run:
         self.state = State()
         self.before: dict[str, Any] | None = None  # what the weights had cost when this run began
         self.model = weights.build(config)
-        found = checkpoint.checkpoints(folder) if resume else []
+        found = checkpoint.newest(folder) if resume else None
         if config.initial is not None:
-            if found:
+            if found is not None:
                 self.before = json.loads((folder / "config.json").read_text())["initial"]
             else:
                 self._begin_from(Path(config.initial))
@@ -88,8 +88,8 @@ class Run:
         self.optimizer = adamw(self.model, config.curriculum[0].lr, config.weight_decay)
         self.average = Average(self.model, config.average) if config.average > 0 else None
         self._prepare_folder(resume, overwrite)
-        if found:
-            progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average)
+        if found is not None:
+            progress = checkpoint.load(found, self.model, self.optimizer, self.average)
             self.state = State(progress.step, seconds=progress.seconds, **progress.details)
         self.log = RunLog(folder / "log.jsonl", self.state.step if resume else None)
         self.window = Window(self.device)
