@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experiments.lra import checkpoint
+from experiments.lra import checkpoint, clock, train
 from experiments.lra.config import Config
 from experiments.lra.generate import Settings, generate
 from experiments.lra.ranks import find_device
@@ -52,8 +52,11 @@ def whole(data, tmp_path_factory):
     return run, metrics, weights(run)
 
 
+TIMES = ("seconds", "startup_seconds", "tokens_per_s")
+
+
 def without_times(records):
-    return [{key: value for key, value in each.items() if key not in ("seconds", "tokens_per_s")} for each in records]
+    return [{key: value for key, value in each.items() if key not in TIMES} for each in records]
 
 
 def test_a_run_leaves_its_log_metrics_and_newest_checkpoint(data, whole):
@@ -154,6 +157,43 @@ def test_a_run_ends_with_its_time(data, tmp_path):
     metrics = run.train()
     assert 1.8 <= metrics["training_seconds"] < 60  # one step and one evaluation more, of a busy machine
     assert run.log.of_kind("train")[-1]["lr"] < 0.2 * TINY.lr  # the schedule ended with it
+
+
+class TicksOnRehearsal:
+    """A clock that stands still but for a rehearsal, which takes 1000 seconds, and steps, which take one each."""
+
+    def __init__(self, monkeypatch, module, name):
+        self.now = 0.0
+        monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for called, seconds in ((name, 1000.0), ("training_step", 1.0)):
+            monkeypatch.setattr(module, called, self.taking(seconds, getattr(module, called)))
+
+    def taking(self, seconds, function):
+        def called(*arguments, **options):
+            self.now += seconds
+            return function(*arguments, **options)
+
+        return called
+
+
+def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
+    TicksOnRehearsal(monkeypatch, train, "rehearse")
+    config = replace(TINY, minutes=3.5 / 60, schedule="cosine")
+    assert Run(config, data, tmp_path).train(pause=lambda step: step == 2) is None
+    metrics = Run(config, data, tmp_path, resume=True).train()
+    assert (metrics["steps"], metrics["training_seconds"], metrics["startup_seconds"]) == (4, 4.0, 2000.0)
+    assert [each["startup_seconds"] for each in read(tmp_path / "log.jsonl") if each["kind"] == "train"] == [
+        1000,
+        2000,
+        2000,
+    ]
+
+
+def test_starting_up_changes_no_bit(data, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "rehearse", lambda *_: None)
+    run = Run(TINY, data, tmp_path)
+    run.train()
+    assert same_bits(weights(run), whole[2])
 
 
 def test_buckets_leave_out_padding_and_no_example(data, whole, tmp_path):

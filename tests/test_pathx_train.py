@@ -18,13 +18,14 @@ from typer.testing import CliRunner
 from experiments.lra.runlog import read
 from experiments.pathfinder.cnn import results
 from experiments.pathfinder.vectors import load as load_vectors
-from experiments.pathx import evaluate, probe, table, testset, weights
+from experiments.pathx import evaluate, probe, table, testset, train, weights
 from experiments.pathx.analyse import analyse
 from experiments.pathx.cli import app
 from experiments.pathx.config import Config, Stage, as_dict, curriculum_from, from_dict, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
 from experiments.pathx.stream import Stream
 from experiments.pathx.train import Run, saved_run
+from test_lra_train import TicksOnRehearsal
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = (
@@ -61,7 +62,7 @@ def same_bits(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-TIMES = ("seconds", "tokens_per_s", "images_per_s", "waited")
+TIMES = ("seconds", "startup_seconds", "tokens_per_s", "images_per_s", "waited")
 
 
 def without_times(records):
@@ -157,6 +158,25 @@ def test_minutes_end_a_stage(stream, tmp_path):
     said = run.train()
     assert said["cost"]["steps"] == 1
     assert len(run.log.of_kind("val")) == 1  # not again at the stage's end
+
+
+def test_starting_up_takes_none_of_a_stages_minutes(stream, tmp_path, monkeypatch):
+    TicksOnRehearsal(monkeypatch, train, "rehearsal")
+    timed = [replace(stage, steps=None, minutes=2.5 / 60) for stage in STAGES]
+    config = replace(TINY, curriculum=tuple(timed), validate_every=100)
+    assert Run(config, tmp_path, stream).train(pause=lambda step: step in (2, 3)) is None  # within a stage
+    assert Run(config, tmp_path, stream, resume=True).train(pause=lambda step: step == 3) is None  # at its end
+    run = Run(config, tmp_path, stream, resume=True)
+    cost = run.train()["cost"]
+    assert (cost["steps"], cost["minutes"], cost["startup_minutes"]) == (6, 6 / 60, 3000 / 60)
+    assert [each["startup_seconds"] for each in run.log.of_kind("train")] == [1000, 2000, 3000, 3000]
+
+
+def test_starting_up_changes_no_bit(whole, stream, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "rehearsal", lambda *_: None)
+    run = Run(TINY, tmp_path, stream)
+    run.train()
+    assert same_bits(tensors(run), tensors(whole[0]))
 
 
 def test_checkpoint_files_are_small(whole):

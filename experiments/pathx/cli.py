@@ -148,8 +148,9 @@ def train(
         return
     cost = said["cost"]
     console.print(
-        f"{said['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes; validation "
-        f"accuracy {percent(said['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
+        f"{said['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
+        f"{cost.get('startup_minutes', 0.0):.1f} of starting up; validation accuracy "
+        f"{percent(said['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
         soft_wrap=True,
     )
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from experiments.pathx import weights
 from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config, Stage, as_dict, from_dict
 from experiments.pathx.packing import Packed
-from experiments.pathx.step import Outcome, score, training_step
+from experiments.pathx.relations import Relation
+from experiments.pathx.step import Outcome, rehearsal, score, training_step
 from experiments.pathx.stream import Recipe, Stream, recipe_of
 
 
@@ -45,6 +47,7 @@ class State:
     stage_step: int = 0
     stage_seconds: float = 0.0
     seconds: float = 0.0  # of training, waiting for images included, validation not
+    startup_seconds: float = 0.0  # until a stage's first batch is there and its step is compiled, in every session
     images: int = 0
     tokens: int = 0
     # Right answers and images of every log_every latest steps of the stage, oldest first; the last may be incomplete.
@@ -139,11 +142,13 @@ class Run:
         self._validation = self.stream.validation(recipe, config.validation_images)
         batches = self.stream.batches(recipe, state.stage_step)
         self.window = Window(self.device)
-        self.stream.waited = 0.0
         try:
+            packings = batches
+            if self._stage_progress() < 1 and not self._advances():
+                packings = self._started(batches, layers)
             while (done := self._stage_progress()) < 1 and not self._advances():
                 lr = stage.lr * schedule.factor(stage.schedule, state.stage_step, stage.warmup, done)
-                packed = next(batches)
+                packed = next(packings)
                 batch = on_device(packed, layers, self.device, config.registers)
                 self.window.add(packed, training_step(self.model, self.optimizer, batch, config, lr))
                 if self.average is not None:
@@ -173,6 +178,20 @@ class Run:
         finally:
             batches.close()
         return True
+
+    def _started(self, batches: Iterator[Packed], layers: tuple[Relation, ...]) -> Iterator[Packed]:
+        """The batches, as soon as the first one is there and a step with it has been rehearsed; then time counts.
+
+        Otherwise a stage of so many minutes would spend them on starting processes and on compiling, more of them in
+        every session and with some masks than with others.
+        """
+        clock = Clock(self.device)
+        first = next(batches)
+        rehearsal(self.model, on_device(first, layers, self.device, self.config.registers), self.config)
+        self.state.startup_seconds += clock.finish()
+        self.stream.waited = 0.0
+        self.window = Window(self.device)
+        return chain([first], batches)
 
     def _next_stage(self) -> None:
         self.state.stage += 1
@@ -222,6 +241,7 @@ class Run:
             "kind": "train", "step": state.step, "stage": state.stage, "size": self.stage.size,
             "contour": self.stage.contour, "loss": loss, "accuracy": right / window.images, "auxiliary": auxiliary,
             "lr": lr, "images": state.images, "tokens": state.tokens, "seconds": state.seconds,
+            "startup_seconds": state.startup_seconds,
             "tokens_per_s": window.tokens / seconds, "images_per_s": window.images / seconds,
             "waited": self.stream.waited / seconds,
         })  # fmt: skip
@@ -263,9 +283,12 @@ class Run:
 
     def _write_model(self) -> dict[str, Any]:
         state = self.state
-        cost = {"minutes": state.seconds / 60, "images": state.images, "tokens": state.tokens, "steps": state.step}
+        cost = {
+            "minutes": state.seconds / 60, "startup_minutes": state.startup_seconds / 60, "images": state.images,
+            "tokens": state.tokens, "steps": state.step,
+        }  # fmt: skip
         if self.before is not None:
-            cost |= {name: cost[name] + self.before[name] for name in cost}
+            cost |= {name: cost[name] + self.before.get(name, 0) for name in cost}
         about = {
             "cost": cost,
             "initial": self.before,
