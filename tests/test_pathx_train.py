@@ -23,6 +23,7 @@ from experiments.pathx.analyse import analyse
 from experiments.pathx.cli import app
 from experiments.pathx.config import Config, Stage, as_dict, curriculum_from, from_dict, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
+from experiments.pathx.step import training_step
 from experiments.pathx.stream import Stream
 from experiments.pathx.train import Run, saved_run
 from test_lra_train import TicksOnRehearsal
@@ -104,16 +105,37 @@ def test_a_paused_run_goes_on_to_the_same_bits(whole, stream, tmp_path):
     assert vals[0] == vals[1]
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
-    """By the command line, killed without a word after a checkpoint."""
-    stages = tmp_path / "stages.json"
+def options(folder):
+    """TINY as the command line has it."""
+    stages = folder / "stages.json"
     stages.write_text(json.dumps(as_dict(TINY)["curriculum"]))
     names = ("layers", "block", "width", "heads", "mlp", "dropout", "average", "auxiliary", "precision", "device",
              "log_every", "validate_every", "validation_images", "checkpoint_every", "registers")  # fmt: skip
-    options = [f"--{name.replace('_', '-')}={getattr(TINY, name)}" for name in names]
+    return [f"--curriculum={stages}", *(f"--{name.replace('_', '-')}={getattr(TINY, name)}" for name in names)]
+
+
+def test_sigterm_saves_and_stops(tmp_path, monkeypatch):
+    steps = []
+
+    def killed(*arguments):
+        steps.append(1)
+        if len(steps) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return training_step(*arguments)
+
+    monkeypatch.setattr(train, "training_step", killed)
+    words = ["train", f"--out={tmp_path / 'run'}", "--workers=0", *options(tmp_path)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "Paused at step 2" in result.output
+    assert (tmp_path / "run" / "checkpoint-00000002").is_dir()
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
+    """By the command line, killed without a word after a checkpoint."""
     command = [sys.executable, "-m", "experiments.pathx", "train", f"--out={tmp_path / 'run'}", "--workers=0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, f"--curriculum={stages}", *options], cwd=ROOT, env=environment)
+    process = subprocess.Popen([*command, *options(tmp_path)], cwd=ROOT, env=environment)
     deadline = time.monotonic() + 300
     while not list((tmp_path / "run").glob("checkpoint-*")):
         assert process.poll() is None, "it ended before it could be killed"

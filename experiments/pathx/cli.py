@@ -20,6 +20,7 @@ from experiments.lra.progress import TrainingBar, counting_bar
 from experiments.lra.ranks import find_device, refuse_many
 from experiments.lra.runlog import Record
 from experiments.lra.tensorfile import sha256
+from experiments.lra.termination import told_to_end
 from experiments.pathfinder.parameters import FOLDS, LRA
 from experiments.pathx import probe as probing
 from experiments.pathx import table as tables
@@ -164,7 +165,7 @@ def train_under_a_bar(
     deadline: float,
     tensorboard: bool,
 ) -> dict[str, Any] | None:
-    """What is written beside the weights, or None where the deadline, by time.monotonic(), came first."""
+    """What is written beside the weights, or None where the deadline, by time.monotonic(), or SIGTERM came first."""
     shown: list[TrainingBar | board.Board] = []
 
     stages = config.curriculum
@@ -178,12 +179,13 @@ def train_under_a_bar(
             each.show(record)
 
     with ExitStack() as stack:
+        told = stack.enter_context(told_to_end())
         stream = stack.enter_context(Stream(workers))
         run = Run(config, folder, stream, resume=resume, overwrite=overwrite, report=show)
         shown.append(stack.enter_context(TrainingBar(console, folder.name, run.progress)))
         if tensorboard:
             shown.append(stack.enter_context(board.Board(folder, run.state.step if resume else None)))
-        said = run.train(pause=lambda step: time.monotonic() > deadline)
+        said = run.train(pause=lambda step: told() or time.monotonic() > deadline)
     if said is None:
         console.print(
             f"Paused at step {run.state.step}, in stage {run.state.stage + 1} ({run.stage.name}), after "

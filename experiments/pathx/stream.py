@@ -6,7 +6,6 @@ processes, and a resumed run begins it in the middle.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from experiments.lra.generate import available_cores
+from experiments.lra.workers import leave_signals_to_parent, worker_pool
 from experiments.pathfinder.vectors import Vectors, join
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.packing import Packed, blocks_needed, pack, stack
@@ -116,10 +116,7 @@ class Stream:
         self.waited = 0.0
         self._pool: ProcessPoolExecutor | None = None
         if self.workers:
-            # Spawned, not forked: the parent holds PyTorch's threads, and maybe a GPU, which do not survive a fork.
-            self._pool = ProcessPoolExecutor(
-                self.workers, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet
-            )
+            self._pool = worker_pool(self.workers, _quiet)
 
     def __enter__(self) -> Stream:
         return self
@@ -167,10 +164,8 @@ class Stream:
 
 
 def _quiet() -> None:
-    """Each process has one core, and leaves an interrupt to the parent."""
-    import signal
-
+    """Each process has one core, and leaves signals to the parent."""
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
