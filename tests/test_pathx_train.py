@@ -19,12 +19,14 @@ from experiments.lra.runlog import read
 from experiments.pathfinder.cnn import results
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import evaluate, probe, table, testset, train, weights
+from experiments.pathx import stream as streams
 from experiments.pathx.analyse import analyse
 from experiments.pathx.cli import app
 from experiments.pathx.config import Config, Stage, as_dict, curriculum_from, from_dict, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
+from experiments.pathx.sources import training_seed
 from experiments.pathx.step import training_step
-from experiments.pathx.stream import Stream
+from experiments.pathx.stream import Stream, make
 from experiments.pathx.train import Run, saved_run
 from test_lra_train import TicksOnRehearsal
 
@@ -255,6 +257,40 @@ def test_another_run_begins_with_a_runs_weights(whole, stream, tmp_path):
     assert resumed.before == run.before  # a resumed run needs the weights that it began with no more
     with pytest.raises(ValueError, match="same layers, width and registers"):
         Run(replace(config, width=32), tmp_path / "other", stream)
+
+
+def seen(monkeypatch, config, folder, stream, **more):
+    """The seeds of the images that a run trains on, and the run."""
+    seeds = []
+
+    def making(recipe, step):
+        seeds.append(recipe.seed)
+        return make(recipe, step)
+
+    monkeypatch.setattr(streams, "make", making)
+    run = Run(config, folder, stream, **more)
+    run.train()
+    return set(seeds), run
+
+
+def test_runs_that_follow_one_another_see_other_images(whole, stream, tmp_path, monkeypatch):
+    short = replace(TINY, curriculum=(replace(STAGES[0], steps=2),))
+    path = whole[0].folder / "model.safetensors"
+    for earlier in (1, 2):
+        config = replace(short, initial=str(path))
+        seeds, run = seen(monkeypatch, config, tmp_path / str(earlier), stream)
+        assert seeds == {training_seed(TINY.seed, earlier)}
+        path = run.folder / "model.safetensors"
+    # One that began before runs were counted goes on with the images that it began with.
+    assert Run(config, tmp_path / "old", stream).train(pause=lambda step: step == 1) is None
+    saved = json.loads((tmp_path / "old" / "config.json").read_text())
+    assert saved["initial"].pop("runs") == 2
+    (tmp_path / "old" / "config.json").write_text(json.dumps(saved))
+    seeds, run = seen(monkeypatch, config, tmp_path / "old", stream, resume=True)
+    assert seeds == {training_seed(TINY.seed)}
+    # Weights that such a run has trained had two runs at least.
+    config = replace(short, initial=str(run.folder / "model.safetensors"))
+    assert Run(config, tmp_path / "new", stream).before["runs"] == 2
 
 
 def test_weights_are_loaded_only_after_their_hash_is_checked(whole, tmp_path):

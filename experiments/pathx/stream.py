@@ -1,7 +1,7 @@
 """Batches of fresh images, made by other processes ahead of the training loop.
 
-A batch is a function of the settings, the stage and the step alone. So the stream does not depend on the number of
-processes, and a resumed run begins it in the middle.
+A batch is a function of the settings, the stage, the step and the number of runs before this one. So the stream does
+not depend on the number of processes, and a resumed run begins it in the middle.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Recipe:
     traced: bool
 
 
-def recipe_of(config: Config, number: int) -> Recipe:
-    """The recipe of a stage."""
+def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
+    """The recipe of a stage. earlier: how many runs have trained the weights that the run begins with."""
     stage: Stage = config.curriculum[number]
     return Recipe(
-        number, stage.size, stage.contour, training_seed(config.seed), stage.background, stage.tokens,
+        number, stage.size, stage.contour, training_seed(config.seed, earlier), stage.background, stage.tokens,
         config.layers_of(stage), config.block, config.registers, config.auxiliary > 0,
     )  # fmt: skip
 

@@ -34,6 +34,7 @@ from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config, Stage, as_dict, from_dict
 from experiments.pathx.packing import Packed
 from experiments.pathx.relations import Relation
+from experiments.pathx.sources import training_seed
 from experiments.pathx.step import Outcome, rehearsal, score, training_step
 from experiments.pathx.stream import Recipe, Stream, recipe_of
 
@@ -77,7 +78,7 @@ class Run:
         self.config, self.folder, self.stream, self.report = config, folder, stream, report
         self.device = find_device(config.device)
         self.state = State()
-        self.before: dict[str, Any] | None = None  # what the weights had cost when this run began
+        self.before: dict[str, Any] | None = None  # what the weights had cost, and in how many runs
         self.model = weights.build(config)
         found = checkpoint.newest(folder) if resume else None
         if config.initial is not None:
@@ -110,7 +111,10 @@ class Run:
         if found.keys() != expected or any(own[name].shape != tensor.shape for name, tensor in found.items()):
             raise ValueError(f"{path} must hold a model of the same layers, width and registers as this run's")
         self.model.load_state_dict(own | found)
-        self.before = {"sha256": sha256(path), **about["cost"]}
+        # Of weights from before this was counted, all runs had the same images.
+        runs = 1 if about["initial"] is None else 1 + about["initial"].get("runs", 1)
+        training_seed(self.config.seed, runs)  # raises ValueError where there are too many
+        self.before = {"sha256": sha256(path), "runs": runs, **about["cost"]}
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
         if not resume:
@@ -137,7 +141,8 @@ class Run:
     def _train_stage(self, pause: Callable[[int], bool]) -> bool:
         """Train to the end of the stage; False where the run was paused before."""
         config, state, stage = self.config, self.state, self.stage
-        recipe = recipe_of(config, state.stage)
+        # A run that began before this was counted goes on with the images that it began with.
+        recipe = recipe_of(config, state.stage, 0 if self.before is None else self.before.get("runs", 0))
         layers = config.layers_of(stage)
         self._validation = self.stream.validation(recipe, config.validation_images)
         batches = self.stream.batches(recipe, state.stage_step)
