@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,6 +219,20 @@ def test_the_headline_model_is_as_large_as_said():
 def test_a_run_is_not_replaced_unasked(whole, stream):
     with pytest.raises(FileExistsError, match="--overwrite"):
         Run(TINY, whole[0].folder, stream)
+
+
+def test_resuming_a_finished_run_changes_none_of_its_files(whole, stream, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0].folder, folder)
+    said = json.loads((folder / "model.json").read_text()) | {"results": {"32-9-keep": {"accuracy": 0.5}}}
+    (folder / "model.json").write_text(json.dumps(said))
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    monkeypatch.setattr(train, "device_name", lambda device: "another device")
+    assert Run(TINY, folder, stream, resume=True).train() == said
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    assert Run(TINY, folder, stream, resume=True).train()["results"] == {}
+    assert same_bits(load_file(folder / "model.safetensors"), load_file(whole[0].folder / "model.safetensors"))
 
 
 def test_weights_alone_are_not_replaced_unasked(stream, tmp_path):

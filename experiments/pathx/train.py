@@ -130,13 +130,18 @@ class Run:
         """Train to the end of the curriculum, write the model, and return what is written beside it.
 
         pause: asked after every step; where it says yes, the run is saved and None is returned.
+        Of a run that is complete already, nothing is written: its model may have results.
         """
+        begun_at = self.state.step
         while self.state.stage < len(self.config.curriculum):
             if not self._train_stage(pause):
                 return None
             self._next_stage()
+        path = self.folder / "model.safetensors"
+        if self.state.step == begun_at and weights.is_whole(path):
+            return weights.beside(path)
         self._save()
-        return self._write_model()
+        return self._write_model(path)
 
     def _train_stage(self, pause: Callable[[int], bool]) -> bool:
         """Train to the end of the stage; False where the run was paused before."""
@@ -286,7 +291,7 @@ class Run:
             self.folder, checkpoint.Progress(step, seconds, details), self.model, self.optimizer, self.average
         )
 
-    def _write_model(self) -> dict[str, Any]:
+    def _write_model(self, path: Path) -> dict[str, Any]:
         state = self.state
         cost = {
             "minutes": state.seconds / 60, "startup_minutes": state.startup_seconds / 60, "images": state.images,
@@ -303,7 +308,6 @@ class Run:
             "device": device_name(self.device),
             "versions": versions(),
         }
-        path = self.folder / "model.safetensors"
         with self.average.in_place() if self.average is not None else nullcontext():
             weights.save(path, self.model, self.config, about)
         return weights.beside(path)
