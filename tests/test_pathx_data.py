@@ -231,6 +231,7 @@ def test_a_stage_that_cannot_be_is_refused(change, text):
         ({"average": 1.0}, "average must be"),
         ({"auxiliary": -1.0}, "auxiliary must be"),
         ({"log_every": 0}, "log_every must be"),
+        ({"checkpoint_minutes": 0}, "checkpoint_minutes must be more than 0; got 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(change, text):

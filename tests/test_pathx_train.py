@@ -10,12 +10,14 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from experiments.lra import checkpoint
 from experiments.lra.runlog import read
 from experiments.pathfinder.cnn import results
 from experiments.pathfinder.vectors import load as load_vectors
@@ -39,7 +41,7 @@ STAGES = (
 TINY = Config(
     curriculum=STAGES, layers="near:6,rows:2", block=32, width=16, heads=2, mlp=16, dropout=0.1, average=0.9,
     auxiliary=0.5, precision="fp32", device="cpu", log_every=2, validate_every=4, validation_images=4,
-    checkpoint_every=3, registers=2,
+    checkpoint_every=3, checkpoint_minutes=1e6, registers=2,
 )  # fmt: skip
 
 
@@ -113,7 +115,8 @@ def options(folder):
     stages = folder / "stages.json"
     stages.write_text(json.dumps(as_dict(TINY)["curriculum"]))
     names = ("layers", "block", "width", "heads", "mlp", "dropout", "average", "auxiliary", "precision", "device",
-             "log_every", "validate_every", "validation_images", "checkpoint_every", "registers")  # fmt: skip
+             "log_every", "validate_every", "validation_images", "checkpoint_every", "checkpoint_minutes",
+             "registers")  # fmt: skip
     return [f"--curriculum={stages}", *(f"--{name.replace('_', '-')}={getattr(TINY, name)}" for name in names)]
 
 
@@ -202,6 +205,36 @@ def test_starting_up_changes_no_bit(whole, stream, tmp_path, monkeypatch):
     run = Run(TINY, tmp_path, stream)
     run.train()
     assert same_bits(tensors(run), tensors(whole[0]))
+
+
+def test_a_run_is_saved_by_time_and_at_every_stages_end(stream, tmp_path, monkeypatch):
+    TicksOnRehearsal(monkeypatch, train, "rehearsal")
+    saved = []
+
+    def save(folder, progress, *rest):
+        saved.append((progress.step, progress.details["stage"]))
+        return checkpoint.save(folder, progress, *rest)
+
+    monkeypatch.setattr(train, "checkpoint", SimpleNamespace(**vars(checkpoint) | {"save": save}))
+    config = replace(TINY, checkpoint_every=100, checkpoint_minutes=3 / 60)
+    Run(config, tmp_path, stream).train()
+    assert saved == [(1, 0), (4, 0), (7, 0), (7, 1), (8, 1), (11, 1), (11, 2)]  # a stage's start takes long, too
+
+
+@pytest.mark.parametrize("every", [7, 100])
+def test_a_run_killed_after_a_stage_goes_on_with_the_next(whole, stream, tmp_path, every):
+    def die(step):
+        if step == 8:  # the first stage has 7
+            raise RuntimeError("killed")
+        return False
+
+    config = replace(TINY, checkpoint_every=every)
+    with pytest.raises(RuntimeError, match="killed"):
+        Run(config, tmp_path, stream).train(die)
+    resumed = Run(config, tmp_path, stream, resume=True)
+    assert (resumed.state.step, resumed.state.stage, resumed.state.stage_step) == (7, 1, 0)
+    resumed.train()
+    assert same_bits(tensors(resumed), tensors(whole[0]))
 
 
 def test_checkpoint_files_are_small(whole):

@@ -105,6 +105,7 @@ def train(
     validate_every: Annotated[int | None, option("validate_every")] = None,
     validation_images: Annotated[int | None, option("validation_images")] = None,
     checkpoint_every: Annotated[int | None, option("checkpoint_every")] = None,
+    checkpoint_minutes: Annotated[float | None, option("checkpoint_minutes")] = None,
     advance_images: Annotated[int | None, option("advance_images")] = None,
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default=f"{RUNS}/<curriculum>")] = None,

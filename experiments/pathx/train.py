@@ -97,6 +97,7 @@ class Run:
             self.state = State(progress.step, seconds=progress.seconds, **progress.details)
         self.log = RunLog(folder / "log.jsonl", self.state.step if resume else None)
         self.window = Window(self.device)
+        self.saved = Clock(self.device)  # since the last checkpoint
         self._validation: Callable[[], list[Packed]] | None = None
 
     @property
@@ -137,10 +138,10 @@ class Run:
             if not self._train_stage(pause):
                 return None
             self._next_stage()
+            self._save()
         path = self.folder / "model.safetensors"
         if self.state.step == begun_at and weights.is_whole(path):
             return weights.beside(path)
-        self._save()
         return self._write_model(path)
 
     def _train_stage(self, pause: Callable[[int], bool]) -> bool:
@@ -170,6 +171,7 @@ class Run:
                 paused = pause(state.step)
                 validates = state.step % config.validate_every == 0
                 saves = state.step % config.checkpoint_every == 0 or paused
+                saves = saves or self.saved.elapsed() >= 60 * config.checkpoint_minutes
                 if state.stage_step % config.log_every == 0 or validates or saves:
                     self._close_window(lr)
                 if validates:
@@ -290,6 +292,7 @@ class Run:
         checkpoint.save(
             self.folder, checkpoint.Progress(step, seconds, details), self.model, self.optimizer, self.average
         )
+        self.saved = Clock(self.device)
 
     def _write_model(self, path: Path) -> dict[str, Any]:
         state = self.state
