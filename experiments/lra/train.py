@@ -4,7 +4,7 @@
 <run>/log.jsonl           loss, accuracy and speed over the steps
 <run>/checkpoint-*        the newest state; see checkpoint.py
 <run>/metrics.json        the result, when the run is complete
-<run>/model.safetensors   the weights then, for another run's --initial; see weights.py
+<run>/model.safetensors   the weights then, for another run's --initial; in parts if it is large; see weights.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from experiments.lra import checkpoint, masks, schedule, seeds, weights
+from experiments.lra import checkpoint, masks, schedule, seeds, tensorfile, weights
 from experiments.lra.average import Average
 from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
 from experiments.lra.clock import Clock
@@ -108,8 +108,8 @@ class Run:
             if not overwrite:
                 check_unused(self.folder)
             checkpoint.remove(self.folder)
-            for name in ("metrics.json", weights.FILE):
-                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / "metrics.json").unlink(missing_ok=True)
+            tensorfile.remove(self.folder / weights.FILE)
         self.folder.mkdir(parents=True, exist_ok=True)
         used |= {"folder": str(self.data.folder), "generated": self.data.generated}
         write_json(saved, {"config": as_dict(self.config), "data": used, "initial": self.before})
