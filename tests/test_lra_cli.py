@@ -3,14 +3,18 @@
 import json
 import re
 import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from typer.testing import CliRunner
 
-from experiments.lra import cli, demo
+from experiments.lra import cli, demo, train
 from experiments.lra.config import DEFAULTS, HELP, configure, resumed
 from experiments.lra.generate import Settings, generate
 from experiments.lra.presets import PRESETS
+from experiments.lra.step import training_step
+from experiments.lra.termination import told_to_end
 from test_lra_train import DATA, TINY
 
 OPTIONS = {name: value for name, value in vars(TINY).items() if value != DEFAULTS[name]}
@@ -45,6 +49,31 @@ def test_train_pauses_and_resumes(folder, tmp_path):
     result = call("train", "--resume", out=tmp_path)  # the run knows its data
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 11
+
+
+def test_sigterm_saves_and_stops(folder, tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    steps = []
+
+    def killed(*arguments, **options):
+        steps.append(1)
+        if len(steps) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return training_step(*arguments, **options)
+
+    monkeypatch.setattr(train, "training_step", killed)
+    result = call("train", data=folder, out=tmp_path, seeds="0,1", **OPTIONS)
+    assert result.exit_code == 0, result.output
+    assert "Paused at step 2" in result.output
+    assert [path.name for path in tmp_path.glob("seed*/checkpoint-*")] == ["checkpoint-00000002"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_is_left_alone_in_other_threads():
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: told_to_end().__enter__()()).result() is False
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_several_seeds_are_trained_one_after_the_other(folder, tmp_path):

@@ -1,5 +1,6 @@
 """Self-pretraining: what is hidden, that it is learned, and that another run begins with what was learned."""
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from experiments.lra import weights
+from experiments.lra import tensorfile, weights
 from experiments.lra.batches import PADDING
 from experiments.lra.denoise import frequency_baseline, hidden_for_scoring, hidden_for_training, hide
 from experiments.lra.generate import Settings, generate
+from experiments.lra.resume import check_unused
 from experiments.lra.step import build_model, build_optimizer, training_step
 from experiments.lra.table import accuracy
 from experiments.lra.tasks import TASKS, load
@@ -131,6 +133,64 @@ def test_a_resumed_run_needs_the_first_weights_no_more(pretrained, data, tmp_pat
     path.unlink()
     metrics = Run(config, data, tmp_path / "run", resume=True).train()
     assert metrics["test_loss"] == whole["test_loss"] and metrics["initial"] == whole["initial"]
+
+
+@pytest.fixture
+def in_parts(pretrained, monkeypatch, tmp_path):
+    """The weights of a run, in one file and in several: the folders, and what begins with each of them."""
+    run, _ = pretrained
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, limit in ((whole, weights.PART_BYTES), (parts, 12_000)):
+        folder.mkdir()
+        monkeypatch.setattr(weights, "PART_BYTES", limit)
+        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4})
+    return run, whole, parts
+
+
+def test_a_large_model_is_written_in_parts_and_read_by_any_of_its_names(in_parts):
+    run, whole, parts = in_parts
+    names = sorted(path.name for path in parts.iterdir())
+    count = len(names)
+    assert count > 2
+    assert names == [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    tensors = load_file(whole / weights.FILE)
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    assert all((parts / name).stat().st_size <= max(12_000, largest + 2_000) for name in names)
+    for path in (whole, parts, parts / weights.FILE, parts / names[0], parts / names[-1]):
+        found, about = tensorfile.read(path, weights.KIND)
+        assert about["cost"] == {"steps": 4}
+        assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    hashed = hashlib.sha256(b"".join((parts / name).read_bytes() for name in names)).hexdigest()
+    assert weights.begin_from(run.model, parts)["sha256"] == hashed
+    assert weights.begin_from(run.model, whole)["sha256"] == tensorfile.sha256(whole / weights.FILE)
+
+
+def test_a_model_replaces_another_of_its_name_whole_or_in_parts(in_parts):
+    run, whole, parts = in_parts
+    weights.save(whole / weights.FILE, run.model, run.config, {})
+    assert sorted(each.name for each in whole.iterdir()) == sorted(each.name for each in parts.iterdir())
+    tensorfile.write(parts / weights.FILE, run.model, {"kind": weights.KIND})
+    assert [each.name for each in parts.iterdir()] == [weights.FILE]
+    tensorfile.remove(whole / weights.FILE)
+    assert list(whole.iterdir()) == []
+
+
+def test_parts_that_are_not_those_of_one_model_are_refused(in_parts):
+    run, _, parts = in_parts
+    first, *_, last = tensorfile.files(parts)
+    with pytest.raises(FileExistsError, match="holds a run"):
+        check_unused(parts)
+    kept = last.read_bytes()
+    last.unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks {last.name}$"):
+        tensorfile.read(parts, weights.KIND)
+    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5})
+    last.write_bytes(kept)
+    with pytest.raises(ValueError, match=f"{last.name} must be a part of the same model as the first part"):
+        tensorfile.read(parts, weights.KIND)
+    first.rename(parts / "model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"must hold the parts of one model.safetensors; got some of \[2, \d+\] parts"):
+        tensorfile.files(first)
 
 
 def test_other_files_are_refused(pretrained, tmp_path):

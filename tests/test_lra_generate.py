@@ -3,12 +3,18 @@
 import csv
 import json
 import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from experiments.lra import workers
 from experiments.lra.generate import SPLITS, Settings, draw_chunk, generate
 from experiments.lra.listops import NAMES, evaluate, render
 
+ROOT = Path(__file__).parents[1]
 SMALL = Settings(10, 60, train=300, val=20, test=30, seed=3)
 
 
@@ -45,6 +51,25 @@ def test_generated_data_says_so(folder):
     assert label["generated"] is True
     assert label["seed"] == 3
     assert "generated" in folder.name
+
+
+def test_workers_end_with_a_killed_parent_and_work_on_at_a_signal_to_all():
+    script = (
+        "import os, signal\n"
+        "from experiments.lra.workers import leave_signals_to_parent, worker_pool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = worker_pool(1, leave_signals_to_parent)\n"
+        "    before = pool.submit(os.getpid).result()\n"
+        "    for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "        pool.submit(signal.raise_signal, number).result()\n"
+        "    print(pool.submit(os.getpid).result() == before, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # The pipe is closed when the last process has ended that could write into it, so the workers, too.
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=workers.GRACE - 5
+    )
+    assert (done.stdout, done.returncode) == ("True\n", -signal.SIGKILL)
 
 
 def test_number_of_workers_changes_nothing(folder, tmp_path):

@@ -261,6 +261,27 @@ def test_images_may_lie_on_another_disk(tmp_path):
     assert len(load("pathfinder32", tmp_path).train) > 0
 
 
+@pytest.mark.parametrize("given", [".", "lra_release", "lra_release/lra_release"])
+def test_of_the_two_folders_pathfinder128_the_inner_one_is_read(given, tmp_path):
+    outer = write_pathfinder(tmp_path / "lra_release", side=128, images=10)
+    inner = write_pathfinder(tmp_path / "lra_release/lra_release", side=128, images=10)
+    assert load("pathfinder128", tmp_path / given).folder == inner
+    assert load("pathfinder128", outer).folder == outer  # what is named itself is taken
+    shutil.rmtree(inner)
+    if given != "lra_release/lra_release":
+        assert load("pathfinder128", tmp_path / given).folder == outer
+
+
+def test_images_beside_a_copy_of_the_release_are_ambiguous(tmp_path):
+    own = write_pathfinder(tmp_path, images=10)
+    released = write_pathfinder(tmp_path / "lra_release", images=10)
+    with pytest.raises(ValueError, match=rf"must hold one .*; got {own} and {released}: name one of them"):
+        load("pathfinder32", tmp_path)
+    shutil.rmtree(released)
+    released.symlink_to(own)
+    assert load("pathfinder32", tmp_path).folder == own
+
+
 @pytest.mark.parametrize("options", [Options(difficulty="brutal"), Options(split="random")])
 def test_unknown_options_are_refused(options, tmp_path):
     write_pathfinder(tmp_path)

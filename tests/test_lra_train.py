@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from experiments.lra import checkpoint
+from experiments.lra import checkpoint, clock, train
 from experiments.lra.config import Config
 from experiments.lra.generate import Settings, generate
 from experiments.lra.ranks import find_device
@@ -52,8 +52,11 @@ def whole(data, tmp_path_factory):
     return run, metrics, weights(run)
 
 
+TIMES = ("seconds", "startup_seconds", "tokens_per_s")
+
+
 def without_times(records):
-    return [{key: value for key, value in each.items() if key not in ("seconds", "tokens_per_s")} for each in records]
+    return [{key: value for key, value in each.items() if key not in TIMES} for each in records]
 
 
 def test_a_run_leaves_its_log_metrics_and_newest_checkpoint(data, whole):
@@ -156,6 +159,43 @@ def test_a_run_ends_with_its_time(data, tmp_path):
     assert run.log.of_kind("train")[-1]["lr"] < 0.2 * TINY.lr  # the schedule ended with it
 
 
+class TicksOnRehearsal:
+    """A clock that stands still but for a rehearsal, which takes 1000 seconds, and steps, which take one each."""
+
+    def __init__(self, monkeypatch, module, name):
+        self.now = 0.0
+        monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for called, seconds in ((name, 1000.0), ("training_step", 1.0)):
+            monkeypatch.setattr(module, called, self.taking(seconds, getattr(module, called)))
+
+    def taking(self, seconds, function):
+        def called(*arguments, **options):
+            self.now += seconds
+            return function(*arguments, **options)
+
+        return called
+
+
+def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
+    TicksOnRehearsal(monkeypatch, train, "rehearse")
+    config = replace(TINY, minutes=3.5 / 60, schedule="cosine")
+    assert Run(config, data, tmp_path).train(pause=lambda step: step == 2) is None
+    metrics = Run(config, data, tmp_path, resume=True).train()
+    assert (metrics["steps"], metrics["training_seconds"], metrics["startup_seconds"]) == (4, 4.0, 2000.0)
+    assert [each["startup_seconds"] for each in read(tmp_path / "log.jsonl") if each["kind"] == "train"] == [
+        1000,
+        2000,
+        2000,
+    ]
+
+
+def test_starting_up_changes_no_bit(data, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "rehearse", lambda *_: None)
+    run = Run(TINY, data, tmp_path)
+    run.train()
+    assert same_bits(weights(run), whole[2])
+
+
 def test_buckets_leave_out_padding_and_no_example(data, whole, tmp_path):
     plain = Run(replace(TINY, buckets=False, steps=8), data, tmp_path)
     plain.train()
@@ -245,7 +285,8 @@ def test_a_checkpoint_has_the_random_state_of_the_gpu_that_it_ran_on(monkeypatch
     second = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True)
     model = SimpleNamespace(state_dict=dict, named_parameters=list, parameters=lambda: iter([second]))
     optimizer = SimpleNamespace(state_dict=lambda: {"state": {}}, param_groups=[])
-    assert [name for name, _ in checkpoint.collect(model, optimizer, None)] == ["random.cpu", "random.cuda"]
+    random = [checkpoint.random_state(second.device)]
+    assert [name for name, _ in checkpoint.collect(model, optimizer, None, random)] == ["random.cpu", "random.cuda"]
     assert asked == [second.device]
 
 
@@ -260,6 +301,66 @@ def test_checkpoints_of_another_format_are_refused(whole, tmp_path):
     (saved / "state.json").write_text('{"format": 0, "step": 5, "seconds": 1.5}')
     with pytest.raises(ValueError, match="must have the checkpoint format 1"):
         checkpoint.load(saved, run.model, run.optimizer)
+
+
+def in_parts(run, folder, step, monkeypatch):
+    """A checkpoint in several files."""
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
+    saved = checkpoint.save(folder, checkpoint.Progress(step, 1.5), run.model, run.optimizer, run.average)
+    assert len(list(saved.glob("part-*"))) > 3
+    return saved
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_checkpoint_that_lacks_a_part_is_refused(whole, monkeypatch, tmp_path, which):
+    run, _, _ = whole
+    saved = in_parts(run, tmp_path, 5, monkeypatch)
+    gone = sorted(saved.glob("part-*"))[which]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"must be whole; it lacks {gone.name}$"):
+        checkpoint.load(saved, run.model, run.optimizer, run.average)
+    with pytest.raises(ValueError, match=f"it lacks {gone.name}. Copy what is missing"):
+        checkpoint.newest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("optimizer.head.2.bias.", "optimiser's state of every parameter; head.2.bias has none"),
+        ("optimizer.", "optimiser's state of every parameter"),
+        ("random.cpu", "random state of process 0"),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_state_is_refused(data, tmp_path, name, message):
+    run = Run(replace(TINY, steps=1), data, tmp_path)
+    run.train()
+    (part,) = checkpoint.checkpoints(tmp_path)[-1].glob("part-*")
+    save_file({key: tensor for key, tensor in load_file(part).items() if not key.startswith(name)}, part)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(part.parent, run.model, run.optimizer, run.average)
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_replaces_the_others(whole, monkeypatch, tmp_path):
+    run, _, _ = whole
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    older, newer = (in_parts(run, tmp_path / name, step, monkeypatch) for name, step in (("a", 5), ("b", 6)))
+    newer = newer.rename(tmp_path / "a" / newer.name)
+    assert checkpoint.newest(tmp_path / "a") == newer
+    (newer / "state.json").unlink()
+    assert checkpoint.checkpoints(tmp_path / "a") == [older]
+    assert checkpoint.newest(tmp_path / "a") == older
+    again = checkpoint.save(tmp_path / "a", checkpoint.Progress(6, 1.5), run.model, run.optimizer)
+    assert checkpoint.folders(tmp_path / "a") == [again] == [newer]
+    assert checkpoint.newest(tmp_path / "b") is None
+
+
+def test_a_checkpoint_of_the_same_step_says_what_is_so_now(whole, tmp_path):
+    run, _, _ = whole
+    for stage in (1, 2):
+        progress = checkpoint.Progress(5, 1.5, {"stage": stage})
+        saved = checkpoint.save(tmp_path, progress, run.model, run.optimizer)
+    assert checkpoint.load(saved, run.model, run.optimizer) == progress
 
 
 def test_a_failing_save_keeps_the_older_checkpoint(whole, monkeypatch, tmp_path):

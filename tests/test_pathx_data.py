@@ -16,6 +16,8 @@ from experiments.pathx.config import Config, Stage
 from experiments.pathx.packing import LEVELS
 from experiments.pathx.sources import (
     FIRST_TRAINING_SEED,
+    MOST_EARLIER,
+    RUNS,
     TEST_SEED,
     VALIDATION_SEED,
     drawn,
@@ -48,6 +50,11 @@ def test_no_training_seed_is_one_of_the_test_or_validation():
     assert training_seed(0) == FIRST_TRAINING_SEED > VALIDATION_SEED
     with pytest.raises(ValueError, match="seed must be from 0"):
         training_seed(-1)  # the test's may be no training seed
+    seeds = {training_seed(seed, earlier) for seed in (0, 1, RUNS - 1) for earlier in range(MOST_EARLIER + 1)}
+    assert len(seeds) == 21
+    assert FIRST_TRAINING_SEED <= min(seeds) < max(seeds) < 2**63
+    with pytest.raises(ValueError, match="weights to begin with must have at most 6 runs behind them; got 7"):
+        training_seed(0, MOST_EARLIER + 1)
 
 
 def test_images_of_training_and_test_differ():
@@ -143,7 +150,8 @@ def test_stages_steps_and_runs_have_images_of_their_own():
     again = Config(curriculum=(STAGE, STAGE), layers="near:6,rows:1", block=32)
     batches = [make(recipe_of(again, stage), step) for stage in (0, 1) for step in (0, 1)]
     batches.append(make(recipe_of(replace(again, seed=1), 0), 0))
-    assert len({batch.ids.tobytes() for batch in batches}) == 5
+    batches.append(make(recipe_of(again, 0, earlier=1), 0))
+    assert len({batch.ids.tobytes() for batch in batches}) == 6
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -223,6 +231,7 @@ def test_a_stage_that_cannot_be_is_refused(change, text):
         ({"average": 1.0}, "average must be"),
         ({"auxiliary": -1.0}, "auxiliary must be"),
         ({"log_every": 0}, "log_every must be"),
+        ({"checkpoint_minutes": 0}, "checkpoint_minutes must be more than 0; got 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(change, text):

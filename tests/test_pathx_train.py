@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,22 +10,28 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from experiments.lra import checkpoint
 from experiments.lra.runlog import read
 from experiments.pathfinder.cnn import results
 from experiments.pathfinder.vectors import load as load_vectors
-from experiments.pathx import evaluate, probe, table, testset, weights
+from experiments.pathx import evaluate, probe, table, testset, train, weights
+from experiments.pathx import stream as streams
 from experiments.pathx.analyse import analyse
 from experiments.pathx.cli import app
 from experiments.pathx.config import Config, Stage, as_dict, curriculum_from, from_dict, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
-from experiments.pathx.stream import Stream
+from experiments.pathx.sources import training_seed
+from experiments.pathx.step import training_step
+from experiments.pathx.stream import Stream, make
 from experiments.pathx.train import Run, saved_run
+from test_lra_train import TicksOnRehearsal
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = (
@@ -34,7 +41,7 @@ STAGES = (
 TINY = Config(
     curriculum=STAGES, layers="near:6,rows:2", block=32, width=16, heads=2, mlp=16, dropout=0.1, average=0.9,
     auxiliary=0.5, precision="fp32", device="cpu", log_every=2, validate_every=4, validation_images=4,
-    checkpoint_every=3, registers=2,
+    checkpoint_every=3, checkpoint_minutes=1e6, registers=2,
 )  # fmt: skip
 
 
@@ -61,7 +68,7 @@ def same_bits(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-TIMES = ("seconds", "tokens_per_s", "images_per_s", "waited")
+TIMES = ("seconds", "startup_seconds", "tokens_per_s", "images_per_s", "waited")
 
 
 def without_times(records):
@@ -103,16 +110,38 @@ def test_a_paused_run_goes_on_to_the_same_bits(whole, stream, tmp_path):
     assert vals[0] == vals[1]
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
-    """By the command line, killed without a word after a checkpoint."""
-    stages = tmp_path / "stages.json"
+def options(folder):
+    """TINY as the command line has it."""
+    stages = folder / "stages.json"
     stages.write_text(json.dumps(as_dict(TINY)["curriculum"]))
     names = ("layers", "block", "width", "heads", "mlp", "dropout", "average", "auxiliary", "precision", "device",
-             "log_every", "validate_every", "validation_images", "checkpoint_every", "registers")  # fmt: skip
-    options = [f"--{name.replace('_', '-')}={getattr(TINY, name)}" for name in names]
+             "log_every", "validate_every", "validation_images", "checkpoint_every", "checkpoint_minutes",
+             "registers")  # fmt: skip
+    return [f"--curriculum={stages}", *(f"--{name.replace('_', '-')}={getattr(TINY, name)}" for name in names)]
+
+
+def test_sigterm_saves_and_stops(tmp_path, monkeypatch):
+    steps = []
+
+    def killed(*arguments):
+        steps.append(1)
+        if len(steps) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return training_step(*arguments)
+
+    monkeypatch.setattr(train, "training_step", killed)
+    words = ["train", f"--out={tmp_path / 'run'}", "--workers=0", *options(tmp_path)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "Paused at step 2" in result.output
+    assert (tmp_path / "run" / "checkpoint-00000002").is_dir()
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
+    """By the command line, killed without a word after a checkpoint."""
     command = [sys.executable, "-m", "experiments.pathx", "train", f"--out={tmp_path / 'run'}", "--workers=0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, f"--curriculum={stages}", *options], cwd=ROOT, env=environment)
+    process = subprocess.Popen([*command, *options(tmp_path)], cwd=ROOT, env=environment)
     deadline = time.monotonic() + 300
     while not list((tmp_path / "run").glob("checkpoint-*")):
         assert process.poll() is None, "it ended before it could be killed"
@@ -159,6 +188,55 @@ def test_minutes_end_a_stage(stream, tmp_path):
     assert len(run.log.of_kind("val")) == 1  # not again at the stage's end
 
 
+def test_starting_up_takes_none_of_a_stages_minutes(stream, tmp_path, monkeypatch):
+    TicksOnRehearsal(monkeypatch, train, "rehearsal")
+    timed = [replace(stage, steps=None, minutes=2.5 / 60) for stage in STAGES]
+    config = replace(TINY, curriculum=tuple(timed), validate_every=100)
+    assert Run(config, tmp_path, stream).train(pause=lambda step: step in (2, 3)) is None  # within a stage
+    assert Run(config, tmp_path, stream, resume=True).train(pause=lambda step: step == 3) is None  # at its end
+    run = Run(config, tmp_path, stream, resume=True)
+    cost = run.train()["cost"]
+    assert (cost["steps"], cost["minutes"], cost["startup_minutes"]) == (6, 6 / 60, 3000 / 60)
+    assert [each["startup_seconds"] for each in run.log.of_kind("train")] == [1000, 2000, 3000, 3000]
+
+
+def test_starting_up_changes_no_bit(whole, stream, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "rehearsal", lambda *_: None)
+    run = Run(TINY, tmp_path, stream)
+    run.train()
+    assert same_bits(tensors(run), tensors(whole[0]))
+
+
+def test_a_run_is_saved_by_time_and_at_every_stages_end(stream, tmp_path, monkeypatch):
+    TicksOnRehearsal(monkeypatch, train, "rehearsal")
+    saved = []
+
+    def save(folder, progress, *rest):
+        saved.append((progress.step, progress.details["stage"]))
+        return checkpoint.save(folder, progress, *rest)
+
+    monkeypatch.setattr(train, "checkpoint", SimpleNamespace(**vars(checkpoint) | {"save": save}))
+    config = replace(TINY, checkpoint_every=100, checkpoint_minutes=3 / 60)
+    Run(config, tmp_path, stream).train()
+    assert saved == [(1, 0), (4, 0), (7, 0), (7, 1), (8, 1), (11, 1), (11, 2)]  # a stage's start takes long, too
+
+
+@pytest.mark.parametrize("every", [7, 100])
+def test_a_run_killed_after_a_stage_goes_on_with_the_next(whole, stream, tmp_path, every):
+    def die(step):
+        if step == 8:  # the first stage has 7
+            raise RuntimeError("killed")
+        return False
+
+    config = replace(TINY, checkpoint_every=every)
+    with pytest.raises(RuntimeError, match="killed"):
+        Run(config, tmp_path, stream).train(die)
+    resumed = Run(config, tmp_path, stream, resume=True)
+    assert (resumed.state.step, resumed.state.stage, resumed.state.stage_step) == (7, 1, 0)
+    resumed.train()
+    assert same_bits(tensors(resumed), tensors(whole[0]))
+
+
 def test_checkpoint_files_are_small(whole):
     newest = sorted(whole[0].folder.glob("checkpoint-*"))
     assert len(newest) == 1
@@ -174,6 +252,20 @@ def test_the_headline_model_is_as_large_as_said():
 def test_a_run_is_not_replaced_unasked(whole, stream):
     with pytest.raises(FileExistsError, match="--overwrite"):
         Run(TINY, whole[0].folder, stream)
+
+
+def test_resuming_a_finished_run_changes_none_of_its_files(whole, stream, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0].folder, folder)
+    said = json.loads((folder / "model.json").read_text()) | {"results": {"32-9-keep": {"accuracy": 0.5}}}
+    (folder / "model.json").write_text(json.dumps(said))
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    monkeypatch.setattr(train, "device_name", lambda device: "another device")
+    assert Run(TINY, folder, stream, resume=True).train() == said
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    assert Run(TINY, folder, stream, resume=True).train()["results"] == {}
+    assert same_bits(load_file(folder / "model.safetensors"), load_file(whole[0].folder / "model.safetensors"))
 
 
 def test_weights_alone_are_not_replaced_unasked(stream, tmp_path):
@@ -213,6 +305,40 @@ def test_another_run_begins_with_a_runs_weights(whole, stream, tmp_path):
     assert resumed.before == run.before  # a resumed run needs the weights that it began with no more
     with pytest.raises(ValueError, match="same layers, width and registers"):
         Run(replace(config, width=32), tmp_path / "other", stream)
+
+
+def seen(monkeypatch, config, folder, stream, **more):
+    """The seeds of the images that a run trains on, and the run."""
+    seeds = []
+
+    def making(recipe, step):
+        seeds.append(recipe.seed)
+        return make(recipe, step)
+
+    monkeypatch.setattr(streams, "make", making)
+    run = Run(config, folder, stream, **more)
+    run.train()
+    return set(seeds), run
+
+
+def test_runs_that_follow_one_another_see_other_images(whole, stream, tmp_path, monkeypatch):
+    short = replace(TINY, curriculum=(replace(STAGES[0], steps=2),))
+    path = whole[0].folder / "model.safetensors"
+    for earlier in (1, 2):
+        config = replace(short, initial=str(path))
+        seeds, run = seen(monkeypatch, config, tmp_path / str(earlier), stream)
+        assert seeds == {training_seed(TINY.seed, earlier)}
+        path = run.folder / "model.safetensors"
+    # One that began before runs were counted goes on with the images that it began with.
+    assert Run(config, tmp_path / "old", stream).train(pause=lambda step: step == 1) is None
+    saved = json.loads((tmp_path / "old" / "config.json").read_text())
+    assert saved["initial"].pop("runs") == 2
+    (tmp_path / "old" / "config.json").write_text(json.dumps(saved))
+    seeds, run = seen(monkeypatch, config, tmp_path / "old", stream, resume=True)
+    assert seeds == {training_seed(TINY.seed)}
+    # Weights that such a run has trained had two runs at least.
+    config = replace(short, initial=str(run.folder / "model.safetensors"))
+    assert Run(config, tmp_path / "new", stream).before["runs"] == 2
 
 
 def test_weights_are_loaded_only_after_their_hash_is_checked(whole, tmp_path):

@@ -3,9 +3,11 @@
     <run>/checkpoint-00000500/
         part-01-of-03.safetensors ...   tensors named model.*, average.*, optimizer.<parameter>.*, random.*, and
                                         random.<rank>.* of other processes that train with the first one
-        state.json                      step, seconds of training, the format, and what else the kind of run needs
+        state.json                      step, seconds of training, the format, the number of processes, and what else
+                                        the kind of run needs
 
-A checkpoint is written under another name and renamed when it is whole, so one that exists is complete.
+A checkpoint is written under another name and renamed when it is whole. A copy may still lack a file, and
+counts as none.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from experiments.lra.average import Average
+from experiments.lra.files import write_json
 
 FORMAT = 1
 # Below the 16 MiB that some stores allow a file. A tensor that is larger still has a file of its own.
@@ -50,13 +53,18 @@ def save(
     average: Average | None = None,
     random: list[RandomState] | None = None,
 ) -> Path:
-    """Write a checkpoint into the run's folder, then remove older ones. One of the same step is already the same.
+    """Write a checkpoint into the run's folder, then remove the others.
 
+    One of the same step has the same tensors already; what its state.json says may have changed, as at a stage's end.
     random: of all processes; None: this one's alone.
     """
     target = run / f"checkpoint-{progress.step:08}"
-    if target.exists():
+    random = random or [random_state(next(model.parameters()).device)]
+    state = {"format": FORMAT, "processes": len(random), **asdict(progress)}
+    if target.exists() and not missing(target):
+        write_json(target / "state.json", state)
         return target
+    shutil.rmtree(target, ignore_errors=True)
     for left_by_a_kill in run.glob(".checkpoint-*"):
         shutil.rmtree(left_by_a_kill)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collect(model, optimizer, average, random)}
@@ -64,15 +72,15 @@ def save(
     try:
         parts = list(split(tensors, PART_BYTES))
         for number, part in enumerate(parts, start=1):
-            save_file(part, unfinished / f"part-{number:02}-of-{len(parts):02}.safetensors")
-        state = {"format": FORMAT, **asdict(progress)}
-        (unfinished / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+            save_file(part, unfinished / part_name(number, len(parts)))
+        write_json(unfinished / "state.json", state)
         unfinished.chmod(0o755)  # mkdtemp makes it private
         os.replace(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    for older in checkpoints(run)[:-1]:
-        shutil.rmtree(older)
+    for other in folders(run):
+        if other != target:
+            shutil.rmtree(other)
     return target
 
 
@@ -87,10 +95,15 @@ def load(
     """Put a checkpoint's state into a model and its optimiser, and set the random states of this process.
 
     Of a process that the run did not have before they are new, and others than those with which it would have begun.
+    Raises ValueError where the checkpoint lacks a file, or the state of a parameter or of a process.
     """
+    lacking = missing(checkpoint)
+    if lacking:
+        raise ValueError(f"{checkpoint} must be whole; it lacks {', '.join(lacking)}")
     state = json.loads((checkpoint / "state.json").read_text())
     if state.pop("format") != FORMAT:
         raise ValueError(f"{checkpoint} must have the checkpoint format {FORMAT}; written by another version")
+    processes = state.pop("processes", 1)  # not said by those that were written before it was
     tensors: dict[str, Tensor] = {}
     for part in sorted(checkpoint.glob("part-*.safetensors")):
         tensors |= load_file(part)
@@ -99,12 +112,19 @@ def load(
         average.load(under("average", tensors))
     names = parameter_names(model, optimizer)
     optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
+    kept = set().union(*optimizer_state.values())
+    for index, name in names.items():
+        # Without it the optimiser would begin anew for this parameter, and say nothing.
+        if not kept or optimizer_state[index].keys() != kept:
+            raise ValueError(f"{checkpoint} must have the optimiser's state of every parameter; {name} has none")
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
     random = under(f"random.{rank}" if rank else "random", tensors)
     device = next(model.parameters()).device
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
+    elif rank < processes:
+        raise ValueError(f"{checkpoint} must have the random state of process {rank}; it has none")
     else:
         torch.manual_seed(torch.initial_seed() + state["step"])
     if "cuda" in random and device.type == "cuda":
@@ -120,14 +140,46 @@ def random_state(device: torch.device) -> RandomState:
     return state
 
 
+def folders(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first, those that lack a file among them."""
+    return sorted(run.glob("checkpoint-*"))
+
+
 def checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted(run.glob("checkpoint-*"))
+    return [checkpoint for checkpoint in folders(run) if not missing(checkpoint)]
+
+
+def newest(run: Path) -> Path | None:
+    """The newest complete checkpoint; None where the run has saved nothing.
+
+    Raises ValueError where there are checkpoints, but none is complete: to begin anew would lose the run.
+    """
+    found, whole = folders(run), checkpoints(run)
+    if found and not whole:
+        raise ValueError(
+            f"{found[-1]} must be whole to go on from; it lacks {', '.join(missing(found[-1]))}. Copy what is "
+            "missing, or begin anew with --overwrite"
+        )
+    return whole[-1] if whole else None
+
+
+def missing(checkpoint: Path) -> list[str]:
+    """The names of the files that a checkpoint lacks. Each part's name says how many there are."""
+    names = {path.name for path in checkpoint.glob("part-*-of-*.safetensors")}
+    counts = {int(name.removesuffix(".safetensors").split("-")[-1]) for name in names} or {1}
+    wanted = ["state.json", *(part_name(number, count) for count in counts for number in range(1, count + 1))]
+    return [name for name in wanted if not (checkpoint / name).is_file()]
+
+
+def part_name(number: int, count: int) -> str:
+    """What a part's file is called; numbers are from 1."""
+    return f"part-{number:02}-of-{count:02}.safetensors"
 
 
 def remove(run: Path) -> None:
     """Delete all checkpoints of a run."""
-    for checkpoint in checkpoints(run):
+    for checkpoint in folders(run):
         shutil.rmtree(checkpoint)
 
 
@@ -135,7 +187,7 @@ def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
-    random: list[RandomState] | None = None,
+    random: list[RandomState],
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a checkpoint with their names, in a fixed order."""
     for name, tensor in model.state_dict().items():
@@ -147,7 +199,7 @@ def collect(
     for index, values in optimizer.state_dict()["state"].items():
         for key, tensor in values.items():
             yield f"optimizer.{names[index]}.{key}", tensor
-    for rank, state in enumerate(random or [random_state(next(model.parameters()).device)]):
+    for rank, state in enumerate(random):
         for key, tensor in state.items():
             yield f"random.{rank}.{key}" if rank else f"random.{key}", tensor
 

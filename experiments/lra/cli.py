@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -30,6 +31,7 @@ from experiments.lra.table.report import all_right, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import Data, load
+from experiments.lra.termination import told_to_end
 from experiments.lra.train import Run, check, saved_run
 
 DATA = Path("data/lra")
@@ -191,15 +193,17 @@ def train(
         deadline = time.monotonic() + 60 * pause_after if pause_after is not None else math.inf
         with joined(config.device) as ranks:
             console.quiet = not ranks.first
-            session = Session(
-                ranks.after_first(lambda: find_data(config, data)), overwrite, deadline, ranks, tensorboard
-            )
-            if chosen_seeds is None:
-                result = session.train(config, folder, resume)
-                show = partial(print_result, path=folder / "metrics.json")
-            else:
-                result = session.train_series(config, chosen_seeds, folder, resume)
-                show = partial(print_summary, path=folder / several.SUMMARY)
+            found = ranks.after_first(lambda: find_data(config, data))
+            with told_to_end() as told:
+                session = Session(
+                    found, overwrite, lambda step: told() or time.monotonic() > deadline, ranks, tensorboard
+                )
+                if chosen_seeds is None:
+                    result = session.train(config, folder, resume)
+                    show = partial(print_result, path=folder / "metrics.json")
+                else:
+                    result = session.train_series(config, chosen_seeds, folder, resume)
+                    show = partial(print_summary, path=folder / several.SUMMARY)
             if result is None:
                 console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
             else:
@@ -212,12 +216,12 @@ class Session:
 
     data: Data
     overwrite: bool
-    deadline: float  # by time.monotonic(): then a run is saved and stops
+    pause: Callable[[int], bool]  # asked after every step: where it says yes, the run is saved and stops
     ranks: Ranks
     tensorboard: bool
 
     def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Train once with each seed; the summary, or None where the deadline came first."""
+        """Train once with each seed; the summary, or None where it was paused."""
         place = self.data.folder
         self.ranks.from_first(
             lambda: several.begin(folder, config, seeds, place, resume=resume, overwrite=self.overwrite)
@@ -225,7 +229,7 @@ class Session:
         return several.run(config, seeds, folder, self.train, resume=resume, ranks=self.ranks)
 
     def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Train under a bar; the metrics, or None where the deadline came first."""
+        """Train under a bar; the metrics, or None where it was paused."""
         shown: list[TrainingBar | board.Board] = []
 
         def show(record: Record) -> None:
@@ -238,7 +242,7 @@ class Session:
             shown.append(stack.enter_context(TrainingBar(console, f"{config.mask} seed {config.seed}", run.progress)))
             if self.tensorboard and self.ranks.first:
                 shown.append(stack.enter_context(board.Board(folder, run.step if resume else None)))
-            metrics = run.train(pause=lambda step: time.monotonic() > self.deadline)
+            metrics = run.train(self.pause)
         if metrics is None:
             console.print(f"Paused at step {run.step}")
         return metrics

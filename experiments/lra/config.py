@@ -54,7 +54,7 @@ class Config:
     )
     hidden: float = setting(0.15, "To denoise: the share of the tokens that is hidden.")
     initial: str | None = setting(
-        None, "Weights to begin with: the model.safetensors of a run of the same sizes.", "random weights"
+        None, "Weights to begin with: model.safetensors or the folder of a run of the same sizes.", "random weights"
     )
 
     steps: int = setting(5000, "Training steps.")

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import csv
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -24,6 +23,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from experiments.lra import listops
+from experiments.lra.workers import worker_pool
 
 SPLITS = ("train", "val", "test")
 LABEL = "generator.json"
@@ -76,8 +76,7 @@ def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, i
     """All chunks without end, in their order whatever the number of workers; a few are drawn ahead."""
     if workers == 1:
         yield from (draw_chunk(settings, chunk) for chunk in count())
-    # Spawned, not forked: the parent may hold PyTorch's threads, which do not survive a fork.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with worker_pool(workers) as pool:
         ahead: deque[Future[list[tuple[str, int]]]] = deque()
         try:
             for chunk in count():

@@ -48,6 +48,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
         "steps": run.step,
         "training_seconds": run.seconds,
+        "startup_seconds": run.startup_seconds,  # none of the training's
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # padding not counted
         "padding": statistics.fmean(record["padding"] for record in trained),  # the part of all positions
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),

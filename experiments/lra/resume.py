@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.lra.checkpoint import checkpoints
+from experiments.lra.checkpoint import folders
 
 Settings = TypeVar("Settings")
 
@@ -28,7 +28,7 @@ def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> S
 
 def check_unused(folder: Path) -> None:
     """Raises FileExistsError where the folder holds a run, or something of one."""
-    if any((folder / name).exists() for name in ("config.json", "model.safetensors")) or checkpoints(folder):
+    if (folder / "config.json").exists() or any(folder.glob("model*.safetensors")) or folders(folder):
         raise FileExistsError(
             f"{folder} holds a run; go on with it by --resume, replace it by --overwrite, or "
             "choose another folder with --out"

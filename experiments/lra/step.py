@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,16 @@ def training_step(
     loss = F.cross_entropy(logits, batch.labels)
     descend(model, optimizer, loss, clip=config.clip, lr=lr)
     return loss.detach(), (logits.argmax(-1) == batch.labels).sum()
+
+
+def rehearse(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> None:
+    """Compute a loss and its gradients for nothing: weights, gradients and random states stay as they are.
+
+    Kernels are compiled then, and memory is found, so that the steps that follow take the time that steps take.
+    """
+    model.train()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, *, clip: float, lr: float) -> None:

@@ -1,9 +1,15 @@
-"""Tensors in one safetensors file, with plain values that say what they are."""
+"""A model's tensors in safetensors files, with plain values that say what they are.
+
+<folder>/model.safetensors                      in one file, or
+<folder>/model-00001-of-00003.safetensors ...   in several of bounded size, named as Hugging Face's are
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +17,100 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from experiments.lra.checkpoint import split
 
-def write(path: Path, model: nn.Module, about: dict[str, Any]) -> None:
-    """Write a model's weights. about: among them its "kind", by which `read` tells it from other files."""
+SUFFIX = ".safetensors"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+
+
+def write(path: Path, model: nn.Module, about: dict[str, Any], *, limit: int | None = None) -> None:
+    """Write a model's weights; other files of that name, whole or in parts, are removed.
+
+    about: among them its "kind", by which `read` tells it from other files.
+    limit: bytes of a file, above which there are several. A tensor that is larger still has a file of its own.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    # One entry: several vary in order, and the file's hash with them.
-    save_file(tensors, unfinished, metadata={"about": json.dumps(about, sort_keys=True)})
-    unfinished.chmod(0o644)  # safetensors makes it private
-    unfinished.replace(path)
+    said = json.dumps(about, sort_keys=True)
+    parts = [tensors] if limit is None else list(split(tensors, limit - len(said)))
+    count = len(parts)
+    paths = [path] if count == 1 else [part_of(path, number, count) for number in range(1, count + 1)]
+    unfinished = [each.with_name(f".{each.name}.unfinished") for each in paths]
+    for part, place in zip(parts, unfinished, strict=True):
+        # One entry: several vary in order, and the file's hash with them.
+        save_file(part, place, metadata={"about": said})
+        place.chmod(0o644)  # safetensors makes it private
+    for place, each in zip(unfinished, paths, strict=True):
+        place.replace(each)
+    remove(path, but=paths)
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a file, and what is said of them.
+    """The tensors of a model, and what is said of them. path: as `files` takes it.
 
-    Raises FileNotFoundError where there is none, and ValueError where it holds no tensors or those of another kind.
+    Raises FileNotFoundError where a file is missing, and ValueError where one holds no tensors, those of another kind,
+    or those of another model than the first.
     """
-    if not path.is_file():
+    tensors: dict[str, Tensor] = {}
+    said: list[dict[str, Any]] = []
+    for each in files(path):
+        try:
+            with safe_open(each, framework="pt") as file:
+                said.append(json.loads((file.metadata() or {}).get("about", "{}")))
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{each} must hold an {kind}: {error}") from None
+        if said[-1].get("kind") != kind:
+            raise ValueError(f"{each} must hold an {kind}; got {said[-1].get('kind')!r}")
+        if said[-1] != said[0]:
+            raise ValueError(f"{each} must be a part of the same model as the first part; got one of another run")
+    return tensors, said[0]
+
+
+def files(path: Path) -> list[Path]:
+    """The files of a model, in their order.
+
+    path: its only file, one of its parts, the name of which they are parts, or the folder with its model.safetensors.
+    Raises FileNotFoundError where there is none, or a part is missing, and ValueError where parts of two models lie
+    there.
+    """
+    if path.is_dir():
+        path = path / f"model{SUFFIX}"
+    if path.suffix == SUFFIX and (found := _PART.fullmatch(path.stem)):
+        path = path.with_name(found[1] + SUFFIX)
+    elif path.is_file():
+        return [path]
+    counts = {int(found[3]) for each in parts_beside(path) if (found := _PART.fullmatch(each.stem))}
+    if not counts:
         raise FileNotFoundError(f"there is no file {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} must hold an {kind}: {error}") from None
-    if about.get("kind") != kind:
-        raise ValueError(f"{path} must hold an {kind}; got {about.get('kind')!r}")
-    return tensors, about
+    if len(counts) > 1:
+        raise ValueError(f"{path.parent} must hold the parts of one {path.name}; got some of {sorted(counts)} parts")
+    count = counts.pop()
+    wanted = [part_of(path, number, count) for number in range(1, count + 1)]
+    missing = [each.name for each in wanted if not each.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{path.parent} lacks {', '.join(missing)}")
+    return wanted
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()  # a few MB
+def remove(path: Path, but: Sequence[Path] = ()) -> None:
+    """Delete a model's file and its parts, but for some."""
+    for each in {path, *parts_beside(path)} - {*but}:
+        each.unlink(missing_ok=True)
+
+
+def part_of(path: Path, number: int, count: int) -> Path:
+    """Where a part of a model lies; numbers are from 1."""
+    return path.with_name(f"{path.stem}-{number:05}-of-{count:05}{SUFFIX}")
+
+
+def parts_beside(path: Path) -> list[Path]:
+    """The parts of a model that there are."""
+    return sorted(path.parent.glob(f"{path.stem}-[0-9]*-of-[0-9]*{SUFFIX}"))
+
+
+def sha256(*paths: Path) -> str:
+    """The SHA-256 of a file, or of several one after the other, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())  # a few MB
+    return digest.hexdigest()

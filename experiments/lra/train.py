@@ -4,22 +4,23 @@
 <run>/log.jsonl           loss, accuracy and speed over the steps
 <run>/checkpoint-*        the newest state; see checkpoint.py
 <run>/metrics.json        the result, when the run is complete
-<run>/model.safetensors   the weights then, for another run's --initial; see weights.py
+<run>/model.safetensors   the weights then, for another run's --initial; in parts if it is large; see weights.py
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from experiments.lra import checkpoint, masks, schedule, seeds, weights
+from experiments.lra import checkpoint, masks, schedule, seeds, tensorfile, weights
 from experiments.lra.average import Average
 from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
 from experiments.lra.clock import Clock
@@ -31,7 +32,7 @@ from experiments.lra.order import Order
 from experiments.lra.ranks import ALONE, Ranks, find_device
 from experiments.lra.resume import check_unused
 from experiments.lra.runlog import Record, RunLog
-from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
+from experiments.lra.step import build_model, build_optimizer, evaluate, forward, rehearse, training_step
 from experiments.lra.tasks import TASKS, Data
 
 
@@ -78,20 +79,22 @@ class Run:
         self.model = build_model(config, data.task, self.mask.to(self.device))
         self.optimizer = build_optimizer(config, self.model)
         # Asked by the first process, which may be writing one: the others wait for it, and see the same.
-        found = ranks.from_first(lambda: checkpoint.checkpoints(folder)) if resume else []
+        found = ranks.from_first(lambda: checkpoint.newest(folder)) if resume else None
         self.before: dict[str, Any] | None = None  # what the weights had seen when this run began
         if config.initial is not None:
-            if found:
+            if found is not None:
                 self.before = json.loads((folder / "config.json").read_text())["initial"]
             else:
                 self.before = weights.begin_from(self.model, Path(config.initial))
         self.average = Average(self.model, config.average) if config.average > 0 else None
         ranks.seed_apart(config.seed)
         self.step, self.seconds = 0, 0.0
+        self.startup_seconds = 0.0  # until the first batch is there and a step is compiled, over all sessions
         ranks.from_first(lambda: self._prepare_folder(resume, overwrite))
-        if found:
-            progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average, rank=ranks.rank)
+        if found is not None:
+            progress = checkpoint.load(found, self.model, self.optimizer, self.average, rank=ranks.rank)
             self.step, self.seconds = progress.step, progress.seconds
+            self.startup_seconds = progress.details.get("startup_seconds", 0.0)
         self.log = RunLog(folder / "log.jsonl" if ranks.first else None, self.step if resume else None)
         self.shared = ranks.together(self.model)
         self.window = Window(self.device)
@@ -105,8 +108,8 @@ class Run:
             if not overwrite:
                 check_unused(self.folder)
             checkpoint.remove(self.folder)
-            for name in ("metrics.json", weights.FILE):
-                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / "metrics.json").unlink(missing_ok=True)
+            tensorfile.remove(self.folder / weights.FILE)
         self.folder.mkdir(parents=True, exist_ok=True)
         used |= {"folder": str(self.data.folder), "generated": self.data.generated}
         write_json(saved, {"config": as_dict(self.config), "data": used, "initial": self.before})
@@ -121,6 +124,8 @@ class Run:
         if config.objective == "denoise":
             batches = hidden_for_training(batches, self.shape, config.hidden, config.seed, self.step, self.ranks.rank)
         self.window = Window(self.device)
+        if self._agreed_progress() < 1:
+            batches = self._started(batches)
         while (progress := self._agreed_progress()) < 1:
             lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, progress)
             batch = next(batches).to(self.device)
@@ -146,6 +151,19 @@ class Run:
         self._save()
         self._evaluate("test")
         return self.ranks.from_first(self._write_result)
+
+    def _started(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, as soon as the first one is there and a step with it has been rehearsed; then time counts."""
+        clock = Clock(self.device)
+        first = next(batches)
+        batch = first.to(self.device)
+        # Of the model itself: what averages gradients over processes takes none that are only asked for.
+        rehearse(
+            self.model, lambda: F.cross_entropy(forward(self.model, batch, self.config), batch.labels), self.device
+        )
+        self.startup_seconds += clock.finish()
+        self.window = Window(self.device)
+        return chain([first], batches)
 
     def _write_result(self) -> dict[str, Any]:
         with self._averaged():
@@ -189,6 +207,7 @@ class Run:
             "tokens_per_s": tokens / seconds,
             "padding": 1 - tokens / places,
             "seconds": self.seconds,
+            "startup_seconds": self.startup_seconds,
         }
         self._record(record)
         self.window = Window(self.device)
@@ -219,7 +238,7 @@ class Run:
     def _save(self) -> None:
         random = self.ranks.gathered(checkpoint.random_state(self.device))
         if self.ranks.first:
-            progress = checkpoint.Progress(self.step, self.seconds)
+            progress = checkpoint.Progress(self.step, self.seconds, {"startup_seconds": self.startup_seconds})
             checkpoint.save(self.folder, progress, self.model, self.optimizer, self.average, random)
 
 

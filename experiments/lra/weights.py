@@ -1,4 +1,4 @@
-"""The weights that a run ends with, in one safetensors file, and a model that begins with them."""
+"""The weights that a run ends with, in safetensors files below 15 MiB, and a model that begins with them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from experiments.lra import tensorfile
+from experiments.lra.checkpoint import PART_BYTES
 from experiments.lra.config import Config, as_dict
 
 FILE = "model.safetensors"
@@ -20,14 +21,15 @@ def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any]) -> 
 
     cost: plain values that say how much training the weights have seen.
     """
-    tensorfile.write(path, model, {"kind": KIND, "config": as_dict(config), "cost": cost})
+    tensorfile.write(path, model, {"kind": KIND, "config": as_dict(config), "cost": cost}, limit=PART_BYTES)
 
 
 def begin_from(model: nn.Module, path: Path) -> dict[str, Any]:
     """Put the weights of a finished run into a model's encoder, and into its head if both have one of the same shape.
 
-    Returns what must be told with the model's result: the file's SHA-256, and what it cost. Raises FileNotFoundError
-    where there is no file, and ValueError where it is another one or its encoder has other sizes.
+    path: its file, one of its parts, or the run's folder. Returns what must be told with the model's result: the
+    SHA-256 of the file, or of all parts in their order, and what it cost. Raises FileNotFoundError where a file is
+    missing, and ValueError where it is another one or its encoder has other sizes.
     """
     found, about = tensorfile.read(path, KIND)
     own = model.state_dict()
@@ -40,7 +42,11 @@ def begin_from(model: nn.Module, path: Path) -> dict[str, Any]:
         )
     same = {name: tensor for name, tensor in found.items() if name in own and own[name].shape == tensor.shape}
     model.load_state_dict({**own, **same})
-    return {"sha256": tensorfile.sha256(path), "objective": about["config"]["objective"], **about["cost"]}
+    return {
+        "sha256": tensorfile.sha256(*tensorfile.files(path)),
+        "objective": about["config"]["objective"],
+        **about["cost"],
+    }
 
 
 def described(name: str, own: dict[str, Tensor], found: dict[str, Tensor]) -> str:

@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.lra.generate import available_cores
+from experiments.lra.workers import worker_pool
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.vectors import collect, join, load, save
@@ -71,8 +71,7 @@ def generate(
             done += sizes[first]
             progress(done)
     else:
-        # Spawned, not forked: the parent may hold PyTorch's threads, which do not survive a fork.
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with worker_pool(workers) as pool:
             futures = {pool.submit(draw_part, settings, first, sizes[first], parts[first]): first for first in missing}
             try:
                 for future in as_completed(futures):

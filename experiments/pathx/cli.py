@@ -20,6 +20,7 @@ from experiments.lra.progress import TrainingBar, counting_bar
 from experiments.lra.ranks import find_device, refuse_many
 from experiments.lra.runlog import Record
 from experiments.lra.tensorfile import sha256
+from experiments.lra.termination import told_to_end
 from experiments.pathfinder.parameters import FOLDS, LRA
 from experiments.pathx import probe as probing
 from experiments.pathx import table as tables
@@ -104,6 +105,7 @@ def train(
     validate_every: Annotated[int | None, option("validate_every")] = None,
     validation_images: Annotated[int | None, option("validation_images")] = None,
     checkpoint_every: Annotated[int | None, option("checkpoint_every")] = None,
+    checkpoint_minutes: Annotated[float | None, option("checkpoint_minutes")] = None,
     advance_images: Annotated[int | None, option("advance_images")] = None,
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default=f"{RUNS}/<curriculum>")] = None,
@@ -148,8 +150,9 @@ def train(
         return
     cost = said["cost"]
     console.print(
-        f"{said['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes; validation "
-        f"accuracy {percent(said['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
+        f"{said['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
+        f"{cost.get('startup_minutes', 0.0):.1f} of starting up; validation accuracy "
+        f"{percent(said['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
         soft_wrap=True,
     )
 
@@ -163,7 +166,7 @@ def train_under_a_bar(
     deadline: float,
     tensorboard: bool,
 ) -> dict[str, Any] | None:
-    """What is written beside the weights, or None where the deadline, by time.monotonic(), came first."""
+    """What is written beside the weights, or None where the deadline, by time.monotonic(), or SIGTERM came first."""
     shown: list[TrainingBar | board.Board] = []
 
     stages = config.curriculum
@@ -177,12 +180,13 @@ def train_under_a_bar(
             each.show(record)
 
     with ExitStack() as stack:
+        told = stack.enter_context(told_to_end())
         stream = stack.enter_context(Stream(workers))
         run = Run(config, folder, stream, resume=resume, overwrite=overwrite, report=show)
         shown.append(stack.enter_context(TrainingBar(console, folder.name, run.progress)))
         if tensorboard:
             shown.append(stack.enter_context(board.Board(folder, run.state.step if resume else None)))
-        said = run.train(pause=lambda step: time.monotonic() > deadline)
+        said = run.train(pause=lambda step: told() or time.monotonic() > deadline)
     if said is None:
         console.print(
             f"Paused at step {run.state.step}, in stage {run.state.stage + 1} ({run.stage.name}), after "

@@ -92,7 +92,8 @@ class Config:
     log_every: int = setting(20, "Steps between lines of the log; a stage may end at these.")
     validate_every: int = setting(1000, "Steps between validations on images of the stage that are never trained on.")
     validation_images: int = setting(1000, "Images of a validation.")
-    checkpoint_every: int = setting(1000, "Steps between checkpoints; only the newest is kept.")
+    checkpoint_every: int = setting(1000, "Most steps between checkpoints; only the newest is kept.")
+    checkpoint_minutes: float = setting(2.0, "Most minutes between checkpoints. A stage ends with one, too.")
     advance_images: int = setting(4000, "The latest images over which a stage's accuracy is taken.")
 
     def __post_init__(self) -> None:
@@ -100,6 +101,8 @@ class Config:
         for name in (*positive, "checkpoint_every", "advance_images"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if not self.checkpoint_minutes > 0:
+            raise ValueError(f"checkpoint_minutes must be more than 0; got {self.checkpoint_minutes}")
         for name in ("dropout", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
@@ -139,7 +142,9 @@ HELP = helps(Config)
 SHOWN_DEFAULTS = shown_defaults(Config)
 
 # What may change when a run is resumed: it leaves the weights as they would be.
-FREE_ON_RESUME = ("device", "compiled", "validate_every", "validation_images", "checkpoint_every")
+FREE_ON_RESUME = (
+    "device", "compiled", "validate_every", "validation_images", "checkpoint_every", "checkpoint_minutes",
+)  # fmt: skip
 
 
 def as_dict(config: Config) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Which images a run sees: fresh ones at every step, and never one of a test set.
 
 An image is drawn from a seed and an index alone (experiments.pathfinder.draw). Training, validation and test have seeds
-of their own, so that no number of steps brings them together; in training, the index says stage, step and place.
+of their own, so that no number of steps brings them together; in training, the index says stage, step and place. So has
+each of the runs that follow one another by --initial, or with equal seeds the next one would see the same images again.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ TEST_SEED = 10**18
 VALIDATION_SEED = 10**18 + 1
 FIRST_TRAINING_SEED = 2 * 10**18
 RUNS = 10**18  # as many runs have seeds of their own
+MOST_EARLIER = 6  # runs behind the weights that a run begins with: above, seeds would pass 2^63
 
 _STEPS_BITS, _IMAGES_BITS = 40, 16
 MOST_IMAGES = 1 << _IMAGES_BITS  # of a step
 
 
-def training_seed(run_seed: int) -> int:
-    """The seed of a run's images.
+def training_seed(run_seed: int, earlier: int = 0) -> int:
+    """The seed of a run's images. earlier: how many runs have trained the weights that it begins with.
 
-    >>> training_seed(0) == training_seed(1)
-    False
+    >>> len({training_seed(0), training_seed(1), training_seed(0, earlier=1), training_seed(1, earlier=1)})
+    4
     """
     if not 0 <= run_seed < RUNS:
         raise ValueError(f"seed must be from 0 to {RUNS - 1}; got {run_seed}")
-    return FIRST_TRAINING_SEED + run_seed
+    if not 0 <= earlier <= MOST_EARLIER:
+        raise ValueError(f"weights to begin with must have at most {MOST_EARLIER} runs behind them; got {earlier}")
+    return FIRST_TRAINING_SEED + earlier * RUNS + run_seed
 
 
 def image_index(stage: int, step: int, place: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.lra.step import descend, precision
+from experiments.lra.step import descend, precision, rehearse
 from experiments.pathx.batch import Batch, on_device
 from experiments.pathx.config import Config
 from experiments.pathx.model import PathModel
@@ -30,11 +30,27 @@ def training_step(
 ) -> Outcome:
     """Change the weights by one step."""
     model.train()
+    loss, auxiliary, logits = losses(model, batch, config)
+    descend(model, optimizer, loss + config.auxiliary * auxiliary, clip=config.clip, lr=lr)
+    return Outcome(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == batch.labels).sum())
+
+
+def rehearsal(model: PathModel, batch: Batch, config: Config) -> None:
+    """All of a step that may have to be compiled; nothing changes."""
+
+    def loss() -> Tensor:
+        answers, auxiliary, _ = losses(model, batch, config)
+        return answers + config.auxiliary * auxiliary
+
+    rehearse(model, loss, batch.ids.device)
+
+
+def losses(model: PathModel, batch: Batch, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """The two losses of Outcome, and the logits [I, 2]."""
     logits, counts = forward(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
     auxiliary = torch.zeros((), device=logits.device) if counts is None else trace_loss(counts, batch)
-    descend(model, optimizer, loss + config.auxiliary * auxiliary, clip=config.clip, lr=lr)
-    return Outcome(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == batch.labels).sum())
+    return loss, auxiliary, logits
 
 
 def trace_loss(counts: Tensor, batch: Batch) -> Tensor:

@@ -1,12 +1,11 @@
 """Batches of fresh images, made by other processes ahead of the training loop.
 
-A batch is a function of the settings, the stage and the step alone. So the stream does not depend on the number of
-processes, and a resumed run begins it in the middle.
+A batch is a function of the settings, the stage, the step and the number of runs before this one. So the stream does
+not depend on the number of processes, and a resumed run begins it in the middle.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from experiments.lra.generate import available_cores
+from experiments.lra.workers import leave_signals_to_parent, worker_pool
 from experiments.pathfinder.vectors import Vectors, join
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.packing import Packed, blocks_needed, pack, stack
@@ -45,11 +45,11 @@ class Recipe:
     traced: bool
 
 
-def recipe_of(config: Config, number: int) -> Recipe:
-    """The recipe of a stage."""
+def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
+    """The recipe of a stage. earlier: how many runs have trained the weights that the run begins with."""
     stage: Stage = config.curriculum[number]
     return Recipe(
-        number, stage.size, stage.contour, training_seed(config.seed), stage.background, stage.tokens,
+        number, stage.size, stage.contour, training_seed(config.seed, earlier), stage.background, stage.tokens,
         config.layers_of(stage), config.block, config.registers, config.auxiliary > 0,
     )  # fmt: skip
 
@@ -116,10 +116,7 @@ class Stream:
         self.waited = 0.0
         self._pool: ProcessPoolExecutor | None = None
         if self.workers:
-            # Spawned, not forked: the parent holds PyTorch's threads, and maybe a GPU, which do not survive a fork.
-            self._pool = ProcessPoolExecutor(
-                self.workers, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet
-            )
+            self._pool = worker_pool(self.workers, _quiet)
 
     def __enter__(self) -> Stream:
         return self
@@ -167,10 +164,8 @@ class Stream:
 
 
 def _quiet() -> None:
-    """Each process has one core, and leaves an interrupt to the parent."""
-    import signal
-
+    """Each process has one core, and leaves signals to the parent."""
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()

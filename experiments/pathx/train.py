@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from experiments.pathx import weights
 from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config, Stage, as_dict, from_dict
 from experiments.pathx.packing import Packed
-from experiments.pathx.step import Outcome, score, training_step
+from experiments.pathx.relations import Relation
+from experiments.pathx.sources import training_seed
+from experiments.pathx.step import Outcome, rehearsal, score, training_step
 from experiments.pathx.stream import Recipe, Stream, recipe_of
 
 
@@ -45,6 +48,7 @@ class State:
     stage_step: int = 0
     stage_seconds: float = 0.0
     seconds: float = 0.0  # of training, waiting for images included, validation not
+    startup_seconds: float = 0.0  # until a stage's first batch is there and its step is compiled, in every session
     images: int = 0
     tokens: int = 0
     # Right answers and images of every log_every latest steps of the stage, oldest first; the last may be incomplete.
@@ -74,11 +78,11 @@ class Run:
         self.config, self.folder, self.stream, self.report = config, folder, stream, report
         self.device = find_device(config.device)
         self.state = State()
-        self.before: dict[str, Any] | None = None  # what the weights had cost when this run began
+        self.before: dict[str, Any] | None = None  # what the weights had cost, and in how many runs
         self.model = weights.build(config)
-        found = checkpoint.checkpoints(folder) if resume else []
+        found = checkpoint.newest(folder) if resume else None
         if config.initial is not None:
-            if found:
+            if found is not None:
                 self.before = json.loads((folder / "config.json").read_text())["initial"]
             else:
                 self._begin_from(Path(config.initial))
@@ -88,11 +92,12 @@ class Run:
         self.optimizer = adamw(self.model, config.curriculum[0].lr, config.weight_decay)
         self.average = Average(self.model, config.average) if config.average > 0 else None
         self._prepare_folder(resume, overwrite)
-        if found:
-            progress = checkpoint.load(found[-1], self.model, self.optimizer, self.average)
+        if found is not None:
+            progress = checkpoint.load(found, self.model, self.optimizer, self.average)
             self.state = State(progress.step, seconds=progress.seconds, **progress.details)
         self.log = RunLog(folder / "log.jsonl", self.state.step if resume else None)
         self.window = Window(self.device)
+        self.saved = Clock(self.device)  # since the last checkpoint
         self._validation: Callable[[], list[Packed]] | None = None
 
     @property
@@ -107,7 +112,10 @@ class Run:
         if found.keys() != expected or any(own[name].shape != tensor.shape for name, tensor in found.items()):
             raise ValueError(f"{path} must hold a model of the same layers, width and registers as this run's")
         self.model.load_state_dict(own | found)
-        self.before = {"sha256": sha256(path), **about["cost"]}
+        # Of weights from before this was counted, all runs had the same images.
+        runs = 1 if about["initial"] is None else 1 + about["initial"].get("runs", 1)
+        training_seed(self.config.seed, runs)  # raises ValueError where there are too many
+        self.before = {"sha256": sha256(path), "runs": runs, **about["cost"]}
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
         if not resume:
@@ -123,27 +131,35 @@ class Run:
         """Train to the end of the curriculum, write the model, and return what is written beside it.
 
         pause: asked after every step; where it says yes, the run is saved and None is returned.
+        Of a run that is complete already, nothing is written: its model may have results.
         """
+        begun_at = self.state.step
         while self.state.stage < len(self.config.curriculum):
             if not self._train_stage(pause):
                 return None
             self._next_stage()
-        self._save()
-        return self._write_model()
+            self._save()
+        path = self.folder / "model.safetensors"
+        if self.state.step == begun_at and weights.is_whole(path):
+            return weights.beside(path)
+        return self._write_model(path)
 
     def _train_stage(self, pause: Callable[[int], bool]) -> bool:
         """Train to the end of the stage; False where the run was paused before."""
         config, state, stage = self.config, self.state, self.stage
-        recipe = recipe_of(config, state.stage)
+        # A run that began before this was counted goes on with the images that it began with.
+        recipe = recipe_of(config, state.stage, 0 if self.before is None else self.before.get("runs", 0))
         layers = config.layers_of(stage)
         self._validation = self.stream.validation(recipe, config.validation_images)
         batches = self.stream.batches(recipe, state.stage_step)
         self.window = Window(self.device)
-        self.stream.waited = 0.0
         try:
+            packings = batches
+            if self._stage_progress() < 1 and not self._advances():
+                packings = self._started(batches, layers)
             while (done := self._stage_progress()) < 1 and not self._advances():
                 lr = stage.lr * schedule.factor(stage.schedule, state.stage_step, stage.warmup, done)
-                packed = next(batches)
+                packed = next(packings)
                 batch = on_device(packed, layers, self.device, config.registers)
                 self.window.add(packed, training_step(self.model, self.optimizer, batch, config, lr))
                 if self.average is not None:
@@ -155,6 +171,7 @@ class Run:
                 paused = pause(state.step)
                 validates = state.step % config.validate_every == 0
                 saves = state.step % config.checkpoint_every == 0 or paused
+                saves = saves or self.saved.elapsed() >= 60 * config.checkpoint_minutes
                 if state.stage_step % config.log_every == 0 or validates or saves:
                     self._close_window(lr)
                 if validates:
@@ -173,6 +190,20 @@ class Run:
         finally:
             batches.close()
         return True
+
+    def _started(self, batches: Iterator[Packed], layers: tuple[Relation, ...]) -> Iterator[Packed]:
+        """The batches, as soon as the first one is there and a step with it has been rehearsed; then time counts.
+
+        Otherwise a stage of so many minutes would spend them on starting processes and on compiling, more of them in
+        every session and with some masks than with others.
+        """
+        clock = Clock(self.device)
+        first = next(batches)
+        rehearsal(self.model, on_device(first, layers, self.device, self.config.registers), self.config)
+        self.state.startup_seconds += clock.finish()
+        self.stream.waited = 0.0
+        self.window = Window(self.device)
+        return chain([first], batches)
 
     def _next_stage(self) -> None:
         self.state.stage += 1
@@ -222,6 +253,7 @@ class Run:
             "kind": "train", "step": state.step, "stage": state.stage, "size": self.stage.size,
             "contour": self.stage.contour, "loss": loss, "accuracy": right / window.images, "auxiliary": auxiliary,
             "lr": lr, "images": state.images, "tokens": state.tokens, "seconds": state.seconds,
+            "startup_seconds": state.startup_seconds,
             "tokens_per_s": window.tokens / seconds, "images_per_s": window.images / seconds,
             "waited": self.stream.waited / seconds,
         })  # fmt: skip
@@ -260,12 +292,16 @@ class Run:
         checkpoint.save(
             self.folder, checkpoint.Progress(step, seconds, details), self.model, self.optimizer, self.average
         )
+        self.saved = Clock(self.device)
 
-    def _write_model(self) -> dict[str, Any]:
+    def _write_model(self, path: Path) -> dict[str, Any]:
         state = self.state
-        cost = {"minutes": state.seconds / 60, "images": state.images, "tokens": state.tokens, "steps": state.step}
+        cost = {
+            "minutes": state.seconds / 60, "startup_minutes": state.startup_seconds / 60, "images": state.images,
+            "tokens": state.tokens, "steps": state.step,
+        }  # fmt: skip
         if self.before is not None:
-            cost |= {name: cost[name] + self.before[name] for name in cost}
+            cost |= {name: cost[name] + self.before.get(name, 0) for name in cost}
         about = {
             "cost": cost,
             "initial": self.before,
@@ -275,7 +311,6 @@ class Run:
             "device": device_name(self.device),
             "versions": versions(),
         }
-        path = self.folder / "model.safetensors"
         with self.average.in_place() if self.average is not None else nullcontext():
             weights.save(path, self.model, self.config, about)
         return weights.beside(path)

@@ -63,6 +63,11 @@ def load(path: Path, expected: str | None = None) -> tuple[PathModel, Config, di
     return model, config, about
 
 
+def is_whole(path: Path) -> bool:
+    """Whether the file of weights and the one beside it exist and belong together."""
+    return path.is_file() and path.with_suffix(".json").is_file() and sha256(path) == beside(path)["sha256"]
+
+
 def beside(path: Path) -> dict[str, Any]:
     """What the file beside the weights says."""
     note = path.with_suffix(".json")

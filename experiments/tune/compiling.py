@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import NamedTuple
 from unittest import mock
 
 from experiments.compile.report import Report, compile_all
 from experiments.lra.generate import available_cores
+from experiments.lra.workers import worker_pool
 from experiments.tune.space import Target
 from sparseflash.kernels import launch
 from sparseflash.kernels.configs import Config
@@ -39,9 +39,7 @@ def compile_candidates(
     those that spill or serialise may be timed, too."""
     wanted = [(target, config) for target, configs in targets.items() for config in configs]
     found: dict[tuple[Target, Config], Compiled] = {}
-    # Spawned, not forked: the parent may hold PyTorch's threads, which do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers or available_cores(), mp_context=context) as pool:
+    with worker_pool(workers or available_cores()) as pool:
         running = [pool.submit(compile_one, *each, arch, shared_limit, spills) for each in wanted]
         for done, future in enumerate(as_completed(running), start=1):
             result = future.result()

@@ -33,6 +33,7 @@ FOLDS = {
 }
 CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a path
 SPLITS = ("shuffled", "ordered")
+RELEASE = Path("lra_release")  # the folder of the arena's archive, and of another one in it
 LABEL = "generated.json"  # beside images that our generator has written
 _SHUFFLE_SEED = 42  # of S4 and of those who took its loader
 _RENDERED_AT_ONCE = 500
@@ -118,7 +119,12 @@ def split(everything: Examples, options: Options, place: Path) -> tuple[Examples
 
 
 def find(task: Task, folder: Path, fold: str) -> Path:
-    """The folder of one fold: in `folder`, or in the folders where the released archive keeps it."""
+    """The folder of one fold: in `folder`, or in the folders where the released archive keeps it.
+
+    The archive holds two different folders pathfinder128, of which published results use the inner one, that of
+    lra_release/lra_release; the outer one is easier (Long Range Arena, issue 38). So of copies of the archive the
+    innermost counts. Raises ValueError where another folder lies beside them: nothing says which one is meant.
+    """
     advice = (
         f"place {task.name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
         "archive holds two folders pathfinder128: take that of lra_release/lra_release), or pass a file that "
@@ -126,13 +132,24 @@ def find(task: Task, folder: Path, fold: str) -> Path:
     )
     need(folder, advice)
     inside = Path(task.name) / fold
-    for place in (inside, fold, ".", Path("lra_release") / inside, Path("lra_release/lra_release") / inside):
-        found = folder / place
-        if (found / "metadata").is_dir() and (found / "imgs").is_dir() and found.resolve().name == fold:
-            if not any((found / "metadata").glob("*.npy")):
-                raise FileNotFoundError(f"{found / 'metadata'} holds no .npy file; {advice}")
-            return found.resolve()
-    raise FileNotFoundError(f"the data folder {folder} holds no {inside}; {advice}")
+    places = (inside, Path(fold), Path(), RELEASE / inside, RELEASE / RELEASE / inside)
+    found = {
+        (folder / place).resolve(): place
+        for place in places
+        if all((folder / place / name).is_dir() for name in ("imgs", "metadata"))
+        and (folder / place).resolve().name == fold
+    }
+    if not found:
+        raise FileNotFoundError(f"the data folder {folder} holds no {inside}; {advice}")
+    chosen = list(found)[-1]
+    released = [place.parts[:1] == RELEASE.parts or folder.resolve().name == RELEASE.name for place in found.values()]
+    if len(found) > 1 and not all(released):
+        raise ValueError(
+            f"the data folder {folder} must hold one {inside}; got {' and '.join(map(str, found))}: name one of them"
+        )
+    if not any((chosen / "metadata").glob("*.npy")):
+        raise FileNotFoundError(f"{chosen / 'metadata'} holds no .npy file; {advice}")
+    return chosen
 
 
 def number_of(metadata: Path) -> int:
