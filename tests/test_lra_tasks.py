@@ -334,6 +334,19 @@ def test_where_generated_images_lie_is_kept_in_full(drawn, monkeypatch):
     assert load("pathfinder32", Path(drawn.name), Options(difficulty="easy")).folder == drawn.resolve()
 
 
+def test_generated_images_are_found_in_their_folder_where_they_are_alone(drawn, tmp_path):
+    options = Options(difficulty="easy")
+    (tmp_path / drawn.name).symlink_to(drawn)
+    assert load("pathfinder32", tmp_path, options).folder == drawn.resolve()
+    with pytest.raises(FileNotFoundError, match="holds no pathfinder32/curv_contour_length_9"):
+        load("pathfinder32", tmp_path, Options(difficulty="intermediate"))
+    (tmp_path / drawn.name.replace("seed0", "seed1")).symlink_to(drawn)
+    with pytest.raises(
+        ValueError, match=r"must hold one such file; got pathfinder32-cl6-\S+seed0\S+, pathfinder32-cl6"
+    ):
+        load("pathfinder32", tmp_path, options)
+
+
 def test_generated_images_of_another_size_or_difficulty_are_refused(drawn):
     with pytest.raises(ValueError, match=r"needs images of 32 pixels with paths of 14 dashes; .* has 32 pixels and 6"):
         load("pathfinder32", drawn)

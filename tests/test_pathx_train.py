@@ -507,6 +507,12 @@ def test_a_probe_measures_steps(background):
         assert (found["live"], found["images_a_step"]) == (1, 2)
 
 
+def test_a_probe_of_a_gpu_is_not_begun_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["probe"])
+    assert result.exit_code == 1 and "there is no CUDA device" in result.output
+
+
 def test_the_command_line_helps_and_says_what_is_wrong(tmp_path):
     runner = CliRunner()
     for command in ("train", "evaluate", "testset", "analyse", "table", "probe"):

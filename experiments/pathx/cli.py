@@ -341,12 +341,18 @@ def probe(
     with short_errors():
         config = Config(**{name: value for name, value in chosen.items() if value is not None})
         place = find_device(device)
+        if place.type == "cpu" and device == "auto":
+            raise ValueError(
+                "there is no CUDA device, and a step of so many tokens takes minutes on a CPU; --device cpu "
+                "--tokens 4096 runs the same on little"
+            )
         pairs = [(int(size), layers) for size in sizes.split(",") for layers in masks.split(";")]
         cases = [probing.Case(size, contour, layers, background) for size, layers in pairs]
         for case in cases:
             if time.perf_counter() - begun > limit:
                 console.print(f"[yellow]Out of time: {len(cases) - len(found)} cases are left out.[/yellow]")
                 break
+            console.print(f"{case.size} pixels, {case.layers} ...", highlight=False)
             found.append(probing.measured(case, config, tokens, place, seconds))
             console.print(json.dumps({name: _short(value) for name, value in found[-1].items()}), soft_wrap=True)
             if out is not None:

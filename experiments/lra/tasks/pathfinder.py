@@ -60,13 +60,27 @@ def load(task: Task, folder: Path, options: Options) -> Data:
     if folder.is_file():
         return load_generated(task, folder.resolve(), options)
     fold = FOLDS[options.difficulty]
-    place = find(task, folder, fold)
+    try:
+        place = find(task, folder, fold)
+    except FileNotFoundError:
+        generated = generated_in(folder, task, options.difficulty)
+        if not generated:
+            raise
+        if len(generated) > 1:
+            names = ", ".join(path.name for path in generated)
+            raise ValueError(f"the data folder {folder} must hold one such file; got {names}: name it") from None
+        return load_generated(task, generated[0].resolve(), options)
     metadata = sorted((place / "metadata").glob("*.npy"), key=number_of)
     samples = [sample for path in metadata for sample in read_metadata(path, place)]
     everything = cached(
         place, f"{task.name}-{fold}", metadata, lambda: read(samples, task.longest), shift=1, total=len(samples)
     )  # fmt: skip
     return Data(task, place, (place / LABEL).is_file(), *split(everything, options, place))
+
+
+def generated_in(folder: Path, task: Task, difficulty: str) -> list[Path]:
+    """The files in a folder that a generator has given the name of this task's images."""
+    return sorted(folder.glob(f"{task.name}-cl{CONTOURS[difficulty]}-generated-*.safetensors"))
 
 
 def load_generated(task: Task, path: Path, options: Options) -> Data:
