@@ -91,7 +91,7 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         check_arrays(self)
-        if self.words is not None and belong_together(self.indices, self._with_words()):
+        if self.words is not None and belong_together(self.indices, self._others()):
             return  # a mask made anew of all that it consisted of stays what it is, and keeps what is derived from it
         # What is derived from all arrays is kept with the indices. Another mask may be given the same indices beside
         # other arrays, so each has a tensor of its own for them (of the same memory).
@@ -100,7 +100,7 @@ class BlockMask:
         object.__setattr__(self, "words", torch.cat([self.bits.reshape(-1), self.bits.new_zeros(words_a_tile)]))
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
-        keep_with(self.indices, countable=not self.loose, others=self._with_words())
+        keep_with(self.indices, countable=not self.loose, others=self._others())
 
     # ------------------------------------------------------------------ constructors
 
@@ -435,8 +435,9 @@ class BlockMask:
         lengths = None if self.lengths is None else tuple(self.lengths.tolist())
         return hash((self._numbers(), cache["digest"], lengths))
 
-    def _with_words(self) -> tuple[Tensor, ...]:
-        return self.indptr, self.tile, self.bits, self.pattern, self.words
+    def _others(self) -> tuple[Any, ...]:
+        """What, with the indices, decides everything that is derived: all but the lengths of sequences."""
+        return *self._numbers(), self.loose, self.indptr, self.tile, self.bits, self.pattern, self.words
 
     def _numbers(self) -> tuple[int, int, int, int]:
         return self.q_len, self.k_len, self.block_q, self.block_k
@@ -804,4 +805,6 @@ def _alone(indices: Tensor, array: Tensor) -> Tensor:
     """An array of a mask without attributes, in memory that is all its own and lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
-    return once(derived(indices), ("alone", array.data_ptr(), array.shape), array.clone).detach()
+    # With the array itself, whose address would be another's once it is gone.
+    _, copy = once(derived(indices), ("alone", array.data_ptr(), array.shape), lambda: (array, array.clone()))
+    return copy.detach()

@@ -21,32 +21,43 @@ from sparseflash.streams import Made
 T = TypeVar("T")
 
 
-def keep_with(indices: Tensor, *, countable: bool, others: tuple[Tensor, ...]) -> None:
+def keep_with(indices: Tensor, *, countable: bool, others: tuple[Any, ...]) -> None:
     """Prepares the indices of a mask that has just been made to keep what will be derived from them.
 
     `countable`: the host may wait for their numbers, once. It must not for loose masks, which are made at every step.
-    `others`: the other arrays of that mask.
+    `others`: what else that mask is made of.
     """
-    if not torch.compiler.is_compiling():
-        # What a CUDA graph makes is empty until it is replayed. So while one is recorded, nothing that is derived may
-        # be kept, unless the mask is the graph's own. (Countable masks are not planned then at all: see recording.py.)
-        known = {"countable": countable, "recorded": streams.is_capturing(indices.device)}
-        indices._sparseflash = known  # type: ignore[attr-defined]
-        indices._sparseflash_others = others  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling():
+        # Said of what the compiled code gives back, if it is no loose mask: that may keep what is derived later on.
+        indices._sparseflash_countable = countable  # type: ignore[attr-defined]
+        return
+    # What a CUDA graph makes is empty until it is replayed, and another thing after each replay.
+    known = {"countable": countable, "recorded": streams.is_capturing(indices.device)}
+    indices._sparseflash = known  # type: ignore[attr-defined]
+    indices._sparseflash_others = others  # type: ignore[attr-defined]
 
 
-def belong_together(indices: Tensor, others: tuple[Tensor, ...]) -> bool:
-    """Whether these very arrays were made into a mask with these indices, so that what is derived is theirs, too."""
+def belong_together(indices: Tensor, others: tuple[Any, ...]) -> bool:
+    """Whether a mask was made of these indices and just these others, so that what is derived is theirs, too."""
     known = getattr(indices, "_sparseflash_others", ())
-    return len(known) == len(others) and all(a is b for a, b in zip(known, others, strict=True))
+    return len(known) == len(others) and all(
+        a is b if isinstance(a, Tensor) else a == b for a, b in zip(known, others, strict=True)
+    )
 
 
 def derived(indices: Tensor) -> dict[Any, Any]:
     """What has been derived from a mask's arrays so far: its transpose, its execution plans, its density."""
     kept: dict[Any, Any] | None = getattr(indices, "_sparseflash", None)
-    if kept is None or not (kept["countable"] or kept["recorded"] or not streams.is_capturing(indices.device)):
-        return {}
-    return kept
+    if kept is None:
+        if torch.compiler.is_compiling() or not getattr(indices, "_sparseflash_countable", False):
+            return {}
+        kept = {"countable": True, "recorded": False}
+        indices._sparseflash = kept  # type: ignore[attr-defined]
+    # Of loose masks, while a CUDA graph is recorded, for the graph's own alone, and at other times for the others. The
+    # rest is not planned while a graph is recorded: see recording.py.
+    if kept["countable"] or kept["recorded"] == streams.is_capturing(indices.device):
+        return kept
+    return {}
 
 
 def is_countable(indices: Tensor) -> bool:

@@ -28,6 +28,7 @@ class Made:
         self._tensors = [x for x in _tensors_in(made) if x.is_cuda]
         if self._tensors:
             self._device = self._tensors[0].device
+            self._captured = is_capturing(self._device)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self._device))
             self._streams = {_number_of_stream(self._device.index)}  # that may read it
@@ -39,8 +40,8 @@ class Made:
         number = _number_of_stream(self._device.index)
         if number in self._streams:
             return
-        if is_capturing(self._device):  # which must not wait for what is not recorded, and began with all work done
-            return
+        if self._captured != is_capturing(self._device):
+            return  # a graph must not wait for what it does not record, and is begun and replayed in its user's order
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
         for tensor in self._tensors:

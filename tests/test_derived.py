@@ -98,6 +98,44 @@ def test_a_mask_rebuilt_of_other_arrays_derives_its_own():
     assert made.indices is not mask.indices and made.words is not mask.words
 
 
+def test_a_mask_rebuilt_for_other_numbers_of_tokens_derives_its_own():
+    mask = masks.local(60, 9, block=128)
+    q, k, v = tensors()
+    attention(q[:, :, :60], k[:, :, :60], v[:, :, :60], mask, backend="triton")
+    assert 0 < mask.density < 1
+    again = dataclasses.replace(rebuilt(mask), q_len=N, k_len=N)
+    assert again.indices is not mask.indices and again.density < mask.density
+    want = attention(q, k, v, again, backend="reference")
+    torch.testing.assert_close(attention(q, k, v, again, backend="triton"), want)
+
+
+def test_a_mask_made_in_compiled_code_that_outlives_it_is_planned_once():
+    kept, made = {}, masks.local(N, 9, block=16)
+
+    def step(q, k, v):
+        if "mask" not in kept:
+            kept["mask"] = BlockMask(N, N, 16, 16, made.indptr, made.indices, made.tile, made.bits, made.pattern)
+        return attention(q, k, v, kept["mask"], backend="triton")
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager")
+    compiled(*tensors())
+    with plans_made() as plans:
+        for _ in range(3):
+            compiled(*tensors())
+        attention(*tensors(), kept["mask"], backend="triton")
+    assert plans.call_count <= 1  # in the first call the mask was the graph's own
+    assert is_countable(kept["mask"].indices)
+
+
+def test_lengths_are_pickled_as_they_are_wherever_they_lay():
+    mask = masks.local(N, 9, block=16)
+    for length in range(20):  # each at the address of the one before
+        padded = dataclasses.replace(mask, lengths=torch.tensor([length, 99], dtype=torch.int32)[:1])
+        assert pickle.loads(pickle.dumps(padded)).lengths.tolist() == [length]
+        del padded
+
+
 def test_masks_that_differ_in_lengths_have_one_copy_of_the_bits():
     mask = masks.local(N, 9, block=16)
     assert mask.with_lengths([40]).words is mask.words

@@ -76,6 +76,18 @@ def test_what_a_graph_records_does_not_wait_for_what_is_not_in_it(current):
     assert current[0].waited == 0 and tensor.recorded == []
 
 
+def test_what_a_graph_has_recorded_is_waited_for_in_the_graph_alone(current):
+    current[0] = Stream(-1)
+    tensor = OnGpu()
+    made = Made(tensor)
+    current[0] = Stream(7)
+    made.read_here()
+    assert current[0].waited == 0 and tensor.recorded == []
+    current[0] = Stream(-2)  # another of those that are recorded
+    made.read_here()
+    assert current[0].waited == 1
+
+
 def test_on_a_cpu_there_is_nothing_to_wait_for():
     with mock.patch.object(torch.cuda, "Event", side_effect=AssertionError):
         Made((torch.zeros(1), None)).read_here()

@@ -151,9 +151,9 @@ def plan_of(
         if len(kept) >= _MOST_PLANS:
             cache.pop(kept[0], None)
         if "row lists" not in cache:
-            cache["row lists"] = full_first(indptr, indices, tile, words, Tiling(*blocks))
-            if lasting:
+            if lasting:  # before the lists, by which another thread tells that both are there
                 cache["retiled"] = Retiled(indptr, indices, tile, words, pattern, lengths, blocks)
+            cache["row lists"] = full_first(indptr, indices, tile, words, Tiling(*blocks))
         patterns = (len(indptr) - 1) // row_blocks
         total = len(indices) * q_heads[0] * q_heads[1] // patterns
         # Every pattern is used by some head, but patterns may be shared by unequal numbers of heads: an estimate.
