@@ -1,5 +1,6 @@
 """The operators are citizens of PyTorch: opcheck, torch.compile, autocast, checkpointing, no_grad."""
 
+import sys
 from unittest import mock
 
 import pytest
@@ -13,6 +14,12 @@ from sparseflash import BlockMask, attention, masks, operator
 N, DIM = 48, 16
 FEW = 20  # opcheck calls many times
 BACKENDS = ["blockwise", "triton"]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_of_dense_attention(monkeypatch):
+    """In the interpreter a tile takes its time, however few tokens are in it."""
+    monkeypatch.setattr(sys.modules["sparseflash.attention"], "_DENSE_BLOCK", 16)
 
 
 def tensors(device="cpu", dtype=torch.float32, kv_heads=2, tokens=N):
@@ -274,7 +281,7 @@ def test_functional_gradients_are_refused_in_our_words(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_made_in_inference_mode_can_be_trained_with(backend):
-    q, k, v = tensors(tokens=FEW)
+    q, k, v = tensors(tokens=FEW, dtype=torch.float16)
     want = attention(q, k, v, masks.causal(FEW, block=16), backend=backend)
     with torch.inference_mode():
         mask = masks.causal(FEW, block=16)
