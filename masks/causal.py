@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, integer, token_counts
+from sparseflash.checks import Block
+from sparseflash.masks.tiling.arguments import with_cache
 from sparseflash.masks.tiling.band import band
 
 
@@ -35,6 +36,5 @@ def causal(q_len: int, k_len: int | None = None, *, offset: int | None = None, b
     >>> causal(2, 4, offset=0, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0]]
     """
-    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-    offset = k_len - q_len if offset is None else integer(offset, "offset", "tokens")
+    q_len, k_len, offset = with_cache(q_len, k_len, offset)
     return band(q_len, k_len, 0, None, shift=offset, block=block)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, flag, integer, token_counts
-from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.checks import Block, flag, token_counts
+from sparseflash.masks.tiling.arguments import at_least, with_cache
 from sparseflash.masks.tiling.band import band
 from sparseflash.masks.tiling.diagonals import diagonals
 
@@ -51,8 +51,7 @@ def local(
     [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
     """
     causal = flag(causal, "causal")
-    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-    offset = k_len - q_len if offset is None else integer(offset, "offset", "tokens")
+    q_len, k_len, offset = with_cache(q_len, k_len, offset)
     if left is not None or right is not None:
         if window is not None or causal or left is None or right is None:
             raise ValueError(

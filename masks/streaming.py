@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, integer, token_counts
-from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.checks import Block, token_counts
+from sparseflash.masks.tiling.arguments import at_least, with_cache
 from sparseflash.masks.tiling.spans import spans
 
 
@@ -41,8 +41,7 @@ def streaming(
     >>> streaming(1, 2, 1, k_len=5, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 1, 1]]
     """
-    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-    offset = k_len - q_len if offset is None else integer(offset, "offset", "tokens")
+    q_len, k_len, offset = with_cache(q_len, k_len, offset)
     window, sink = at_least(1, window, "window", "keys"), at_least(0, sink, "sink", "keys")
     return _sink_and_window(q_len, k_len, offset, window, sink, 0, block)
 

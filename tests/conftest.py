@@ -43,6 +43,12 @@ def pytest_configure(config):
         torch.set_num_threads(1)  # the workers share the cores already
 
 
+@pytest.fixture
+def small_blocks_of_dense_attention(monkeypatch):
+    """In the interpreter a tile takes its time, however few tokens are in it."""
+    monkeypatch.setattr(sys.modules["sparseflash.attention"], "_DENSE_BLOCK", 16)
+
+
 # The files whose tests take longest, in the interpreter or the compiler. A worker of pytest-xdist starts with a run of
 # tests, and others take over from its end: what is long must not come last, or one worker is left alone with it.
 _LONG = (

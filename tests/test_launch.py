@@ -1,6 +1,5 @@
 """Launches are prepared once and kept: what is kept must be told apart by all that it depends on."""
 
-import sys
 from unittest import mock
 
 import pytest
@@ -12,11 +11,7 @@ from sparseflash.kernels.plan import Plan
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
-
-@pytest.fixture(autouse=True)
-def small_blocks_of_dense_attention(monkeypatch):
-    """In the interpreter a tile takes its time, however few tokens are in it."""
-    monkeypatch.setattr(sys.modules["sparseflash.attention"], "_DENSE_BLOCK", 16)
+pytestmark = pytest.mark.usefixtures("small_blocks_of_dense_attention")
 
 
 def wide(heads=4, tokens=40, dim=48, seed=0):

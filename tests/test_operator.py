@@ -1,6 +1,5 @@
 """The operators are citizens of PyTorch: opcheck, torch.compile, autocast, checkpointing, no_grad."""
 
-import sys
 from unittest import mock
 
 import pytest
@@ -15,11 +14,7 @@ N, DIM = 48, 16
 FEW = 20  # opcheck calls many times
 BACKENDS = ["blockwise", "triton"]
 
-
-@pytest.fixture(autouse=True)
-def small_blocks_of_dense_attention(monkeypatch):
-    """In the interpreter a tile takes its time, however few tokens are in it."""
-    monkeypatch.setattr(sys.modules["sparseflash.attention"], "_DENSE_BLOCK", 16)
+pytestmark = pytest.mark.usefixtures("small_blocks_of_dense_attention")
 
 
 def tensors(device="cpu", dtype=torch.float32, kv_heads=2, tokens=N):

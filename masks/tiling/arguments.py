@@ -21,6 +21,12 @@ def at_least(least: int, value: Any, name: str, unit: str) -> int:
     return number
 
 
+def with_cache(q_len: int, k_len: int | None, offset: int | None) -> tuple[int, int, int]:
+    """`(q_len, k_len, offset)`: as many keys as queries by default, and the last query at the last key."""
+    q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+    return q_len, k_len, k_len - q_len if offset is None else integer(offset, "offset", "tokens")
+
+
 def is_list(value: Any) -> bool:
     """Whether `value` is a list, tensor or array of things, not one number."""
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
