@@ -220,10 +220,11 @@ def test_schedules():
     assert 0.05 / math.sqrt(1000) * schedule.factor("rsqrt", 3999, 1000, 0) == pytest.approx(0.05 / math.sqrt(4000))
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_attention_is_exact_on_the_models_tensors(precision):
+def test_attention_is_exact_on_the_models_tensors(precision, qk_norm):
     config = Config(**{**vars(TINY), "precision": precision})
-    model = model_with(masks.butterfly(80, block=16), pool="mean")
+    model = model_with(masks.butterfly(80, block=16), pool="mean", qk_norm=qk_norm)
     batch = fake_batch(length=80)
     result = exactness.check(model, batch, config)
     assert result.holds

@@ -9,12 +9,21 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from experiments.lra.attend import IMPLEMENTATIONS, Live, attend
 from experiments.lra.positions import POSITIONS, Turns, sinusoids, turned
 from sparseflash import BlockMask
 
 Turn = tuple[Tensor, Tensor]  # see positions.Turns
+
+
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, whose one kernel wants the weight in the input's dtype: autocast leaves them apart, and it says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -35,8 +44,8 @@ class SelfAttention(nn.Module):
         self.dropout = dropout  # of the weights
         self.qkv = nn.Linear(width, 3 * heads * head_dim)
         self.out = nn.Linear(heads * head_dim, width)
-        self.q_norm: nn.Module = nn.RMSNorm(head_dim) if qk_norm else nn.Identity()
-        self.k_norm: nn.Module = nn.RMSNorm(head_dim) if qk_norm else nn.Identity()
+        self.q_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
+        self.k_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
 
     def project(self, x: Tensor, turn: Turn | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each [B, H, N, D]."""
