@@ -6,6 +6,7 @@ import torch
 from experiments.speed import patterns
 from sparseflash import BlockMask, attention, masks
 from sparseflash.kernels.plan import Plan
+from waiting import waiting_raises
 
 pytestmark = pytest.mark.gpu
 
@@ -112,12 +113,8 @@ def test_a_step_with_new_lengths_waits_for_nothing():
     base = masks.butterfly(1000, block=64).to("cuda")
     lengths = torch.randint(1, 1001, (4,), device="cuda")
     attention(q, k, v, base.with_lengths(lengths)).sum().backward()  # compiles and plans
-    try:
-        with pytest.warns(UserWarning, match="prototype"):
-            torch.cuda.set_sync_debug_mode("error")
+    with waiting_raises():
         attention(q, k, v, base.with_lengths(lengths // 2)).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -16,7 +16,7 @@ from sparseflash import BlockMask, attention, masks
 from sparseflash.kernels.plan import plan_of
 from sparseflash.masks import chosen_keys, fused
 from strategies import SEEDS, blocks, lengths
-from waiting import NoWaiting
+from waiting import NoWaiting, waiting_raises
 
 antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores")  # the name is the function's, too
 
@@ -793,12 +793,8 @@ def test_a_new_choice_at_every_step_waits_for_nothing():
         attention(q, k, v, masks.selected_keys(indices, 4096, span=64, causal=True)).sum().backward()
 
     step()  # compiles
-    try:
-        with pytest.warns(UserWarning, match="prototype"):
-            torch.cuda.set_sync_debug_mode("error")
+    with waiting_raises():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode(0)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from experiments.pathx.relations import parse_layers
 from experiments.pathx.step import forward, training_step
 from pathx_images import image
 from sparseflash import attention
+from waiting import waiting_raises
 
 LAYERS = parse_layers("near:4,rows:1,columns:1,tiles:3,dense")
 IMAGES = [image(0), image(1, lit=0.15), image(2, lit=0.7)]
@@ -61,12 +62,9 @@ def test_no_step_waits_for_the_gpu():
     ]
     for each in packed:  # compiles
         training_step(model, optimizer, on_device(each, LAYERS, device), config, 1e-3)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_raises():
         for each in packed:
             training_step(model, optimizer, on_device(each, LAYERS, device), config, 1e-3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

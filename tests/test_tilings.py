@@ -20,7 +20,7 @@ from sparseflash.kernels.tilings import HALF, IEEE, Cost, Tiling, candidates, ch
 from strategies import Problem, Recipe, block_masks, problems
 from test_exactness import check, loads
 from test_loose import loosen
-from waiting import NoWaiting
+from waiting import NoWaiting, waiting_raises
 
 LARGEST = (128, 128)
 
@@ -402,12 +402,8 @@ def test_blocks_of_16_wait_for_nothing_at_the_second_call():
     mask = patterns.block_mask("random12", 4096, 16).to("cuda")
     attention(q, k, v, mask).sum().backward()
     assert all(tiling.gathered for tiling in tilings_of(mask).values())
-    try:
-        with pytest.warns(UserWarning, match="prototype"):
-            torch.cuda.set_sync_debug_mode("error")
+    with waiting_raises():
         attention(q, k, v, mask).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode(0)
 
 
 def test_padding_may_change_from_call_to_call():

@@ -1,4 +1,8 @@
-"""Finds on the CPU what would make the host wait for a GPU, and counts what a GPU would have to start."""
+"""Finds what makes the host wait for a GPU: there, and on the CPU what would. Counts what a GPU would have to start."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,3 +44,15 @@ def indices_of(name, args):
 
 def is_bool(index):
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+@contextmanager
+def waiting_raises() -> Iterator[None]:
+    """On a GPU: an operation that waits for it raises RuntimeError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, it says
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
