@@ -93,7 +93,7 @@ def attention(
     place = None
     if type(dropout_p) is float and dropout_p == 0.0 and backend in _KEPT_BACKENDS:
         place = repeats.place_of(q, k, v, mask, scale, default=backend is None)
-        if place is not None and (call := place.found()) is not None:
+        if place is not None and (call := repeats.found(place)) is not None:
             out, lse = call(q, k, v)
             return (out, lse) if return_lse else out
     _check_tensors(q, k, v)
@@ -133,7 +133,7 @@ def attention(
     if place is not None and backend == "triton" and out.numel() and k.numel():
         from sparseflash.kernels import repeated
 
-        place.keep(repeated(q, k, v, out, arrays[:5], (block_q, block_k), scale))
+        repeats.keep(place, repeated(q, k, v, out, arrays[:5], (block_q, block_k), scale))
     return (out, lse) if return_lse else out
 
 

@@ -8,7 +8,7 @@ the next one like it allocates and launches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,21 +24,22 @@ _HALF = (torch.float16, torch.bfloat16)
 _dense_calls: dict[Any, Call] = {}
 
 
-class Place(NamedTuple):
-    """Where a call is kept, or will be."""
+# Where a call is kept, or will be: the calls of its mask, and its key among them. A plain tuple, which takes no time.
+Place = tuple[dict[Any, Call], Any]
 
-    calls: dict[Any, Call]
-    key: Any
 
-    def found(self) -> Call | None:
-        """The call that was kept here."""
-        return self.calls.get(self.key)
+def found(place: Place) -> Call | None:
+    """The call that was kept there."""
+    calls, key = place
+    return calls.get(key)
 
-    def keep(self, call: Call) -> None:
-        """Keeps a call for those like it."""
-        if len(self.calls) >= _MOST:
-            self.calls.clear()
-        self.calls[self.key] = call
+
+def keep(place: Place, call: Call) -> None:
+    """Keeps a call for those like it."""
+    calls, key = place
+    if len(calls) >= _MOST:
+        calls.clear()
+    calls[key] = call
 
 
 def place_of(
@@ -51,13 +52,14 @@ def place_of(
     fp32 is left out because it is computed as a setting of PyTorch's says, and loose masks and those with lengths
     because they are new at every step. Arguments of any other kind than a right one have no place.
     """
-    if not (type(q) is type(k) is type(v) is Tensor and q.dtype in _HALF and nobody_watches(q, k, v)):
+    if not (nobody_watches(q, k, v) and q.dtype in _HALF):
         return None
-    if default and not q.is_cuda:
+    on_gpu = q.is_cuda
+    if default and not on_gpu:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    if torch.is_autocast_enabled(q.device.type) or not (scale is None or type(scale) is float):
+    if torch.is_autocast_enabled("cuda" if on_gpu else q.device.type) or not (scale is None or type(scale) is float):
         return None
     if mask is None:
         calls = _dense_calls
@@ -72,4 +74,4 @@ def place_of(
         k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
         v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16, scale,
     )  # fmt: skip
-    return Place(calls, key)
+    return calls, key

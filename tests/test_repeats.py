@@ -145,11 +145,11 @@ def test_the_calls_of_a_mask_die_with_it_and_are_bounded():
     mask = mask_of()
     for offset in range(repeats._MOST + 3):
         place = repeats.place_of(*tensors(), mask, 0.1 + offset)
-        assert place is not None and place.found() is None
-        place.keep(lambda q, k, v: (q, q))
-        assert place.found() is not None
-    assert len(place.calls) == 3
-    assert repeats.place_of(*tensors(), mask_of(), 0.1 + offset).found() is None
+        assert place is not None and repeats.found(place) is None
+        repeats.keep(place, lambda q, k, v: (q, q))
+        assert repeats.found(place) is not None
+    assert len(place[0]) == 3
+    assert repeats.found(repeats.place_of(*tensors(), mask_of(), 0.1 + offset)) is None
 
 
 def test_empty_tensors_are_not_kept():
@@ -167,7 +167,7 @@ def test_a_repeat_on_a_gpu_gives_the_same_bits():
     with torch.no_grad():
         first = attention(q, k, v, mask, return_lse=True)
         place = repeats.place_of(q, k, v, mask, None)
-        assert place is not None and place.found() is not None
+        assert place is not None and repeats.found(place) is not None
         again = attention(q, k, v, mask, return_lse=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

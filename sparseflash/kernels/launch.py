@@ -6,6 +6,7 @@ look it up. Half of the time of a call on short sequences would go into preparin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,16 +61,21 @@ def run_forward(
     """`forward` by a launch that is known."""
     side, parts = launch.side, launch.parts()
     maximum, inverse = _halves(kept)
-    launch.run(
-        *launch.tokens(q, k, v), out, lse, maximum, inverse, side.work, parts, side.index, side.tile, side.words,
-        problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped), problem.scale,
-        problem.scale * LOG2E, 1.0, *launch.numbers,
-    )  # fmt: skip
+    launch.run(*launch.tokens(q, k, v), out, lse, maximum, inverse, *_last_arguments(launch, problem, parts))
     if parts is not None:
         launch.combine(
             parts, side.merged, out, lse, maximum, inverse, problem.lengths, amplification(problem.dropped),
             problem.scale, problem.scale * LOG2E,
         )  # fmt: skip
+
+
+def bound_forward(
+    launch: Launch, problem: Problem, kept: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+    """`run_forward` as a function of `q, k, v, out, lse`, for calls of which nothing else changes."""
+    if launch.descriptors or launch.parts() is not None:
+        return lambda q, k, v, out, lse: run_forward(launch, problem, q, k, v, out, lse, kept)
+    return launch.bound(*_halves(kept), *_last_arguments(launch, problem, None))
 
 
 def backward(
@@ -109,10 +115,8 @@ def key_gradients(
     launch = _prepared("dk_dv", problem, q, k, v, dout, dk, dv, dlse=dlse)
     side, parts = launch.side, launch.parts()
     launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, dk, dv, side.work, parts, side.index, side.tile,
-        side.words, problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped), problem.scale,
-        problem.scale * LOG2E, 1.0, *launch.numbers,
-    )  # fmt: skip
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, dk, dv, *_last_arguments(launch, problem, parts)
+    )
     if parts is not None:
         launch.combine(
             parts, side.merged, dk, dv, problem.lengths, amplification(problem.dropped), problem.scale
@@ -144,9 +148,8 @@ def _walk_rows(
     launch = _prepared(name, problem, q, k, v, dout, rows, dlse=dlse)
     side, parts = launch.side, launch.parts()
     launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, rows, own_inverse, side.work, parts, side.index,
-        side.tile, side.words, problem.lengths, problem.seed, problem.dropped, amplification(problem.dropped),
-        problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
+        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, rows, own_inverse,
+        *_last_arguments(launch, problem, parts),
     )  # fmt: skip
     if parts is None:
         return
@@ -154,6 +157,15 @@ def _walk_rows(
         launch.combine(parts, side.merged, inverse, delta, own_inverse)
     else:
         launch.combine(parts, side.merged, rows, None, None, 1.0, problem.scale)
+
+
+def _last_arguments(launch: Launch, problem: Problem, parts: Tensor | None) -> tuple[Any, ...]:
+    """Those that all kernels over tiles have in common."""
+    side = launch.side
+    return (
+        side.work, parts, side.index, side.tile, side.words, problem.lengths, problem.seed, problem.dropped,
+        amplification(problem.dropped), problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
+    )  # fmt: skip
 
 
 class Launch:
@@ -238,6 +250,16 @@ class Launch:
         """Launches the kernel."""
         self.side.made.read_here()
         self._main.run(*arguments)
+
+    def bound(self, *last: Any) -> Callable[..., None]:
+        """`run` as a function of the first arguments, which are tensors; the `last` are always these."""
+        read_here, launch = self.side.made.read_here, self._main.bound(*last)
+
+        def run(*first: Tensor) -> None:
+            read_here()
+            launch(*first)
+
+        return run
 
     def combine(self, *arguments: Any) -> None:
         """Launches the kernel that merges the parts."""
