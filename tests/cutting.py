@@ -6,7 +6,7 @@ from unittest import mock
 from sparseflash.kernels import splits
 from sparseflash.kernels.plan import dense_plan
 
-EVERYTHING = {"slots": 1 << 40, "far": 0.0, "worth": 1.0, "worth_alike": 1.0}
+EVERYTHING = {"multiprocessors": 1 << 40, "far": 0.0, "worth": 1.0, "worth_alike": 1.0}
 
 
 @contextlib.contextmanager
@@ -15,7 +15,7 @@ def chunks_of(tokens):
 
     For plans made inside; a mask keeps those that it has.
     """
-    rule = splits.Rule(fewest=1 << 40) if tokens is None else splits.Rule(fewest=tokens, **EVERYTHING)
+    rule = splits.NEVER if tokens is None else splits.Rule(fewest=tokens, **EVERYTHING)
     with mock.patch.object(splits, "RULE", rule):
         dense_plan.cache_clear()
         yield

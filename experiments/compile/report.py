@@ -120,7 +120,7 @@ def _compiling_for(arch: int, descriptors: bool, only: Kernel | None) -> Iterato
 @contextmanager
 def _cutting(split: bool) -> Iterator[None]:
     """Whether plans cut all rows and columns of more than one tile, or none."""
-    rule = splits.Rule(slots=1 << 40, fewest=1, far=0.0, worth=1.0) if split else splits.Rule(fewest=1 << 40)
+    rule = splits.Rule(multiprocessors=1 << 40, fewest=1, far=0.0, worth=1.0) if split else splits.NEVER
     with mock.patch.object(splits, "RULE", rule):
         yield
 

@@ -23,6 +23,9 @@ class Config(NamedTuple):
     num_stages: int
 
 
+_SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of an H100 that programs may have
+_WARPS = 16  # that run at a time where each thread needs 128 registers
+
 # Tensor cores take a 16 x 16 patch a warp; without them a warp has 32 multipliers to feed.
 _SCORES_A_WARP: dict[Arithmetic, int] = {"half": 256, "tf32": 256, "ieee": 64}
 
@@ -125,6 +128,21 @@ def config_for(
     if rows == 64 < most and padded_dim <= 128 and arithmetic != "ieee":
         num_warps = min(num_warps, 4)
     return Config(block_m, block_n, num_warps, chosen.num_stages)
+
+
+def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize: int) -> int:
+    """About how many programs a multiprocessor runs at a time: what shared memory holds, and 16 warps, on an H100.
+
+    A program holds the queries, or queries and gradients, or keys and values; two streamed tiles a stage come on top.
+
+    >>> resident_programs("forward", Config(128, 64, 4, 2), 128, itemsize=2)
+    2
+    >>> resident_programs("forward", Config(64, 128, 4, 2), 64, itemsize=2)
+    3
+    """
+    held, streamed = (config.block_n, config.block_m) if kernel == "dk_dv" else config[:2]
+    tokens = held * (1 if kernel == "forward" else 2) + streamed * 2 * config.num_stages
+    return max(1, min(_SHARED_MEMORY // (tokens * padded_dim * itemsize), _WARPS // config.num_warps))
 
 
 def _table(capability: tuple[int, int], descriptors: bool) -> _Table:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparseflash.dropout import amplification
 from sparseflash.kernels.backward import delta_kernel, dk_dv_kernel, dq_kernel
 from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_kernel, combine_rows_kernel
-from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
+from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for, resident_programs
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
 from sparseflash.kernels.recording import refuse_to_record
@@ -209,7 +209,8 @@ class Launch:
         tile_of = (config.block_m, config.block_n, config.block_n, config.block_m)
         self.boxes = [[1, 1, tile, _padded(x.shape[-1])] for x, tile in zip(loaded, tile_of, strict=False)]
         plan = problem.plan
-        self.side: Side = plan.columns(config.block_n, tiling) if columns else plan.rows(config.block_m, tiling)
+        tile, side = (config.block_n, plan.columns) if columns else (config.block_m, plan.rows)
+        self.side: Side = side(tile, tiling, resident=resident_programs(kernel, config, padded, q.element_size()))
         self.numbers = (
             kv_heads if columns else heads, heads // kv_heads, q_len, k_len,
             -(-k_len // config.block_n) if columns else -(-q_len // config.block_m),
@@ -222,7 +223,6 @@ class Launch:
         self._main = Prepared(_KERNELS[kernel], len(self.side.work), q.device, config.num_warps, config.num_stages)
         self._parts: tuple[int, int] | None = None  # their number, and the fp32 numbers of each
         if self.side.merged is not None:
-            tile = config.block_n if columns else config.block_m
             # Few tokens a program, because there may be few items that are cut, each with many parts.
             tokens = tile if name == "delta" else _TOKENS_TO_COMBINE
             heads_tokens_tiles = self.numbers[0], self.numbers[3 if columns else 2], self.numbers[4]

@@ -17,6 +17,7 @@ from sparseflash import tiles
 from sparseflash.csr import columns_of
 from sparseflash.derived import derived, is_countable
 from sparseflash.kernels.lists import Lists, full_first, one_more
+from sparseflash.kernels.order import start_order
 from sparseflash.kernels.recording import refuse_to_record
 from sparseflash.kernels.retiled import Retiled
 from sparseflash.kernels.splits import Items, cut_items, cuts_of
@@ -56,7 +57,7 @@ class Plan:
         self._pattern = pattern  # int32 [B, Hq]
         self._kv_heads = kv_heads
         self._lengths = lengths
-        self._sides: dict[tuple[int, int, Tiling | None], Side] = {}
+        self._sides: dict[tuple[int, int, Tiling | None, int], Side] = {}
         self._shared = shared  # one pattern for all heads
         self._countable = countable  # the host may ask the device how long the lists are
         self.lasting = lasting  # serves calls that a CUDA graph being recorded knows nothing of
@@ -68,17 +69,17 @@ class Plan:
         """Where the mask lies."""
         return self._pattern.device
 
-    def rows(self, tile: int, tiling: Tiling | None = None) -> Side:
+    def rows(self, tile: int, tiling: Tiling | None = None, *, resident: int = 2) -> Side:
         """Work over tiles of `tile` queries (a divisor of those that the tiling holds), one list each.
 
-        `tiling`: None for the tiles of the mask.
+        `tiling`: None for the tiles of the mask. `resident`: how many programs a multiprocessor runs at a time.
         """
-        return self._side(0, tile, tiling, self._pattern.unsqueeze(-1))
+        return self._side(0, tile, tiling, resident, self._pattern.unsqueeze(-1))
 
-    def columns(self, tile: int, tiling: Tiling | None = None) -> Side:
+    def columns(self, tile: int, tiling: Tiling | None = None, *, resident: int = 2) -> Side:
         """Work over tiles of `tile` keys, one list a query head of the group that shares the key head."""
         batch, heads = self._pattern.shape
-        return self._side(1, tile, tiling, self._pattern.view(batch, self._kv_heads, heads // self._kv_heads))
+        return self._side(1, tile, tiling, resident, self._pattern.view(batch, self._kv_heads, heads // self._kv_heads))
 
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost) -> Tiling | None:
         """What a kernel over `axis`, 0: rows, 1: columns, should walk, given the tiles that it would take itself.
@@ -87,25 +88,26 @@ class Plan:
         """
         return None if self._retiled is None else self._retiled.tiling(axis, whole, gathered, cost)
 
-    def _side(self, axis: int, tile: int, tiling: Tiling | None, pattern: Tensor) -> Side:
+    def _side(self, axis: int, tile: int, tiling: Tiling | None, resident: int, pattern: Tensor) -> Side:
         own = self._own[axis]
         if own is None:
             raise RuntimeError("this plan was made without columns")
         if tiling == own.tiling:
             tiling = None
-        key = (axis, tile, tiling)
+        key = (axis, tile, tiling, resident)
         if key not in self._sides:
             if tiling is None:
-                self._sides[key] = self._made(own, pattern, axis, tile, self.tiles_total)
+                self._sides[key] = self._made(own, pattern, axis, tile, resident, self.tiles_total)
             elif self._retiled is None:
                 raise RuntimeError(f"this plan has the tiles of its mask only; asked for {tiling}")
             else:
                 lists = self._retiled.lists(axis, tiling)
                 # As long as all heads have one pattern, which is when the total matters.
-                self._sides[key] = self._made(lists, pattern, axis, tile, (len(lists.tile) - 1) * pattern.numel())
+                total = (len(lists.tile) - 1) * pattern.numel()
+                self._sides[key] = self._made(lists, pattern, axis, tile, resident, total)
         return self._sides[key]
 
-    def _made(self, lists: Lists, pattern: Tensor, axis: int, tile: int, total: int) -> Side:
+    def _made(self, lists: Lists, pattern: Tensor, axis: int, tile: int, resident: int, total: int) -> Side:
         """The work over `axis`, in tiles of `tile` tokens."""
         lists.made.read_here()
         held, streamed, _ = lists.tiling
@@ -114,6 +116,8 @@ class Plan:
         cuts = cuts_of(
             items.size,
             streamed,
+            tile,
+            resident,
             most=-(-self._lengths[1 - axis] // streamed) * group,
             total=total * (held // tile) if self._shared else None,
             each=None if lists.each is None else lists.each * group,
@@ -123,7 +127,7 @@ class Plan:
         if cuts is not None:
             parts = cuts.total - (len(items.size) - cuts.cut)
             items, merged = cut_items(items, cuts)
-        return Side(_longest_first(items, lists), lists.index, lists.tile, lists.words, parts, merged)
+        return Side(_in_start_order(items, lists), lists.index, lists.tile, lists.words, parts, merged)
 
     def take_columns(self, columns: Lists) -> None:
         """Completes a plan that was made without them."""
@@ -233,18 +237,15 @@ def _items(lists: Lists, pattern: Tensor, length: int, tile: int) -> Items:
     return Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
 
 
-def _longest_first(items: Items, lists: Lists) -> Tensor:
+def _in_start_order(items: Items, lists: Lists) -> Tensor:
     """What the kernels read: int32 `[W, group, 8]`, in the order in which programs start.
 
     An item is `(batch and head and tile as one number, start, full, count)` of its list, then the first full block,
     the first partial block and its tile number, and its place among the chunks. The firsts stand here, too, because a
-    program that had to look them up would wait for memory once more before it can load any key. Sorting over all
-    heads, not inside each, is what keeps the GPU busy to the end when few rows are much longer than the rest; items of
-    equal length stay in the order of heads, so neighbours share keys in the L2 cache.
+    program that had to look them up would wait for memory once more before it can load any key.
     """
     masked = items.start + items.full
     index = lists.index.view(len(lists.tile), -1)[:, 0]  # of a gathered tile, which has several, none is read
     firsts = index[items.start.long()], index[masked.long()], lists.tile[masked.long()]
     work = torch.stack([*items[:4], *firsts, items.part], dim=-1)
-    _, order = torch.sort(items.size.sum(1), stable=True, descending=True)
-    return work[order].contiguous()
+    return work[start_order(items.size.sum(1))].contiguous()
