@@ -35,7 +35,7 @@ def test_a_configuration_of_ones_own_is_timed_in_the_tiles_that_fit_it():
 
 def test_speed_is_relative_to_the_chosen_tiling_of_blocks_of_128():
     def row(block, way, kept, ms):
-        return Measured("local", block, 64, "dq", way, Tiling(64, 64), (64, 64, 4, 2), kept, 1.0, ms, 0.0)
+        return Measured("local", block, 64, "dq", way, Tiling(64, 64), (64, 64, 4, 2), 512, kept, 9, 1.0, ms, 0.0)
 
     rows = [row(128, OWN, 100, 9.0), row(128, CHOSEN, 100, 2.0), row(16, OWN, 30, 3.0), row(16, CHOSEN, 30, 1.0)]
     assert speeds(rows) == pytest.approx([2 / 9, 1.0, 0.2, 0.6])

@@ -151,17 +151,17 @@ def test_the_scores_of_each_tiling_are_those_of_the_table(kind, block, tiles_, g
     assert found == pytest.approx([tiles_, gathered, held_32], abs=0.006)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
-    ("kind", "block", "gathers"),
+    ("kind", "block", "tiling"),
     [
-        ("local", 16, False), ("local", 32, False), ("butterfly", 16, False), ("butterfly", 32, False),
-        ("bigbird", 16, True), ("bigbird", 32, True), ("random12", 16, True), ("random12", 32, True),
+        ("local", 16, (64, 64, 0)), ("local", 32, (64, 64, 0)), ("butterfly", 32, (64, 64, 0)),
+        ("butterfly", 16, (16, 16, 0)), ("random12", 16, (16, 16, 0)),
+        ("bigbird", 16, (64, 64, 16)), ("bigbird", 32, (64, 64, 32)),
     ],
 )  # fmt: skip
-def test_what_lies_close_is_united_and_what_is_strewn_is_gathered(kind, block, gathers, axis):
-    tiling = retiled(patterns.block_mask(kind, 16384, block)).tiling(axis, (64, 64), (64, 64), HALF)
-    assert tiling == Tiling(64, 64, block if gathers else 0)
+def test_what_was_fastest_on_a_gpu_is_taken(kind, block, tiling):
+    """The forward, at 64 or 128 channels."""
+    assert retiled(patterns.block_mask(kind, 16384, block)).tiling(0, (64, 64), (64, 64), HALF) == Tiling(*tiling)
 
 
 @pytest.mark.parametrize("kind", ["butterfly", "local", "bigbird", "random12"])
@@ -192,25 +192,31 @@ def test_candidates_can_be_walked_by_the_kernel(block, whole, gathered):
         assert len(found) == 1
 
 
-@given(st.lists(st.integers(0, 10_000), min_size=6, max_size=6), st.sampled_from([HALF, IEEE]))
-def test_the_cheapest_is_taken_if_it_is_worth_it(counts, cost):
+@given(st.lists(st.integers(0, 10_000), min_size=6, max_size=6), st.integers(1, 10_000), st.sampled_from([HALF, IEEE]))
+def test_the_cheapest_is_taken_if_it_is_worth_it(counts, tokens, cost):
     found = candidates((16, 16), (64, 128), (64, 64))
     count = dict(zip(found, counts, strict=True))
-    chosen = choose(found, count.__getitem__, (64, 128), (64, 64), cost)
-    prices = {t: cost.of_tiles(count[t], t, (64, 64) if t.gathered else (64, 128)) for t in found}
+    chosen = choose(found, count.__getitem__, tokens, (64, 128), (64, 64), cost)
+    prices = {t: cost.of_tiles(count[t], t, (64, 64) if t.gathered else (64, 128), tokens) for t in found}
     assert prices[chosen] <= prices[found[0]]
     assert chosen == found[0] or prices[chosen] == min(prices.values())
     if min(prices.values()) > cost.worth * prices[found[0]]:
         assert chosen == found[0]
 
 
-def test_a_step_costs_the_longer_of_its_products_and_its_loads():
-    cost = Cost(slow=2.0, loading=0.5, loading_gathered=1.5, step=0.25)
-    assert cost.of_step(64, 64) == 1.25
-    assert cost.of_step(64, 64, gathered=True) == 1.75
-    assert cost.of_step(32, 64) == 1.25
-    assert cost.of_step(16, 64) == 0.75
-    assert cost.of_tiles(3, Tiling(128, 128), (64, 128)) == 3 * 2 * 2.25
+def test_a_walk_costs_its_steps_and_its_programs():
+    cost = Cost(loading=0.5, loading_gathered=1.5, step=0.25, program=4.0)
+    assert cost.of_step(64, 64) == 1 + 0.5 + 0.25
+    assert cost.of_step(64, 64, gathered=True) == 1 + 1.5 + 0.25
+    assert cost.of_step(16, 64) == 0.25 + 0.5 + 0.25
+    assert cost.of_step(16, 16) == 0.0625 + 0.125 + 0.0625  # one warp
+    # Tiles of 128 x 128 by programs that hold 64 tokens and step over 128.
+    assert cost.of_tiles(3, Tiling(128, 128), (64, 128), 640) == 3 * 2 * 3.25 + 10 * 4.0
+
+
+def test_held_tokens_are_those_of_all_patterns():
+    made = retiled(masks.per_head([masks.causal(100, 70, block=16), masks.local(100, 9, k_len=70, block=16)]))
+    assert (made.held(0), made.held(1)) == (200, 140)
 
 
 # ---------------------------------------------------------------------- what is left as it is
@@ -399,9 +405,9 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dim, way):
 @pytest.mark.gpu
 def test_blocks_of_16_wait_for_nothing_at_the_second_call():
     q, k, v = (torch.randn(1, 4, 4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    mask = patterns.block_mask("random12", 4096, 16).to("cuda")
+    mask = patterns.block_mask("bigbird", 4096, 16).to("cuda")
     attention(q, k, v, mask).sum().backward()
-    assert all(tiling.gathered for tiling in tilings_of(mask).values())
+    assert any(tiling.gathered for tiling in tilings_of(mask).values())
     with waiting_raises():
         attention(q, k, v, mask).sum().backward()
 

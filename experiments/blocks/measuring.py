@@ -37,8 +37,10 @@ class Measured:
     way: str  # OWN, CHOSEN, a tiling, or a configuration
     tiling: Tiling
     config: tuple[int, ...]  # queries, keys, warps, stages
+    length: int  # tokens
     kept: int  # live scores of a head
-    predicted: float  # the cost, in steps of 64 x 64 products
+    tiles: int  # of the lists of the tiling, of a head
+    predicted: float  # the cost for a head, in products of 64 x 64 scores
     ms: float
     difference: float  # of the results from those in the mask's own tiles, relative to the largest
 
@@ -81,7 +83,7 @@ class Bench:
                 found.append(
                     Measured(
                         kind, block, self.dim, kernel, way, call.tiling, call.config,
-                        pattern(kind, self.length, block).kept, call.predicted, times[way].ms,
+                        self.length, pattern(kind, self.length, block).kept, call.tiles, call.predicted, times[way].ms,
                         _difference(call.results, calls[OWN].results),
                     )
                 )  # fmt: skip
@@ -113,8 +115,9 @@ class Bench:
         assert retiled is not None
         config = prepared.config
         tile = (config.block_n, config.block_m) if kernel == "dk_dv" else (config.block_m, config.block_n)
-        predicted = HALF.of_tiles(retiled.count(int(kernel == "dk_dv"), prepared.tiling), prepared.tiling, tile)
-        return _Call(call.run, prepared.tiling, tuple(config), predicted, call.results)
+        tiles = retiled.count(int(kernel == "dk_dv"), prepared.tiling)
+        predicted = HALF.of_tiles(tiles, prepared.tiling, tile, self.length)
+        return _Call(call.run, prepared.tiling, tuple(config), tiles, predicted, call.results)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class _Call:
     run: Callable[[], None]
     tiling: Tiling
     config: tuple[int, ...]
+    tiles: int
     predicted: float
     results: list[torch.Tensor]
 

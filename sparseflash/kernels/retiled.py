@@ -44,13 +44,18 @@ class Retiled:
             return found[0]
         chosen: Tiling = self._once(
             ("tiling", axis, whole, gathered, cost),
-            lambda: choose(found, lambda tiling: self.count(axis, tiling), whole, gathered, cost),
+            lambda: choose(found, lambda tiling: self.count(axis, tiling), self.held(axis), whole, gathered, cost),
         )
         return chosen
 
     def candidates(self, axis: int, whole: Tile, gathered: Tile) -> list[Tiling]:
         """What there is to choose from, the mask's own tiling first."""
         return candidates((self._block[axis], self._block[1 - axis]), whole, gathered)
+
+    def held(self, axis: int) -> int:
+        """How many tokens programs over this axis hold together, over all patterns."""
+        patterns = (len(self._arrays[0]) - 1) // -(-self._lengths[0] // self._block[0])
+        return patterns * self._lengths[axis]
 
     def count(self, axis: int, tiling: Tiling) -> int:
         """How many tiles there are, over all patterns, without making them."""
