@@ -151,17 +151,18 @@ def test_the_scores_of_each_tiling_are_those_of_the_table(kind, block, tiles_, g
     assert found == pytest.approx([tiles_, gathered, held_32], abs=0.006)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "block", "tiling"),
     [
         ("local", 16, (64, 64, 0)), ("local", 32, (64, 64, 0)), ("butterfly", 32, (64, 64, 0)),
-        ("butterfly", 16, (16, 16, 0)), ("random12", 16, (16, 16, 0)),
+        ("butterfly", 16, (16, 16, 0)), ("random12", 16, (16, 16, 0)), ("random12", 32, (32, 32, 0)),
         ("bigbird", 16, (64, 64, 16)), ("bigbird", 32, (64, 64, 32)),
     ],
 )  # fmt: skip
-def test_what_was_fastest_on_a_gpu_is_taken(kind, block, tiling):
-    """The forward, at 64 or 128 channels."""
-    assert retiled(patterns.block_mask(kind, 16384, block)).tiling(0, (64, 64), (64, 64), HALF) == Tiling(*tiling)
+def test_what_lies_close_is_united_and_what_is_strewn_is_gathered_or_left(kind, block, tiling, axis):
+    """Each was the fastest of these, or within 2 % of it, in some pass on an H100."""
+    assert retiled(patterns.block_mask(kind, 16384, block)).tiling(axis, (64, 64), (64, 64), HALF) == Tiling(*tiling)
 
 
 @pytest.mark.parametrize("kind", ["butterfly", "local", "bigbird", "random12"])
@@ -407,7 +408,7 @@ def test_blocks_of_16_wait_for_nothing_at_the_second_call():
     q, k, v = (torch.randn(1, 4, 4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     mask = patterns.block_mask("bigbird", 4096, 16).to("cuda")
     attention(q, k, v, mask).sum().backward()
-    assert any(tiling.gathered for tiling in tilings_of(mask).values())
+    assert all(tiling.gathered for tiling in tilings_of(mask).values())
     with waiting_raises():
         attention(q, k, v, mask).sum().backward()
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from sparseflash.kernels.tilings import HALF, Cost, Tiling
+from sparseflash.kernels.tilings import HALF, Cost, Tiling, cheapest
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=120)
@@ -104,10 +104,9 @@ def chosen(frame: pd.DataFrame, cost: Cost) -> pd.DataFrame:
     for case, same in frame.assign(cost=costs(frame, cost)).groupby(_CASE):
         if len(same) == 1:
             continue
-        own = same[same.tiling == f"{case[1]}x{case[1]}x0"]
-        taken, fastest = same.loc[same.cost.idxmin()], same.loc[same.ms.idxmin()]
-        if len(own) and taken.cost > cost.worth * own.cost.min():
-            taken = own.loc[own.cost.idxmin()]
+        own_first = same.sort_values("tiling", key=lambda tiling: tiling != f"{case[1]}x{case[1]}x0", kind="stable")
+        taken = own_first.iloc[cheapest(own_first.cost.to_list(), cost.worth)]
+        fastest = same.loc[same.ms.idxmin()]
         rows.append((*case, taken.tiling, taken.ms, fastest.tiling, fastest.ms, taken.ms / fastest.ms))
     return pd.DataFrame(rows, columns=[*_CASE, "tiling", "ms", "best", "fastest", "slower"])
 

@@ -73,7 +73,7 @@ def bound_forward(
     launch: Launch, problem: Problem, kept: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
     """`run_forward` as a function of `q, k, v, out, lse`, for calls of which nothing else changes."""
-    if launch.descriptors or launch.parts() is not None:
+    if launch.descriptors or launch.side.merged is not None:
         return lambda q, k, v, out, lse: run_forward(launch, problem, q, k, v, out, lse, kept)
     return launch.bound(*_halves(kept), *_last_arguments(launch, problem, None))
 

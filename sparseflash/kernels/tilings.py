@@ -46,10 +46,11 @@ class Tiling(NamedTuple):
 class Cost(NamedTuple):
     """What a kernel costs under a tiling, in units of the products of 64 x 64 scores on tensor cores.
 
-    In half precision set by 135 times of an H100 (three kinds of masks in blocks of 16 to 128, bf16, 64 and 128
-    channels, three kernels): `python -m experiments.blocks.fit experiments/results/speed/blocks-h100-2026-11-22/*.csv
-    --without bigbird`. What counts is which tiling they choose: for 39 masks and kernels it takes 1.4 % longer than the
-    fastest on the average, at most 23 %; the times themselves are off by a fifth.
+    In half precision from 135 times of an H100 (three kinds of masks in blocks of 16 to 128, bf16, 64 and 128 channels,
+    three kernels), near the fit of `python -m experiments.blocks.fit
+    experiments/results/speed/blocks-h100-2026-11-22/*.csv --without bigbird`, and moved to where they choose best: for
+    39 masks and kernels what they choose takes 1.4 % longer than the fastest on the average, at most 23 %. The times
+    themselves are off by a fifth.
     """
 
     # Of 64 streamed tokens: in one piece, most of which goes on while others are multiplied; and gathered, where every
@@ -127,5 +128,14 @@ def choose(
     `candidates`.
     """
     prices = [cost.of_tiles(count(t), t, gathered if t.gathered else whole, tokens) for t in tilings]
-    cheapest = min(range(len(tilings)), key=prices.__getitem__)
-    return tilings[cheapest if prices[cheapest] <= cost.worth * prices[0] else 0]
+    return tilings[cheapest(prices, cost.worth)]
+
+
+def cheapest(prices: Sequence[float], worth: float) -> int:
+    """The number of the lowest price, if it is at most `worth` times the first; or else 0.
+
+    >>> cheapest([10.0, 8.0, 9.0], 0.9), cheapest([10.0, 9.5], 0.9)
+    (1, 0)
+    """
+    lowest = min(range(len(prices)), key=prices.__getitem__)
+    return lowest if prices[lowest] <= worth * prices[0] else 0
