@@ -23,10 +23,15 @@ class Prepared:
     constants, which pointers are None, and which addresses are multiples of 16 bytes.
     """
 
-    def __init__(self, kernel: Any, programs: int, device: torch.device, num_warps: int, num_stages: int) -> None:
+    def __init__(
+        self, kernel: Any, programs: int, device: torch.device, num_warps: int, num_stages: int, registers: int = 0
+    ) -> None:
+        """registers: the most that a thread may have; 0: no limit."""
         self.device = device
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._options = {"num_warps": num_warps, "num_stages": num_stages, **OPTIONS}
+        if registers:
+            self._options["maxnreg"] = registers
         self._start: Callable[..., Any] | None = None
 
     def run(self, *arguments: Any) -> None:

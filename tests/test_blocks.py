@@ -29,7 +29,7 @@ def test_a_configuration_of_ones_own_is_timed_in_the_tiles_that_fit_it():
     bench = Bench(32, 128, torch.device("cpu"))
     rows = bench.measure("random12", 16, configs=[Config(32, 32, 2, 1)], kernels=("dk_dv",), round_ms=0.0)
     assert [row.way for row in rows] == [OWN, CHOSEN, "with 32x32x2x1"]
-    assert rows[2].config[2:] == (2, 1) and max(rows[2].config[:2]) <= 32 and rows[2].difference < 0.01
+    assert rows[2].config[2:4] == (2, 1) and max(rows[2].config[:2]) <= 32 and rows[2].difference < 0.01
     assert rows[1].config[2:] == config_for("dk_dv", (9, 0), "half", 32, (64, 64), False)[2:]
 
 

@@ -243,6 +243,18 @@ def test_configurations_of_other_architectures_are_exact(capability, arithmetic,
         check(problem, "triton")
 
 
+def test_queries_in_registers_are_exact():
+    """Whatever this version of Triton is served with."""
+    from sparseflash.kernels import launch
+    from sparseflash.kernels.configs import Config
+
+    def pick(kernel, *asked):
+        return Config(64, 64, 4, 3, q_in_registers=kernel == "forward")
+
+    with mock.patch.object(launch, "config_for", pick), loads("descriptors"):
+        check(spread_out(64, torch.float16, **HALF_SIZES), "triton")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("capability", "arithmetic"), _OTHER_TABLES, ids=str)
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])

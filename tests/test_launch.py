@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash import attention, masks
 from sparseflash.kernels import launch
@@ -72,6 +73,22 @@ def test_tiles_are_loaded_the_way_that_is_asked_for(products, wanted):
     assert {key[0]: prepared.descriptors for key, prepared in plan.launches.items()} == {
         "forward": wanted, "dk_dv": wanted, "dq": wanted,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_bytes(block):
+    """The copy engine writes to multiples of 128 bytes; the interpreter would not notice, a GPU stops."""
+    q, k, v = (wide(heads=2, dim=16, seed=seed).half().requires_grad_() for seed in range(3))
+    mask = masks.local(40, 9, block=block)
+    with mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", 0):
+        attention(q, k, v, mask, backend="triton").sum().backward()
+    (plan,) = (x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
+    (prepared,) = (prepared for key, prepared in plan.launches.items() if key[0] == "dk_dv")
+    numbers = prepared.rows(torch.empty(1, 2, 40))
+    assert prepared.descriptors and prepared.config.block_m == block
+    assert isinstance(numbers, TensorDescriptor) == (block >= 32)
+    if block >= 32:
+        assert numbers.shape == [2, 40] and numbers.block_shape == [1, block]
 
 
 def test_descriptors_are_for_aligned_tensors_only():

@@ -305,26 +305,29 @@ def test_lengths_and_seeds_made_in_inference_mode_can_be_trained_with(backend):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_what_hooks_bring_back_may_lie_at_any_address():
-    """A kernel for fp32 is compiled for saved maxima at multiples of 16 bytes."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_hooks_bring_back_may_lie_at_any_address(dtype):
+    """The backward is compiled for lse and, in fp32, saved maxima at multiples of 16 bytes."""
 
     def away(x):
-        moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape) if x.numel() else x
-        return moved.copy_(x)
+        if x.numel() == 0:
+            return x
+        return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
     from sparseflash.kernels import op
 
-    q, k, v = tensors(tokens=FEW)
+    q, k, v = tensors(dtype=dtype, tokens=FEW)
     mask = masks.causal(FEW, block=16)
     want = torch.autograd.grad(attention(q, k, v, mask, backend="triton").sum(), (q, k, v))
-    kept = []
+    handed = []
     backward = op.launch.backward
     with (
         torch.autograd.graph.saved_tensors_hooks(away, lambda x: x),
-        mock.patch.object(op.launch, "backward", lambda *rest: (kept.append(rest[6]), backward(*rest))),
+        mock.patch.object(op.launch, "backward", lambda *rest: (handed.append(rest[5:7]), backward(*rest))),
     ):
         got = torch.autograd.grad(attention(q, k, v, mask, backend="triton").sum(), (q, k, v))
-    assert kept[0].data_ptr() % 16 == 0
+    ((lse, kept),) = handed
+    assert lse.data_ptr() % 16 == kept.data_ptr() % 16 == 0
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

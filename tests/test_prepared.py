@@ -88,6 +88,18 @@ def test_an_unknown_launcher_is_left_to_triton():
     assert compiled.plain == [((7, 1, 1), (1,))]
 
 
+@pytest.mark.parametrize(("limit", "option"), [((), {}), ((0,), {}), ((168,), {"maxnreg": 168})], ids=str)
+def test_registers_are_limited_where_a_limit_is_given(limit, option):
+    asked = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: asked.append((grid, arguments, options))
+
+    Prepared(Kernel(), 7, torch.device("cpu"), 4, 2, *limit).run("q")
+    assert asked == [((7, 1, 1), ("q",), {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True} | option)]
+
+
 def test_bound_arguments_are_addresses_of_tensors_that_stay_alive():
     prepared, compiled = Prepared(None, 7, GPU, 4, 2), Compiled(Known)
     prepared._start = starter(compiled, (7, 1, 1), GPU)

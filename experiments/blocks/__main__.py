@@ -34,7 +34,7 @@ def main(
     ] = False,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="Time this one too, as queries x keys x warps x stages: 64x64x4x3; may be repeated."),
+        typer.Option(help="Time this one too, as in experiments.tune: 64x64x4x3; may be repeated."),
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens.")] = 16384,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the interpreter, a test of the experiment.")] = "cuda",
@@ -99,7 +99,7 @@ def _print(rows: Sequence[Any]) -> None:
     cost = {(r.block, r.kernel): r.predicted for r in rows if r.way == CHOSEN}
     for row, speed in zip(rows, speeds(rows), strict=True):
         table.add_row(
-            str(row.block), row.kernel, row.way, *map(str, row.tiling), "x".join(map(str, row.config)), f"{row.ms:.3f}",
+            str(row.block), row.kernel, row.way, *map(str, row.tiling), str(row.config), f"{row.ms:.3f}",
             f"{speed:.2f}", f"{TARGETS[row.block]:.2f}", f"{row.predicted / cost[row.block, row.kernel]:.2f}",
         )  # fmt: skip
     console.print(table)
@@ -108,7 +108,7 @@ def _print(rows: Sequence[Any]) -> None:
 def _write(rows: Sequence[Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
-        asdict(row) | {"tiling": "x".join(map(str, row.tiling)), "config": "x".join(map(str, row.config)), "speed": s}
+        asdict(row) | {"tiling": "x".join(map(str, row.tiling)), "config": str(row.config), "speed": s}
         for row, s in zip(rows, speeds(rows), strict=True)
     ]
     with open(path, "w", newline="") as file:

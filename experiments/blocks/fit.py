@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
+from experiments.tune.space import parse
 from sparseflash.kernels.tilings import HALF, Cost, Tiling, cheapest
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -80,7 +81,7 @@ def costs(frame: pd.DataFrame, cost: Cost) -> NDArray[np.float64]:
     found = []
     for row in frame.itertuples():
         tiling = Tiling(*map(int, row.tiling.split("x")))
-        block_m, block_n, *_ = map(int, row.config.split("x"))
+        block_m, block_n, *_ = parse(row.config)
         tile = (block_n, block_m) if row.kernel == "dk_dv" else (block_m, block_n)
         found.append(cost.of_tiles(row.tiles, tiling, tile, row.length))
     return np.array(found)

@@ -36,7 +36,7 @@ class Measured:
     kernel: str
     way: str  # OWN, CHOSEN, a tiling, or a configuration
     tiling: Tiling
-    config: tuple[int, ...]  # queries, keys, warps, stages
+    config: Config
     length: int  # tokens
     kept: int  # live scores of a head
     tiles: int  # of the lists of the tiling, of a head
@@ -74,7 +74,7 @@ class Bench:
                 calls["x".join(map(str, tiling))] = self._call(kind, block, kernel, tiling)
             for config in configs:
                 with configured(config):
-                    calls[f"with {'x'.join(map(str, config))}"] = self._call(kind, block, kernel, CHOSEN)
+                    calls[f"with {config}"] = self._call(kind, block, kernel, CHOSEN)
             timed = {way: timing.Timed(call.run, nullcontext) for way, call in calls.items()}
             times = timing.in_turns(timed, self.device, rounds=rounds, round_ms=round_ms)
             for way, call in calls.items():
@@ -117,14 +117,14 @@ class Bench:
         tile = (config.block_n, config.block_m) if kernel == "dk_dv" else (config.block_m, config.block_n)
         tiles = retiled.count(int(kernel == "dk_dv"), prepared.tiling)
         predicted = HALF.of_tiles(tiles, prepared.tiling, tile, self.length)
-        return _Call(call.run, prepared.tiling, tuple(config), tiles, predicted, call.results)
+        return _Call(call.run, prepared.tiling, config, tiles, predicted, call.results)
 
 
 @dataclass(frozen=True)
 class _Call:
     run: Callable[[], None]
     tiling: Tiling
-    config: tuple[int, ...]
+    config: Config
     tiles: int
     predicted: float
     results: list[torch.Tensor]

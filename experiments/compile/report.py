@@ -91,7 +91,6 @@ def compile_all(
     return [
         _report(name, kernel, arch, arithmetic, dim, block, lengths, dropout, split, gathered)
         for name, kernel in compiled
-        if name != "delta_kernel"  # a sum over rows; nothing to tune
     ]
 
 

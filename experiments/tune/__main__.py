@@ -33,8 +33,9 @@ def main(
     config: Annotated[
         list[str] | None,
         typer.Option(
-            help="Try only this one, as queries x keys x warps x stages: 64x128x8x2; may be repeated. It is timed even "
-            "if it spills.",
+            help="Try only this one, as queries x keys x warps x stages: 64x128x8x2; then x registers, if limited, and "
+            "q, if queries are multiplied from registers: 64x64x4x3x128q; may be repeated. It is timed even if it "
+            "spills.",
             show_default="all that may fit",
         ),
     ] = None,

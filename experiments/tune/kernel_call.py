@@ -41,24 +41,28 @@ def kernel_call(
 ) -> KernelCall:  # fmt: skip
     """The kernel on tensors [1, H, N, D]; no launch is prepared in the problem's plan when it returns.
 
-    preparing: held around the forward that a kernel of the backward needs. In fp32 that kernel reads zeros as `delta`:
-    it takes as long, but its results are no gradients.
+    preparing: held around the kernels whose results a kernel of the backward needs. In fp32 that kernel reads zeros as
+    `delta`: it takes as long, but its results are no gradients.
     """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     kept = q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
     if kernel == "forward":
         return KernelCall(lambda: launch.forward(problem, q, k, v, out, lse, kept), [out])
-    with preparing:
-        launch.forward(problem, q, k, v, out, lse, kept)
-    problem.plan.launches.clear()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if kept.numel():
         lse2, inverse, delta = kept[0], kept[1], torch.zeros_like(lse)
     else:
-        lse2, inverse, delta = torch.empty_like(lse), None, torch.empty_like(lse)
-        launch.row_gradients(out, lse, dout, None, lse2, delta)
-    read = problem, q, k, v, dout, lse2, inverse, delta, None
-    if kernel == "dq":
-        dq = torch.empty_like(q)
-        return KernelCall(lambda: launch.query_gradients(*read, dq), [dq])
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    return KernelCall(lambda: launch.key_gradients(*read, dk, dv), [dk, dv])
+        lse2, inverse, delta = launch.empty_rows(lse), None, launch.empty_rows(lse)
+
+    def query_gradients() -> None:
+        launch.query_gradients(problem, q, k, v, out, lse, dout, None, lse2, inverse, delta, dq)
+
+    def key_gradients() -> None:
+        launch.key_gradients(problem, q, k, v, dout, lse2, inverse, delta, None, dk, dv)
+
+    with preparing:
+        launch.forward(problem, q, k, v, out, lse, kept)
+        if kernel == "dk_dv":
+            query_gradients()
+    problem.plan.launches.clear()
+    return KernelCall(query_gradients, [dq]) if kernel == "dq" else KernelCall(key_gradients, [dk, dv])

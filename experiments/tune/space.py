@@ -12,6 +12,7 @@ ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "ieee")
 DIMS = (32, 64, 128, 256)
 
 _TILES = (16, 32, 64, 128)
+_LIMITS = (128, 168)  # registers a thread with which a multiprocessor has room for 16 warps, or 12
 _REGISTERS = 65_536  # of 32 bits, a multiprocessor
 _SHARED = 232_448  # bytes a program, the most of any architecture
 
@@ -31,22 +32,32 @@ class Target(NamedTuple):
 def parse(text: str) -> Config:
     """A configuration written as `64x128x8x2`: tile of queries, tile of keys, warps, stages.
 
-    >>> parse("64x128x8x2")
-    Config(block_m=64, block_n=128, num_warps=8, num_stages=2)
+    Then x registers, if they are limited, and q, if the queries are multiplied from registers.
+
+    >>> parse("64x64x4x3x128q")
+    Config(block_m=64, block_n=64, num_warps=4, num_stages=3, registers=128, q_in_registers=True)
     """
-    parts = text.split("x")
-    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
-        raise ValueError(f"expected queries x keys x warps x stages, such as 64x128x8x2; got {text!r}")
-    config = Config(*map(int, parts))
+    parts = text.removesuffix("q").split("x")
+    if len(parts) not in (4, 5) or not all(part.isdecimal() for part in parts):
+        raise ValueError(
+            "expected queries x keys x warps x stages, then x registers if limited, then q if the queries are in "
+            f"registers, such as 64x128x8x2; got {text!r}"
+        )
+    config = Config(*map(int, parts))._replace(q_in_registers=text.endswith("q"))
     if any(number < 1 or number & (number - 1) for number in config[:3]):
         raise ValueError(f"tiles and warps must be powers of two; got {text!r}")
+    if config.registers and not 24 <= config.registers <= 255:
+        raise ValueError(f"a thread may have 24 to 255 registers; got {text!r}")
     return config
 
 
 def candidates(target: Target) -> list[Config]:
     """Configurations worth a compilation: their accumulators fit in the registers, and their tiles in shared memory."""
     stages = (1,) if target.arithmetic == "ieee" else (1, 2, 3, 4)
-    every = product(_TILES, _TILES, (4, 8), stages)
+    half = target.arithmetic == "half"
+    limits = (0, *_LIMITS) if half else (0,)
+    in_registers = (False, True) if half and target.kernel == "forward" else (False,)
+    every = product(_TILES, _TILES, (4, 8), stages, limits, in_registers)
     return [config for config in (Config(*numbers) for numbers in every) if _fits(target, config)]
 
 
@@ -60,9 +71,9 @@ def _fits(target: Target, config: Config) -> bool:
     else:
         accumulators, kept, streamed = m * dim, 2 * m * dim, 2 * n * dim
     scores = m * n * (1 if target.kernel == "forward" else 2)
-    # At most 255 registers a thread, and a tenth of them for addresses.
+    # A tenth of the registers of a thread is for addresses.
     threads = 32 * config.num_warps
-    if accumulators + scores > min(230 * threads, _REGISTERS):
+    if accumulators + scores > min(0.9 * (config.registers or 255) * threads, _REGISTERS):
         return False
     if m * n < 16 * 16 * config.num_warps:  # a warp has nothing to do
         return False

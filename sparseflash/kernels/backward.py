@@ -1,4 +1,4 @@
-"""The backward kernels: delta, then dK and dV over the mask's columns, and dQ over its rows.
+"""The backward kernels: dQ over the rows of the mask, which finds delta too, then dK and dV over its columns.
 
 Probabilities are recomputed from the scores and the forward's lse. Each output has one program that writes it, so
 there are no atomics and the bits are the same at every run.
@@ -27,54 +27,46 @@ from sparseflash.kernels.tile import (
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["heads", "q_len", "row_tiles"])
-def delta_kernel(
-    out_ptr, dout_ptr,  # [B, Hq, Nq, DV]
-    lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous; dlse_ptr None if no gradient comes through lse
-    lse2_ptr, delta_ptr,  # [B, Hq, Nq] contiguous, written
-    heads, q_len, row_tiles,
-    out_strides, dout_strides,
-    DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
+@triton.jit
+def numbers_of_rows(
+    x, batch_head, first_q, rows, q_len, row_stride, other,
+    TOKENS: tl.constexpr, INSIDE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(out * dout) - dlse, and lse in base 2; for queries without keys 0 and +inf.
+    """The numbers of the queries `rows`, one each, [TOKENS]; past the end `other`, or 0 if TMA.
 
-    With lse2 = +inf the other kernels get p = exp2(s - inf) = 0 for such a query without asking.
+    `x` is a descriptor of [B * Hq, Nq] if TMA, or else a pointer to [B, Hq, row_stride]. By pointers every thread loads
+    for itself all that it needs, a number at a time.
     """
-    batch_head = tl.program_id(0) // row_tiles
-    first_q = tl.program_id(0) % row_tiles * BLOCK_M
-    batch, head = batch_head // heads, batch_head % heads
-    out = load_tokens(out_ptr, batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M, False, False)
-    dout = load_tokens(dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False)
-    rows = first_q + tl.arange(0, BLOCK_M)
-    at = tl.cast(batch_head, tl.int64) * q_len + rows
-    lse = tl.load(lse_ptr + at, mask=rows < q_len, other=float("-inf"))
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)
-    empty = lse == float("-inf")
-    tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=rows < q_len)
-    tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=rows < q_len)
+    if TMA:
+        return x.load([batch_head, first_q]).reshape(TOKENS)
+    else:
+        at = x + tl.cast(batch_head, tl.int64) * row_stride + rows
+        if INSIDE:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=rows < q_len, other=other)
 
 
 @triton.jit
 def key_gradients(
-    dk, dv, k_tile, v_tile, q, k, v, dout, lse2_ptr, inverse_ptr, delta_ptr, dlse_ptr, batch, head, kv_head, heads,
+    dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, kv_head, heads,
     first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification,
-    qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
+    qk_scale, one, q_strides, k_strides, v_strides, dout_strides, row_stride,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of queries gives to dk (without the scale) and dv. Scores are [keys, queries] here."""
     rows = token_numbers(first_q, BLOCK_M)
+    batch_head = batch * heads + head
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA)
-    if MASKED:
-        lse2 = tl.load(lse2_ptr + rows, mask=rows < q_len, other=0.0 if KEPT else float("inf"))
-        delta = tl.load(delta_ptr + rows, mask=rows < q_len, other=0.0)
-    else:
-        lse2 = tl.load(lse2_ptr + rows)
-        delta = tl.load(delta_ptr + rows)
+    # What lies past the end has no weight by the bits of its tile; it must only be finite, or have exponentials of 0.
+    lse2_row = numbers_of_rows(
+        lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if KEPT else float("inf"),
+        BLOCK_M, not MASKED, ROWS_TMA,
+    )  # fmt: skip
+    delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
     # In full fp32 the products are those of dq_kernel, to the bit, so that dp errs as the delta does that it meets.
     if PRECISION == "ieee":
         scores = products(
@@ -83,9 +75,10 @@ def key_gradients(
         ).T  # fmt: skip
     else:
         scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
-    p = exponentials(scores, lse2[None, :], qk_scale, KEPT, PRECISION)
+    p = exponentials(scores, lse2_row[None, :], qk_scale, KEPT, PRECISION)
     if KEPT:
-        inverse = tl.load(inverse_ptr + rows, mask=rows < q_len, other=0.0)[None, :]
+        at = tl.cast(batch_head, tl.int64) * row_stride + rows
+        inverse = tl.load(inverse_ptr + at, mask=rows < q_len, other=0.0)[None, :]
         p = tl.where(inverse > 0.0, p * inverse, 0.0)
     if MASKED:
         patch_q = 0 if GATHERED > 0 else first_q
@@ -94,7 +87,7 @@ def key_gradients(
     dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA)
     passed = p
     if DROPOUT:
-        keep = kept_weights(seed_ptr, dropped, batch * heads + head, first_q, first_k, BLOCK_M, BLOCK_N, True)
+        keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, True)
         passed = tl.where(keep, p, 0.0)
     dv = accumulate(passed.to(dout_tile.dtype), dout_tile, dv, one, PRECISION)
     if PRECISION == "ieee":
@@ -106,10 +99,10 @@ def key_gradients(
         dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
     if DROPOUT:
         dp = tl.where(keep, dp * amplification, 0.0)
-    ds = dp - delta[None, :]
+    ds = dp - delta_row[None, :]
     if KEPT:
         if dlse_ptr is not None:
-            ds += tl.where(inverse > 0.0, tl.load(dlse_ptr + rows, mask=rows < q_len, other=0.0)[None, :], 0.0)
+            ds += tl.where(inverse > 0.0, tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)[None, :], 0.0)
     ds = p * ds
     dk = accumulate(ds.to(q_tile.dtype), q_tile, dk, one, PRECISION)
     return dk, dv
@@ -131,24 +124,26 @@ def write_gradients(
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @triton.jit(
     do_not_specialize=[
-        "dropped", "amplification", "scale", "qk_scale", "one", "kv_heads", "group", "q_len", "k_len", "col_tiles"
+        "dropped", "amplification", "scale", "qk_scale", "one", "kv_heads", "group", "q_len", "k_len", "col_tiles",
+        "row_stride",
     ]
 )  # fmt: skip
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
-    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
+    lse2, inverse_ptr, delta,  # [B, Hq, row_stride]: see dq_kernel; lse2 and delta are descriptors if ROWS_TMA
     dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEPT, see dq_kernel
     dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
     work_ptr,  # [W, group, ITEM]: as in the forward, over columns, one list a query head of the group
     parts_ptr,  # fp32 [parts, BLOCK_N * (PADDED_D + PADDED_DV)], written: dk, dv; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
-    scale, qk_scale, one, kv_heads, group, q_len, k_len, col_tiles,
+    scale, qk_scale, one, kv_heads, group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward, of a tile of queries
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS_TMA: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
@@ -180,35 +175,30 @@ def dk_dv_kernel(
             inside, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_Q, BLOCK_M, GATHERED)
             full = inside + at_end
         head = kv_head * group + member
-        row = (tl.cast(batch, tl.int64) * (kv_heads * group) + head) * q_len
-        inverse_row, dlse_row = inverse_ptr, dlse_ptr
-        if KEPT:
-            inverse_row += row
-            if dlse_ptr is not None:
-                dlse_row += row
         for i in range(0, full * SPLIT):
             first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
             next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
             dk, dv = key_gradients(
-                dk, dv, k_tile, v_tile, q, k, v, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row,
+                dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr,
                 batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0,
                 seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
-                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, False, DROPOUT, KEPT, TMA,
-                PRECISION,
+                row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, False, DROPOUT,
+                KEPT, TMA, PRECISION, ROWS_TMA,
             )  # fmt: skip
-        next_block, next_tile = masked_block, masked_tile
-        for i in range(0, masked * SPLIT):
-            first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
-            tile = next_tile
-            next_block = listed_block(index_ptr, masked_start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
-            next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
-            dk, dv = key_gradients(
-                dk, dv, k_tile, v_tile, q, k, v, dout, lse2_ptr + row, inverse_row, delta_ptr + row, dlse_row,
-                batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile,
-                seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
-                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, True, DROPOUT, KEPT, TMA,
-                PRECISION,
-            )  # fmt: skip
+        if masked > 0:  # as in the forward
+            next_block, next_tile = masked_block, masked_tile
+            for i in range(0, masked * SPLIT):
+                first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
+                tile = next_tile
+                next_block = listed_block(index_ptr, masked_start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
+                next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
+                dk, dv = key_gradients(
+                    dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                    batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile,
+                    seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
+                    row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, True, DROPOUT,
+                    KEPT, TMA, PRECISION, ROWS_TMA,
+                )  # fmt: skip
 
     if parts_ptr is None:
         write_gradients(
@@ -246,28 +236,33 @@ def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, i
 
 @triton.jit(
     do_not_specialize=[
-        "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len", "row_tiles"
+        "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len", "row_tiles",
+        "row_stride",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q, k, v, dout,  # pointers, or descriptors if TMA
-    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, Nq] contiguous; if KEPT, the forward's maximum and inverse
-    dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEPT
-    dq_ptr,  # [B, Hq, Nq, D], written; if DELTA out, [B, Hq, Nq, DV], read
-    own_inverse_ptr,  # [B, Hq, Nq] contiguous, written if DELTA
+    q, k, v,  # pointers, or descriptors if TMA
+    dout_ptr, out_ptr,  # [B, Hq, Nq, DV], the second the forward's
+    lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous, the forward's, and its gradient or None
+    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, row_stride]; if KEPT, the forward's maximum and inverse, and delta
+    dq_ptr,  # [B, Hq, Nq, D], written unless DELTA
+    own_inverse_ptr,  # [B, Hq, row_stride], written if DELTA
     work_ptr,  # as in the forward
     parts_ptr,  # fp32 [parts, BLOCK_M * PADDED_D], written: dq, or if DELTA [parts, BLOCK_M * 3]; or None
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
-    scale, qk_scale, one, heads, group, q_len, k_len, row_tiles,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides,
+    scale, qk_scale, one, heads, group, q_len, k_len, row_tiles, row_stride,
+    q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, DELTA: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    DELTA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries; or, if DELTA, its delta = rowsum(p * dp), for the runs that follow.
+    """dQ of one tile of queries, and what dk_dv_kernel needs of them; if DELTA only their delta, for what comes next.
+
+    That is lse2, the lse in base 2, and delta = rowsum(p * dp) - dlse; for queries without keys +inf and 0, so that
+    they get p = exp2(s - inf) = 0 without asking.
 
     Where few keys have nearly all the weight, the gradient of a score is the difference of nearly equal numbers, dp and
     delta. In half precision rowsum(out * dout) - dlse is as good a delta as any. In fp32 its rounding would be noise
@@ -297,22 +292,40 @@ def dq_kernel(
         full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K, BLOCK_N, GATHERED)
 
     rows = first_q + tl.arange(0, BLOCK_M)
-    row = tl.cast(batch_head, tl.int64) * q_len
-    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
-    dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, TMA)
-    lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0 if KEPT else float("inf"))
-    if DELTA:
-        out_tile = load_tokens(dq_ptr, batch, head, first_q, q_len, dq_strides, DV, PADDED_DV, BLOCK_M, False, False)
-        guess = tl.sum(out_tile * dout_tile, 1)
-        delta = tl.zeros([BLOCK_M], tl.float32)
-        weight = tl.zeros([BLOCK_M], tl.float32)
-    else:
-        delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
+    row = tl.cast(batch_head, tl.int64) * row_stride
+    # A load by a descriptor waits where it stands: what comes by pointers is asked for before, and arrives meanwhile.
+    dout_tile = load_tokens(dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False)
+    if DELTA or not KEPT:
+        out_tile = load_tokens(out_ptr, batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M, False, False)
     if KEPT:
+        lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0)
         inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
         if dlse_ptr is not None:
             dlse = tl.load(dlse_ptr + row + rows, mask=rows < q_len, other=0.0)
             dlse = tl.where(inverse > 0.0, dlse, 0.0)  # without a live key it may be NaN
+    else:
+        at_q = tl.cast(batch_head, tl.int64) * q_len + rows
+        lse = tl.load(lse_ptr + at_q, mask=rows < q_len, other=float("-inf"))
+        if dlse_ptr is not None:
+            dlse = tl.load(dlse_ptr + at_q, mask=rows < q_len, other=0.0)
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
+    if DELTA or not KEPT:
+        guess = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if DELTA:
+        delta = tl.zeros([BLOCK_M], tl.float32)
+        weight = tl.zeros([BLOCK_M], tl.float32)
+    elif KEPT:
+        delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
+    else:
+        empty = lse == float("-inf")
+        lse2 = tl.where(empty, float("inf"), lse * LOG2E)
+        delta = guess
+        if dlse_ptr is not None:
+            delta -= dlse
+        delta = tl.where(empty, 0.0, delta)
+        # The chunks of a row that is cut write the same numbers.
+        tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
+        tl.store(lse2_ptr + row + rows, lse2, mask=rows < q_len)
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
 
     for i in range(0, full * SPLIT):
@@ -328,8 +341,8 @@ def dq_kernel(
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         dp = products(
-            dout_tile, dout, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides, batch,
-            one, DV, PADDED_DV, BLOCK_M, BLOCK_N, False, True, PRECISION,
+            dout_tile, dout_ptr, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides,
+            batch, one, DV, PADDED_DV, BLOCK_M, BLOCK_N, False, True, PRECISION,
         )  # fmt: skip
         if DROPOUT:
             keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
@@ -339,54 +352,59 @@ def dq_kernel(
             weight += tl.sum(p, 1)
         else:
             ds = dp - delta[:, None]
-            if dlse_ptr is not None:
-                ds += dlse[:, None]
+            if KEPT:
+                if dlse_ptr is not None:
+                    ds += dlse[:, None]
             ds = p * ds
             dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
-    next_block, next_tile = masked_block, masked_tile
-    if HAS_LENGTHS:
-        cut = start + full
-        if at_end > 0:
-            next_block, next_tile = listed_block(index_ptr, cut, 0, BLOCK_N, GATHERED), tl.load(tile_ptr + cut)
-    for i in range(0, (at_end + masked) * SPLIT):
-        first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
-        tile = next_tile
-        at = masked_start + (i + 1) // SPLIT - at_end
+    if at_end + masked > 0:  # as in the forward
+        next_block, next_tile = masked_block, masked_tile
         if HAS_LENGTHS:
-            at = tl.where((i + 1) // SPLIT < at_end, cut, at)
-        next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
-        next_tile = tl.load(tile_ptr + at)
-        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
-        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
-        scores = products(
-            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
-            D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
-        )  # fmt: skip
-        patch_k = 0 if GATHERED > 0 else first_k
-        live = live_scores(words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
-        if HAS_LENGTHS:
-            live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
-        p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
-        if KEPT:
-            p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
-        p = tl.where(live, p, 0.0)
-        dp = products(
-            dout_tile, dout, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides, batch,
-            one, DV, PADDED_DV, BLOCK_M, BLOCK_N, False, False, PRECISION,
-        )  # fmt: skip
-        if DROPOUT:
-            keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
-            dp = tl.where(keep, dp * amplification, 0.0)
-        if DELTA:
-            delta += tl.sum(p * (dp - guess[:, None]), 1)
-            weight += tl.sum(p, 1)
-        else:
-            ds = dp - delta[:, None]
-            if dlse_ptr is not None:
-                ds += dlse[:, None]
-            ds = p * ds
-            dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
+            cut = start + full
+            if at_end > 0:
+                next_block, next_tile = listed_block(index_ptr, cut, 0, BLOCK_N, GATHERED), tl.load(tile_ptr + cut)
+        for i in range(0, (at_end + masked) * SPLIT):
+            first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
+            tile = next_tile
+            at = masked_start + (i + 1) // SPLIT - at_end
+            if HAS_LENGTHS:
+                at = tl.where((i + 1) // SPLIT < at_end, cut, at)
+            next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
+            next_tile = tl.load(tile_ptr + at)
+            k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
+            v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
+            scores = products(
+                q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
+                D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
+            )  # fmt: skip
+            patch_k = 0 if GATHERED > 0 else first_k
+            live = live_scores(
+                words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False
+            )
+            if HAS_LENGTHS:
+                live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
+            p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
+            if KEPT:
+                p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
+            p = tl.where(live, p, 0.0)
+            dp = products(
+                dout_tile, dout_ptr, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides,
+                batch, one, DV, PADDED_DV, BLOCK_M, BLOCK_N, False, False, PRECISION,
+            )  # fmt: skip
+            if DROPOUT:
+                keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+                dp = tl.where(keep, dp * amplification, 0.0)
+            if DELTA:
+                delta += tl.sum(p * (dp - guess[:, None]), 1)
+                weight += tl.sum(p, 1)
+            else:
+                ds = dp - delta[:, None]
+                if KEPT:
+                    if dlse_ptr is not None:
+                        ds += dlse[:, None]
+                ds = p * ds
+                dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
 
     at = row + rows
     if parts_ptr is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+import triton
 
 Kernel = Literal["forward", "dk_dv", "dq"]
 Arithmetic = Literal["half", "tf32", "ieee"]
@@ -21,10 +22,26 @@ class Config(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    # The most that a thread may have, or 0: as many as the compiler likes. One program more on a multiprocessor can be
+    # worth some that are spilled outside the loops: with 168, three of four warps run at a time, with 128 four.
+    registers: int = 0
+    # Multiply the queries from registers, not from shared memory, which is read less then and holds less; forward only.
+    q_in_registers: bool = False
+
+    def __str__(self) -> str:
+        """As `python -m experiments.tune --config` takes it.
+
+        >>> print(Config(64, 128, 4, 2), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, q_in_registers=True))
+        64x128x4x2 64x64x4x3x168 64x64x4x3q
+        """
+        numbers = self[:5] if self.registers else self[:4]
+        return "x".join(map(str, numbers)) + "q" * self.q_in_registers
 
 
+_COPYING = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 _SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of an H100 that programs may have
-_WARPS = 16  # that run at a time where each thread needs 128 registers
+_REGISTERS = 65_536  # of a multiprocessor
+_USUAL_REGISTERS = 128  # a thread
 
 # Tensor cores take a 16 x 16 patch a warp; without them a warp has 32 multipliers to feed.
 _SCORES_A_WARP: dict[Arithmetic, int] = {"half": 256, "tf32": 256, "ieee": 64}
@@ -89,24 +106,40 @@ _CONSUMER: _Table = {
 _HOPPER: _Table = {
     **_AMPERE,
     ("forward", "half", 32): Config(64, 128, 4, 3),
-    ("forward", "half", 64): Config(64, 128, 4, 2),
+    ("forward", "half", 64): Config(64, 64, 4, 3, q_in_registers=True),
     ("forward", "half", 128): Config(128, 64, 4, 2),
     ("forward", "half", 256): Config(128, 64, 8, 2),
     ("dk_dv", "half", 32): Config(64, 64, 4, 2),
-    ("dk_dv", "half", 64): Config(64, 64, 4, 3),
+    ("dk_dv", "half", 64): Config(64, 64, 4, 3, 168),
     ("dk_dv", "half", 128): Config(64, 64, 4, 2),
     ("dk_dv", "half", 256): Config(64, 64, 8, 1),
     ("dq", "half", 32): Config(64, 64, 4, 2),
-    ("dq", "half", 64): Config(64, 64, 4, 2),
+    ("dq", "half", 64): Config(64, 64, 4, 2, 128),
     ("dq", "half", 128): Config(128, 64, 8, 3),
     ("dq", "half", 256): Config(64, 64, 8, 1),
+}
+
+# From Triton 3.9 on, what is multiplied from registers is copied before each matrix instruction, and so these wait for
+# one another.
+_HOPPER_COPYING: _Table = {
+    **_HOPPER,
+    ("forward", "half", 64): Config(64, 128, 4, 2),
+}
+
+# In place of those where the mask cuts what a program holds to 64 tokens.
+_HOPPER_64: _Table = {
+    ("forward", "half", 128): Config(64, 64, 4, 2, q_in_registers=not _COPYING),
+    ("dq", "half", 128): Config(64, 64, 4, 2),
 }
 
 # sm_90 by pointers: addresses take registers that the largest tiles do not leave.
 _HOPPER_POINTERS: _Table = {
     **_HOPPER,
+    ("forward", "half", 64): Config(64, 128, 4, 2),
     ("forward", "half", 128): Config(64, 64, 4, 2),
     ("forward", "half", 256): Config(64, 64, 8, 2),
+    ("dk_dv", "half", 64): Config(64, 64, 4, 3),
+    ("dq", "half", 64): Config(64, 64, 4, 2),
 }
 
 
@@ -115,8 +148,10 @@ def config_for(
     descriptors: bool,
 ) -> Config:  # fmt: skip
     """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide."""
-    table = _table(capability, descriptors)
-    chosen = table[kernel, arithmetic, max(padded_dim, 32)]
+    entry = kernel, arithmetic, max(padded_dim, 32)
+    chosen = _table(capability, descriptors)[entry]
+    if capability[0] in (9, 10) and descriptors and (block[1] if kernel == "dk_dv" else block[0]) == 64:
+        chosen = _HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
     # What a mask with small blocks cuts down has less for many warps to do; but the accumulators of the widest heads
     # fill the registers of four warps, however few the tokens.
@@ -127,29 +162,40 @@ def config_for(
     rows, most = (block_n, chosen.block_n) if kernel == "dk_dv" else (block_m, chosen.block_m)
     if rows == 64 < most and padded_dim <= 128 and arithmetic != "ieee":
         num_warps = min(num_warps, 4)
-    return Config(block_m, block_n, num_warps, chosen.num_stages)
+    is_whole = (block_m, block_n, num_warps) == chosen[:3]  # or registers are no matter
+    return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
 
 
 def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize: int) -> int:
-    """About how many programs a multiprocessor runs at a time: what shared memory holds, and 16 warps, on an H100.
+    """About how many programs a multiprocessor of an H100 runs at a time: what shared memory and registers hold.
 
-    A program holds the queries, or queries and gradients, or keys and values; two streamed tiles a stage come on top.
+    A program holds the queries, if not in registers, or queries and gradients, or keys and values; two streamed tiles a
+    stage come on top.
 
     >>> resident_programs("forward", Config(128, 64, 4, 2), 128, itemsize=2)
     2
-    >>> resident_programs("forward", Config(64, 128, 4, 2), 64, itemsize=2)
+    >>> resident_programs("forward", Config(64, 64, 4, 3, q_in_registers=True), 64, itemsize=2)
+    4
+    >>> resident_programs("dk_dv", Config(64, 64, 4, 3, 168), 64, itemsize=2)
     3
     """
     held, streamed = (config.block_n, config.block_m) if kernel == "dk_dv" else config[:2]
-    tokens = held * (1 if kernel == "forward" else 2) + streamed * 2 * config.num_stages
-    return max(1, min(_SHARED_MEMORY // (tokens * padded_dim * itemsize), _WARPS // config.num_warps))
+    if kernel != "forward":
+        held *= 2
+    elif config.q_in_registers:
+        held = 0
+    tokens = held + streamed * 2 * config.num_stages
+    registers = 32 * config.num_warps * (config.registers or _USUAL_REGISTERS)
+    return max(1, min(_SHARED_MEMORY // (tokens * padded_dim * itemsize), _REGISTERS // registers))
 
 
 def _table(capability: tuple[int, int], descriptors: bool) -> _Table:
     if capability[0] == 8 and capability[1] == 0:
         return _AMPERE
     if capability[0] in (9, 10):
-        return _HOPPER if descriptors else _HOPPER_POINTERS
+        if not descriptors:
+            return _HOPPER_POINTERS
+        return _HOPPER_COPYING if _COPYING else _HOPPER
     return _CONSUMER
 
 

@@ -45,12 +45,11 @@ def write_rows(
         acc = acc * amplification
     maximum = tl.where(empty, 0.0, m_i)
     if KEEP:
-        out = tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
+        out = tl.where(empty[:, None], 0.0, tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)))
         lse = maximum * scale + tl.log2(total) * LN2
     else:
-        out = acc / total[:, None]
+        out = acc * tl.where(empty, 0.0, 1.0 / total)[:, None]
         lse = (maximum + tl.log2(total)) * LN2
-    out = tl.where(empty[:, None], 0.0, out)
     lse = tl.where(empty, float("-inf"), lse)
     store_tokens(
         out_ptr, out.to(out_ptr.dtype.element_ty), batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M
@@ -91,6 +90,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
     GATHERED: tl.constexpr,  # tokens of the blocks that a tile of keys is gathered from, or 0: see tile.py
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries."""
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
@@ -116,6 +116,9 @@ def forward_kernel(
         full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K, BLOCK_N, GATHERED)
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
+    if Q_IN_REGISTERS:
+        # What is loaded stays in shared memory, what is computed in registers: by this the compiler chooses.
+        q_tile = q_tile * tl.cast(one, q_tile.dtype)
     # If KEEP, m_i is the maximum of the raw scores, else of the scaled ones.
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -145,48 +148,51 @@ def forward_kernel(
         acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
         m_i = m_new
 
-    next_block, next_tile = masked_block, masked_tile
-    if HAS_LENGTHS:
-        cut = start + full  # the full tile that the length cuts, if there is one
-        if at_end > 0:
-            next_block, next_tile = listed_block(index_ptr, cut, 0, BLOCK_N, GATHERED), tl.load(tile_ptr + cut)
-    for i in range(0, (at_end + masked) * SPLIT):
-        first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
-        tile = next_tile
-        at = masked_start + (i + 1) // SPLIT - at_end
+    if at_end + masked > 0:  # the loop's first loads take a while even if nothing comes of them
+        next_block, next_tile = masked_block, masked_tile
         if HAS_LENGTHS:
-            at = tl.where((i + 1) // SPLIT < at_end, cut, at)
-        next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
-        next_tile = tl.load(tile_ptr + at)
-        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
-        scores = products(
-            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
-            D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
-        )  # fmt: skip
-        if not KEEP:
-            scores = scores * qk_scale
-        patch_k = 0 if GATHERED > 0 else first_k
-        live = live_scores(words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False)
-        if HAS_LENGTHS:
-            live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
-        scores = tl.where(live, scores, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(scores, 1))
-        # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        if KEEP:
-            scores = tl.where(live, scores, m_safe[:, None])  # -inf * 0 is NaN
-            p = tl.where(live, exponentials(scores, m_safe[:, None], qk_scale, True, PRECISION), 0.0)
-        else:
-            p = tl.exp2(scores - m_safe[:, None])
-        alpha = decay(m_i, m_safe, qk_scale, KEEP)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        if DROPOUT:
-            keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
-            p = tl.where(keep, p, 0.0)
-        acc = acc * alpha[:, None]
-        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
-        acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
-        m_i = m_new
+            cut = start + full  # the full tile that the length cuts, if there is one
+            if at_end > 0:
+                next_block, next_tile = listed_block(index_ptr, cut, 0, BLOCK_N, GATHERED), tl.load(tile_ptr + cut)
+        for i in range(0, (at_end + masked) * SPLIT):
+            first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
+            tile = next_tile
+            at = masked_start + (i + 1) // SPLIT - at_end
+            if HAS_LENGTHS:
+                at = tl.where((i + 1) // SPLIT < at_end, cut, at)
+            next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
+            next_tile = tl.load(tile_ptr + at)
+            k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
+            scores = products(
+                q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
+                D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
+            )  # fmt: skip
+            if not KEEP:
+                scores = scores * qk_scale
+            patch_k = 0 if GATHERED > 0 else first_k
+            live = live_scores(
+                words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False
+            )
+            if HAS_LENGTHS:
+                live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
+            scores = tl.where(live, scores, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+            # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            if KEEP:
+                scores = tl.where(live, scores, m_safe[:, None])  # -inf * 0 is NaN
+                p = tl.where(live, exponentials(scores, m_safe[:, None], qk_scale, True, PRECISION), 0.0)
+            else:
+                p = tl.exp2(scores - m_safe[:, None])
+            alpha = decay(m_i, m_safe, qk_scale, KEEP)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            if DROPOUT:
+                keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+                p = tl.where(keep, p, 0.0)
+            acc = acc * alpha[:, None]
+            v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
+            acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
+            m_i = m_new
 
     if parts_ptr is None:
         write_rows(

@@ -14,17 +14,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash.dropout import amplification
-from sparseflash.kernels.backward import delta_kernel, dk_dv_kernel, dq_kernel
+from sparseflash.kernels.backward import dk_dv_kernel, dq_kernel
 from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_kernel, combine_rows_kernel
 from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for, resident_programs
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
 from sparseflash.kernels.recording import refuse_to_record
 from sparseflash.kernels.tilings import HALF, IEEE, Tiling
-from sparseflash.prepared import OPTIONS, Prepared, on_device
+from sparseflash.prepared import Prepared
 
 LOG2E = 1.4426950408889634
-_DELTA_TOKENS = 64
 _TOKENS_TO_COMBINE = 16
 # Making descriptors costs the host about 15 us a call, which pays once the kernel runs for longer than that.
 _PRODUCTS_FOR_DESCRIPTORS = 10_000_000_000
@@ -83,80 +82,70 @@ def backward(
     dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes `dq`, `dk` and `dv`."""
-    delta = torch.empty_like(lse)
-    lse2, inverse = _halves(kept)
-    if lse2 is None:
-        lse2 = torch.empty_like(lse)
-        row_gradients(out, lse, dout, dlse, lse2, delta)
-        dlse = None  # is in delta now
-    else:
+    if kept.numel():
+        lse2, inverse = kept[0], kept[1]
+        delta = torch.empty_like(lse)
         inverse = row_means(problem, q, k, v, out, dout, lse2, inverse, delta)
+    else:
+        lse2, inverse, delta = empty_rows(lse), None, empty_rows(lse)
+    query_gradients(problem, q, k, v, out, lse, dout, dlse, lse2, inverse, delta, dq)
+    if inverse is None:
+        dlse = None  # is in delta now
     key_gradients(problem, q, k, v, dout, lse2, inverse, delta, dlse, dk, dv)
-    query_gradients(problem, q, k, v, dout, lse2, inverse, delta, dlse, dq)
 
 
-def row_gradients(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, lse2: Tensor, delta: Tensor) -> None:
-    """Writes what the two passes need of each query, in half precision: `lse2` and `delta`."""
-    batch, heads, q_len, dim = out.shape
-    row_tiles = -(-q_len // _DELTA_TOKENS)
-    with on_device(out.device):
-        delta_kernel[(batch * heads * row_tiles,)](
-            out, dout, lse, dlse, lse2, delta, heads, q_len, row_tiles, _strides(out), _strides(dout),
-            DV=dim, PADDED_DV=_padded(dim), BLOCK_M=_DELTA_TOKENS, HAS_DLSE=dlse is not None, num_warps=4,
-            **OPTIONS,
-        )  # fmt: skip
+def empty_rows(lse: Tensor) -> Tensor:
+    """Room for one number a query, fp32 `[B, Hq, >= Nq]`, with rows that the copy engine can read in half precision."""
+    return lse.new_empty(*lse.shape[:2], _row_stride(lse.shape[2], False))
+
+
+def query_gradients(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    lse2: Tensor, inverse: Tensor | None, delta: Tensor, dq: Tensor,
+) -> None:  # fmt: skip
+    """Writes `dq`; and in half precision, where `inverse` is None, `lse2` and `delta`, which hold `dlse` then."""
+    launch = _prepared("dq", problem, q, k, v, dout, out, dq, dlse=dlse)
+    side, parts = launch.side, launch.parts()
+    launch.run(
+        *launch.tokens(q, k, v), dout, out, lse, dlse, lse2, inverse, delta, dq, None,
+        *_last_arguments(launch, problem, parts),
+    )  # fmt: skip
+    if parts is not None:
+        launch.combine(parts, side.merged, dq, None, None, 1.0, problem.scale)
+
+
+def row_means(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, maximum: Tensor, inverse: Tensor,
+    delta: Tensor,
+) -> Tensor:  # fmt: skip
+    """Writes what the two passes need of each query, in fp32: `delta`; returns the inverse they take."""
+    own_inverse = torch.empty_like(delta)
+    launch = _prepared("delta", problem, q, k, v, dout, out)
+    side, parts = launch.side, launch.parts()
+    launch.run(
+        *launch.tokens(q, k, v), dout, out, None, None, maximum, inverse, delta, None, own_inverse,
+        *_last_arguments(launch, problem, parts),
+    )  # fmt: skip
+    if parts is not None:
+        launch.combine(parts, side.merged, inverse, delta, own_inverse)
+    return own_inverse
 
 
 def key_gradients(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
     delta: Tensor, dlse: Tensor | None, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
-    """Writes `dk` and `dv`."""
+    """Writes `dk` and `dv`, from what `query_gradients` found."""
     launch = _prepared("dk_dv", problem, q, k, v, dout, dk, dv, dlse=dlse)
     side, parts = launch.side, launch.parts()
     launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, dk, dv, *_last_arguments(launch, problem, parts)
-    )
+        *launch.tokens(q, k, v, dout), launch.rows(lse2), inverse, launch.rows(delta), dlse, dk, dv,
+        *_last_arguments(launch, problem, parts),
+    )  # fmt: skip
     if parts is not None:
         launch.combine(
             parts, side.merged, dk, dv, problem.lengths, amplification(problem.dropped), problem.scale
         )  # fmt: skip
-
-
-def query_gradients(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
-    delta: Tensor, dlse: Tensor | None, dq: Tensor,
-) -> None:  # fmt: skip
-    """Writes `dq`."""
-    _walk_rows("dq", problem, q, k, v, dout, lse2, inverse, delta, dlse, dq, None)
-
-
-def row_means(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, maximum: Tensor,
-    inverse: Tensor | None, delta: Tensor,
-) -> Tensor:  # fmt: skip
-    """Writes what the two passes need of each query, in fp32: `delta`; returns the inverse they take."""
-    own_inverse = torch.empty_like(delta)
-    _walk_rows("delta", problem, q, k, v, dout, maximum, inverse, delta, None, out, own_inverse)
-    return own_inverse
-
-
-def _walk_rows(
-    name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, inverse: Tensor | None,
-    delta: Tensor, dlse: Tensor | None, rows: Tensor, own_inverse: Tensor | None,
-) -> None:  # fmt: skip
-    launch = _prepared(name, problem, q, k, v, dout, rows, dlse=dlse)
-    side, parts = launch.side, launch.parts()
-    launch.run(
-        *launch.tokens(q, k, v, dout), lse2, inverse, delta, dlse, rows, own_inverse,
-        *_last_arguments(launch, problem, parts),
-    )  # fmt: skip
-    if parts is None:
-        return
-    if own_inverse is not None:
-        launch.combine(parts, side.merged, inverse, delta, own_inverse)
-    else:
-        launch.combine(parts, side.merged, rows, None, None, 1.0, problem.scale)
 
 
 def _last_arguments(launch: Launch, problem: Problem, parts: Tensor | None) -> tuple[Any, ...]:
@@ -176,7 +165,7 @@ class Launch:
         capability = capability_of(q.device)
         arithmetic = arithmetic_of(q.dtype, problem.tf32)
         (heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape[1:], k.shape[1:3], v.shape[-1]
-        loaded = (q, k, v) if kernel == "forward" else (q, k, v, rest[0])
+        loaded = (q, k, v, rest[0]) if kernel == "dk_dv" else (q, k, v)
         products = problem.plan.tiles_total * problem.block[0] * problem.block[1] * (dim + v_dim)
         padded = _padded(max(dim, v_dim))
         may_describe = (
@@ -206,6 +195,10 @@ class Launch:
         self.descriptors = may_describe and tiling.gathered == 0 and (padded <= 128 or from_shared)
         config = config_of(block, self.descriptors)
         self.config: Config = config
+        # The copy engine writes to multiples of 128 bytes of shared memory; 16 numbers are fewer.
+        is_kept = q.dtype == torch.float32
+        self._describes_rows = self.descriptors and not is_kept and config.block_m >= 32
+        self._q_len = q_len
         tile_of = (config.block_m, config.block_n, config.block_n, config.block_m)
         self.boxes = [[1, 1, tile, _padded(x.shape[-1])] for x, tile in zip(loaded, tile_of, strict=False)]
         plan = problem.plan
@@ -214,20 +207,21 @@ class Launch:
         self.numbers = (
             kv_heads if columns else heads, heads // kv_heads, q_len, k_len,
             -(-k_len // config.block_n) if columns else -(-q_len // config.block_m),
-            *map(_strides, (q, k, v, *rest)),
+            *(() if kernel == "forward" else (_row_stride(q_len, is_kept),)),
+            *map(_strides, (q, k, v, *rest, *(rest[-1:] if name == "delta" else ()))),
             dim, v_dim, _padded(dim), _padded(v_dim), *block, config.block_m, config.block_n, tiling.gathered,
-            problem.lengths is not None, problem.seed is not None, q.dtype == torch.float32,
-            *([name == "delta"] if kernel == "dq" else []), self.descriptors,
+            problem.lengths is not None, problem.seed is not None, is_kept, self.descriptors,
             "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision
+            {"forward": config.q_in_registers, "dq": name == "delta", "dk_dv": self._describes_rows}[kernel],
         )  # fmt: skip
-        self._main = Prepared(_KERNELS[kernel], len(self.side.work), q.device, config.num_warps, config.num_stages)
+        self._main = Prepared(_KERNELS[kernel], len(self.side.work), q.device, *config[2:5])
         self._parts: tuple[int, int] | None = None  # their number, and the fp32 numbers of each
         if self.side.merged is not None:
             # Few tokens a program, because there may be few items that are cut, each with many parts.
             tokens = tile if name == "delta" else _TOKENS_TO_COMBINE
             heads_tokens_tiles = self.numbers[0], self.numbers[3 if columns else 2], self.numbers[4]
             dims = dim, v_dim, _padded(dim), _padded(v_dim)
-            dropping, keeping = problem.seed is not None, q.dtype == torch.float32
+            dropping, keeping = problem.seed is not None, is_kept
             numbers: tuple[Any, ...]
             if name == "forward":
                 numbers = *heads_tokens_tiles, _strides(rest[0]), *dims[1::2], tile, tokens, dropping, keeping
@@ -236,7 +230,8 @@ class Launch:
                 numbers = *heads_tokens_tiles[1:], tile
                 size = 3
             else:
-                numbers = *heads_tokens_tiles, *map(_strides, (rest[1], rest[-1])), *dims, tile, tokens, dropping
+                strides = map(_strides, rest[1:] if columns else (rest[-1], rest[-1]))
+                numbers = *heads_tokens_tiles, *strides, *dims, tile, tokens, dropping
                 size = _padded(dim) + (_padded(v_dim) if columns else 0)
             self._parts = self.side.parts, tile * size
             programs = len(self.side.merged) * (tile // tokens)
@@ -264,6 +259,13 @@ class Launch:
     def combine(self, *arguments: Any) -> None:
         """Launches the kernel that merges the parts."""
         self._combining.run(*arguments, *self._numbers_to_combine)
+
+    def rows(self, x: Tensor) -> Tensor | TensorDescriptor:
+        """What `dk_dv_kernel` loads numbers of queries by, of an array `[B, Hq, row_stride]`."""
+        if not self._describes_rows:
+            return x
+        batch, heads, stride = x.shape
+        return TensorDescriptor(x, [batch * heads, self._q_len], [stride, 1], [1, self.config.block_m])
 
     def tokens(self, *tensors: Tensor) -> tuple[Tensor | TensorDescriptor, ...]:
         """What the kernel loads tiles of these tensors by: pointers, or descriptors for the copy engine."""
@@ -309,6 +311,11 @@ def _padded(dim: int) -> int:
 
 def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
+
+
+def _row_stride(q_len: int, kept: bool) -> int:
+    """How far apart the numbers of two heads lie; the copy engine wants a multiple of 16 bytes."""
+    return q_len if kept else -(-q_len // 4) * 4
 
 
 def _can_describe(x: Tensor) -> bool:

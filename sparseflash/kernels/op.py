@@ -54,8 +54,8 @@ def _backward(
         q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped, columns=True
     )
     dlse = None if dlse is None else dlse.contiguous()
-    if kept.data_ptr() % 16:  # hooks for saved tensors may bring it back from anywhere; launches expect it aligned
-        kept = kept.clone()
+    # Hooks for saved tensors may bring them back from anywhere; launches expect them aligned.
+    lse, kept = (x.clone() if x.data_ptr() % 16 else x for x in (lse, kept))
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
     return dq, dk, dv
 

@@ -128,7 +128,8 @@ def store_tokens(
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     start += tl.cast(first, tl.int64) * strides[2]
     pointers = x_ptr + start + (tokens[:, None] * strides[2] + dims[None, :])
-    tl.store(pointers, value, mask=(first + tokens < length)[:, None] & (dims < DIM)[None, :])
+    inside = (first + tokens < length)[:, None]
+    tl.store(pointers, value, mask=inside if PADDED_DIM == DIM else inside & (dims < DIM)[None, :])
 
 
 @triton.jit
