@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.blocks import fit
+from sparseflash.kernels.configs import config_for
 from sparseflash.kernels.tilings import HALF, Cost
 
 TRUE = Cost(loading=0.3, loading_gathered=0.9, step=0.2, program=4.0)
@@ -52,6 +53,18 @@ def test_a_choice_is_compared_with_the_fastest():
     # The mask's own tiling is kept where another is hardly cheaper.
     near = frame.assign(tiles=[1000, int(1000 * HALF.of_step(16, 16) / HALF.of_step(64, 64)), 100], length=1)
     assert fit.chosen(near, HALF).tiling.tolist() == ["16x16x0"]
+
+
+def test_what_would_not_run_today_is_left_out(tmp_path):
+    columns = ["kind", "block", "dim", "kernel", "tiling", "config", "length", "tiles", "ms"]
+    one = config_for("dk_dv", (9, 0), "half", 64, (32, 32), True)
+    rows = [
+        ("local", 32, 64, "dk_dv", "32x32x0", config, 4096, 100, ms)
+        for config, ms in [("32x32x4x3", 1.0), (str(one), 3.0), (str(one._replace(num_stages=2)), 2.0)]
+    ]
+    pd.DataFrame(rows, columns=columns).to_csv(tmp_path / "blocks.csv", index=False)
+    assert fit.read([tmp_path / "blocks.csv"]).ms.tolist() == [1.0, 3.0, 2.0]
+    assert fit.read([tmp_path / "blocks.csv"], shipped=True).ms.tolist() == [2.0]
 
 
 def test_the_command_says_what_it_found(tmp_path):

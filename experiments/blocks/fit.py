@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from experiments.tune.space import parse
+from sparseflash.kernels.configs import config_for
 from sparseflash.kernels.tilings import HALF, Cost, Tiling, cheapest
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -31,13 +32,17 @@ _LEAST, _MOST = 0.02, 20.0  # of a constant
 def main(
     times: Annotated[list[Path], typer.Argument(help="blocks.csv of one run or of several on one GPU.", exists=True)],
     without: Annotated[list[str] | None, typer.Option(help="Leave out this kind of mask; may be repeated.")] = None,
+    shipped: Annotated[
+        bool,
+        typer.Option("--shipped", help="Leave out tiles and warps other than those that Hopper's tables have now."),
+    ] = False,
 ) -> None:
     """Fit the constants of `sparseflash.kernels.tilings.Cost`, and say how well they choose.
 
     scatter: standard deviation of the logarithm of time over cost. choice: time of the chosen tiling over that of the
     fastest, averaged over all masks and kernels for which more than one was timed.
     """
-    frame = read(times, without or ())
+    frame = read(times, without or (), shipped=shipped)
     fitted = fit(frame)
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("", *FITTED, "scatter", "choice", "at worst"):
@@ -58,11 +63,22 @@ def main(
         )
 
 
-def read(paths: Sequence[Path], without: Sequence[str] = ()) -> pd.DataFrame:
-    """The times; of a tiling and configuration that was timed more than once, the first."""
+def read(paths: Sequence[Path], without: Sequence[str] = (), *, shipped: bool = False) -> pd.DataFrame:
+    """The times; of a tiling and configuration that was timed more than once, the first; if `shipped`, of a tiling only
+    what would run today, the fastest."""
     frame = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     frame = frame[~frame.kind.isin(without)]
-    return frame.drop_duplicates([*_CASE, "tiling", "config"]).reset_index(drop=True)
+    if shipped:
+        frame = frame[[would_run(row) for row in frame.itertuples()]].sort_values("ms", kind="stable")
+    return frame.drop_duplicates([*_CASE, "tiling"] if shipped else [*_CASE, "tiling", "config"]).reset_index(drop=True)
+
+
+def would_run(row: Any) -> bool:
+    """Whether a time is of the tiles and warps that an H100 takes for that tiling, by descriptors or by pointers."""
+    held, streamed, _ = map(int, row.tiling.split("x"))
+    block = (streamed, held) if row.kernel == "dk_dv" else (held, streamed)
+    ways = (config_for(row.kernel, (9, 0), "half", row.dim, block, way) for way in (True, False))
+    return parse(row.config)[:3] in [config[:3] for config in ways]
 
 
 def fit(frame: pd.DataFrame) -> Cost:
@@ -81,9 +97,9 @@ def costs(frame: pd.DataFrame, cost: Cost) -> NDArray[np.float64]:
     found = []
     for row in frame.itertuples():
         tiling = Tiling(*map(int, row.tiling.split("x")))
-        block_m, block_n, *_ = parse(row.config)
-        tile = (block_n, block_m) if row.kernel == "dk_dv" else (block_m, block_n)
-        found.append(cost.of_tiles(row.tiles, tiling, tile, row.length))
+        config = parse(row.config)
+        tile = config[1::-1] if row.kernel == "dk_dv" else config[:2]
+        found.append(cost.of_tiles(row.tiles, tiling, tile, row.length, config.num_warps))
     return np.array(found)
 
 

@@ -116,7 +116,7 @@ class Bench:
         config = prepared.config
         tile = (config.block_n, config.block_m) if kernel == "dk_dv" else (config.block_m, config.block_n)
         tiles = retiled.count(int(kernel == "dk_dv"), prepared.tiling)
-        predicted = HALF.of_tiles(tiles, prepared.tiling, tile, self.length)
+        predicted = HALF.of_tiles(tiles, prepared.tiling, tile, self.length, config.num_warps)
         return _Call(call.run, prepared.tiling, config, tiles, predicted, call.results)
 
 

@@ -20,7 +20,7 @@ from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_fo
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
 from sparseflash.kernels.recording import refuse_to_record
-from sparseflash.kernels.tilings import HALF, IEEE, Tiling
+from sparseflash.kernels.tilings import HALF, IEEE, Tile, Tiling
 from sparseflash.prepared import Prepared
 
 LOG2E = 1.4426950408889634
@@ -179,11 +179,14 @@ class Launch:
         def config_of(block: tuple[int, int], descriptors: bool) -> Config:
             return config_for(kernel, capability, arithmetic, padded, block, descriptors)
 
+        def warps(tile: Tile, is_gathered: bool) -> int:
+            return config_of(tile[::-1] if columns else tile, may_describe and not is_gathered).num_warps
+
         tiling = None
         if products >= _PRODUCTS_FOR_TILINGS:
             wanted = [config_of(_ANY_BLOCK, descriptors)[:2] for descriptors in (may_describe, False)]
             whole, gathered = ((n, m) if columns else (m, n) for m, n in wanted)
-            tiling = problem.plan.tiling(int(columns), whole, gathered, IEEE if arithmetic == "ieee" else HALF)
+            tiling = problem.plan.tiling(int(columns), whole, gathered, IEEE if arithmetic == "ieee" else HALF, warps)
         if tiling is None:
             tiling = Tiling(*(problem.block[::-1] if columns else problem.block))
         self.tiling: Tiling = tiling

@@ -14,7 +14,7 @@ from sparseflash.csr import row_of_entry
 from sparseflash.derived import once
 from sparseflash.kernels.gather import gathered_keys, gathered_queries
 from sparseflash.kernels.lists import Lists, full_first
-from sparseflash.kernels.tilings import Cost, Tile, Tiling, candidates, choose
+from sparseflash.kernels.tilings import Cost, Tile, Tiling, Warps, candidates, choose
 
 
 class Retiled:
@@ -37,16 +37,14 @@ class Retiled:
         made: Lists = self._once(("lists", axis, tiling), lambda: self._lists(axis, tiling))
         return made
 
-    def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost) -> Tiling:
+    def tiling(
+        self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = lambda tile, gathered: None
+    ) -> Tiling:
         """The tiling to walk; see `choose`."""
         found = self.candidates(axis, whole, gathered)
         if len(found) == 1:
             return found[0]
-        chosen: Tiling = self._once(
-            ("tiling", axis, whole, gathered, cost),
-            lambda: choose(found, lambda tiling: self.count(axis, tiling), self.held(axis), whole, gathered, cost),
-        )
-        return chosen
+        return choose(found, lambda each: self.count(axis, each), self.held(axis), whole, gathered, cost, warps)
 
     def candidates(self, axis: int, whole: Tile, gathered: Tile) -> list[Tiling]:
         """What there is to choose from, the mask's own tiling first."""

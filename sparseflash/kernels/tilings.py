@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 Tile = tuple[int, int]  # tokens held, tokens streamed
+Warps = Callable[[Tile, bool], int | None]  # that walk such tiles; whether they are gathered
 
 
 class Tiling(NamedTuple):
@@ -46,18 +47,18 @@ class Tiling(NamedTuple):
 class Cost(NamedTuple):
     """What a kernel costs under a tiling, in units of the products of 64 x 64 scores on tensor cores.
 
-    In half precision from 135 times of an H100 (three kinds of masks in blocks of 16 to 128, bf16, 64 and 128 channels,
-    three kernels), near the fit of `python -m experiments.blocks.fit
-    experiments/results/speed/blocks-h100-2026-11-22/*.csv --without bigbird`, and moved to where they choose best: for
-    39 masks and kernels what they choose takes 1.4 % longer than the fastest on the average, at most 23 %. The times
-    themselves are off by a fifth.
+    In half precision from times of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64 and 128 channels,
+    three kernels), near the fits of `python -m experiments.blocks.fit --shipped
+    experiments/results/speed/blocks-h100-49b1c4b/*.csv`, and moved to where they choose best: for 23 masks and kernels
+    what they choose takes 2 % longer than the fastest that was timed on the average, at most 25 %. The times themselves
+    are off by a quarter.
     """
 
     # Of 64 streamed tokens: in one piece, most of which goes on while others are multiplied; and gathered, where every
     # thread has addresses to compute.
     loading: float = 0.1
-    loading_gathered: float = 0.45
-    # Every step, of the four warps that a tile of 1024 scores has, or more; smaller ones have fewer.
+    loading_gathered: float = 0.6
+    # Every step of four warps, or more. Fewer wait as long, but leave room for more programs meanwhile.
     step: float = 0.45
     # Every program: to find its work, read what it holds and write its results.
     program: float = 1.9
@@ -65,8 +66,8 @@ class Cost(NamedTuple):
     # part.
     worth: float = 0.9
 
-    def of_step(self, held: int, streamed: int, *, gathered: bool = False) -> float:
-        """One step of a tile of `held` tokens over `streamed` ones.
+    def of_step(self, held: int, streamed: int, *, gathered: bool = False, warps: int | None = None) -> float:
+        """One step of a tile of `held` tokens over `streamed` ones. `warps`: None for one for 256 scores.
 
         >>> round(Cost().of_step(64, 64), 2), round(Cost().of_step(64, 128), 2)
         (1.55, 2.65)
@@ -75,13 +76,25 @@ class Cost(NamedTuple):
         """
         scores = held * streamed
         loading = self.loading_gathered if gathered else self.loading
-        return scores / 4096 + streamed / 64 * loading + self.step * min(1.0, scores / 1024)
+        if warps is None:
+            warps = scores // 256
+        return scores / 4096 + streamed / 64 * loading + self.step * min(1.0, warps / 4)
 
-    def of_tiles(self, count: int, tiling: Tiling, tile: Tile, tokens: int) -> float:
+    def of_tiles(self, count: int, tiling: Tiling, tile: Tile, tokens: int, warps: int | None = None) -> float:
         """A walk over `count` tiles of the lists, in steps of at most `tile`, by programs that hold all `tokens`."""
-        held, streamed = min(tiling.held, tile[0]), min(tiling.streamed, tile[1])
+        held, streamed = step_of(tiling, tile)
         steps = count * (tiling.held // held) * (tiling.streamed // streamed)
-        return steps * self.of_step(held, streamed, gathered=tiling.gathered > 0) + self.program * tokens / held
+        step = self.of_step(held, streamed, gathered=tiling.gathered > 0, warps=warps)
+        return steps * step + self.program * tokens / held
+
+
+def step_of(tiling: Tiling, tile: Tile) -> Tile:
+    """The tile of one step through tiles of that tiling, by a kernel that would take `tile`.
+
+    >>> step_of(Tiling(128, 16), (64, 128))
+    (64, 16)
+    """
+    return min(tiling.held, tile[0]), min(tiling.streamed, tile[1])
 
 
 HALF = Cost()
@@ -120,14 +133,19 @@ def _united(own: int, most: int, *sizes: int) -> list[int]:
 
 
 def choose(
-    tilings: Sequence[Tiling], count: Callable[[Tiling], int], tokens: int, whole: Tile, gathered: Tile, cost: Cost
-) -> Tiling:
+    tilings: Sequence[Tiling], count: Callable[[Tiling], int], tokens: int, whole: Tile, gathered: Tile, cost: Cost,
+    warps: Warps,
+) -> Tiling:  # fmt: skip
     """The cheapest; but the first, which is the mask's own, unless that costs enough more.
 
     `count`: the tiles that the lists of a tiling hold together, for so many held `tokens`. `whole` and `gathered` as in
     `candidates`.
     """
-    prices = [cost.of_tiles(count(t), t, gathered if t.gathered else whole, tokens) for t in tilings]
+    prices = []
+    for tiling in tilings:
+        tile = gathered if tiling.gathered else whole
+        step = warps(step_of(tiling, tile), tiling.gathered > 0)
+        prices.append(cost.of_tiles(count(tiling), tiling, tile, tokens, step))
     return tilings[cheapest(prices, cost.worth)]
 
 
