@@ -42,7 +42,6 @@ _COPYING = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 _SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of an H100 that programs may have
 _REGISTERS = 65_536  # of a multiprocessor
 _USUAL_REGISTERS = 128  # a thread
-_NUMBERS = 128  # fp32 results and scores that a thread can hold
 
 # Tensor cores take a 16 x 16 patch a warp; without them a warp has 32 multipliers to feed.
 _SCORES_A_WARP: dict[Arithmetic, int] = {"half": 256, "tf32": 256, "ieee": 64}
@@ -170,18 +169,19 @@ def config_for(
 
 
 def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
-    """So few that their registers just hold the results and the scores, and that none loads more than 64 tokens a step.
+    """So few that their registers just hold the results, the scores and, in long steps, what is loaded.
 
     Warps that share a tile too small for the matrix instructions of four each load most of its operands for themselves.
     Measured on an H100 for tiles of 32 x 32: the forward at D = 64 by one warp takes 0.46 of the time that four take,
-    dq 0.58, dk_dv by two warps 0.69. With 160 to 320 numbers a thread it is 0.9 to 26 times: what spills cost.
+    dq 0.58, dk_dv by two warps 0.69. With 160 to 320 numbers a thread it is 0.9 to 26 times: what spills cost. Next
+    to nothing is spilled with 128, or with 96 in steps of more than 32 tokens.
     """
     if kernel == "dk_dv":
         numbers = 2 * block_n * dim + 2 * block_m * block_n
     else:
         numbers = block_m * dim + block_m * block_n * (1 if kernel == "forward" else 2)
     streamed = block_m if kernel == "dk_dv" else block_n
-    warps = max(-(-numbers // (_NUMBERS * 32)), -(-streamed // 64))
+    warps = -(-numbers // (32 * (128 if streamed <= 32 else 96)))
     return 1 << (warps - 1).bit_length()
 
 
