@@ -23,7 +23,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     # The most that a thread may have, or 0: as many as the compiler likes. One program more on a multiprocessor can be
-    # worth some that are spilled outside the loops: with 168, three of four warps run at a time, with 128 four.
+    # worth some that are spilled outside the loops. With 168, three programs of four warps fit, with 128 four.
     registers: int = 0
     # Multiply the queries from registers, not from shared memory, which is read less then and holds less; forward only.
     q_in_registers: bool = False
