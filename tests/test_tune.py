@@ -75,16 +75,19 @@ def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
         "target = Target('dq', 'half', 64, True)\n"
         "asked = [(Config(64, 64, 4, 2), 232448), (Config(128, 128, 4, 1), 232448), (Config(64, 64, 4, 2), 40000)]\n"
         "asked.append((Config(128, 128, 4, 1), 232448, True))\n"
-        "print(json.dumps([compile_one(target, config, 90, *options).why for config, *options in asked]))"
+        "found = [compile_one(target, config, 90, *options).why for config, *options in asked]\n"
+        "limited = Target('dk_dv', 'half', 64, True), Config(64, 64, 4, 3, 168), 90, 232448\n"
+        "print(json.dumps([*found, compile_one(*limited).why]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    good, spills, large, asked_for = json.loads(done.stdout)
+    good, spills, large, asked_for, limited = json.loads(done.stdout)
     assert good == ""
     assert spills.startswith("spills ")
     assert large.endswith("bytes of shared memory")
     assert asked_for == ""
+    assert limited == ""  # though it spills some bytes, for one program more
 
 
 @pytest.mark.parametrize(("kernel", "arithmetic"), [("forward", "half"), ("dk_dv", "half"), ("dq", "ieee")])

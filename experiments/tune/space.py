@@ -77,4 +77,9 @@ def _fits(target: Target, config: Config) -> bool:
         return False
     if m * n < 16 * 16 * config.num_warps:  # a warp has nothing to do
         return False
-    return size * (kept + config.num_stages * streamed) <= _SHARED
+    shared = size * (kept + config.num_stages * streamed)
+    if config.registers:
+        # It is for one program more, which must find room in shared memory, too; and for one reason at a time.
+        programs = _REGISTERS // (threads * config.registers)
+        return config.num_warps == 4 and not config.q_in_registers and programs * shared <= _SHARED
+    return shared <= _SHARED
