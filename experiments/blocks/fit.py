@@ -16,7 +16,7 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from experiments.tune.space import parse
-from sparseflash.kernels.configs import config_for
+from sparseflash.kernels.configs import config_for, held_first
 from sparseflash.kernels.tilings import HALF, Cost, Tiling, cheapest
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -76,7 +76,7 @@ def read(paths: Sequence[Path], without: Sequence[str] = (), *, shipped: bool = 
 def would_run(row: Any) -> bool:
     """Whether a time is of the tiles and warps that an H100 takes for that tiling, by descriptors or by pointers."""
     held, streamed, _ = map(int, row.tiling.split("x"))
-    block = (streamed, held) if row.kernel == "dk_dv" else (held, streamed)
+    block = held_first(row.kernel, (held, streamed))
     ways = (config_for(row.kernel, (9, 0), "half", row.dim, block, way) for way in (True, False))
     return parse(row.config)[:3] in [config[:3] for config in ways]
 
@@ -98,7 +98,7 @@ def costs(frame: pd.DataFrame, cost: Cost) -> NDArray[np.float64]:
     for row in frame.itertuples():
         tiling = Tiling(*map(int, row.tiling.split("x")))
         config = parse(row.config)
-        tile = config[1::-1] if row.kernel == "dk_dv" else config[:2]
+        tile = held_first(row.kernel, config[:2])
         found.append(cost.of_tiles(row.tiles, tiling, tile, row.length, config.num_warps))
     return np.array(found)
 

@@ -14,7 +14,7 @@ from experiments.speed import timing
 from experiments.speed.patterns import block_mask, pattern
 from experiments.tune.kernel_call import fresh_problem, kernel_call
 from sparseflash.kernels import launch
-from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for
+from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for, held_first
 from sparseflash.kernels.retiled import Retiled
 from sparseflash.kernels.tilings import HALF, Tiling
 
@@ -103,7 +103,7 @@ class Bench:
         capability = launch.capability_of(self.device)
         arithmetic = arithmetic_of(self.q.dtype, False)
         configs = [config_for(kernel, capability, arithmetic, self.dim, (256, 256), way) for way in (True, False)]
-        return [(c.block_n, c.block_m) if kernel == "dk_dv" else (c.block_m, c.block_n) for c in configs]
+        return [held_first(kernel, config[:2]) for config in configs]
 
     def _call(self, kind: str, block: int, kernel: Kernel, tiling: Tiling | str | None) -> _Call:
         problem = self._problem(kind, block)
@@ -114,7 +114,7 @@ class Bench:
         retiled = problem.plan._retiled
         assert retiled is not None
         config = prepared.config
-        tile = (config.block_n, config.block_m) if kernel == "dk_dv" else (config.block_m, config.block_n)
+        tile = held_first(kernel, config[:2])
         tiles = retiled.count(int(kernel == "dk_dv"), prepared.tiling)
         predicted = HALF.of_tiles(tiles, prepared.tiling, tile, self.length, config.num_warps)
         return _Call(call.run, prepared.tiling, config, tiles, predicted, call.results)

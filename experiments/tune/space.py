@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from sparseflash.kernels.configs import Arithmetic, Config, Kernel
+from sparseflash.kernels.configs import Arithmetic, Config, Kernel, held_first, results_and_scores
 
 KERNELS: tuple[Kernel, ...] = ("forward", "dk_dv", "dq")
 ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "ieee")
@@ -64,16 +64,11 @@ def candidates(target: Target) -> list[Config]:
 def _fits(target: Target, config: Config) -> bool:
     size = 2 if target.arithmetic == "half" else 4
     m, n, dim = config.block_m, config.block_n, target.dim
-    if target.kernel == "forward":
-        accumulators, kept, streamed = m * dim, m * dim, 2 * n * dim
-    elif target.kernel == "dk_dv":
-        accumulators, kept, streamed = 2 * n * dim, 2 * n * dim, 2 * m * dim
-    else:
-        accumulators, kept, streamed = m * dim, 2 * m * dim, 2 * n * dim
-    scores = m * n * (1 if target.kernel == "forward" else 2)
+    held, other = held_first(target.kernel, (m, n))
+    kept, streamed = held * dim * (1 if target.kernel == "forward" else 2), 2 * other * dim
     # A tenth of the registers of a thread is for addresses.
     threads = 32 * config.num_warps
-    if accumulators + scores > min(0.9 * (config.registers or 255) * threads, _REGISTERS):
+    if results_and_scores(target.kernel, m, n, dim) > min(0.9 * (config.registers or 255) * threads, _REGISTERS):
         return False
     if m * n < 16 * 16 * config.num_warps:  # a warp has nothing to do
         return False

@@ -150,7 +150,7 @@ def config_for(
     """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide."""
     entry = kernel, arithmetic, max(padded_dim, 32)
     chosen = _table(capability, descriptors)[entry]
-    if capability[0] in (9, 10) and descriptors and (block[1] if kernel == "dk_dv" else block[0]) == 64:
+    if capability[0] in (9, 10) and descriptors and held_first(kernel, block)[0] == 64:
         chosen = _HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
     # What a mask with small blocks cuts down has less for many warps to do; but the accumulators of the widest heads
@@ -159,7 +159,7 @@ def config_for(
     num_warps = min(chosen.num_warps, max(fewest, block_m * block_n // _SCORES_A_WARP[arithmetic]))
     # Four warps multiply 64 rows. Eight would share the columns of what is left of a tile of 128 rows: measured on an
     # H100, that takes 1.8 to 2.8 times as long.
-    rows, most = (block_n, chosen.block_n) if kernel == "dk_dv" else (block_m, chosen.block_m)
+    rows, most = held_first(kernel, (block_m, block_n))[0], held_first(kernel, chosen[:2])[0]
     if rows == 64 < most and padded_dim <= 128 and arithmetic != "ieee":
         num_warps = min(num_warps, 4)
     if rows < 64 and padded_dim <= 128 and arithmetic == "half":
@@ -176,13 +176,25 @@ def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
     dq 0.58, dk_dv by two warps 0.69. With 160 to 320 numbers a thread it is 0.9 to 26 times: what spills cost. Next
     to nothing is spilled with 128, or with 96 in steps of more than 32 tokens.
     """
-    if kernel == "dk_dv":
-        numbers = 2 * block_n * dim + 2 * block_m * block_n
-    else:
-        numbers = block_m * dim + block_m * block_n * (1 if kernel == "forward" else 2)
-    streamed = block_m if kernel == "dk_dv" else block_n
-    warps = -(-numbers // (32 * (128 if streamed <= 32 else 96)))
+    _, streamed = held_first(kernel, (block_m, block_n))
+    warps = -(-results_and_scores(kernel, block_m, block_n, dim) // (32 * (128 if streamed <= 32 else 96)))
     return 1 << (warps - 1).bit_length()
+
+
+def held_first(kernel: Kernel, tile: tuple[int, int]) -> tuple[int, int]:
+    """`(queries, keys)` as `(held, streamed)`, and back: the kernel over columns holds keys, the others queries.
+
+    >>> held_first("dq", (64, 128)), held_first("dk_dv", (64, 128))
+    ((64, 128), (128, 64))
+    """
+    return tile[::-1] if kernel == "dk_dv" else tile
+
+
+def results_and_scores(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
+    """The fp32 numbers that a program has in registers: what it sums up, the scores of a step, and their gradients."""
+    held, streamed = held_first(kernel, (block_m, block_n))
+    results = 2 if kernel == "dk_dv" else 1
+    return results * held * dim + held * streamed * (1 if kernel == "forward" else 2)
 
 
 def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize: int) -> int:
@@ -198,7 +210,7 @@ def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize:
     >>> resident_programs("dk_dv", Config(64, 64, 4, 3, 168), 64, itemsize=2)
     3
     """
-    held, streamed = (config.block_n, config.block_m) if kernel == "dk_dv" else config[:2]
+    held, streamed = held_first(kernel, config[:2])
     if kernel != "forward":
         held *= 2
     elif config.q_in_registers:

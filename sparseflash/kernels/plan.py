@@ -21,7 +21,7 @@ from sparseflash.kernels.order import start_order
 from sparseflash.kernels.recording import refuse_to_record
 from sparseflash.kernels.retiled import Retiled
 from sparseflash.kernels.splits import Items, cut_items, cuts_of
-from sparseflash.kernels.tilings import Cost, Tile, Tiling, Warps
+from sparseflash.kernels.tilings import Cost, Tile, Tiling, Warps, usual_warps
 from sparseflash.streams import Made
 
 _MOST_PLANS = 64  # of a mask, or without one: who has so many batch sizes or lengths has few calls of each
@@ -81,9 +81,7 @@ class Plan:
         batch, heads = self._pattern.shape
         return self._side(1, tile, tiling, resident, self._pattern.view(batch, self._kv_heads, heads // self._kv_heads))
 
-    def tiling(
-        self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = lambda tile, gathered: None
-    ) -> Tiling | None:
+    def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling | None:
         """What a kernel over `axis`, 0: rows, 1: columns, should walk, given the tiles that it would take itself.
 
         None for the tiles of the mask. Counting waits for the device, once a mask.

@@ -14,7 +14,7 @@ from sparseflash.csr import row_of_entry
 from sparseflash.derived import once
 from sparseflash.kernels.gather import gathered_keys, gathered_queries
 from sparseflash.kernels.lists import Lists, full_first
-from sparseflash.kernels.tilings import Cost, Tile, Tiling, Warps, candidates, choose
+from sparseflash.kernels.tilings import Cost, Tile, Tiling, Warps, candidates, choose, usual_warps
 
 
 class Retiled:
@@ -37,9 +37,7 @@ class Retiled:
         made: Lists = self._once(("lists", axis, tiling), lambda: self._lists(axis, tiling))
         return made
 
-    def tiling(
-        self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = lambda tile, gathered: None
-    ) -> Tiling:
+    def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling:
         """The tiling to walk; see `choose`."""
         found = self.candidates(axis, whole, gathered)
         if len(found) == 1:

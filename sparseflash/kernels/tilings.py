@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 Tile = tuple[int, int]  # tokens held, tokens streamed
-Warps = Callable[[Tile, bool], int | None]  # that walk such tiles; whether they are gathered
+Warps = Callable[[Tile, bool], int]  # that walk such tiles; whether they are gathered
 
 
 class Tiling(NamedTuple):
@@ -67,7 +67,7 @@ class Cost(NamedTuple):
     worth: float = 0.9
 
     def of_step(self, held: int, streamed: int, *, gathered: bool = False, warps: int | None = None) -> float:
-        """One step of a tile of `held` tokens over `streamed` ones. `warps`: None for one for 256 scores.
+        """One step of a tile of `held` tokens over `streamed` ones. `warps`: None for the usual ones.
 
         >>> round(Cost().of_step(64, 64), 2), round(Cost().of_step(64, 128), 2)
         (1.55, 2.65)
@@ -77,7 +77,7 @@ class Cost(NamedTuple):
         scores = held * streamed
         loading = self.loading_gathered if gathered else self.loading
         if warps is None:
-            warps = scores // 256
+            warps = usual_warps((held, streamed), gathered)
         return scores / 4096 + streamed / 64 * loading + self.step * min(1.0, warps / 4)
 
     def of_tiles(self, count: int, tiling: Tiling, tile: Tile, tokens: int, warps: int | None = None) -> float:
@@ -86,6 +86,11 @@ class Cost(NamedTuple):
         steps = count * (tiling.held // held) * (tiling.streamed // streamed)
         step = self.of_step(held, streamed, gathered=tiling.gathered > 0, warps=warps)
         return steps * step + self.program * tokens / held
+
+
+def usual_warps(tile: Tile, gathered: bool) -> int:
+    """One for 256 scores."""
+    return tile[0] * tile[1] // 256
 
 
 def step_of(tiling: Tiling, tile: Tile) -> Tile:
