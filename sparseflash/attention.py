@@ -53,7 +53,7 @@ def attention(
         k: keys `[B, Hkv, Nk, D]`; Hq is a multiple of Hkv (grouped and multi-query attention: query head h reads
             key head `h // (Hq // Hkv)`).
         v: values `[B, Hkv, Nk, Dv]`. All three have one floating dtype and lie on one device; any strides with a
-            contiguous last dimension.
+            contiguous last dimension. The kernel reads a copy of what has rows that begin off multiples of 16 bytes.
         mask: the live scores; its lengths are Nq and Nk, its batch and head counts those of q or 1. None: all live.
             It must lie on q's device: move it once with `mask.to(device)`. It is not moved for you, because a copy
             at every call, or a hidden one kept in device memory, would be a surprise. What lies past a sequence's

@@ -43,6 +43,18 @@ def pytest_configure(config):
         torch.set_num_threads(1)  # the workers share the cores already
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_keep_to_their_arguments(request):
+    if asks_for_gpu(request.config):
+        yield
+        return
+    from bounds import watch_addresses
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        watch_addresses(monkeypatch)
+        yield
+
+
 @pytest.fixture
 def small_blocks_of_dense_attention(monkeypatch):
     """In the interpreter a tile takes its time, however few tokens are in it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -25,6 +25,9 @@ def main(
     dim: Annotated[list[int] | None, typer.Option(help="Head dim; may be repeated.")] = None,
     arithmetic: Annotated[
         list[str] | None, typer.Option(help="bfloat16, float16, tf32 or float32; may be repeated.")
+    ] = None,
+    value_dim: Annotated[
+        int | None, typer.Option(help="Head dim of the values.", show_default="that of the queries and keys")
     ] = None,
     block: Annotated[int, typer.Option(help="Tokens a tile of the mask.")] = 128,
     lengths: Annotated[bool, typer.Option(help="With a mask that has lengths (padding).")] = False,
@@ -65,8 +68,10 @@ def main(
                 for d in dim or [64, 128]:
                     for descriptors in (True, False) if a >= 90 and kind != "float32" and not gathered else (False,):
                         status.update(f"sm_{a} {kind} D={d} {'descriptors' if descriptors else 'pointers'}")
-                        variant = {"block": block, "descriptors": descriptors, "lengths": lengths, "dropout": dropout,
-                                   "split": split, "gathered": gathered}  # fmt: skip
+                        variant: dict[str, Any] = {
+                            "value_dim": value_dim, "block": block, "descriptors": descriptors, "lengths": lengths,
+                            "dropout": dropout, "split": split, "gathered": gathered,
+                        }  # fmt: skip
                         for r in compile_all(a, kind, d, **variant):
                             limit = SHARED_LIMITS.get(a)
                             too_much = limit is not None and r.shared > limit
@@ -77,6 +82,7 @@ def main(
                             notes = [
                                 *([f"over the limit of {limit}"] if too_much else []),
                                 *(["serialised wgmma"] if r.serialised else []),
+                                *(["two layouts at one address"] if r.two_layouts else []),
                             ]
                             table.add_row(
                                 f"sm_{a}", kind, r.kernel, "descriptors" if r.descriptors else "pointers",

@@ -35,6 +35,7 @@ class Report:
     kernel: str
     arithmetic: str
     dim: int
+    value_dim: int
     block: int
     descriptors: bool
     lengths: bool
@@ -46,6 +47,7 @@ class Report:
     shared: int  # bytes of shared memory a program
     wgmma: int  # Hopper's asynchronous matrix instructions in the code
     serialised: bool  # ptxas could not keep those asynchronous
+    two_layouts: bool  # some place in shared memory is read under two layouts, which ptxas 12.8 gets wrong
 
 
 class _NoDevice:
@@ -72,6 +74,7 @@ def compile_all(
     arithmetic: str,
     dim: int,
     *,
+    value_dim: int | None = None,
     block: int = 128,
     descriptors: bool = False,
     lengths: bool = False,
@@ -82,16 +85,18 @@ def compile_all(
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
-    `descriptors`: the launcher is to use them where it can. `split`: with rows and columns that are cut into chunks,
-    and so with the kernels that merge them. `gathered`: the mask has small blocks, and tiles are gathered from as many
-    as they have room for; without it they are those of the mask. `only`: compile nothing else.
+    `value_dim`: that of the values, if it is another. `descriptors`: the launcher is to use them where it can. `split`:
+    with rows and columns that are cut into chunks, and so with the kernels that merge them. `gathered`: the mask has
+    small blocks, and tiles are gathered from as many as they have room for; without it they are those of the mask.
+    `only`: compile nothing else.
     """
     with _compiling_for(arch, descriptors, only) as compiled, _cutting(split), _gathering(gathered):
-        _launch_all(arithmetic, dim, block, lengths, dropout)
-    return [
-        _report(name, kernel, arch, arithmetic, dim, block, lengths, dropout, split, gathered)
-        for name, kernel in compiled
-    ]
+        _launch_all(arithmetic, dim, value_dim or dim, block, lengths, dropout)
+    asked = {
+        "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim or dim, "block": block,
+        "lengths": lengths, "dropout": dropout, "split": split, "gathered": gathered,
+    }  # fmt: skip
+    return [_report(name, kernel, asked) for name, kernel in compiled]
 
 
 @contextmanager
@@ -141,9 +146,9 @@ def _gathering(gathered: bool) -> Iterator[None]:
         yield
 
 
-def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool) -> None:
+def _launch_all(arithmetic: str, dim: int, value_dim: int, block: int, lengths: bool, dropout: bool) -> None:
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
-    q, k, v, out, dout, dq, dk, dv = (torch.empty(1, 2, TOKENS, dim, dtype=dtype) for _ in range(8))
+    q, k, dq, dk, v, out, dout, dv = (torch.empty(1, 2, TOKENS, d, dtype=dtype) for d in [dim] * 4 + [value_dim] * 4)
     lse, dlse = torch.empty(1, 2, TOKENS), torch.empty(1, 2, TOKENS)
     kept = torch.empty((2, 1, 2, TOKENS) if dtype == torch.float32 else (0,))
     mask = masks.causal(TOKENS, block=block)
@@ -156,33 +161,41 @@ def _launch_all(arithmetic: str, dim: int, block: int, lengths: bool, dropout: b
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
 
 
-def _report(
-    name: str, kernel: Any, arch: int, arithmetic: str, dim: int, block: int, lengths: bool, dropout: bool,
-    split: bool, gathered: bool,
-) -> Report:  # fmt: skip
+def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
     ptx = kernel.asm["ptx"]
-    said = _ptxas(ptx, arch)
+    said = _ptxas(ptx, asked["arch"])
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores", said)
     if registers is None or spilled is None:
         raise RuntimeError(f"ptxas did not say what {name} uses: {said}")
     return Report(
-        arch=arch,
         kernel=name.removesuffix("_kernel"),
-        arithmetic=arithmetic,
-        dim=dim,
-        block=block,
         descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline
-        lengths=lengths,
-        dropout=dropout,
-        split=split,
-        gathered=gathered,
         registers=int(registers[1]),
         spilled=int(spilled[1]),
         shared=kernel.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         serialised=re.search(r"C75\d\d", said) is not None,
+        two_layouts=has_two_layouts(ptx),
+        **asked,
     )
+
+
+def has_two_layouts(ptx: str) -> bool:
+    """Whether tiles that matrix instructions read under different layouts take turns at one address.
+
+    A descriptor is the address, in 14 bits, and the layout, in the upper half of 64; the compiler adds or ors them.
+
+    >>> one = "or.b64 %rd5, %rd1, 4611686293305294848; add.s64 %rd6, %rd1, 4611686293305294850;"  # 0x40000040...
+    >>> has_two_layouts(one), has_two_layouts(one + "add.s64 %rd7, %rd1, -4611685949707911136;")  # 0xc0000010...
+    (False, True)
+    """
+    layouts: dict[str, set[int]] = {}
+    for address, number in re.findall(r"(?:or|add)\.[bs]64\s+%rd\d+, (%rd\d+), (-?\d+);", ptx):
+        layout = int(number) % 2**64 >> 32
+        if layout >> 30 and not layout & 0x3FFFFF00:  # one of three shuffles, and a stride below 256 x 16 bytes
+            layouts.setdefault(address, set()).add(layout)
+    return any(len(each) > 1 for each in layouts.values())
 
 
 def _ptxas(ptx: str, arch: int) -> str:

@@ -91,5 +91,5 @@ def flops(
 
 
 def _padded(dim: int) -> int:
-    """The head dim that the kernels compute with."""
+    """The head dim that the kernels compute with, but for Hopper, where a narrow one of two may be wider still."""
     return max(16, 1 << (dim - 1).bit_length())

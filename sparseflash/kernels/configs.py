@@ -197,6 +197,28 @@ def results_and_scores(kernel: Kernel, block_m: int, block_n: int, dim: int) -> 
     return results * held * dim + held * streamed * (1 if kernel == "forward" else 2)
 
 
+def padded_dims(
+    dim: int, v_dim: int, capability: tuple[int, int], arithmetic: Arithmetic, itemsize: int
+) -> tuple[int, int]:
+    """Columns of the tiles of queries and keys, and of values: powers of two, of 16 and more.
+
+    On Hopper both are laid out alike in shared memory, where rows are shuffled by their width, up to 128 bytes. Where
+    tiles of two layouts take turns at one address, ptxas 12.8, which comes with Triton 3.6 and 3.7, adds to a register
+    that it has never set, and the matrix instructions read the values from anywhere: seen for D = 64 with Dv = 16 or
+    32, by pointers.
+
+    >>> padded_dims(72, 80, (9, 0), "half", itemsize=2)
+    (128, 128)
+    >>> padded_dims(64, 16, (9, 0), "half", itemsize=2), padded_dims(64, 16, (8, 0), "half", itemsize=2)
+    ((64, 64), (64, 16))
+    """
+    padded, padded_v = (max(16, 1 << (x - 1).bit_length()) for x in (dim, v_dim))
+    if capability[0] == 9 and arithmetic != "ieee":  # which has no matrix instructions
+        least = min(max(padded, padded_v), 128 // itemsize)
+        return max(padded, least), max(padded_v, least)
+    return padded, padded_v
+
+
 def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize: int) -> int:
     """About how many programs a multiprocessor of an H100 runs at a time: what shared memory and registers hold.
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash.dropout import amplification
+from sparseflash.kernels.alignment import is_aligned
 from sparseflash.kernels.backward import dk_dv_kernel, dq_kernel
 from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_kernel, combine_rows_kernel
-from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for, resident_programs
+from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for, padded_dims, resident_programs
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
 from sparseflash.kernels.recording import refuse_to_record
@@ -167,7 +168,8 @@ class Launch:
         (heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape[1:], k.shape[1:3], v.shape[-1]
         loaded = (q, k, v, rest[0]) if kernel == "dk_dv" else (q, k, v)
         products = problem.plan.tiles_total * problem.block[0] * problem.block[1] * (dim + v_dim)
-        padded = _padded(max(dim, v_dim))
+        padded_dim, padded_v = padded_dims(dim, v_dim, capability, arithmetic, q.element_size())
+        padded = max(padded_dim, padded_v)
         may_describe = (
             capability >= (9, 0)
             and arithmetic != "ieee"
@@ -203,7 +205,8 @@ class Launch:
         self._describes_rows = self.descriptors and not is_kept and config.block_m >= 32
         self._q_len = q_len
         tile_of = (config.block_m, config.block_n, config.block_n, config.block_m)
-        self.boxes = [[1, 1, tile, _padded(x.shape[-1])] for x, tile in zip(loaded, tile_of, strict=False)]
+        widths = (padded_dim, padded_dim, padded_v, padded_v)
+        self.boxes = [[1, 1, *tile_and_width] for _, *tile_and_width in zip(loaded, tile_of, widths, strict=False)]
         plan = problem.plan
         tile, side = (config.block_n, plan.columns) if columns else (config.block_m, plan.rows)
         self.side: Side = side(tile, tiling, resident=resident_programs(kernel, config, padded, q.element_size()))
@@ -212,7 +215,7 @@ class Launch:
             -(-k_len // config.block_n) if columns else -(-q_len // config.block_m),
             *(() if kernel == "forward" else (_row_stride(q_len, is_kept),)),
             *map(_strides, (q, k, v, *rest, *(rest[-1:] if name == "delta" else ()))),
-            dim, v_dim, _padded(dim), _padded(v_dim), *block, config.block_m, config.block_n, tiling.gathered,
+            dim, v_dim, padded_dim, padded_v, *block, config.block_m, config.block_n, tiling.gathered,
             problem.lengths is not None, problem.seed is not None, is_kept, self.descriptors,
             "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision
             {"forward": config.q_in_registers, "dq": name == "delta", "dk_dv": self._describes_rows}[kernel],
@@ -223,19 +226,19 @@ class Launch:
             # Few tokens a program, because there may be few items that are cut, each with many parts.
             tokens = tile if name == "delta" else _TOKENS_TO_COMBINE
             heads_tokens_tiles = self.numbers[0], self.numbers[3 if columns else 2], self.numbers[4]
-            dims = dim, v_dim, _padded(dim), _padded(v_dim)
+            dims = dim, v_dim, padded_dim, padded_v
             dropping, keeping = problem.seed is not None, is_kept
             numbers: tuple[Any, ...]
             if name == "forward":
                 numbers = *heads_tokens_tiles, _strides(rest[0]), *dims[1::2], tile, tokens, dropping, keeping
-                size = _padded(v_dim) + 2
+                size = padded_v + 2
             elif name == "delta":
                 numbers = *heads_tokens_tiles[1:], tile
                 size = 3
             else:
                 strides = map(_strides, rest[1:] if columns else (rest[-1], rest[-1]))
                 numbers = *heads_tokens_tiles, *strides, *dims, tile, tokens, dropping
-                size = _padded(dim) + (_padded(v_dim) if columns else 0)
+                size = padded_dim + (padded_v if columns else 0)
             self._parts = self.side.parts, tile * size
             programs = len(self.side.merged) * (tile // tokens)
             self._combining, self._numbers_to_combine = Prepared(_COMBINING[name], programs, q.device, 4, 2), numbers
@@ -308,10 +311,6 @@ def _halves(kept: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return (kept[0], kept[1]) if kept.numel() else (None, None)
 
 
-def _padded(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
@@ -322,9 +321,8 @@ def _row_stride(q_len: int, kept: bool) -> int:
 
 
 def _can_describe(x: Tensor) -> bool:
-    """Whether the copy engine can read it: addresses and strides in multiples of 16 bytes, nothing broadcast."""
-    strides = _describable_strides(x)
-    return x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in strides[:3])
+    """Whether the copy engine can read it: rows at multiples of 16 bytes, nothing broadcast."""
+    return is_aligned(x) and all(_describable_strides(x))
 
 
 def _describable_strides(x: Tensor) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from sparseflash.kernels import launch
+from sparseflash.kernels.alignment import aligned, is_aligned
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import dense_plan, plan_of
 from sparseflash.kernels.recording import keep_if_recorded
@@ -35,7 +36,7 @@ def _forward(
             q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped,
             columns=False,
         )  # fmt: skip
-        launch.forward(problem, q, k, v, out, lse, kept)
+        launch.forward(problem, aligned(q), aligned(k), aligned(v), out, lse, kept)
     return out, lse, kept
 
 
@@ -56,6 +57,7 @@ def _backward(
     dlse = None if dlse is None else dlse.contiguous()
     # Hooks for saved tensors may bring them back from anywhere; launches expect them aligned.
     lse, kept = (x.clone() if x.data_ptr() % 16 else x for x in (lse, kept))
+    q, k, v, dout = map(aligned, (q, k, v, dout))
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
     return dq, dk, dv
 
@@ -78,6 +80,8 @@ def repeated(
     `(out, lse)`.
     """
     indptr, indices, tile, words, pattern = mask_arrays
+    if not all(map(is_aligned, (q, k, v))):
+        return lambda q, k, v: _forward(q, k, v, indptr, indices, tile, words, pattern, None, *block, scale)[:2]
     problem = _problem(q, k, indptr, indices, tile, words, pattern, None, block, scale, None, 0, columns=False)
     run_forward = launch.bound_forward(launch.prepared_forward(problem, q, k, v, out), problem, _empty_kept(q))
     as_q = torch.empty_like(q)
