@@ -204,8 +204,8 @@ def padded_dims(
 
     On Hopper both are laid out alike in shared memory, where rows are shuffled by their width, up to 128 bytes. Where
     tiles of two layouts take turns at one address, ptxas 12.8, which comes with Triton 3.6 and 3.7, adds to a register
-    that it has never set, and the matrix instructions read the values from anywhere: seen for D = 64 with Dv = 16 or
-    32, by pointers.
+    that it has never set, and the matrix instructions read the values from anywhere: seen for D = 64 with Dv = 16,
+    where rows pass through registers. In bf16 a row of 64 has 128 bytes.
 
     >>> padded_dims(72, 80, (9, 0), "half", itemsize=2)
     (128, 128)
