@@ -4,6 +4,8 @@ Triton decides between its interpreter and its compiler when it is imported, so 
 
     pytest           the interpreter, on the CPU; tests marked `gpu` are skipped
     pytest -m gpu    the compiler, on a CUDA device; only tests marked `gpu` run
+
+    pytest -m gpu --compile-ahead    the compiler alone, on any machine: see compile_ahead.py
 """
 
 import os
@@ -28,7 +30,17 @@ def asks_for_gpu(config):
     return re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")) is not None
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--compile-ahead",
+        action="store_true",
+        help="with -m gpu: compile what the exactness tests launch, run nothing",
+    )
+
+
 def pytest_configure(config):
+    if config.getoption("compile_ahead") and not asks_for_gpu(config):
+        raise pytest.UsageError("--compile-ahead compiles what tests on a GPU launch: add -m gpu")
     # Not from sys.argv: a worker of pytest-xdist has the options, but not the arguments.
     if "triton" in sys.modules:
         raise pytest.UsageError("triton was imported before tests/conftest.py could choose its mode")
@@ -52,6 +64,16 @@ def kernels_keep_to_their_arguments(request):
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         watch_addresses(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_compiled_ahead(request):
+    if request.config.getoption("compile_ahead"):
+        from compile_ahead import compiling
+
+        yield from compiling({item.module for item in request.session.items})
+    else:
         yield
 
 
@@ -79,6 +101,16 @@ def pytest_collection_modifyitems(config, items):
         return (file, "float32" not in item.name) if asks_for_gpu(config) else (file, False)
 
     items.sort(key=place)
+    if config.getoption("compile_ahead"):
+        from test_exactness import check
+
+        kept = [
+            item for item in items
+            if item.get_closest_marker("gpu") and getattr(getattr(item, "module", None), "check", None) is check
+        ]  # fmt: skip
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+        return
     if not asks_for_gpu(config):
         reason = "needs the Triton compiler and a CUDA device: pytest -m gpu"
         skipped = [item for item in items if item.get_closest_marker("gpu")]

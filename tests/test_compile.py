@@ -2,11 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+import compile_ahead
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,7 +55,10 @@ def test_padding_compiles_too():
 def test_values_of_another_head_dim_are_laid_out_as_the_rest_is(dims, arithmetic):
     # ptxas 12.8, which comes with Triton 3.6 and 3.7, compiles some kernels wrong where they are not.
     found = reports("--arch", "90", "--dim", str(dims[0]), "--value-dim", str(dims[1]), "--arithmetic", arithmetic)
-    assert len(found) == 6 and all((r["dim"], r["value_dim"]) == dims for r in found)
+    assert {(r["kernel"], r["descriptors"]) for r in found} == {
+        (kernel, descriptors) for kernel in ("forward", "dq", "dk_dv") for descriptors in (True, False)
+    }
+    assert all((r["dim"], r["value_dim"]) == dims for r in found)
     assert all(r["wgmma"] > 0 and not r["two_layouts"] for r in found), found
 
 
@@ -68,6 +76,33 @@ def test_gathered_tiles_spill_nothing_and_feed_the_asynchronous_instructions_at_
     for r in found:
         assert r["gathered"] and not r["descriptors"], r
         assert r["wgmma"] > 0 and r["spilled"] == 0 and not r["serialised"], r
+
+
+def test_the_kernels_of_gpu_tests_are_compiled_where_there_is_no_gpu(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--compile-ahead"]
+    chosen = ["tests/test_exactness.py", "-k", "other_architectures and 32 and 8 and half"]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([*command, *chosen], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert re.search(r"^[1-9]\d* passed, \d+ deselected", done.stdout, re.MULTILINE), done.stdout
+    assert {path.stem for path in tmp_path.rglob("*.cubin")} == {"forward_kernel", "dq_kernel", "dk_dv_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("shared", "constant", "message"),
+    [
+        (compile_ahead.SHARED_MEMORY, "4611686293305294850", None),
+        (compile_ahead.SHARED_MEMORY + 1, "4611686293305294850", "asks for 232449 bytes"),
+        (1, "-4611685949707911136", "two layouts"),
+    ],
+)
+def test_what_is_compiled_ahead_is_looked_at(monkeypatch, shared, constant, message):
+    monkeypatch.setattr(compile_ahead, "_checked", set())
+    ptx = f"or.b64 %rd5, %rd1, 4611686293305294848;\nadd.s64 %rd6, %rd1, {constant};"
+    kernel = SimpleNamespace(hash="a", metadata=SimpleNamespace(shared=shared), asm={"ptx": ptx})
+    with nullcontext() if message is None else pytest.raises(AssertionError, match=message):
+        compile_ahead.inspect("forward_kernel", kernel)
 
 
 @pytest.mark.parametrize(

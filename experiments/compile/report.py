@@ -90,7 +90,8 @@ def compile_all(
     small blocks, and tiles are gathered from as many as they have room for; without it they are those of the mask.
     `only`: compile nothing else.
     """
-    with _compiling_for(arch, descriptors, only) as compiled, _cutting(split), _gathering(gathered):
+    at_least = mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", 0 if descriptors else 1 << 62)
+    with compiling_for(arch, only) as compiled, at_least, _cutting(split), _gathering(gathered):
         _launch_all(arithmetic, dim, value_dim or dim, block, lengths, dropout)
     asked = {
         "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim or dim, "block": block,
@@ -100,7 +101,7 @@ def compile_all(
 
 
 @contextmanager
-def _compiling_for(arch: int, descriptors: bool, only: Kernel | None) -> Iterator[list[tuple[str, Any]]]:
+def compiling_for(arch: int, only: Kernel | None = None) -> Iterator[list[tuple[str, Any]]]:
     """Launches compile for that architecture and run nothing; yields `(name, compiled kernel)` as they come."""
     compiled: list[tuple[str, Any]] = []
     run = JITFunction.run
@@ -116,7 +117,6 @@ def _compiling_for(arch: int, descriptors: bool, only: Kernel | None) -> Iterato
         mock.patch.object(driver, "_active", _NoDevice(arch)),
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(launch, "capability_of", lambda device: divmod(arch, 10)),
-        mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", 0 if descriptors else 1 << 62),
     ):
         yield compiled
 
