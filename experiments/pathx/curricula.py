@@ -20,11 +20,12 @@ def _stage(size: int, contour: int, **more: Any) -> Stage:
     return Stage(**{"size": size, "contour": contour, "tokens": 128 * _K, "lr": _LR, "warmup": 50, **more})
 
 
-# Short paths first, then longer ones, then the next size. Small steps where images are small: they are many, and cheap.
+# Short paths first, then larger images, then longer paths. Dashes have 5 pixels at every size from 64 on, but gaps double
+# from 64 to 128: so the size changes while paths are short. Nothing was learned from 264,000 images of 32 pixels, whose
+# dashes have 2 (results/pathx/notes.md).
 _BEGINNING = (
-    _stage(32, 6, tokens=32 * _K, minutes=1.5, until=0.95, warmup=200),
-    _stage(64, 6, tokens=64 * _K, minutes=4.0, until=0.95),
-    _stage(64, 9, tokens=64 * _K, minutes=6.0, until=0.94),
+    _stage(64, 6, tokens=64 * _K, minutes=5.0, until=0.94, warmup=200),
+    _stage(128, 6, minutes=6.0, until=0.95),
 )
 
 CURRICULA: dict[str, tuple[Stage, ...]] = {
@@ -39,8 +40,7 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
     # All 16,384 pixels are tokens. From the weights of "pathx" (--initial) with the same masks, --layers
     # "tiles:16*4,butterfly:8*2" say: dense ones would take most of the time. Black pixels are new to the model.
     "pathx-all": (
-        _stage(32, 9, tokens=32 * _K, minutes=1.0, background="keep"),
-        _stage(64, 9, minutes=6.0, background="keep", until=0.95, lr=5e-4),
+        _stage(64, 9, minutes=7.0, background="keep", until=0.95, lr=5e-4),
         _stage(128, 9, minutes=18.0, background="keep", until=0.95, lr=5e-4),
         _stage(128, 14, minutes=35.0, background="keep", schedule="cosine", lr=5e-4),
     ),
@@ -60,8 +60,7 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
     ),
     # Which mask gives what: the same minutes for each, from random weights.
     "compare": (
-        _stage(32, 6, tokens=32 * _K, minutes=0.75, warmup=200),
-        _stage(64, 6, tokens=64 * _K, minutes=1.5),
+        _stage(64, 6, tokens=64 * _K, minutes=2.25, warmup=200),
         _stage(64, 9, tokens=64 * _K, minutes=2.25, schedule="cosine"),
     ),
 }
