@@ -126,7 +126,9 @@ def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
     )
     command = [sys.executable, "-c", script, str(data.folder), str(tmp_path / "run")]
     root = Path(__file__).parents[1]
-    process = subprocess.Popen(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    # As many as this process: sums that are split among threads depend on their number.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(command, cwd=root, env=environment)
     try:
         deadline = time.monotonic() + 300
         while not checkpoint.checkpoints(tmp_path / "run"):

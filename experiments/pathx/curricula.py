@@ -20,7 +20,7 @@ def _stage(size: int, contour: int, **more: Any) -> Stage:
     return Stage(**{"size": size, "contour": contour, "tokens": 128 * _K, "lr": _LR, "warmup": 50, **more})
 
 
-# Short paths first, then larger images, then longer paths. Dashes have 5 pixels at every size from 64 on, but gaps double
+# Short paths first, then larger images, then longer paths. Dashes have 5 pixels from 64 pixels on, but gaps double
 # from 64 to 128: so the size changes while paths are short. Nothing was learned from 264,000 images of 32 pixels, whose
 # dashes have 2 (results/pathx/notes.md).
 _BEGINNING = (
