@@ -2,8 +2,8 @@
 
 Every kernel is compiled for an H100 as the test would launch it, and not started; nothing is computed or compared. A
 test fails where a kernel does not compile, asks for more shared memory than there is, or reads one address under two
-layouts. What is compiled stays in Triton's cache, half of the suite's time on a GPU. The others of its tests are left
-out.
+layouts. What is compiled stays in Triton's cache, so that the same Triton on a machine with a GPU need not compile it
+again. Tests that compare in other ways than `test_exactness.check` are left out.
 """
 
 from unittest import mock

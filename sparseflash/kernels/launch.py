@@ -206,7 +206,7 @@ class Launch:
         self._q_len = q_len
         tile_of = (config.block_m, config.block_n, config.block_n, config.block_m)
         widths = (padded_dim, padded_dim, padded_v, padded_v)
-        self.boxes = [[1, 1, *tile_and_width] for _, *tile_and_width in zip(loaded, tile_of, widths, strict=False)]
+        self.boxes = [[1, 1, tile, width] for _, tile, width in zip(loaded, tile_of, widths, strict=False)]
         plan = problem.plan
         tile, side = (config.block_n, plan.columns) if columns else (config.block_m, plan.rows)
         self.side: Side = side(tile, tiling, resident=resident_programs(kernel, config, padded, q.element_size()))
