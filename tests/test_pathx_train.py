@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from experiments.pathx.analyse import analyse
 from experiments.pathx.cli import app
 from experiments.pathx.config import Config, Stage, as_dict, curriculum_from, from_dict, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
+from experiments.pathx.profiling import costs_of
 from experiments.pathx.sources import training_seed
 from experiments.pathx.step import training_step
 from experiments.pathx.stream import Stream, make
@@ -506,6 +508,29 @@ def test_a_probe_measures_steps(background):
     assert found["step_ms"] > 0 and found["masks_ms"] > 0
     if background == "keep":
         assert (found["live"], found["images_a_step"]) == (1, 2)
+
+
+def test_the_costs_of_a_step_are_those_of_what_it_runs():
+    x = torch.randn(300, 300)
+
+    def step(number):
+        for _ in range(number + 1):
+            x @ x
+        x.exp()
+
+    found = costs_of(step, 3, torch.device("cpu"))
+    calls = {cost.name: cost.calls for cost in found}
+    assert calls["aten::mm"] == 2 and calls["aten::exp"] == 1  # 1, 2 and 3 products
+    assert [cost.ms for cost in found] == sorted((cost.ms for cost in found), reverse=True)
+    assert found[0].ms > 0
+
+
+def test_a_probe_shows_what_its_steps_are_made_of():
+    words = ["--sizes=32", "--contour=6", "--masks=dense", "--tokens=1024", "--block=32", "--precision=fp32"]
+    words += ["--width=16", "--heads=2", "--mlp=16", "--seconds=0.01", "--device=cpu", "--profile=3"]
+    result = CliRunner().invoke(app, ["probe", *words])
+    assert result.exit_code == 0, result.output
+    assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+ calls  \S", result.output, re.MULTILINE)) == 3
 
 
 def test_a_probe_of_a_gpu_is_not_begun_on_a_cpu(monkeypatch):

@@ -331,6 +331,7 @@ def probe(
     mlp: Annotated[int | None, option("mlp")] = None,
     precision: Annotated[str | None, option("precision")] = None,
     compiled: Annotated[bool | None, option("compiled", "--compiled/--no-compiled")] = None,
+    profile: Annotated[int, typer.Option(help="Show what so many of the costliest kernels of a step take.", min=0)] = 0,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
@@ -353,8 +354,15 @@ def probe(
                 console.print(f"[yellow]Out of time: {len(cases) - len(found)} cases are left out.[/yellow]")
                 break
             console.print(f"{case.size} pixels, {case.layers} ...", highlight=False)
-            found.append(probing.measured(case, config, tokens, place, seconds))
-            console.print(json.dumps({name: _short(value) for name, value in found[-1].items()}), soft_wrap=True)
+            found.append(probing.measured(case, config, tokens, place, seconds, profiled=profile > 0))
+            shown = {name: _short(value) for name, value in found[-1].items() if name != "costs"}
+            console.print(json.dumps(shown), soft_wrap=True)
+            for cost in found[-1].get("costs", [])[:profile]:
+                console.print(
+                    f"{cost['ms']:9.3f} ms  {cost['calls']:6.1f} calls  {cost['name'][:100]}",
+                    highlight=False,
+                    soft_wrap=True,
+                )
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 write_json(out, found)

@@ -15,6 +15,7 @@ from experiments.pathx import weights
 from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.packing import Packed
+from experiments.pathx.profiling import costs_of
 from experiments.pathx.step import training_step
 from experiments.pathx.stream import make, recipe_of
 from experiments.speed.timing import synchronize
@@ -32,8 +33,12 @@ class Case:
     background: str = "drop"
 
 
-def measured(case: Case, config: Config, tokens: int, device: torch.device, seconds: float) -> dict[str, Any]:
+def measured(
+    case: Case, config: Config, tokens: int, device: torch.device, seconds: float, *, profiled: bool = False
+) -> dict[str, Any]:
     """Steps for about so many seconds after two that warm up; the images are made before. Times in ms a step.
+
+    profiled: as `costs`, what the kernels of a step take, in four steps more.
 
     masks_ms: completing the masks on the device and moving the batch, part of step_ms. tiles: live tiles over those of
     the images' dense masks, mean over layers.
@@ -49,11 +54,15 @@ def measured(case: Case, config: Config, tokens: int, device: torch.device, seco
         model.compile_layers()
     optimizer = adamw(model, stage.lr, 0.0)
 
+    def step(number: int) -> Packed:
+        packed = batches[number % BATCHES]
+        training_step(model, optimizer, on_device(packed, recipe.layers, device, config.registers), config, 1e-3)
+        return packed
+
     def steps(until: float, least: int) -> Iterator[Packed]:
         number = 0
         while number < least or time.perf_counter() < until:
-            packed = batches[number % BATCHES]
-            training_step(model, optimizer, on_device(packed, recipe.layers, device, config.registers), config, 1e-3)
+            packed = step(number)
             if number % 4 == 3:
                 synchronize(device)  # or the clock would run ahead of the device
             number += 1
@@ -73,6 +82,7 @@ def measured(case: Case, config: Config, tokens: int, device: torch.device, seco
         on_device(packed, recipe.layers, device, config.registers)
     synchronize(device)
     masks = (time.perf_counter() - begun) / len(done[:4])
+    costs = costs_of(step, 4, device) if profiled else []
     images = sum(packed.images for packed in done) / len(done)
     live = sum(packed.tokens for packed in done) / len(done)
     return {
@@ -90,6 +100,7 @@ def measured(case: Case, config: Config, tokens: int, device: torch.device, seco
         "generator_ms_an_image": 1000 * made,
         "memory_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
         "device": device_name(device),
+        **({"costs": [cost._asdict() for cost in costs]} if profiled else {}),
     }
 
 
