@@ -1,5 +1,8 @@
 """What only a GPU can show: the same bits every time, more than 2^31 elements, no waiting for the device."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -85,7 +88,19 @@ def test_a_cuda_graph_of_a_mask_in_chunks_gives_the_same_bits():
         assert torch.equal(out, want)
 
 
+@pytest.fixture
+def memory_to_itself():
+    """Tens of gigabytes for one test at a time, which gives them back: other processes test on the same GPU."""
+    import fcntl
+
+    with open(Path(tempfile.gettempdir()) / "sparseflash-tests-memory.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+@pytest.mark.usefixtures("memory_to_itself")
 def test_tensors_of_more_than_two_to_the_31_elements(layout):
     heads, tokens, dim = 66, 262_144, 128
     assert heads * tokens * dim > 2**31
