@@ -533,6 +533,17 @@ def test_a_probe_shows_what_its_steps_are_made_of():
     assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+ calls  \S", result.output, re.MULTILINE)) == 3
 
 
+def test_names_of_kernels_are_shown_as_they_are(monkeypatch):
+    name = "void at::fill<int [4]>(std::array<char*, 2>)::[lambda](float)"
+    monkeypatch.setattr(probe, "measured", lambda *_, **__: {
+        "size": 32, "layers": "dense", "step_ms": 1.0, "masks_ms": 1.0, "tokens_per_s": 1.0, "images_per_s": 1.0,
+        "tiles": 1.0, "memory_gb": None, "device": "a device", "costs": [{"name": name, "ms": 1.0, "calls": 1.0}],
+    })  # fmt: skip
+    result = CliRunner().invoke(app, ["probe", "--sizes=32", "--masks=dense", "--device=cpu", "--profile=1"])
+    assert result.exit_code == 0, result.output
+    assert name in result.output
+
+
 def test_a_probe_of_a_gpu_is_not_begun_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["probe"])

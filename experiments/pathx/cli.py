@@ -361,6 +361,7 @@ def probe(
                 console.print(
                     f"{cost['ms']:9.3f} ms  {cost['calls']:6.1f} calls  {cost['name'][:100]}",
                     highlight=False,
+                    markup=False,  # names have brackets
                     soft_wrap=True,
                 )
             if out is not None:
