@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.pathx.batch import Moved, between, inverse_of, on_device
+from experiments.pathx.batch import between, on_device
+from experiments.pathx.gathers import Grouped, Moved, inverse_of, places_of
 from experiments.pathx.grid_masks import grid_mask
 from experiments.pathx.listing import Blocks, listed
 from experiments.pathx.mask_costs import costs
@@ -127,6 +128,16 @@ def test_the_gradient_of_moving_tokens_is_right():
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
     x = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: Moved.apply(x, order, inverse_of(order)), (x,))
+
+
+def test_rows_are_gathered_into_groups_and_their_gradients_back():
+    groups = torch.tensor([[4, 2, 5], [0, 5, 5], [5, 5, 5], [1, 5, 5]])  # of 5 rows; row 3 is in none
+    place = places_of(groups, 5)
+    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    found = Grouped.apply(x, groups, place, -7.0)
+    assert torch.equal(found[0], torch.stack([x[4], x[2], torch.full((2,), -7.0)]))
+    assert bool((found[2] == -7).all())
+    assert torch.autograd.gradcheck(lambda x: Grouped.apply(x, groups, place, 0.0), (x,))
 
 
 @pytest.mark.parametrize("text", ["window:3", "near", "near:1:2", "near:-1", "near:x", "butterfly:0", "factor:4:3"])

@@ -22,7 +22,7 @@ from experiments.lra import checkpoint
 from experiments.lra.runlog import read
 from experiments.pathfinder.cnn import results
 from experiments.pathfinder.vectors import load as load_vectors
-from experiments.pathx import evaluate, probe, table, testset, train, weights
+from experiments.pathx import evaluate, probe, step, table, testset, train, weights
 from experiments.pathx import stream as streams
 from experiments.pathx.analyse import analyse
 from experiments.pathx.cli import app
@@ -131,7 +131,7 @@ def test_sigterm_saves_and_stops(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         return training_step(*arguments)
 
-    monkeypatch.setattr(train, "training_step", killed)
+    monkeypatch.setattr(step, "training_step", killed)
     words = ["train", f"--out={tmp_path / 'run'}", "--workers=0", *options(tmp_path)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
@@ -192,7 +192,7 @@ def test_minutes_end_a_stage(stream, tmp_path):
 
 
 def test_starting_up_takes_none_of_a_stages_minutes(stream, tmp_path, monkeypatch):
-    TicksOnRehearsal(monkeypatch, train, "rehearsal")
+    TicksOnRehearsal(monkeypatch, step, "rehearsal")
     timed = [replace(stage, steps=None, minutes=2.5 / 60) for stage in STAGES]
     config = replace(TINY, curriculum=tuple(timed), validate_every=100)
     assert Run(config, tmp_path, stream).train(pause=lambda step: step in (2, 3)) is None  # within a stage
@@ -204,14 +204,14 @@ def test_starting_up_takes_none_of_a_stages_minutes(stream, tmp_path, monkeypatc
 
 
 def test_starting_up_changes_no_bit(whole, stream, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "rehearsal", lambda *_: None)
+    monkeypatch.setattr(step, "rehearsal", lambda *_: None)
     run = Run(TINY, tmp_path, stream)
     run.train()
     assert same_bits(tensors(run), tensors(whole[0]))
 
 
 def test_a_run_is_saved_by_time_and_at_every_stages_end(stream, tmp_path, monkeypatch):
-    TicksOnRehearsal(monkeypatch, train, "rehearsal")
+    TicksOnRehearsal(monkeypatch, step, "rehearsal")
     saved = []
 
     def save(folder, progress, *rest):

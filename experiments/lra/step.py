@@ -87,14 +87,24 @@ def rehearse(model: nn.Module, loss: Callable[[], Tensor], device: torch.device)
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, *, clip: float, lr: float) -> None:
-    """Change the weights by one step against the gradient of the loss.
+    """Change the weights by one step against the gradient of the loss; clip as `take_gradients` has it."""
+    take_gradients(model, loss, clip)
+    follow_gradients(optimizer, lr)
+
+
+def take_gradients(model: nn.Module, loss: Tensor, clip: float) -> None:
+    """Leave the gradient of the loss with every parameter.
 
     clip: largest norm of all gradients together; 0 clips nothing.
     """
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     loss.backward()
     if clip > 0:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+
+def follow_gradients(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Change the weights by the gradients that the parameters have."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experiments.pathx.gathers import inverse_of
 from experiments.pathx.grid_masks import grid_mask
 from experiments.pathx.orders import BASE
 from experiments.pathx.packed_masks import packed_mask
-from experiments.pathx.packing import LEVELS, Packed
+from experiments.pathx.packing import LEVELS, Packed, TileList
 from experiments.pathx.relations import Relation
 from sparseflash import BlockMask
 
-Key = TypeVar("Key")
+NO_LABEL = -100  # which F.cross_entropy leaves out by default
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Batch:
     ids: Tensor  # int16 [B, N]; below 0: padding
     y: Tensor  # int16 [1, N]
     x: Tensor  # int16 [1, N]
-    labels: Tensor  # int64 [I]
+    labels: Tensor  # int64 [I]; NO_LABEL: this is no image
     blocks: Tensor  # int64 [I, K]
     block: int
     orders: dict[str, Order]
@@ -54,34 +54,59 @@ class Batch:
 
 def on_device(packed: Packed, layers: Sequence[Relation], device: torch.device, registers: int = 0) -> Batch:
     """The batch of a packing, and its masks. Nothing waits for the device."""
+    tensors = {name: moved(array, device) for name, array in arrays_of(packed).items()}
+    return batch_of(tensors, layers, packed.block, registers, tokens=packed.tokens, images=packed.images)
 
-    def there(array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
-    ids, y, x = there(packed.ids), there(packed.y), there(packed.x)
-    orders = {name: there(order).long() for name, order in packed.orders.items()}
+def moved(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """An array on the device; the host does not wait for it to arrive."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def arrays_of(packed: Packed) -> dict[str, NDArray[np.generic]]:
+    """What the device needs of a packing, by name."""
+    arrays: dict[str, NDArray[np.generic]] = {
+        "ids": packed.ids, "y": packed.y, "x": packed.x, "blocks": packed.blocks.astype(np.int64),
+        "labels": packed.labels.astype(np.int64),
+    }  # fmt: skip
+    arrays |= {f"order.{name}": order for name, order in packed.orders.items()}
+    for name, tiles in packed.tiles.items():
+        arrays |= {f"tiles.{name}.{field}": array for field, array in tiles._asdict().items()}
+    if packed.traced is not None:
+        arrays["traced"] = packed.traced
+    return arrays
+
+
+def batch_of(
+    tensors: dict[str, Tensor], layers: Sequence[Relation], block: int, registers: int, *, tokens: int, images: int
+) -> Batch:
+    """The batch of what `arrays_of` names, on the tensors' device: all that is worked out there.
+
+    There may be room (room.py): images without blocks whose labels are `NO_LABEL`, tiles that no row has.
+    """
+    ids, y, x = tensors["ids"], tensors["y"], tensors["x"]
+    orders = {name.removeprefix("order."): order.long() for name, order in tensors.items() if name.startswith("order.")}
     of_relation: dict[str, BlockMask] = {}
-    side = round((ids.shape[1] - (packed.block if registers else 0)) ** 0.5)
+    side = round((ids.shape[1] - (block if registers else 0)) ** 0.5)
     for relation in dict.fromkeys(layers):
-        if not packed.tiles:
-            of_relation[relation.name] = moved_grid_mask(relation, side, packed.block, registers, device)
+        names = [f"tiles.{relation.name}.{field}" for field in TileList._fields]
+        if names[0] not in tensors:
+            of_relation[relation.name] = moved_grid_mask(relation, side, block, registers, ids.device)
             continue
         order = orders.get(relation.order)
         in_order = [each[0] if order is None else each[0][order] for each in (ids, y, x)]
         has_register = in_order[0] >= LEVELS if registers else None
         is_pixel = (in_order[0] >= 0) & (in_order[0] < LEVELS)
-        arrays = [there(array) for array in packed.tiles[relation.name]]
         of_relation[relation.name] = packed_mask(
-            relation, *arrays, (in_order[1], in_order[2]), is_pixel, has_register, packed.block
+            relation, *(tensors[name] for name in names), (in_order[1], in_order[2]), is_pixel, has_register, block
         )
     return Batch(
-        ids, y, x, there(packed.labels).long(), there(packed.blocks).long(), packed.block,
+        ids, y, x, tensors["labels"], tensors["blocks"], block,
         {name: Order(order, inverse_of(order)) for name, order in orders.items()},
         tuple(of_relation[relation.name] for relation in layers),
         tuple(relation.order for relation in layers),
-        None if packed.traced is None else there(packed.traced),
-        packed.tokens, packed.images,
+        tensors.get("traced"), tokens, images,
     )  # fmt: skip
 
 
@@ -94,28 +119,6 @@ def moved_grid_mask(relation: Relation, side: int, block: int, registers: int, d
     if key not in _GRID_MASKS:
         _GRID_MASKS[key] = grid_mask(relation, side, block, registers).to(device)
     return _GRID_MASKS[key]
-
-
-def inverse_of(order: Tensor) -> Tensor:
-    """The permutation that undoes another, int64 [N]."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-class Moved(torch.autograd.Function):
-    """x[:, order], whose gradient is gathered, too: scattering it would add in no fixed order."""
-
-    @staticmethod
-    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        """x: [B, N, W]"""
-        return x.index_select(1, order)
-
-    @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.inverse = inputs[2]  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.index_select(1, ctx.inverse), None, None  # type: ignore[attr-defined]
 
 
 def between(batch: Batch, now: str, then: str) -> Order:

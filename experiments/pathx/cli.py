@@ -101,6 +101,7 @@ def train(
     device: Annotated[str | None, option("device")] = None,
     precision: Annotated[str | None, option("precision")] = None,
     compiled: Annotated[bool | None, option("compiled", "--compiled/--no-compiled")] = None,
+    recorded: Annotated[bool | None, option("recorded", "--recorded/--no-recorded")] = None,
     log_every: Annotated[int | None, option("log_every")] = None,
     validate_every: Annotated[int | None, option("validate_every")] = None,
     validation_images: Annotated[int | None, option("validation_images")] = None,
@@ -331,13 +332,17 @@ def probe(
     mlp: Annotated[int | None, option("mlp")] = None,
     precision: Annotated[str | None, option("precision")] = None,
     compiled: Annotated[bool | None, option("compiled", "--compiled/--no-compiled")] = None,
+    recorded: Annotated[bool | None, option("recorded", "--recorded/--no-recorded")] = None,
     profile: Annotated[int, typer.Option(help="Show what so many of the costliest kernels of a step take.", min=0)] = 0,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
     """Tokens and images a second of training steps, by size and masks; a case a line as soon as it is measured."""
     begun = time.perf_counter()
-    chosen = {"block": block, "width": width, "heads": heads, "mlp": mlp, "precision": precision, "compiled": compiled}
+    chosen = {
+        "block": block, "width": width, "heads": heads, "mlp": mlp, "precision": precision, "compiled": compiled,
+        "recorded": recorded,
+    }  # fmt: skip
     found: list[dict[str, Any]] = []
     with short_errors():
         config = Config(**{name: value for name, value in chosen.items() if value is not None})

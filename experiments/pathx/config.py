@@ -89,6 +89,7 @@ class Config:
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
     precision: str = setting("bf16", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
     compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
+    recorded: bool = setting(True, "On a GPU, record a step as a CUDA graph, so that it need not wait for the host.")
     log_every: int = setting(20, "Steps between lines of the log; a stage may end at these.")
     validate_every: int = setting(1000, "Steps between validations on images of the stage that are never trained on.")
     validation_images: int = setting(1000, "Images of a validation.")
@@ -132,10 +133,14 @@ class Config:
 
     def _least_room(self, stage: Stage) -> int:
         """Tokens that any image of a stage has room in."""
-        pixels = stage.size**2
         if stage.background == "keep":
-            return pixels + (self.block if self.registers else 0)
-        return pixels // 4 if stage.size > 64 else pixels  # the fullest have 18 % at 128, 5 % at 256
+            return stage.size**2 + (self.block if self.registers else 0)
+        return least_room(stage.size)
+
+
+def least_room(size: int) -> int:
+    """Tokens that any image without its background has room in, of so many pixels along a side."""
+    return min(size**2, 4096)  # the fullest have 18 % of 128 x 128, 5 % of 256 x 256
 
 
 HELP = helps(Config)
@@ -143,7 +148,7 @@ SHOWN_DEFAULTS = shown_defaults(Config)
 
 # What may change when a run is resumed: it leaves the weights as they would be.
 FREE_ON_RESUME = (
-    "device", "compiled", "validate_every", "validation_images", "checkpoint_every", "checkpoint_minutes",
+    "device", "compiled", "recorded", "validate_every", "validation_images", "checkpoint_every", "checkpoint_minutes",
 )  # fmt: skip
 
 

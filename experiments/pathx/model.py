@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from experiments.lra.encoder import Layer, SelfAttention, Turn
 from experiments.lra.positions import plane_rates, plane_turn
-from experiments.pathx.batch import Batch, Moved, between
+from experiments.pathx.batch import Batch, between
+from experiments.pathx.gathers import Grouped, Moved, places_of
 from experiments.pathx.orders import BASE
 from experiments.pathx.packing import LEVELS
 
@@ -128,8 +129,13 @@ def pool(x: Tensor, batch: Batch) -> Tensor:
     """
     live = batch.live.reshape(-1, batch.block, 1)  # [M, block, 1]
     x = x.reshape(-1, batch.block, x.shape[-1])  # [M, block, W]
-    nothing = x.new_zeros(1, x.shape[-1])  # block M
-    sums = torch.cat([(x * live).sum(1), nothing])[batch.blocks]  # [I, K, W]
-    tops = torch.cat([x.masked_fill(~live, -math.inf).amax(1), nothing - math.inf])[batch.blocks]
-    counts = torch.cat([live.sum(1), live.new_zeros(1, 1)])[batch.blocks]  # [I, K, 1]
-    return torch.cat([sums.sum(1) / counts.sum(1).clamp(min=1), tops.amax(1)], dim=-1)
+    place = places_of(batch.blocks, len(x))
+
+    def grouped(of_blocks: Tensor, filler: float) -> Tensor:  # [I, K, ...]
+        each: Tensor = Grouped.apply(of_blocks, batch.blocks, place, filler)
+        return each
+
+    counts = grouped(live.sum(1).to(x.dtype), 0.0).sum(1)  # [I, 1]
+    means = grouped((x * live).sum(1), 0.0).sum(1) / counts.clamp(min=1)
+    tops = grouped(x.masked_fill(~live, -math.inf).amax(1), -math.inf).amax(1)
+    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # room for an image may hold none

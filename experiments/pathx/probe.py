@@ -16,7 +16,7 @@ from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.packing import Packed
 from experiments.pathx.profiling import costs_of
-from experiments.pathx.step import training_step
+from experiments.pathx.recorded import steps_of
 from experiments.pathx.stream import make, recipe_of
 from experiments.speed.timing import synchronize
 
@@ -54,9 +54,12 @@ def measured(
         model.compile_layers()
     optimizer = adamw(model, stage.lr, 0.0)
 
+    training = steps_of(model, optimizer, recipe, config, device)
+    training.prepare(batches[0])
+
     def step(number: int) -> Packed:
         packed = batches[number % BATCHES]
-        training_step(model, optimizer, on_device(packed, recipe.layers, device, config.registers), config, 1e-3)
+        training(packed, 1e-3)
         return packed
 
     def steps(until: float, least: int) -> Iterator[Packed]:

@@ -1,4 +1,4 @@
-"""One training step, and scoring images."""
+"""Training steps, and scoring images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.lra.step import descend, precision, rehearse
+from experiments.lra.step import follow_gradients, precision, rehearse, take_gradients
 from experiments.pathx.batch import Batch, on_device
 from experiments.pathx.config import Config
 from experiments.pathx.model import PathModel
@@ -29,10 +29,42 @@ def training_step(
     model: PathModel, optimizer: torch.optim.Optimizer, batch: Batch, config: Config, lr: float
 ) -> Outcome:
     """Change the weights by one step."""
+    outcome = gradients(model, batch, config)
+    follow_gradients(optimizer, lr)
+    return outcome
+
+
+def gradients(model: PathModel, batch: Batch, config: Config) -> Outcome:
+    """The part of a step that leaves every parameter its gradient."""
     model.train()
     loss, auxiliary, logits = losses(model, batch, config)
-    descend(model, optimizer, loss + config.auxiliary * auxiliary, clip=config.clip, lr=lr)
+    take_gradients(model, loss + config.auxiliary * auxiliary, config.clip)
     return Outcome(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == batch.labels).sum())
+
+
+class Steps:
+    """Training steps on packings, whose operations the host hands to the device one by one."""
+
+    def __init__(
+        self,
+        model: PathModel,
+        optimizer: torch.optim.Optimizer,
+        layers: tuple[Relation, ...],
+        config: Config,
+        device: torch.device,
+    ) -> None:
+        self.model, self.optimizer, self.layers, self.config, self.device = model, optimizer, layers, config, device
+
+    def prepare(self, packed: Packed) -> None:
+        """What steps on packings like this one need only once; nothing changes."""
+        rehearsal(self.model, self._batch(packed), self.config)
+
+    def __call__(self, packed: Packed, lr: float) -> Outcome:
+        """Change the weights by one step."""
+        return training_step(self.model, self.optimizer, self._batch(packed), self.config, lr)
+
+    def _batch(self, packed: Packed) -> Batch:
+        return on_device(packed, self.layers, self.device, self.config.registers)
 
 
 def rehearsal(model: PathModel, batch: Batch, config: Config) -> None:

@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 from experiments.lra.generate import available_cores
 from experiments.lra.workers import leave_signals_to_parent, worker_pool
 from experiments.pathfinder.vectors import Vectors, join
-from experiments.pathx.config import Config, Stage
+from experiments.pathx.config import Config, Stage, least_room
 from experiments.pathx.packing import Packed, blocks_needed, pack, stack
 from experiments.pathx.relations import Relation
 from experiments.pathx.sources import VALIDATION_SEED, drawn, image_index, marker_counts, pixels, training_seed
 
 AHEAD = 3  # batches that each process may be ahead of the loop
 _FULLEST = 3300  # tokens that images of 128 and 256 pixels have at most, about
+_FEWEST_BLOCKS = 4  # of an image, on average over a batch; images of 32 pixels and 6 dashes have 284 tokens
 
 Made = TypeVar("Made")
 
@@ -54,25 +55,36 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
     )  # fmt: skip
 
 
+def most_images(recipe: Recipe) -> int:
+    """How many images a batch may have."""
+    blocks = recipe.tokens // recipe.block
+    return max(1, blocks // (blocks_of_whole(recipe) if recipe.background == "keep" else _FEWEST_BLOCKS))
+
+
+def most_blocks(recipe: Recipe) -> int:
+    """How many blocks an image may be expected to have at most."""
+    if recipe.background == "keep":
+        return blocks_of_whole(recipe)
+    return -(-(recipe.registers + least_room(recipe.size)) // recipe.block)
+
+
+def blocks_of_whole(recipe: Recipe) -> int:
+    """The blocks of an image all of whose pixels are tokens."""
+    return recipe.size**2 // recipe.block + (recipe.registers > 0)
+
+
 def make(recipe: Recipe, step: int) -> Packed:
     """The batch of a step (from 0): images in the order of their indices, up to the first that has no room left."""
     blocks = recipe.tokens // recipe.block
     keeps = recipe.background == "keep"
     images, labels, traced = [], [], []
-    left = blocks
-    while True:
-        index = image_index(recipe.number, step, len(images))
-        if keeps:
-            need = recipe.size**2 // recipe.block + (recipe.registers > 0)
-            if need > left:
-                break
-        vectors = drawn(recipe.size, recipe.contour, recipe.seed, index)
+    left, most = blocks, most_images(recipe)
+    while len(images) < most:
+        vectors = drawn(recipe.size, recipe.contour, recipe.seed, image_index(recipe.number, step, len(images)))
         image = pixels(vectors)[0]
-        if not keeps:
-            need = blocks_needed(image, recipe.registers, recipe.block)
-            if need > left:
-                break
-        left -= need
+        left -= blocks_of_whole(recipe) if keeps else blocks_needed(image, recipe.registers, recipe.block)
+        if left < 0:
+            break
         images.append(image)
         labels.append(int(vectors.labels[0]))
         if recipe.traced:

@@ -30,12 +30,11 @@ from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import adamw
 from experiments.lra.tensorfile import sha256
 from experiments.pathx import weights
-from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config, Stage, as_dict, from_dict
 from experiments.pathx.packing import Packed
-from experiments.pathx.relations import Relation
+from experiments.pathx.recorded import steps_of
 from experiments.pathx.sources import training_seed
-from experiments.pathx.step import Outcome, rehearsal, score, training_step
+from experiments.pathx.step import Outcome, Steps, score
 from experiments.pathx.stream import Recipe, Stream, recipe_of
 
 
@@ -149,19 +148,18 @@ class Run:
         config, state, stage = self.config, self.state, self.stage
         # A run that began before this was counted goes on with the images that it began with.
         recipe = recipe_of(config, state.stage, 0 if self.before is None else self.before.get("runs", 0))
-        layers = config.layers_of(stage)
         self._validation = self.stream.validation(recipe, config.validation_images)
         batches = self.stream.batches(recipe, state.stage_step)
+        steps = steps_of(self.model, self.optimizer, recipe, config, self.device)
         self.window = Window(self.device)
         try:
             packings = batches
             if self._stage_progress() < 1 and not self._advances():
-                packings = self._started(batches, layers)
+                packings = self._started(batches, steps)
             while (done := self._stage_progress()) < 1 and not self._advances():
                 lr = stage.lr * schedule.factor(stage.schedule, state.stage_step, stage.warmup, done)
                 packed = next(packings)
-                batch = on_device(packed, layers, self.device, config.registers)
-                self.window.add(packed, training_step(self.model, self.optimizer, batch, config, lr))
+                self.window.add(packed, steps(packed, lr))
                 if self.average is not None:
                     # The first weights are soon forgotten.
                     self.average.decay = min(config.average, (1 + state.step) / (10 + state.step))
@@ -191,15 +189,15 @@ class Run:
             batches.close()
         return True
 
-    def _started(self, batches: Iterator[Packed], layers: tuple[Relation, ...]) -> Iterator[Packed]:
-        """The batches, as soon as the first one is there and a step with it has been rehearsed; then time counts.
+    def _started(self, batches: Iterator[Packed], steps: Steps) -> Iterator[Packed]:
+        """The batches, as soon as the first one is there and steps are prepared; then time counts.
 
         Otherwise a stage of so many minutes would spend them on starting processes and on compiling, more of them in
         every session and with some masks than with others.
         """
         clock = Clock(self.device)
         first = next(batches)
-        rehearsal(self.model, on_device(first, layers, self.device, self.config.registers), self.config)
+        steps.prepare(first)
         self.state.startup_seconds += clock.finish()
         self.stream.waited = 0.0
         self.window = Window(self.device)

@@ -1,0 +1,151 @@
+"""Steps on packings that are copied into one room, recorded as a CUDA graph: the same as steps on each alone."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.lra.step import adamw
+from experiments.pathx import recorded
+from experiments.pathx.batch import NO_LABEL, batch_of, on_device
+from experiments.pathx.config import Config, Stage
+from experiments.pathx.model import PathModel
+from experiments.pathx.packing import pack
+from experiments.pathx.recorded import RecordedSteps, steps_of
+from experiments.pathx.relations import parse_layers
+from experiments.pathx.room import Room
+from experiments.pathx.step import Steps, gradients
+from experiments.pathx.stream import make, most_blocks, most_images, recipe_of
+from pathx_images import image
+from waiting import waiting_raises
+
+CPU = torch.device("cpu")
+LAYERS = parse_layers("near:4,rows:1,columns:1,tiles:3,dense")
+CONFIG = Config(precision="fp32", registers=1, auxiliary=0.5)
+STAGE = Stage(size=32, contour=6, tokens=2048, lr=1e-3, steps=1)
+
+
+def packed_of(*seeds, lit=0.4):
+    images = [image(seed, lit=lit) for seed in seeds]
+    traced = [(each > 100).astype(np.uint8) for each in images]
+    return pack(images, [seed % 2 for seed in seeds], LAYERS, block=16, registers=1, blocks=40, traced=traced)
+
+
+# The fullest in tiles first, then fewer and more images; blocks and labels of the first must not stay behind.
+PACKINGS = (packed_of(1, 2, 3, lit=0.6), packed_of(4, 5), packed_of(6, 7, 8, 9, lit=0.3))
+
+
+def model_of():
+    torch.manual_seed(2)
+    return PathModel(depth=len(LAYERS), width=16, heads=2, mlp=16, registers=1, traces=True)
+
+
+def test_what_is_in_the_room_changes_nothing():
+    """Losses, right answers and all gradients, in fp64, whatever was in the room before."""
+    room = Room(PACKINGS[0], CPU, images=9, blocks=30)
+    model = model_of().double()
+    for packed in (*PACKINGS, PACKINGS[0]):
+        assert room.holds(packed)
+        room.take(packed)
+        outcome = gradients(model, batch_of(room.tensors, LAYERS, 16, 1, tokens=packed.tokens, images=0), CONFIG)
+        found = {name: weights.grad.clone() for name, weights in model.named_parameters()}
+        expected = gradients(model, on_device(packed, LAYERS, CPU, 1), CONFIG)
+        assert torch.allclose(torch.stack(outcome[:2]), torch.stack(expected[:2]), rtol=1e-12)
+        assert outcome.right == expected.right
+        for name, weights in model.named_parameters():
+            assert torch.allclose(found[name], weights.grad, rtol=0, atol=1e-13), name
+
+
+def test_the_room_says_what_it_cannot_hold():
+    room = Room(PACKINGS[1], CPU, images=3, blocks=30)
+    assert room.holds(PACKINGS[1])
+    assert not room.holds(PACKINGS[0])
+    with pytest.raises(ValueError, match="room for 3 images of at most 30 blocks; got 4 of up to"):
+        room.take(PACKINGS[2])
+    with pytest.raises(ValueError, match="--no-recorded"):
+        Room(PACKINGS[0], CPU, images=9, blocks=2)
+
+
+def test_images_without_a_label_are_in_the_room_alone():
+    room = Room(PACKINGS[0], CPU, images=9, blocks=30)
+    assert (room.tensors["labels"] == NO_LABEL).tolist() == [False] * 3 + [True] * 6
+
+
+@pytest.mark.parametrize("background", ["drop", "keep"])
+@pytest.mark.parametrize("registers", [0, 2])
+def test_batches_keep_to_their_room(background, registers):
+    stage = replace(STAGE, background=background, tokens=4096 + 128)
+    recipe = recipe_of(Config(curriculum=(stage,), layers="near:4", block=32, registers=registers), 0)
+    for step in range(3):
+        packed = make(recipe, step)
+        assert len(packed.labels) <= most_images(recipe)
+        assert packed.blocks.shape[1] <= most_blocks(recipe)
+    assert (len(packed.labels) == most_images(recipe)) == (background == "keep")
+
+
+def test_only_a_gpu_has_recorded_steps():
+    recipe = recipe_of(replace(CONFIG, curriculum=(STAGE,), layers="near:4"), 0)
+    model = model_of()
+    made = steps_of(model, adamw(model, 1e-3, 0.0), recipe, CONFIG, CPU)
+    assert type(made) is Steps
+
+
+def both_steps(monkeypatch, config):
+    """Plain and recorded steps of two equal models."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(recorded, "most_images", lambda recipe: 9)
+    monkeypatch.setattr(recorded, "most_blocks", lambda recipe: 30)
+    recipe = replace(recipe_of(replace(config, curriculum=(STAGE,), layers="near:4"), 0), layers=LAYERS)
+    model = model_of().to(device)
+    models = model, copy.deepcopy(model)
+    return models, [
+        kind(each, adamw(each, 1e-3, 0.0), *rest, config, device)
+        for kind, each, rest in ((Steps, models[0], (LAYERS,)), (RecordedSteps, models[1], (recipe,)))
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recorded_steps_are_those_of_the_host(monkeypatch, compiled):
+    models, (plain, steps) = both_steps(monkeypatch, CONFIG)
+    if compiled:
+        models[1].compile_layers()
+    # The second has more tiles than the room of the first.
+    order = [PACKINGS[1], PACKINGS[0], PACKINGS[2], PACKINGS[1], PACKINGS[0]] * 3
+    steps.prepare(order[0])
+    recordings = {id(steps.recording)}
+    losses = []
+    for packed in order:
+        expected, found = plain(packed, 1e-3), steps(packed, 1e-3)
+        losses.append([float(found.loss), float(expected.loss), float(found.auxiliary), float(expected.auxiliary)])
+        recordings.add(id(steps.recording))
+    assert len(recordings) > 1
+    losses = torch.tensor(losses)
+    assert torch.allclose(losses[:, 0], losses[:, 1], atol=2e-3)
+    assert torch.allclose(losses[:, 2], losses[:, 3], atol=2e-3)
+    assert losses[-1, 0] < losses[0, 0]
+    for first, second in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.allclose(first, second, atol=5e-3)
+
+
+@pytest.mark.gpu
+def test_recorded_steps_have_the_same_bits_again(monkeypatch):
+    first, second = (both_steps(monkeypatch, CONFIG)[1][1] for _ in range(2))
+    first.prepare(PACKINGS[1])  # outgrown by the next
+    for steps in (first, second):
+        for packed in PACKINGS * 2:
+            steps(packed, 1e-3)
+    for one, other in zip(first.model.parameters(), second.model.parameters()):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+def test_no_recorded_step_waits_for_the_gpu(monkeypatch):
+    _, (_, steps) = both_steps(monkeypatch, replace(CONFIG, precision="bf16"))
+    steps(PACKINGS[0], 1e-3)
+    steps(PACKINGS[1], 1e-3)
+    with waiting_raises():
+        for packed in PACKINGS:
+            steps(packed, 1e-3)
