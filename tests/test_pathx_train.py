@@ -174,8 +174,8 @@ def test_an_accuracy_is_judged_at_the_same_steps_wherever_a_run_pauses(stream, t
     config = replace(TINY, curriculum=(easy,), advance_images=6, log_every=4)
     at_once = Run(config, tmp_path / "at-once", stream)
     at_once.train()
-    for step in (1, 2, 3, 5):
-        Run(config, tmp_path / "often", stream, resume=step > 1).train(pause=lambda at, step=step: at == step)
+    for stop in (1, 2, 3, 5):
+        Run(config, tmp_path / "often", stream, resume=stop > 1).train(pause=lambda step, stop=stop: step == stop)
     often = Run(config, tmp_path / "often", stream, resume=True)
     often.train()
     assert often.state.step == at_once.state.step
