@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from typer.testing import CliRunner
 
-from experiments.lra import cli, demo, train
+from experiments.lra import cli, demo, step
 from experiments.lra.config import DEFAULTS, HELP, configure, resumed
 from experiments.lra.generate import Settings, generate
 from experiments.lra.presets import PRESETS
@@ -61,7 +61,7 @@ def test_sigterm_saves_and_stops(folder, tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         return training_step(*arguments, **options)
 
-    monkeypatch.setattr(train, "training_step", killed)
+    monkeypatch.setattr(step, "training_step", killed)
     result = call("train", data=folder, out=tmp_path, seeds="0,1", **OPTIONS)
     assert result.exit_code == 0, result.output
     assert "Paused at step 2" in result.output

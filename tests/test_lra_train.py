@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experiments.lra import checkpoint, clock, train
+from experiments.lra import checkpoint, clock, step
 from experiments.lra.config import Config
 from experiments.lra.generate import Settings, generate
 from experiments.lra.ranks import find_device
@@ -179,7 +179,7 @@ class TicksOnRehearsal:
 
 
 def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
-    TicksOnRehearsal(monkeypatch, train, "rehearse")
+    TicksOnRehearsal(monkeypatch, step, "rehearsal")
     config = replace(TINY, minutes=3.5 / 60, schedule="cosine")
     assert Run(config, data, tmp_path).train(pause=lambda step: step == 2) is None
     metrics = Run(config, data, tmp_path, resume=True).train()
@@ -192,7 +192,7 @@ def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
 
 
 def test_starting_up_changes_no_bit(data, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "rehearse", lambda *_: None)
+    monkeypatch.setattr(step, "rehearsal", lambda *_: None)
     run = Run(TINY, data, tmp_path)
     run.train()
     assert same_bits(weights(run), whole[2])
@@ -384,8 +384,8 @@ def test_what_a_kill_left_half_written_is_removed(whole, tmp_path):
 def test_a_log_drops_what_a_resumed_run_will_write_again(tmp_path):
     path = tmp_path / "log.jsonl"
     log = RunLog(path, None)
-    for step in (1, 2, 3):
-        log.write({"kind": "train", "step": step})
+    for number in (1, 2, 3):
+        log.write({"kind": "train", "step": number})
     with open(path, "a") as file:
         file.write('{"kind": "tra')  # cut short by a kill
     again = RunLog(path, 2)

@@ -63,7 +63,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; from pinned memory where that lets the copy overlap with work on a GPU."""
-        if device.type == "cpu":
+        if device.type == self.ids.device.type:
             return self
         ids, lengths, places, labels, asked = (
             None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)

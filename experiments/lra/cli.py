@@ -101,6 +101,7 @@ def train(
     seed: Annotated[int | None, option("seed")] = None,
     device: Annotated[str | None, option("device")] = None,
     precision: Annotated[str | None, option("precision")] = None,
+    recorded: Annotated[bool | None, option("recorded")] = None,
     eval_every: Annotated[int | None, option("eval_every")] = None,
     eval_examples: Annotated[int | None, option("eval_examples")] = None,
     checkpoint_every: Annotated[int | None, option("checkpoint_every")] = None,
@@ -294,6 +295,12 @@ def table_command(
         TableOptions.steps
     ),
     minutes: Annotated[float, typer.Option(help="No task begins later than this.")] = TableOptions.minutes,
+    recorded: Annotated[
+        bool,
+        typer.Option(
+            "--recorded/--no-recorded", help="Time steps as CUDA graphs, of all variants, or as the host starts them."
+        ),
+    ] = TableOptions.recorded,
     keep_times: Annotated[
         bool, typer.Option("--keep-times", help="Measure nothing: keep the times in --out, and collect accuracies.")
     ] = False,
@@ -317,7 +324,7 @@ def table_command(
         if not keep_times:
             place = find_device(device)
             chosen = tuple(tasks.split(",")), tuple(variants.split(","))
-            options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes)
+            options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes, recorded)
             if place.type == "cpu" and out == RESULTS:
                 raise ValueError(
                     f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"

@@ -74,6 +74,9 @@ class Config:
 
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
     precision: str = setting("fp32", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
+    recorded: bool = setting(
+        True, "On one GPU, record steps as CUDA graphs, one for each shape of a batch: they need not wait for the host."
+    )
     eval_every: int = setting(500, "Steps between validations.")
     eval_examples: int = setting(2000, "Examples of a validation; the final test uses all.")
     checkpoint_every: int = setting(500, "Steps between checkpoints; only the newest is kept.")
@@ -161,6 +164,7 @@ FREE_ON_RESUME = (
     "steps",
     "minutes",
     "device",
+    "recorded",
     "eval_every",
     "eval_examples",
     "checkpoint_every",

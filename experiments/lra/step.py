@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,18 +62,63 @@ def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=matrices[0].is_cuda)
 
 
+class Outcome(NamedTuple):
+    """Of one step, on the device."""
+
+    loss: Tensor  # the batch's mean cross-entropy, nats
+    right: Tensor  # number of right answers
+
+
 def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: Config, lr: float
-) -> tuple[Tensor, Tensor]:
-    """Change the weights by one step; the batch's mean loss and number of right answers, on the device.
+) -> Outcome:
+    """Change the weights by one step.
 
     model: the run's model, or what `Ranks.together` makes of it; then both numbers are of this process's share.
     """
+    outcome = gradients(model, batch, config)
+    follow_gradients(optimizer, lr)
+    return outcome
+
+
+def gradients(model: nn.Module, batch: Batch, config: Config) -> Outcome:
+    """The part of a step that leaves every parameter its gradient."""
     model.train()
     logits = forward(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
-    descend(model, optimizer, loss, clip=config.clip, lr=lr)
-    return loss.detach(), (logits.argmax(-1) == batch.labels).sum()
+    take_gradients(model, loss, config.clip)
+    return Outcome(loss.detach(), (logits.argmax(-1) == batch.labels).sum())
+
+
+class Steps:
+    """Training steps whose operations the host hands to the device one by one.
+
+    model: what is rehearsed; shared: what is trained, where it is not the same (see `Ranks.together`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        device: torch.device,
+        shared: nn.Module | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
+        self.shared = model if shared is None else shared
+
+    def prepare(self, batch: Batch) -> None:
+        """What steps on batches like this one need only once; nothing changes."""
+        rehearsal(self.model, batch.to(self.device), self.config)
+
+    def __call__(self, batch: Batch, lr: float) -> Outcome:
+        """Change the weights by one step on a batch, which may lie on the host."""
+        return training_step(self.shared, self.optimizer, batch.to(self.device), self.config, lr)
+
+
+def rehearsal(model: nn.Module, batch: Batch, config: Config) -> None:
+    """All of a step that may have to be compiled; nothing changes."""
+    rehearse(model, lambda: F.cross_entropy(forward(model, batch, config), batch.labels), batch.ids.device)
 
 
 def rehearse(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> None:
@@ -84,12 +129,6 @@ def rehearse(model: nn.Module, loss: Callable[[], Tensor], device: torch.device)
     model.train()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
-
-
-def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, *, clip: float, lr: float) -> None:
-    """Change the weights by one step against the gradient of the loss; clip as `take_gradients` has it."""
-    take_gradients(model, loss, clip)
-    follow_gradients(optimizer, lr)
 
 
 def take_gradients(model: nn.Module, loss: Tensor, clip: float) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from experiments.lra import checkpoint, masks, schedule, seeds, tensorfile, weights
 from experiments.lra.average import Average
@@ -30,9 +29,10 @@ from experiments.lra.files import write_json
 from experiments.lra.metrics import final_metrics
 from experiments.lra.order import Order
 from experiments.lra.ranks import ALONE, Ranks, find_device
+from experiments.lra.recorded import steps_of
 from experiments.lra.resume import check_unused
 from experiments.lra.runlog import Record, RunLog
-from experiments.lra.step import build_model, build_optimizer, evaluate, forward, rehearse, training_step
+from experiments.lra.step import Steps, build_model, build_optimizer, evaluate
 from experiments.lra.tasks import TASKS, Data
 
 
@@ -123,13 +123,14 @@ class Run:
         batches = training_batches(self.data.train, self.shape, self.order, self.step)
         if config.objective == "denoise":
             batches = hidden_for_training(batches, self.shape, config.hidden, config.seed, self.step, self.ranks.rank)
+        steps = steps_of(self.model, self.optimizer, config, self.device, self.shared)
         self.window = Window(self.device)
         if self._agreed_progress() < 1:
-            batches = self._started(batches)
+            batches = self._started(batches, steps)
         while (progress := self._agreed_progress()) < 1:
             lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, progress)
-            batch = next(batches).to(self.device)
-            self.window.add(batch, *training_step(self.shared, self.optimizer, batch, config, lr))
+            batch = next(batches)
+            self.window.add(batch, *steps(batch, lr))
             if self.average is not None:
                 self.average.update()
             self.step += 1
@@ -152,15 +153,11 @@ class Run:
         self._evaluate("test")
         return self.ranks.from_first(self._write_result)
 
-    def _started(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches, as soon as the first one is there and a step with it has been rehearsed; then time counts."""
+    def _started(self, batches: Iterator[Batch], steps: Steps) -> Iterator[Batch]:
+        """The batches, as soon as the first one is there and steps like it are prepared; then time counts."""
         clock = Clock(self.device)
         first = next(batches)
-        batch = first.to(self.device)
-        # Of the model itself: what averages gradients over processes takes none that are only asked for.
-        rehearse(
-            self.model, lambda: F.cross_entropy(forward(self.model, batch, self.config), batch.labels), self.device
-        )
+        steps.prepare(first)
         self.startup_seconds += clock.finish()
         self.window = Window(self.device)
         return chain([first], batches)

@@ -22,10 +22,11 @@ def _stage(size: int, contour: int, **more: Any) -> Stage:
 
 # Short paths first, then larger images, then longer paths. Dashes have 5 pixels from 64 pixels on, but gaps double
 # from 64 to 128: so the size changes while paths are short. Nothing was learned from 264,000 images of 32 pixels, whose
-# dashes have 2 (results/pathx/notes.md).
+# dashes have 2; and a stage that is left before it has learned leaves nothing to the next (results/pathx/notes.md).
+# Steps of all stages have one length, so that what is compiled is compiled once.
 _BEGINNING = (
-    _stage(64, 6, tokens=64 * _K, minutes=5.0, until=0.94, warmup=200),
-    _stage(128, 6, minutes=6.0, until=0.95),
+    _stage(64, 6, minutes=4.0, until=0.94, warmup=200),
+    _stage(128, 6, minutes=4.0, until=0.94),
 )
 
 CURRICULA: dict[str, tuple[Stage, ...]] = {
@@ -34,22 +35,22 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
     # Path-X: 128 pixels, 14 dashes.
     "pathx": (
         *_BEGINNING,
-        _stage(128, 9, minutes=12.0, until=0.95),
-        _stage(128, 14, minutes=35.0, schedule="cosine"),
+        _stage(128, 9, minutes=7.0, until=0.94),
+        _stage(128, 14, minutes=20.0, schedule="cosine"),
     ),
     # All 16,384 pixels are tokens. From the weights of "pathx" (--initial) with the same masks, --layers
     # "tiles:16*4,butterfly:8*2" say: dense ones would take most of the time. Black pixels are new to the model.
     "pathx-all": (
-        _stage(64, 9, minutes=7.0, background="keep", until=0.95, lr=5e-4),
-        _stage(128, 9, minutes=18.0, background="keep", until=0.95, lr=5e-4),
-        _stage(128, 14, minutes=35.0, background="keep", schedule="cosine", lr=5e-4),
+        _stage(64, 9, minutes=3.0, background="keep", until=0.94, lr=5e-4),
+        _stage(128, 9, minutes=7.0, background="keep", until=0.94, lr=5e-4),
+        _stage(128, 14, minutes=15.0, background="keep", schedule="cosine", lr=5e-4),
     ),
     # Path-256: paths are relatively shorter there, so 128 pixels with 9 dashes lead to it.
     "path256": (
         *_BEGINNING,
-        _stage(128, 9, minutes=12.0, until=0.95),
-        _stage(256, 9, minutes=11.0, until=0.95),
-        _stage(256, 14, minutes=24.0, schedule="cosine"),
+        _stage(128, 9, minutes=7.0, until=0.94),
+        _stage(256, 9, minutes=10.0, until=0.94),
+        _stage(256, 14, minutes=30.0, schedule="cosine"),
     ),
     # From the weights of "path256", likewise: all 65,536 pixels.
     "path256-all": (

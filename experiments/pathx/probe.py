@@ -54,6 +54,8 @@ def measured(
         model.compile_layers()
     optimizer = adamw(model, stage.lr, 0.0)
 
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     training = steps_of(model, optimizer, recipe, config, device)
     training.prepare(batches[0])
 
@@ -71,8 +73,6 @@ def measured(
             number += 1
             yield packed
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     for _ in steps(0.0, 2):
         pass
     synchronize(device)

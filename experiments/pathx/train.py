@@ -76,6 +76,8 @@ class Run:
             raise ValueError("a run must have a curriculum of at least one stage")
         self.config, self.folder, self.stream, self.report = config, folder, stream, report
         self.device = find_device(config.device)
+        if self.device.type == "cuda":
+            torch.set_num_threads(1)  # the host only copies; threads that wait for more take cores from the workers
         self.state = State()
         self.before: dict[str, Any] | None = None  # what the weights had cost, and in how many runs
         self.model = weights.build(config)

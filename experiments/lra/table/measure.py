@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from experiments.lra import masks
 from experiments.lra.config import Config
-from experiments.lra.step import build_model, build_optimizer, training_step
+from experiments.lra.recorded import steps_of
+from experiments.lra.step import Steps, build_model, build_optimizer
 from experiments.lra.table.check import Yardstick
 from experiments.lra.table.shapes import REFERENCE, full_batch
 from experiments.lra.tasks import TASKS
@@ -46,7 +48,8 @@ class Row:
 class Candidate:
     """A model with its optimiser and a batch, on the device."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, pool: Any = None) -> None:
+        """pool: memory that recorded steps share with those of other candidates."""
         self.config = config
         self.device = device
         before = allocated(device)
@@ -55,6 +58,7 @@ class Candidate:
         self.model = build_model(config, TASKS[config.task], mask.to(device))
         self.optimizer = build_optimizer(config, self.model)
         self.batch = full_batch(config, config.batch).to(device)
+        self.steps = Steps(self.model, self.optimizer, config, device)
         self.step()  # compiles, and allocates the optimiser's state
         self.step()
         self.memory_gb: float | None = None
@@ -63,10 +67,13 @@ class Candidate:
             self.step()
             torch.cuda.synchronize(device)
             self.memory_gb = (torch.cuda.max_memory_allocated(device) - before) / 1e9
+        with fresh_memory(device):
+            self.steps = steps_of(self.model, self.optimizer, config, device, pool=pool)
+            self.step()
 
     def step(self) -> None:
         """A training step that moves no weight, because the learning rate is 0, and is as much work as any other."""
-        training_step(self.model, self.optimizer, self.batch, self.config, 0.0)
+        self.steps(self.batch, 0.0)
 
 
 def measure(
@@ -120,11 +127,12 @@ def at_one_batch(
 ) -> list[Row]:
     """All variants in turns."""
     candidates: dict[str, Candidate] = {}
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     rows = {variant: replace(verdicts[variant], batch=config.batch) for variant, config in configs.items()}
     for variant, row in rows.items():
         if row.status == OK:
             with caught(row, device):
-                candidates[variant] = Candidate(configs[variant], device)
+                candidates[variant] = Candidate(configs[variant], device, pool)
     calls = {
         variant: timing.Timed(candidate.step, partial(fresh_memory, device))
         for variant, candidate in candidates.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ class Options:
     rounds: int = 5
     steps: int = 8  # a round
     minutes: float = 8.0  # no task begins later
+    recorded: bool = True  # steps as CUDA graphs
 
     def __post_init__(self) -> None:
         for name, allowed in (("tasks", FIVE), ("variants", tuple(VARIANTS)), ("preset", ("lra", "modern"))):
@@ -54,6 +55,8 @@ def run(
     results.accuracies = accuracy.collect(runs)
     if options is not None:
         results.facts = environment(options.device, command, commit)
+        how = "as CUDA graphs" if options.recorded else "started by the host, kernel by kernel"
+        results.facts["steps"] = f"{how}, those of all variants alike"
         if options.device.type == "cpu":
             results.facts["note"] = "everything is shrunk: a test of the command, and no measurement"
         say(", ".join(f"{name} {value}" for name, value in results.facts.items()))
@@ -69,7 +72,10 @@ def run(
 def _task(task: str, options: Options, *, late: bool, say: Callable[[str], None]) -> Sequence[Row]:
     small = options.device.type == "cpu"
     configs = {
-        variant: settings(task, variant, options.preset, small=small, batch=options.batch, block=options.block)
+        variant: replace(
+            settings(task, variant, options.preset, small=small, batch=options.batch, block=options.block),
+            recorded=options.recorded,
+        )
         for variant in options.variants
     }
     if not late:

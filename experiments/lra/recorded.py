@@ -1,0 +1,107 @@
+"""Training steps as CUDA graphs, one for each shape of a batch; see recording.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from experiments.lra.batches import Batch
+from experiments.lra.config import Config
+from experiments.lra.recording import Recording
+from experiments.lra.step import Outcome, Steps, follow_gradients, gradients, rehearsal
+
+NO_LABEL = -100  # which F.cross_entropy leaves out by default
+
+
+class Form(NamedTuple):
+    """What a recording is for: batches of one shape. Sequences that fill it need no care for padding."""
+
+    ids: tuple[int, ...]
+    padded: bool
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step up to its gradients, on the tensors of a batch."""
+
+    batch: Batch
+    recording: Recording[Outcome]
+
+
+class RecordedSteps(Steps):
+    """Like Steps, on one GPU. An outcome's tensors are overwritten by the next step.
+
+    pool: memory to share with other recordings, see recording.py; by default those of these steps share their own.
+    """
+
+    def __init__(self, *arguments: Any, pool: Any = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.recorded: dict[Form, Recorded] = {}
+
+    def prepare(self, batch: Batch) -> None:
+        """Record a step on batches of this shape, if none is; nothing changes."""
+        form = form_of(batch)
+        if form in self.recorded:
+            return
+        room = with_room(batch, self.config).to(self.device)
+
+        def rehearse() -> None:
+            rehearsal(self.model, room, self.config)
+
+        def compute() -> Outcome:
+            return gradients(self.model, room, self.config)
+
+        self.recorded[form] = Recorded(room, Recording(self.model, rehearse, compute, self.device, self.pool))
+
+    def __call__(self, batch: Batch, lr: float) -> Outcome:
+        self.prepare(batch)
+        recorded = self.recorded[form_of(batch)]
+        copy(with_room(batch, self.config), recorded.batch)
+        outcome = recorded.recording.replay()
+        follow_gradients(self.optimizer, lr)
+        return outcome
+
+
+def form_of(batch: Batch) -> Form:
+    """The recording that a batch needs."""
+    return Form(tuple(batch.ids.shape), batch.live_tokens < batch.ids.numel())
+
+
+def with_room(batch: Batch, config: Config) -> Batch:
+    """The batch with as many places that are asked for as any of its shape can have; those too many have no label."""
+    if batch.asked is None:
+        return batch
+    most = max(1, round(config.hidden * batch.ids.numel()))
+    asked, labels = batch.asked.new_zeros(most), batch.labels.new_full((most,), NO_LABEL)
+    asked[: len(batch.asked)], labels[: len(batch.labels)] = batch.asked, batch.labels
+    return replace(batch, asked=asked, labels=labels)
+
+
+def copy(batch: Batch, there: Batch) -> None:
+    """Into the tensors of another batch of its shape; the host does not wait for it."""
+
+    def copied(tensor: Tensor | None, place: Tensor | None) -> None:
+        if tensor is not None and place is not None:
+            place.copy_(tensor if tensor.is_cuda else tensor.pin_memory(), non_blocking=True)
+
+    for name in ("ids", "lengths", "places", "labels", "asked"):
+        copied(getattr(batch, name), getattr(there, name))
+
+
+def steps_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    device: torch.device,
+    shared: nn.Module | None = None,
+    pool: Any = None,
+) -> Steps:
+    """The training steps of a run: recorded if the settings say so, the device can, and one process trains alone."""
+    alone = shared is None or shared is model
+    if config.recorded and device.type == "cuda" and alone:
+        return RecordedSteps(model, optimizer, config, device, pool=pool)
+    return Steps(model, optimizer, config, device, shared)

@@ -1,0 +1,127 @@
+"""Steps recorded as CUDA graphs, one for each shape of a batch: the same as steps that the host starts."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from experiments.lra import masks
+from experiments.lra.batches import Batch, Shape, collate
+from experiments.lra.cache import Examples
+from experiments.lra.config import Config
+from experiments.lra.denoise import hide
+from experiments.lra.recorded import NO_LABEL, RecordedSteps, form_of, steps_of, with_room
+from experiments.lra.step import Steps, build_model, build_optimizer, forward
+from experiments.lra.tasks import TASKS
+from waiting import waiting_raises
+
+CPU = torch.device("cpu")
+CONFIG = Config(
+    task="listops", mask="butterfly", block=16, depth=2, width=32, heads=2, mlp=32, max_tokens=63, dropout=0.0,
+    precision="fp32", lr=1e-3,
+)  # fmt: skip
+SHAPE = Shape(16, 63, cls=TASKS["listops"].cls)
+
+
+def batch_of(*lengths, seed=0):
+    random = np.random.default_rng([seed, *lengths])
+    edges = np.concatenate([[0], np.cumsum(lengths)])
+    symbols = random.integers(1, 16, edges[-1], dtype=np.uint8)
+    labels = random.integers(0, 10, len(lengths), dtype=np.uint8)
+    rows = np.arange(len(lengths))
+    return collate(Examples(symbols, edges[:-1, None], edges[1:, None], labels, shift=0), rows, SHAPE)
+
+
+# Three shapes, and two kinds of one: the last has no padding.
+BATCHES = (batch_of(20, 40), batch_of(60, 5), batch_of(9, 3), batch_of(31, 22), batch_of(47, 47))
+
+
+def steps_and_model(kind, device, config=CONFIG):
+    mask = masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
+    model = build_model(config, TASKS[config.task], mask.to(device))
+    optimizer = build_optimizer(config, model)
+    return kind(model, optimizer, config, device), model
+
+
+def test_batches_of_a_shape_share_a_recording():
+    forms = [form_of(batch) for batch in BATCHES]
+    assert [form.ids for form in forms] == [(2, 48), (2, 64), (2, 16), (2, 32), (2, 48)]
+    assert len(set(forms)) == 5  # rows that are full need no mask of padding where attention is PyTorch's
+
+
+def test_places_that_are_not_asked_for_are_in_no_loss():
+    config = replace(CONFIG, objective="denoise", hidden=0.3)
+    _, model = steps_and_model(Steps, CPU, config)
+    batch = hide(BATCHES[0], 0.3, np.random.default_rng(0), first=1)
+    roomy = with_room(batch, config)
+    assert len(roomy.labels) == len(roomy.asked) == round(0.3 * 96) > len(batch.asked)
+    assert (roomy.labels == NO_LABEL).sum() == len(roomy.asked) - len(batch.asked)
+    losses = [F.cross_entropy(forward(model, each, config), each.labels) for each in (batch, roomy)]
+    assert torch.allclose(*losses, rtol=1e-6)
+    assert with_room(BATCHES[0], CONFIG) is BATCHES[0]
+
+
+def test_only_one_process_on_a_gpu_records():
+    _, model = steps_and_model(Steps, CPU)
+    optimizer = build_optimizer(CONFIG, model)
+    assert type(steps_of(model, optimizer, CONFIG, CPU)) is Steps
+    shared = torch.nn.Sequential(model)
+    steps = steps_of(model, optimizer, CONFIG, CPU, shared)
+    assert type(steps) is Steps
+    assert steps.shared is shared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["sparseflash", "sdpa", "standard"])
+def test_recorded_steps_are_those_of_the_host(attention):
+    config = replace(CONFIG, attention=attention)
+    device = torch.device("cuda")
+    plain, first = steps_and_model(Steps, device, config)
+    recorded, second = steps_and_model(RecordedSteps, device, config)
+    assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters()))
+    for batch in BATCHES * 4:
+        expected, found = plain(batch, 1e-3), recorded(batch, 1e-3)
+        assert float(found.loss) == pytest.approx(float(expected.loss), abs=2e-3)
+        assert abs(int(found.right) - int(expected.right)) <= 1
+    assert len(recorded.recorded) == 5
+    for one, other in zip(first.parameters(), second.parameters()):
+        assert torch.allclose(one, other, atol=5e-3)
+
+
+@pytest.mark.gpu
+def test_recorded_steps_denoise():
+    config = replace(CONFIG, objective="denoise", hidden=0.3)
+    device = torch.device("cuda")
+    plain, _ = steps_and_model(Steps, device, config)
+    recorded, _ = steps_and_model(RecordedSteps, device, config)
+    random = np.random.default_rng(0)
+    for batch in BATCHES * 3:
+        hidden = hide(batch, 0.3, random, first=1)
+        assert float(recorded(hidden, 1e-3).loss) == pytest.approx(float(plain(hidden, 1e-3).loss), abs=5e-3)
+
+
+@pytest.mark.gpu
+def test_dropout_is_another_at_every_replay_and_the_same_from_the_same_state():
+    config = replace(CONFIG, dropout=0.3, attention_dropout=0.2)
+    steps, model = steps_and_model(RecordedSteps, torch.device("cuda"), config)
+    steps.prepare(BATCHES[0])
+    begin, state = copy.deepcopy(model.state_dict()), torch.cuda.get_rng_state()
+    losses = [float(steps(BATCHES[0], 0.0).loss) for _ in range(4)]
+    assert len(set(losses)) == 4
+    model.load_state_dict(begin)
+    torch.cuda.set_rng_state(state)
+    assert [float(steps(BATCHES[0], 0.0).loss) for _ in range(4)] == losses
+
+
+@pytest.mark.gpu
+def test_no_recorded_step_waits_for_the_gpu():
+    steps, _ = steps_and_model(RecordedSteps, torch.device("cuda"), replace(CONFIG, precision="bf16"))
+    for batch in BATCHES:
+        steps(batch, 1e-3)
+    with waiting_raises():
+        for batch in BATCHES:
+            assert isinstance(batch, Batch)
+            steps(batch, 1e-3)
