@@ -75,12 +75,13 @@ def test_only_one_process_on_a_gpu_records():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("attention", ["sparseflash", "sdpa", "standard"])
-def test_recorded_steps_are_those_of_the_host(attention):
+def test_recorded_steps_are_those_of_the_host(attention, compiled):
     config = replace(CONFIG, attention=attention)
     device = torch.device("cuda")
     plain, first = steps_and_model(Steps, device, config)
-    recorded, second = steps_and_model(RecordedSteps, device, config)
+    recorded, second = steps_and_model(RecordedSteps, device, replace(config, compiled=compiled))
     assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters()))
     for batch in BATCHES * 4:
         expected, found = plain(batch, 1e-3), recorded(batch, 1e-3)

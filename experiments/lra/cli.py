@@ -101,6 +101,7 @@ def train(
     seed: Annotated[int | None, option("seed")] = None,
     device: Annotated[str | None, option("device")] = None,
     precision: Annotated[str | None, option("precision")] = None,
+    compiled: Annotated[bool | None, option("compiled")] = None,
     recorded: Annotated[bool | None, option("recorded")] = None,
     eval_every: Annotated[int | None, option("eval_every")] = None,
     eval_examples: Annotated[int | None, option("eval_examples")] = None,
@@ -295,6 +296,9 @@ def table_command(
         TableOptions.steps
     ),
     minutes: Annotated[float, typer.Option(help="No task begins later than this.")] = TableOptions.minutes,
+    compiled: Annotated[
+        bool, typer.Option("--compiled/--no-compiled", help=f"Of all variants: {HELP['compiled']}")
+    ] = TableOptions.compiled,
     recorded: Annotated[
         bool,
         typer.Option(
@@ -324,7 +328,7 @@ def table_command(
         if not keep_times:
             place = find_device(device)
             chosen = tuple(tasks.split(",")), tuple(variants.split(","))
-            options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes, recorded)
+            options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes, compiled, recorded)
             if place.type == "cpu" and out == RESULTS:
                 raise ValueError(
                     f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"

@@ -74,6 +74,7 @@ class Config:
 
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
     precision: str = setting("fp32", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
+    compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
     recorded: bool = setting(
         True, "On one GPU, record steps as CUDA graphs, one for each shape of a batch: they need not wait for the host."
     )
@@ -164,6 +165,7 @@ FREE_ON_RESUME = (
     "steps",
     "minutes",
     "device",
+    "compiled",
     "recorded",
     "eval_every",
     "eval_examples",

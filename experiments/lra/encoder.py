@@ -5,7 +5,8 @@ Shapes: B sequences, N positions (padded), H heads, W width, D features a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +60,9 @@ class SelfAttention(nn.Module):
         """Attention [B, H, N, D]."""
         return attend(self.implementation, q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
 
-    def forward(self, x: Tensor, mask: BlockMask | Live, turn: Turn | None = None) -> Tensor:
-        y: Tensor = self.out(self.mix(*self.project(x, turn), mask).transpose(1, 2).flatten(2))  # [B, N, W]
-        return y
-
 
 class Layer(nn.Module):
-    """Attention, then an MLP, each on the normalised input and added to it."""
+    """What a layer has: attention, then an MLP, each on the normalised input and added to it."""
 
     def __init__(self, width: int, mlp: int, dropout: float, attention: SelfAttention) -> None:
         super().__init__()
@@ -75,10 +72,32 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, mlp), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp, width))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: BlockMask | Live, turn: Turn | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask, turn))
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return x
+
+def before_attention(layer: Layer, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, H, N, D] of a layer."""
+    return layer.attention.project(layer.attention_norm(x), turn)
+
+
+def after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    """The layer's output [B, N, W] from its input and its attention [B, H, N, D]."""
+    x = x + layer.dropout(layer.attention.out(mixed.transpose(1, 2).flatten(2)))
+    result: Tensor = x + layer.dropout(layer.mlp(layer.mlp_norm(x)))
+    return result
+
+
+class Halves(NamedTuple):
+    """What surrounds the attention of a layer."""
+
+    before: Callable[[Layer, Tensor, Turn | None], tuple[Tensor, Tensor, Tensor]] = before_attention
+    after: Callable[[Layer, Tensor, Tensor], Tensor] = after_attention
+
+
+def compiled_halves() -> Halves:
+    """The same through torch.compile, which fuses them; attention is one kernel already.
+
+    All layers of a model share two graphs: a pair for the first shape of a batch, and one for all others.
+    """
+    return Halves(torch.compile(before_attention), torch.compile(after_attention))
 
 
 class Encoder(nn.Module):
@@ -139,6 +158,11 @@ class Encoder(nn.Module):
             for _ in self.masks
         )
         self.norm = nn.LayerNorm(width)
+        self.training_halves = Halves()
+
+    def compile_layers(self) -> None:
+        """Let torch.compile fuse what surrounds attention in training. Where answers alone are asked for nothing is."""
+        self.training_halves = compiled_halves()
 
     def encode(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
         """Features [B, N, W] of ids [B, N]; positions at or past lengths [B] are padding and take no part.
@@ -158,8 +182,10 @@ class Encoder(nn.Module):
             masks = self.masks_for(ids.shape[1], lengths)
         else:
             masks = self.live_for(ids.shape[1], lengths if padded else None)
+        halves = self.training_halves if self.training else Halves()
         for layer, mask in zip(self.layers, masks, strict=True):
-            x = layer(x, mask, turn)
+            q, k, v = halves.before(layer, x, turn)
+            x = halves.after(layer, x, layer.attention.mix(q, k, v, mask))
         features: Tensor = self.norm(x)
         return features
 

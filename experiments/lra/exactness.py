@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from experiments.lra.attend import sparseflash
 from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.encoder import Layer, Turn
+from experiments.lra.encoder import Layer, SelfAttention
 from experiments.lra.model import Classifier
-from experiments.lra.step import forward, precision
+from experiments.lra.step import forward
 from sparseflash import BlockMask
 
 ALLOWED = 2.0  # times the plain implementation's error
@@ -59,23 +59,21 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
     """q, k, v and the output's gradient in the first layer; in the last, only what is pooled gets one."""
     layer = model.layers[0]
     assert isinstance(layer, Layer)
-    inputs: list[tuple[Tensor, BlockMask, Turn | None]] = []
-    outputs: list[Tensor] = []
-    hooks = [
-        layer.attention.register_forward_pre_hook(lambda module, args: inputs.append(args)),
-        layer.attention.out.register_forward_pre_hook(lambda module, args: outputs.append(args[0])),
-    ]
+    attention, calls = layer.attention, []
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+        mixed = SelfAttention.mix(attention, q, k, v, mask)
+        calls.append((q, k, v, mixed, mask))
+        return mixed
+
+    attention.mix = mix  # type: ignore[method-assign]
     try:
         loss = F.cross_entropy(forward(model, batch, config), batch.labels)
     finally:
-        for hook in hooks:
-            hook.remove()
-    (dout,) = torch.autograd.grad(loss, outputs)  # [B, N, W]
-    with torch.no_grad(), precision(batch.ids.device, config.precision):
-        x, mask, turn = inputs[0]
-        q, k, v = layer.attention.project(x, turn)
-    dout = dout.unflatten(-1, (layer.attention.heads, -1)).transpose(1, 2)  # [B, H, N, D]
-    return Captured(q, k, v, dout, mask)
+        del attention.mix
+    ((q, k, v, mixed, mask),) = calls
+    (dout,) = torch.autograd.grad(loss, mixed)
+    return Captured(q.detach(), k.detach(), v.detach(), dout, mask)
 
 
 def sparse(call: Captured) -> list[Tensor]:

@@ -42,6 +42,8 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Den
         model = Denoiser(masks, first=config.shape.first, **sizes)
     else:
         model = Classifier(masks, classes=task.classes, towers=task.towers, pool=config.pool, **sizes)
+    if config.compiled:
+        model.compile_layers()
     return model.to(mask.device)
 
 

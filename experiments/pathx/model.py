@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experiments.lra.encoder import Layer, SelfAttention, Turn
+from experiments.lra.encoder import Halves, Layer, SelfAttention, Turn, compiled_halves
 from experiments.lra.positions import plane_rates, plane_turn
 from experiments.pathx.batch import Batch, between
 from experiments.pathx.gathers import Grouped, Moved, places_of
@@ -60,17 +59,11 @@ class PathModel(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Sequential(nn.Linear(2 * width, mlp), nn.GELU(), nn.Linear(mlp, CLASSES))
         self.tracer = nn.Linear(width, MARKER_COUNTS) if traces else None
-        self._before: Callable[..., Any] = before_attention
-        self._after: Callable[..., Any] = after_attention
+        self.training_halves = Halves()
 
     def compile_layers(self) -> None:
-        """Let torch.compile fuse what surrounds attention in training. The attention is one kernel already.
-
-        All layers share two graphs: a pair for the first stage's length of batches, and one for all others. Where
-        answers alone are asked for nothing is compiled.
-        """
-        self._before = torch.compile(before_attention)
-        self._after = torch.compile(after_attention)
+        """Let torch.compile fuse what surrounds attention in training. Where answers alone are asked for nothing is."""
+        self.training_halves = compiled_halves()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits [I, 2], and of a model that traces [B, N, 3]."""
@@ -88,28 +81,16 @@ class PathModel(nn.Module):
         turn = plane_turn(batch.y, batch.x, self.rates)
         turns: dict[str, Turn] = {BASE: turn}
         now = BASE
-        before, after = (self._before, self._after) if self.training else (before_attention, after_attention)
+        halves = self.training_halves if self.training else Halves()
         for number, (layer, mask, order) in enumerate(zip(self.layers, batch.masks, batch.layer_orders, strict=True)):
             if order not in turns:
                 turns[order] = tuple(each.index_select(2, batch.orders[order].order) for each in turn)  # type: ignore[assignment]
             x, now = reordered(x, batch, now, order), order
-            q, k, v = before(layer, x, turns[order])
+            q, k, v = halves.before(layer, x, turns[order])
             if seen is not None:
                 seen(number, q, k)
-            x = after(layer, x, layer.attention.mix(q, k, v, mask))
+            x = halves.after(layer, x, layer.attention.mix(q, k, v, mask))
         return reordered(x, batch, now, BASE)
-
-
-def before_attention(layer: Layer, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, H, N, D] of a layer."""
-    return layer.attention.project(layer.attention_norm(x), turn)
-
-
-def after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
-    """The layer's output [B, N, W] from its input and its attention [B, H, N, D]."""
-    x = x + layer.dropout(layer.attention.out(mixed.transpose(1, 2).flatten(2)))
-    result: Tensor = x + layer.dropout(layer.mlp(layer.mlp_norm(x)))
-    return result
 
 
 def reordered(x: Tensor, batch: Batch, now: str, then: str) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
-_APART = ("seed", "device", "recorded", "eval_every", "eval_examples", "checkpoint_every", "log_every")
+_APART = ("seed", "device", "compiled", "recorded", "eval_every", "eval_examples", "checkpoint_every", "log_every")
 # What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
 _NOTHING = ("objective", "hidden", "initial")
 

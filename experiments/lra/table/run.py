@@ -29,6 +29,7 @@ class Options:
     rounds: int = 5
     steps: int = 8  # a round
     minutes: float = 8.0  # no task begins later
+    compiled: bool = False  # what surrounds attention, by torch.compile
     recorded: bool = True  # steps as CUDA graphs
 
     def __post_init__(self) -> None:
@@ -56,7 +57,8 @@ def run(
     if options is not None:
         results.facts = environment(options.device, command, commit)
         how = "as CUDA graphs" if options.recorded else "started by the host, kernel by kernel"
-        results.facts["steps"] = f"{how}, those of all variants alike"
+        more = ", what surrounds attention compiled" if options.compiled else ""
+        results.facts["steps"] = f"{how}{more}, those of all variants alike"
         if options.device.type == "cpu":
             results.facts["note"] = "everything is shrunk: a test of the command, and no measurement"
         say(", ".join(f"{name} {value}" for name, value in results.facts.items()))
@@ -74,6 +76,7 @@ def _task(task: str, options: Options, *, late: bool, say: Callable[[str], None]
     configs = {
         variant: replace(
             settings(task, variant, options.preset, small=small, batch=options.batch, block=options.block),
+            compiled=options.compiled,
             recorded=options.recorded,
         )
         for variant in options.variants
