@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -76,8 +76,6 @@ class Run:
             raise ValueError("a run must have a curriculum of at least one stage")
         self.config, self.folder, self.stream, self.report = config, folder, stream, report
         self.device = find_device(config.device)
-        if self.device.type == "cuda":
-            torch.set_num_threads(1)  # the host only copies; threads that wait for more take cores from the workers
         self.state = State()
         self.before: dict[str, Any] | None = None  # what the weights had cost, and in how many runs
         self.model = weights.build(config)
@@ -135,11 +133,12 @@ class Run:
         Of a run that is complete already, nothing is written: its model may have results.
         """
         begun_at = self.state.step
-        while self.state.stage < len(self.config.curriculum):
-            if not self._train_stage(pause):
-                return None
-            self._next_stage()
-            self._save()
+        with host_threads(self.device):
+            while self.state.stage < len(self.config.curriculum):
+                if not self._train_stage(pause):
+                    return None
+                self._next_stage()
+                self._save()
         path = self.folder / "model.safetensors"
         if self.state.step == begun_at and weights.is_whole(path):
             return weights.beside(path)
@@ -314,6 +313,20 @@ class Run:
         with self.average.in_place() if self.average is not None else nullcontext():
             weights.save(path, self.model, self.config, about)
         return weights.beside(path)
+
+
+@contextmanager
+def host_threads(device: torch.device) -> Iterator[None]:
+    """Inside, the host has one thread where a GPU computes: it copies arrays, and threads that wait for the next one
+    would take the cores of the processes that make images.
+    """
+    before = torch.get_num_threads()
+    if device.type == "cuda":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Window:
