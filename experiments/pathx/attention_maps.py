@@ -56,7 +56,7 @@ def draw(image: NDArray[np.uint8], batch: Batch, weights: Tensor, names: list[st
     from matplotlib.figure import Figure
 
     layers, markers, _ = weights.shape
-    figure = Figure(figsize=(1.9 * (layers + 1), 2.1 * markers), dpi=110)
+    figure = Figure(figsize=(1.6 * (layers + 1), 1.8 * markers + 0.3), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     y, x = batch.y[0].cpu().numpy(), batch.x[0].cpu().numpy()
     is_pixel = ((batch.ids[0] >= 0) & (batch.ids[0] < LEVELS)).cpu().numpy()
@@ -75,6 +75,5 @@ def draw(image: NDArray[np.uint8], batch: Batch, weights: Tensor, names: list[st
     for axis in np.ravel(axes):
         axis.set_axis_off()
     figure.suptitle(title, fontsize=9)
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
