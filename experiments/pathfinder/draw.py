@@ -40,13 +40,13 @@ def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
     label = below(rng, 2)
     margin = p.margins[below(rng, len(p.margins))]
     t = tables(p, margin)
-    mask = np.empty((p.size, p.size), np.int16)
+    mask, near = np.empty((2, p.size, p.size), np.int16)
     targets = np.empty((2 * p.contour_length, 3), np.int64)
-    attempts = draw_targets(rng, p.size, p.padding, p.seed_distance, p.contour_length, t, MOST_ATTEMPTS, mask, targets)
+    attempts = draw_targets(rng, p.padding, p.seed_distance, p.contour_length, t, MOST_ATTEMPTS, mask, near, targets)
     if not attempts:
         raise ValueError(f"no pair of target snakes fits into image {index} in {MOST_ATTEMPTS:,} attempts with {p}")
     distractors = np.empty((p.distractors * p.distractor_length, 3), np.int64)
-    placed = draw_distractors(rng, p.distractors, p.distractor_length, t, mask, distractors)
+    placed = draw_distractors(rng, p.distractors, p.distractor_length, t, mask, near, distractors)
     dashes = np.concatenate([targets, distractors[: placed * p.distractor_length]])
     return Drawing(label, below(rng, 2), margin, attempts, dashes)
 

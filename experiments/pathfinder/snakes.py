@@ -2,9 +2,11 @@
 
 The mask holds the surroundings of all dashes, in units of 1 / UNIT, composed by maximum. A snake is
 int64 [5]: y and x of where the gap before its last dash begins, y and x of that dash's picture, its heading.
-
 Its last dash stays out of the mask until the next one is found, so that a snake does not collide with itself. As in
 the original, one snake therefore cannot see the other's last dash, and the first target's very last dash never enters.
+
+The original looks for the largest value of the mask within the margin of every place where a dash could end. Maxima of
+maxima are maxima, so those values are composed dash by dash as well, in a second mask, `near`.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from math import ceil
 
 import numpy as np
 
+from experiments.pathfinder.bits import gather, ones, pack, place_of, scratch_for
 from experiments.pathfinder.compiled import compiled
-from experiments.pathfinder.rng import below, uniform
+from experiments.pathfinder.rng import ONE, below, uniform
 from experiments.pathfinder.stamps import UNIT
 from experiments.pathfinder.tables import SEEDS, WEIGHT_UNIT
 
 TRIES = 3  # of a dash: "max_paddle_retrial" 2
 SNAKE_TRIES = 5  # of a distractor: "max_distractor_contour_retrial" 4
-OCCUPIED = ceil(0.3 * UNIT)  # the mask from which a pixel is taken
 TOUCHING = ceil(1.8 * UNIT)  # the sum of two masks from which two dashes are too close
 DEAD_END = 1e-4 * UNIT * WEIGHT_UNIT  # the sum of weights below which a snake cannot go on
 LEAST_FREE = 0.01  # part of the image below which no distractor is begun
@@ -53,12 +55,18 @@ def touches(mask, y, x, stamp):
 
 
 @compiled
+def margin_of(t):
+    """Half the gap between dashes."""
+    return (t.near_masks.shape[1] - t.masks.shape[1]) // 2
+
+
+@compiled
 def greatest_near(mask, y, x, disc):
     """The mask dilated by a disc, at one pixel."""
     size = mask.shape[0]
     greatest = mask[y, x]
-    for near in range(len(disc)):
-        row, column = y + disc[near, 0], x + disc[near, 1]
+    for pixel in range(len(disc)):
+        row, column = y + disc[pixel, 0], x + disc[pixel, 1]
         if 0 <= row < size and 0 <= column < size:
             greatest = max(greatest, mask[row, column])
     return greatest
@@ -107,9 +115,9 @@ def seed_from(tail_y, tail_x, heading, size, t, snake):
 
 
 @compiled
-def extend(rng, snake, mask, t, cumulative):
+def extend(rng, snake, mask, near, t, cumulative):
     """Add a dash to a snake and its dash before to the mask; whether there was room. cumulative: scratch, int64 [K]"""
-    size = mask.shape[0]
+    size, margin = mask.shape[0], margin_of(t)
     last_y, last_x, heading = snake[2], snake[3], snake[4]
     y, x = ceil(snake[0] + t.step[heading, 0]), ceil(snake[1] + t.step[heading, 1])
     total = np.int64(0)
@@ -117,8 +125,12 @@ def extend(rng, snake, mask, t, cumulative):
         weight = t.weights[heading, turn]
         head_y, head_x = y + t.turns[turn, 0], x + t.turns[turn, 1]
         if weight and 0 <= head_y < size and 0 <= head_x < size:
+            if margin <= min(head_y, head_x) and max(head_y, head_x) < size - margin:
+                taken = near[head_y, head_x]
+            else:  # dashes reach over the image's border, and `near` knows what is there, but the mask does not
+                taken = greatest_near(mask, head_y, head_x, t.disc)
             # Negative where the mask overshoots 1; the original's sums have such terms, too.
-            total += (UNIT - greatest_near(mask, head_y, head_x, t.disc)) * weight
+            total += (UNIT - taken) * weight
         cumulative[turn] = total
     if total < DEAD_END:
         return False
@@ -130,6 +142,7 @@ def extend(rng, snake, mask, t, cumulative):
         head_y, head_x = y + t.turns[turn, 0], x + t.turns[turn, 1]
         if not touches(mask, head_y, head_x, t.masks[SEEDS + turn]):
             merge(mask, last_y, last_x, t.masks[heading])
+            merge(near, last_y, last_x, t.near_masks[heading])
             set_snake(snake, y, x, head_y, head_x, SEEDS + turn)
             return True
     return False
@@ -161,82 +174,85 @@ def seed_targets(rng, size, seed_distance, t, snakes):
 
 
 @compiled
-def draw_targets(rng, size, padding, seed_distance, length, t, most_attempts, mask, dashes):
+def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, near, dashes):
     """Draw pairs of target snakes until one succeeds as a whole; nothing of a failed pair is kept.
 
-    mask: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading; the first snake's, then the
-    other's. Returns the number of pairs drawn, or 0 where none of `most_attempts` succeeded.
+    mask, near: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading; the first snake's,
+    then the other's. Returns the number of pairs drawn, or 0 where none of `most_attempts` succeeded.
     """
-    empty = framed(size, padding)
+    size = mask.shape[0]
+    # Every pixel has the border's next one straight ahead.
+    empty, empty_near = framed(size, padding), framed(size, padding + margin_of(t))
     snakes = np.empty((2, 5), np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
     for attempt in range(1, most_attempts + 1):
         if not seed_targets(rng, size, seed_distance, t, snakes):
             continue
         overwrite(mask, empty)
+        overwrite(near, empty_near)
         note(dashes, 0, snakes[0])
         note(dashes, length, snakes[1])
         placed = 1
         while placed < length:
-            if not extend(rng, snakes[0], mask, t, cumulative) or not extend(rng, snakes[1], mask, t, cumulative):
+            if not extend(rng, snakes[0], mask, near, t, cumulative):
+                break
+            if not extend(rng, snakes[1], mask, near, t, cumulative):
                 break
             note(dashes, placed, snakes[0])
             note(dashes, length + placed, snakes[1])
             placed += 1
         if placed == length:
             merge(mask, snakes[1, 2], snakes[1, 3], t.masks[snakes[1, 4]])
+            merge(near, snakes[1, 2], snakes[1, 3], t.near_masks[snakes[1, 4]])
             return attempt
     return 0
 
 
 @compiled
-def choose_free(rng, mask, kernel, occupied, taken):
+def choose_free(rng, mask, kernel, scratch):
     """A pixel, drawn uniformly from those around which the kernel finds no occupied one, or (-1, -1).
 
-    occupied, taken: scratch, uint8 [size, size]
+    With a bit a pixel: a kernel of dozens of pixels is looked up for 64 places at a time.
     """
-    size = mask.shape[0]
-    free = 0
-    for y in range(size):
-        for x in range(size):
-            taken[y, x] = 0
-            occupied[y, x] = mask[y, x] >= OCCUPIED
-            free += not occupied[y, x]
-    if free < LEAST_FREE * size * size:
+    occupied, taken, whole = scratch.occupied, scratch.taken, scratch.whole
+    words, size = occupied.shape
+    if pack(mask, scratch.row, occupied) < LEAST_FREE * size * size:
         return -1, -1
-    for along in range(size):
-        occupied[0, along] = occupied[size - 1, along] = occupied[along, 0] = occupied[along, size - 1] = 1
-    for pixel in range(len(kernel)):
-        dy, dx = kernel[pixel, 0], kernel[pixel, 1]
-        for y in range(max(0, -dy), min(size, size - dy)):
-            here, there = taken[y, max(0, -dx) : size - max(0, dx)], occupied[y + dy, max(0, dx) : size + min(0, dx)]
-            for x in range(len(here)):
-                here[x] |= there[x]
-    free = 0
     for y in range(size):
-        for x in range(size):
-            free += not taken[y, x]
+        occupied[0, y] |= ONE
+        occupied[words - 1, y] |= ONE << np.uint64((size - 1) % 64)
+    for word in range(words):
+        occupied[word, 0] = occupied[word, size - 1] = whole[word]
+        for y in range(size):
+            taken[word, y] = 0
+    for pixel in range(len(kernel)):
+        gather(occupied, kernel[pixel, 0], kernel[pixel, 1], taken)
+    free = 0
+    for word in range(words):
+        for y in range(size):
+            taken[word, y] = ~taken[word, y] & whole[word]
+            free += ones(taken[word, y])
     if free == 0:
         return -1, -1
     left = below(rng, free)
     for y in range(size):
-        for x in range(size):
-            if not taken[y, x]:
-                if left == 0:
-                    return y, x
-                left -= 1
+        for word in range(words):
+            here = ones(taken[word, y])
+            if left < here:
+                return y, 64 * word + place_of(taken[word, y], left)
+            left -= here
     return -1, -1
 
 
 @compiled
-def draw_distractor(rng, mask, t, snake, cumulative, occupied, taken, dashes):
-    """Draw one short snake into the mask; whether there was room. Where there was not, the mask is spoilt."""
+def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
+    """Draw one short snake into the masks; whether there was room. Where there was not, they are spoilt."""
     size = mask.shape[0]
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
         if not t.usable[heading]:
             return False
-        y, x = choose_free(rng, mask, t.kernels[t.kernel_of[heading] : t.kernel_of[heading + 1]], occupied, taken)
+        y, x = choose_free(rng, mask, t.kernels[t.kernel_of[heading] : t.kernel_of[heading + 1]], scratch)
         if y < 0:
             return False
         if seed_from(y, x, heading, size, t, snake):
@@ -245,27 +261,30 @@ def draw_distractor(rng, mask, t, snake, cumulative, occupied, taken, dashes):
         return False
     note(dashes, 0, snake)
     for placed in range(1, len(dashes)):
-        if not extend(rng, snake, mask, t, cumulative):
+        if not extend(rng, snake, mask, near, t, cumulative):
             return False
         note(dashes, placed, snake)
     merge(mask, snake[2], snake[3], t.masks[snake[4]])
+    merge(near, snake[2], snake[3], t.near_masks[snake[4]])
     return True
 
 
 @compiled
-def draw_distractors(rng, wanted, length, t, mask, dashes):
+def draw_distractors(rng, wanted, length, t, mask, near, dashes):
     """Draw short snakes where there is room and return how many. dashes: int64 [wanted * length, 3]"""
     snake = np.empty(5, np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
-    before = np.empty_like(mask)
-    occupied, taken = np.empty(mask.shape, np.uint8), np.empty(mask.shape, np.uint8)
+    before, near_before = np.empty_like(mask), np.empty_like(near)
+    scratch = scratch_for(len(mask))
     placed = 0
     for _ in range(wanted):
+        overwrite(before, mask)
+        overwrite(near_before, near)
         for _ in range(SNAKE_TRIES):
-            overwrite(before, mask)
             mine = dashes[placed * length : (placed + 1) * length]
-            if draw_distractor(rng, mask, t, snake, cumulative, occupied, taken, mine):
+            if draw_distractor(rng, mask, near, t, snake, cumulative, scratch, mine):
                 placed += 1
                 break
             overwrite(mask, before)
+            overwrite(near, near_before)
     return placed

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.ndimage import grey_dilation
 
 from experiments.pathfinder.geometry import SEED_ANGLES, circle, disc, move, reverse, turning_weight
 from experiments.pathfinder.parameters import Parameters
@@ -27,6 +28,7 @@ class Tables(NamedTuple):
     weights    int64   [360 + K, K]     of each turn after each heading, in units of 1 / WEIGHT_UNIT
     masks      int16   [360 + K, n, n]  surroundings of a dash, in units of 1 / UNIT, around its tail (first dashes)
                                         or its head (others)
+    near_masks int16   [360 + K, n', n'] the largest value of a mask within the margin of each pixel; n' = n + 2 margin
     disc       int64   [m, 2]           pixels within the margin
     usable     bool    [360]            whether a snake can begin in this direction (see `seed_kernels`)
     room       int64   [360, 4]         first and last y, first and last x of the tails for a target's first dash
@@ -40,6 +42,7 @@ class Tables(NamedTuple):
     turns: NDArray[np.int64]
     weights: NDArray[np.int64]
     masks: NDArray[np.int16]
+    near_masks: NDArray[np.int16]
     disc: NDArray[np.int64]
     usable: NDArray[np.bool_]
     room: NDArray[np.int64]
@@ -62,14 +65,16 @@ def tables(parameters: Parameters, margin: int) -> Tables:
     if drawn.max() > 1.3:
         raise ValueError(f"the surroundings of a dash overshoot 1.3 with {parameters} and margin {margin}")
     weights = turning_weight(headings[:, None], headings[None, SEEDS:], parameters.continuity)
-    near = disc(margin)
+    near, masks = disc(margin), quantise(drawn)
+    room_beside = np.pad(masks, [(0, 0), (margin, margin), (margin, margin)])
     return Tables(
         step=move(headings, parameters.dash_length + 2 * margin),
         seed_head=move(SEED_ANGLES, parameters.dash_length),
         seed_start=move(reverse(SEED_ANGLES), parameters.dash_length + margin),
         turns=turns,
         weights=np.rint(weights * WEIGHT_UNIT).astype(np.int64),
-        masks=quantise(drawn),
+        masks=masks,
+        near_masks=grey_dilation(room_beside, footprint=near[None]),
         disc=np.argwhere(near) - margin,
         usable=usable,
         room=room,

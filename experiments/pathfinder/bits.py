@@ -1,0 +1,93 @@
+"""Sets of pixels as bits: 64 of a row in a word, the first one lowest; the words of a column follow each other."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.pathfinder.compiled import compiled
+from experiments.pathfinder.rng import ONE
+from experiments.pathfinder.stamps import UNIT
+
+OCCUPIED = ceil(0.3 * UNIT)  # the mask from which a pixel is taken
+ALL = ~np.uint64(0)
+BYTES_TO_BITS = np.uint64(0x0102040810204080)  # times eight bytes that are 0 or 1 has them as bits of its highest byte
+
+
+class Scratch(NamedTuple):
+    """For a square of `size` pixels in W words a row."""
+
+    row: NDArray[np.uint8]  # [64 W]
+    occupied: NDArray[np.uint64]  # [W, size]
+    taken: NDArray[np.uint64]  # [W, size]
+    whole: NDArray[np.uint64]  # [W], the bits that are pixels
+
+
+@compiled
+def scratch_for(size):
+    """What `snakes.choose_free` works in."""
+    words = (size + 63) // 64
+    whole = np.full(words, ALL)
+    if size % 64:
+        whole[words - 1] = (ONE << np.uint64(size % 64)) - ONE
+    occupied, taken = np.empty((words, size), np.uint64), np.empty((words, size), np.uint64)
+    return Scratch(np.zeros(64 * words, np.uint8), occupied, taken, whole)
+
+
+@compiled
+def pack(mask, row, occupied):
+    """The pixels from OCCUPIED on as bits; how many others there are. row: scratch, 0 past the last pixel"""
+    words, size = occupied.shape
+    eights = row.view(np.uint64)
+    free = 0
+    for y in range(size):
+        here = mask[y]
+        for x in range(size):
+            row[x] = here[x] >= OCCUPIED
+            free += here[x] < OCCUPIED
+        for word in range(words):
+            bits = np.uint64(0)
+            for eight in range(8):
+                byte = (eights[8 * word + eight] * BYTES_TO_BITS) >> np.uint64(56)
+                bits |= byte << np.uint64(8 * eight)
+            occupied[word, y] = bits
+    return free
+
+
+@compiled
+def gather(bits, dy, dx, found):
+    """found |= bits moved, so that pixel (y, x) of it is what (y + dy, x + dx) was, where that is inside."""
+    words, size = bits.shape
+    within = np.uint64(dx & 63)
+    for word in range(words):
+        low = word + (dx >> 6)
+        if 0 <= low < words:
+            for y in range(max(0, -dy), min(size, size - dy)):
+                found[word, y] |= bits[low, y + dy] >> within
+        if within and 0 <= low + 1 < words:
+            for y in range(max(0, -dy), min(size, size - dy)):
+                found[word, y] |= bits[low + 1, y + dy] << (np.uint64(64) - within)
+
+
+@compiled
+def ones(bits):
+    """How many bits are set."""
+    bits -= (bits >> ONE) & np.uint64(0x5555555555555555)
+    bits = (bits & np.uint64(0x3333333333333333)) + ((bits >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((bits * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@compiled
+def place_of(bits, number):
+    """Where the set bit of a number is, counted from 0."""
+    for _ in range(number):
+        bits &= bits - ONE
+    place = 0
+    while not bits & ONE:
+        bits >>= ONE
+        place += 1
+    return place
