@@ -25,7 +25,7 @@ from experiments.pathx.sources import (
     marker_counts,
     training_seed,
 )
-from experiments.pathx.stream import Stream, images_at_once, make, pack_vectors, recipe_of
+from experiments.pathx.stream import Stream, draw_and_pack, images_at_once, make, pack_vectors, recipe_of
 
 STAGE = Stage(size=32, contour=6, tokens=2048, lr=1e-3, steps=5)
 CONFIG = Config(curriculum=(STAGE, replace(STAGE, contour=9)), layers="near:6,rows:1", block=32)
@@ -121,6 +121,22 @@ def test_images_are_those_of_their_indices():
     batch = make(recipe, 2)
     labels = [int(drawn(32, 9, recipe.seed, image_index(1, 2, place)).labels[0]) for place in range(batch.images)]
     assert batch.labels.tolist() == labels
+
+
+def test_paths_of_several_lengths_take_turns():
+    mixed = replace(CONFIG.curriculum[1], also=[6, 14])
+    assert mixed.name == "32/cl9+6+14"
+    recipe = recipe_of(replace(CONFIG, curriculum=(mixed,)), 0)
+    batch = make(recipe, 2)
+    lengths = [(9, 6, 14)[place % 3] for place in range(batch.images)]
+    assert batch.images > 3
+    for place, length in enumerate(lengths):
+        image = render(drawn(32, length, recipe.seed, image_index(0, 2, place)))[0]
+        pixels = batch.ids[0].reshape(-1, 32)[batch.blocks[place][batch.blocks[place] < 64]]
+        assert (pixels > 0).sum() == np.count_nonzero(image)
+    # Validation and tests are of the one length that the stage is named for.
+    alone = draw_and_pack(recipe, 0, 2)
+    assert alone.labels.tolist() == [int(drawn(32, 9, recipe.seed, index).labels[0]) for index in range(2)]
 
 
 def test_whole_images_fill_a_step():

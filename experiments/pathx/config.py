@@ -21,7 +21,7 @@ class Stage:
     """One part of a curriculum. It ends with the first of its minutes, its steps and its accuracy."""
 
     size: int  # pixels along a side
-    contour: int  # dashes of a path
+    contour: int  # dashes of a path, in training and validation
     tokens: int  # of a step; a batch holds as many images as fit
     lr: float  # peak learning rate
     minutes: float | None = None  # of training
@@ -31,18 +31,19 @@ class Stage:
     schedule: str = "constant"  # after the warm-up; a cosine falls to 0 at the end of the minutes or steps
     background: str = "drop"  # black pixels: no tokens; "keep": all pixels are
     layers: str | None = None  # masks of this stage, where they are not the run's
+    also: tuple[int, ...] = ()  # dashes of other paths in training: images take turns
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("size", tuple(LRA)),
-            ("contour", tuple(FOLDS)),
-            ("schedule", SCHEDULES),
-            ("background", BACKGROUNDS),
+        object.__setattr__(self, "also", tuple(self.also))  # a list in JSON
+        for name, value, allowed in (
+            ("size", self.size, tuple(LRA)),
+            ("contour", self.contour, tuple(FOLDS)),
+            *(("also", length, tuple(FOLDS)) for length in self.also),
+            ("schedule", self.schedule, SCHEDULES),
+            ("background", self.background, BACKGROUNDS),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"a stage's {name} must be one of {', '.join(map(str, allowed))}; got {getattr(self, name)!r}"
-                )
+            if value not in allowed:
+                raise ValueError(f"a stage's {name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
         for name in ("tokens", "lr", "minutes", "steps"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"a stage's {name} must be more than 0; got {getattr(self, name)}")
@@ -56,7 +57,13 @@ class Stage:
     @property
     def name(self) -> str:
         """As results call it."""
-        return f"{self.size}/cl{self.contour}{'/all pixels' if self.background == 'keep' else ''}"
+        lengths = "+".join(map(str, self.contours))
+        return f"{self.size}/cl{lengths}{'/all pixels' if self.background == 'keep' else ''}"
+
+    @property
+    def contours(self) -> tuple[int, ...]:
+        """The dashes of a path that images of the training take in turns."""
+        return (self.contour, *self.also)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
     size = size or last.size
     same = [stage for stage in config.curriculum if stage.size == size]
     chosen = same[-1] if same else last
-    return replace(chosen, size=size, contour=contour or last.contour)
+    return replace(chosen, size=size, contour=contour or last.contour, also=())
 
 
 def recipe_for(config: Config, stage: Stage) -> Recipe:

@@ -36,7 +36,7 @@ class Recipe:
 
     number: int  # of the stage
     size: int
-    contour: int
+    contours: tuple[int, ...]  # of the images in turns; those that are not trained on have the first
     seed: int  # of the images
     background: str
     tokens: int
@@ -50,7 +50,7 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
     """The recipe of a stage. earlier: how many runs have trained the weights that the run begins with."""
     stage: Stage = config.curriculum[number]
     return Recipe(
-        number, stage.size, stage.contour, training_seed(config.seed, earlier), stage.background, stage.tokens,
+        number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
         config.layers_of(stage), config.block, config.registers, config.auxiliary > 0,
     )  # fmt: skip
 
@@ -80,7 +80,8 @@ def make(recipe: Recipe, step: int) -> Packed:
     images, labels, traced = [], [], []
     left, most = blocks, most_images(recipe)
     while len(images) < most:
-        vectors = drawn(recipe.size, recipe.contour, recipe.seed, image_index(recipe.number, step, len(images)))
+        contour = recipe.contours[len(images) % len(recipe.contours)]
+        vectors = drawn(recipe.size, contour, recipe.seed, image_index(recipe.number, step, len(images)))
         image = pixels(vectors)[0]
         left -= blocks_of_whole(recipe) if keeps else blocks_needed(image, recipe.registers, recipe.block)
         if left < 0:
@@ -106,7 +107,7 @@ def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | N
 
 def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
     """Images first .. last - 1 of the recipe's seed as one batch."""
-    drawings = [drawn(recipe.size, recipe.contour, recipe.seed, index) for index in range(first, last)]
+    drawings = [drawn(recipe.size, recipe.contours[0], recipe.seed, index) for index in range(first, last)]
     return pack_vectors(recipe, join(drawings))
 
 
