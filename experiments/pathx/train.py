@@ -278,7 +278,8 @@ class Run:
             found = score(self.model, packings, recipe.layers, self.config, self.device)
         self._record({
             "kind": "val", "step": self.state.step, "stage": self.state.stage, "size": recipe.size,
-            "contour": recipe.contours[0], "loss": found.loss, "accuracy": found.accuracy, "seconds": self.state.seconds,
+            "contour": self.stage.contour, "loss": found.loss, "accuracy": found.accuracy,
+            "seconds": self.state.seconds,
         })  # fmt: skip
 
     def _record(self, record: Record) -> None:
