@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experiments.lra import checkpoint, clock, step
+from experiments.lra import checkpoint, clock, step, train
 from experiments.lra.config import Config
 from experiments.lra.generate import Settings, generate
 from experiments.lra.ranks import find_device
@@ -189,6 +189,25 @@ def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
         2000,
         2000,
     ]
+
+
+def test_what_is_prepared_in_the_middle_of_a_run_is_no_training(data, tmp_path, monkeypatch):
+    """As steps are that are recorded when a batch of a new shape comes."""
+
+    class PreparesLate(step.Steps):
+        calls = 0
+
+        def __call__(self, batch, lr):
+            self.calls += 1
+            if self.calls == 3:
+                self.prepare(batch)
+            return super().__call__(batch, lr)
+
+    TicksOnRehearsal(monkeypatch, step, "rehearsal")
+    monkeypatch.setattr(train, "steps_of", PreparesLate)
+    config = replace(TINY, minutes=3.5 / 60, schedule="cosine", log_every=2)
+    metrics = Run(config, data, tmp_path).train()
+    assert (metrics["steps"], metrics["training_seconds"], metrics["startup_seconds"]) == (4, 4.0, 2000.0)
 
 
 def test_starting_up_changes_no_bit(data, whole, tmp_path, monkeypatch):

@@ -42,11 +42,8 @@ class RecordedSteps(Steps):
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self.recorded: dict[Form, Recorded] = {}
 
-    def prepare(self, batch: Batch) -> None:
-        """Record a step on batches of this shape, if none is; nothing changes."""
-        form = form_of(batch)
-        if form in self.recorded:
-            return
+    def _prepare(self, batch: Batch) -> None:
+        """Record a step on batches of this shape."""
         room = with_room(batch, self.config).to(self.device)
 
         def rehearse() -> None:
@@ -55,10 +52,12 @@ class RecordedSteps(Steps):
         def compute() -> Outcome:
             return gradients(self.model, room, self.config)
 
-        self.recorded[form] = Recorded(room, Recording(self.model, rehearse, compute, self.device, self.pool))
+        recording = Recording(self.model, rehearse, compute, self.device, self.pool)
+        self.recorded[form_of(batch)] = Recorded(room, recording)
 
     def __call__(self, batch: Batch, lr: float) -> Outcome:
-        self.prepare(batch)
+        if form_of(batch) not in self.recorded:
+            self.prepare(batch)
         recorded = self.recorded[form_of(batch)]
         copy(with_room(batch, self.config), recorded.batch)
         outcome = recorded.recording.replay()

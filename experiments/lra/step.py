@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.lra.batches import Batch
+from experiments.lra.clock import Clock
 from experiments.lra.config import Config
 from experiments.lra.denoise import Denoiser
 from experiments.lra.model import Classifier
 from experiments.lra.ranks import ALONE, Ranks
 from experiments.lra.tasks.task import Task
+from experiments.speed.timing import synchronize
 from sparseflash import BlockMask
 
 
@@ -108,9 +110,16 @@ class Steps:
     ) -> None:
         self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
         self.shared = model if shared is None else shared
+        self.preparing = 0.0  # seconds that preparing has taken
 
     def prepare(self, batch: Batch) -> None:
         """What steps on batches like this one need only once; nothing changes."""
+        synchronize(self.device)
+        clock = Clock(self.device)
+        self._prepare(batch)
+        self.preparing += clock.finish()
+
+    def _prepare(self, batch: Batch) -> None:
         rehearsal(self.model, batch.to(self.device), self.config)
 
     def __call__(self, batch: Batch, lr: float) -> Outcome:

@@ -26,6 +26,7 @@ from experiments.lra.clock import Clock
 from experiments.lra.config import Config, as_dict
 from experiments.lra.denoise import hidden_for_scoring, hidden_for_training
 from experiments.lra.files import write_json
+from experiments.lra.host import host_threads
 from experiments.lra.metrics import final_metrics
 from experiments.lra.order import Order
 from experiments.lra.ranks import ALONE, Ranks, find_device
@@ -119,6 +120,15 @@ class Run:
 
         pause: asked after every step; where it says yes, the run is saved and None is returned.
         """
+        with host_threads(self.device):
+            if not self._train(pause):
+                return None
+            self._save()
+            self._evaluate("test")
+        return self.ranks.from_first(self._write_result)
+
+    def _train(self, pause: Callable[[int], bool]) -> bool:
+        """Take all steps; False where the run was paused before."""
         config = self.config
         batches = training_batches(self.data.train, self.shape, self.order, self.step)
         if config.objective == "denoise":
@@ -130,7 +140,9 @@ class Run:
         while (progress := self._agreed_progress()) < 1:
             lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, progress)
             batch = next(batches)
+            prepared = steps.preparing
             self.window.add(batch, *steps(batch, lr))
+            self._start_up_longer(steps.preparing - prepared)
             if self.average is not None:
                 self.average.update()
             self.step += 1
@@ -144,14 +156,12 @@ class Run:
             if saves:
                 self._save()
             if paused:
-                return None
+                return False
             if validates or saves:
                 self.window = Window(self.device)  # its clock starts only now
         if self.window.steps:
             self._close_window(lr)
-        self._save()
-        self._evaluate("test")
-        return self.ranks.from_first(self._write_result)
+        return True
 
     def _started(self, batches: Iterator[Batch], steps: Steps) -> Iterator[Batch]:
         """The batches, as soon as the first one is there and steps like it are prepared; then time counts."""
@@ -161,6 +171,11 @@ class Run:
         self.startup_seconds += clock.finish()
         self.window = Window(self.device)
         return chain([first], batches)
+
+    def _start_up_longer(self, seconds: float) -> None:
+        """Steps on batches of a new shape may have to be prepared in the middle of a run, which is no training."""
+        self.startup_seconds += seconds
+        self.window.clock.leave_out(seconds)
 
     def _write_result(self) -> dict[str, Any]:
         with self._averaged():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from experiments.lra import checkpoint, schedule
 from experiments.lra.average import Average
 from experiments.lra.clock import Clock
 from experiments.lra.files import write_json
+from experiments.lra.host import host_threads
 from experiments.lra.metrics import device_name, versions
 from experiments.lra.ranks import find_device
 from experiments.lra.resume import check_unused
@@ -314,20 +315,6 @@ class Run:
         with self.average.in_place() if self.average is not None else nullcontext():
             weights.save(path, self.model, self.config, about)
         return weights.beside(path)
-
-
-@contextmanager
-def host_threads(device: torch.device) -> Iterator[None]:
-    """Inside, the host has one thread where a GPU computes: it copies arrays, and threads that wait for the next one
-    would take the cores of the processes that make images.
-    """
-    before = torch.get_num_threads()
-    if device.type == "cuda":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Window:
