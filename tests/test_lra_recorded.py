@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from experiments.lra import masks
-from experiments.lra.batches import Batch, Shape, collate
+from experiments.lra import masks, recorded
+from experiments.lra.batches import Shape, collate
 from experiments.lra.cache import Examples
 from experiments.lra.config import Config
 from experiments.lra.denoise import hide
-from experiments.lra.recorded import NO_LABEL, RecordedSteps, form_of, steps_of, with_room
+from experiments.lra.recorded import NO_LABEL, RecordedSteps, as_long_as_any, form_of, steps_of, with_room
+from experiments.lra.recording import move_gradients
 from experiments.lra.step import Steps, build_model, build_optimizer, forward
 from experiments.lra.tasks import TASKS
 from waiting import waiting_raises
@@ -66,12 +67,45 @@ def test_places_that_are_not_asked_for_are_in_no_loss():
 
 def test_only_one_process_on_a_gpu_records():
     _, model = steps_and_model(Steps, CPU)
-    optimizer = build_optimizer(CONFIG, model)
+    optimizer, gpu = build_optimizer(CONFIG, model), torch.device("cuda")  # which nothing is done on
+    assert type(steps_of(model, optimizer, CONFIG, gpu, pool=(0, 0))) is RecordedSteps
+    assert type(steps_of(model, optimizer, CONFIG, gpu, model, pool=(0, 0))) is RecordedSteps
     assert type(steps_of(model, optimizer, CONFIG, CPU)) is Steps
+    assert type(steps_of(model, optimizer, replace(CONFIG, recorded=False), gpu)) is Steps
     shared = torch.nn.Sequential(model)
-    steps = steps_of(model, optimizer, CONFIG, CPU, shared)
+    steps = steps_of(model, optimizer, CONFIG, gpu, shared)
     assert type(steps) is Steps
     assert steps.shared is shared
+
+
+def test_the_longest_batch_is_the_same_batch():
+    _, model = steps_and_model(Steps, CPU)
+    model.eval()
+    for batch in BATCHES:
+        longest = as_long_as_any(batch, CONFIG.shape)
+        assert longest.ids.shape == (2, 64)
+        assert torch.allclose(forward(model, longest, CONFIG), forward(model, batch, CONFIG), atol=1e-6)
+    assert as_long_as_any(BATCHES[1], CONFIG.shape) is BATCHES[1]
+
+
+def test_the_room_is_nobody_elses():
+    batch = hide(BATCHES[0], 0.3, np.random.default_rng(0), first=1)
+    own = batch.copy_on(CPU)
+    for name in ("ids", "lengths", "labels", "asked"):
+        assert torch.equal(getattr(own, name), getattr(batch, name))
+        assert getattr(own, name).data_ptr() != getattr(batch, name).data_ptr()
+    assert own.places is None
+
+
+def test_gradients_move_to_where_all_recordings_leave_them():
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+    model = torch.nn.ParameterList([first, second])
+    (3 * second).sum().backward()
+    places = [torch.zeros(2), torch.zeros(3)]
+    move_gradients(model, places)
+    assert first.grad is None
+    assert second.grad is places[1]
+    assert places[1].tolist() == [3.0, 3.0, 3.0]
 
 
 @pytest.mark.gpu
@@ -81,13 +115,13 @@ def test_recorded_steps_are_those_of_the_host(attention, compiled):
     config = replace(CONFIG, attention=attention)
     device = torch.device("cuda")
     plain, first = steps_and_model(Steps, device, config)
-    recorded, second = steps_and_model(RecordedSteps, device, replace(config, compiled=compiled))
+    steps, second = steps_and_model(RecordedSteps, device, replace(config, compiled=compiled))
     assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters()))
     for batch in BATCHES * 4:
-        expected, found = plain(batch, 1e-3), recorded(batch, 1e-3)
+        expected, found = plain(batch, 1e-3), steps(batch, 1e-3)
         assert float(found.loss) == pytest.approx(float(expected.loss), abs=2e-3)
         assert abs(int(found.right) - int(expected.right)) <= 1
-    assert len(recorded.recorded) == 5
+    assert len(steps.recorded) == 5  # of which one, the longest, came first
     for one, other in zip(first.parameters(), second.parameters()):
         assert torch.allclose(one, other, atol=5e-3)
 
@@ -97,16 +131,30 @@ def test_recorded_steps_denoise():
     config = replace(CONFIG, objective="denoise", hidden=0.3)
     device = torch.device("cuda")
     plain, _ = steps_and_model(Steps, device, config)
-    recorded, _ = steps_and_model(RecordedSteps, device, config)
+    steps, _ = steps_and_model(RecordedSteps, device, config)
     random = np.random.default_rng(0)
     for batch in BATCHES * 3:
         hidden = hide(batch, 0.3, random, first=1)
-        assert float(recorded(hidden, 1e-3).loss) == pytest.approx(float(plain(hidden, 1e-3).loss), abs=5e-3)
+        assert float(steps(hidden, 1e-3).loss) == pytest.approx(float(plain(hidden, 1e-3).loss), abs=5e-3)
 
 
 @pytest.mark.gpu
-def test_dropout_is_another_at_every_replay_and_the_same_from_the_same_state():
-    config = replace(CONFIG, dropout=0.3, attention_dropout=0.2)
+def test_rarer_forms_are_not_recorded(monkeypatch):
+    monkeypatch.setattr(recorded, "MOST_FORMS", 2)
+    device = torch.device("cuda")
+    plain, first = steps_and_model(Steps, device)
+    steps, second = steps_and_model(RecordedSteps, device)
+    for batch in BATCHES * 2:
+        assert float(steps(batch, 1e-3).loss) == pytest.approx(float(plain(batch, 1e-3).loss), abs=2e-3)
+    assert len(steps.recorded) == 2
+    for one, other in zip(first.parameters(), second.parameters()):
+        assert torch.allclose(one, other, atol=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropped", [{"dropout": 0.3}, {"attention_dropout": 0.2}])
+def test_dropout_is_another_at_every_replay_and_the_same_from_the_same_state(dropped):
+    config = replace(CONFIG, **dropped)
     steps, model = steps_and_model(RecordedSteps, torch.device("cuda"), config)
     steps.prepare(BATCHES[0])
     begin, state = copy.deepcopy(model.state_dict()), torch.cuda.get_rng_state()
@@ -124,5 +172,4 @@ def test_no_recorded_step_waits_for_the_gpu():
         steps(batch, 1e-3)
     with waiting_raises():
         for batch in BATCHES:
-            assert isinstance(batch, Batch)
             steps(batch, 1e-3)

@@ -73,23 +73,28 @@ def test_images_without_a_label_are_in_the_room_alone():
     assert (room.tensors["labels"] == NO_LABEL).tolist() == [False] * 3 + [True] * 6
 
 
+@pytest.mark.parametrize("block", [32, 64, 256])
 @pytest.mark.parametrize("background", ["drop", "keep"])
 @pytest.mark.parametrize("registers", [0, 2])
-def test_batches_keep_to_their_room(background, registers):
-    stage = replace(STAGE, background=background, tokens=4096 + 128)
-    recipe = recipe_of(Config(curriculum=(stage,), layers="near:4", block=32, registers=registers), 0)
+def test_batches_keep_to_their_room_and_fill_it(background, registers, block):
+    stage = replace(STAGE, background=background, tokens=8192 + 256)
+    recipe = recipe_of(Config(curriculum=(stage,), layers="near:4", block=block, registers=registers), 0)
     for step in range(3):
         packed = make(recipe, step)
         assert len(packed.labels) <= most_images(recipe)
         assert packed.blocks.shape[1] <= most_blocks(recipe)
+        used = (packed.blocks < packed.ids.size // block).sum(1)
+        assert packed.ids.size // block - used.sum() < max(used.max(), 1024 // block + 1)  # no room for another
     assert (len(packed.labels) == most_images(recipe)) == (background == "keep")
 
 
 def test_only_a_gpu_has_recorded_steps():
     recipe = recipe_of(replace(CONFIG, curriculum=(STAGE,), layers="near:4"), 0)
     model = model_of()
-    made = steps_of(model, adamw(model, 1e-3, 0.0), recipe, CONFIG, CPU)
-    assert type(made) is Steps
+    optimizer, gpu = adamw(model, 1e-3, 0.0), torch.device("cuda")  # which nothing is done on
+    assert type(steps_of(model, optimizer, recipe, CONFIG, CPU)) is Steps
+    assert type(steps_of(model, optimizer, recipe, CONFIG, gpu)) is RecordedSteps
+    assert type(steps_of(model, optimizer, recipe, replace(CONFIG, recorded=False), gpu)) is Steps
 
 
 def both_steps(monkeypatch, config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -63,10 +63,16 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; from pinned memory where that lets the copy overlap with work on a GPU."""
-        if device.type == self.ids.device.type:
-            return self
+        pins = device.type == "cuda" and self.ids.device.type == "cpu"
+        return self._each(lambda tensor: (tensor.pin_memory() if pins else tensor).to(device, non_blocking=pins))
+
+    def copy_on(self, device: torch.device) -> Batch:
+        """The batch on a device, in tensors that nobody else has."""
+        return self._each(lambda tensor: tensor.to(device, copy=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         ids, lengths, places, labels, asked = (
-            None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
+            None if tensor is None else change(tensor)
             for tensor in (self.ids, self.lengths, self.places, self.labels, self.asked)
         )
         return Batch(ids, lengths, places, labels, self.live_tokens, asked)

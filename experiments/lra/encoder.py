@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +18,7 @@ from experiments.lra.positions import POSITIONS, Turns, sinusoids, turned
 from sparseflash import BlockMask
 
 Turn = tuple[Tensor, Tensor]  # see positions.Turns
+_GRAPHS = 64  # of each half: the table has models of five tasks by five variants in one process
 
 
 class RMSNorm(nn.RMSNorm):
@@ -95,9 +97,11 @@ class Halves(NamedTuple):
 def compiled_halves() -> Halves:
     """The same through torch.compile, which fuses them; attention is one kernel already.
 
-    All layers of a model share two graphs: a pair for the first shape of a batch, and one for all others.
+    All layers of a model share two graphs: a pair for the first shape of a batch, and one for all others. Every further
+    width, precision and dropout of a process has graphs of its own; past the limit it is an error, and not slow.
     """
-    return Halves(torch.compile(before_attention), torch.compile(after_attention))
+    torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+    return Halves(torch.compile(before_attention, fullgraph=True), torch.compile(after_attention, fullgraph=True))
 
 
 class Encoder(nn.Module):

@@ -16,9 +16,11 @@ def host_threads(device: torch.device) -> Iterator[None]:
     images, and of other runs. Four runs on a host of 64 cores had a load of 300 and a fifth of their speed or less
     (results/pathx/notes.md).
     """
+    if device.type != "cuda":
+        yield
+        return
     before = torch.get_num_threads()
-    if device.type == "cuda":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -5,11 +5,11 @@ A small model's step is about a thousand kernels, and the host takes longer to s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 T = TypeVar("T")
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 class Recording(Generic[T]):
     """What `compute` does on a GPU, which is to leave a gradient with every parameter of the model.
 
-    rehearse: does the same for nothing, once, before: libraries must not meet their first call in a recording, and
-        kernels are compiled then.
+    rehearse: runs once before, and changes nothing: all that has to be compiled, and libraries that set themselves up.
     pool: memory that recordings share, by `torch.cuda.graph_pool_handle()`. Each replay overwrites what the others have
-        left there, gradients and results too.
+        left there, results too. What is recorded first should need the most: the others then fit in.
+    gradients: where every recording leaves the gradients, one tensor a parameter; by default each has its own.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Recording(Generic[T]):
         compute: Callable[[], T],
         device: torch.device,
         pool: Any = None,
+        gradients: Sequence[Tensor] | None = None,
     ) -> None:
         model.zero_grad(set_to_none=True)
         here, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -38,8 +39,13 @@ class Recording(Generic[T]):
             rehearse()
         here.wait_stream(beside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool):
-            self._result = compute()
+        try:
+            with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool):
+                self._result = compute()
+                if gradients is not None:
+                    move_gradients(model, gradients)
+        finally:
+            torch.cuda.set_stream(here)  # which a recording that fails may not have left
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def replay(self) -> T:
@@ -48,3 +54,12 @@ class Recording(Generic[T]):
         for parameter, gradient in self._gradients:
             parameter.grad = gradient  # another recording may have left its own
         return self._result
+
+
+def move_gradients(model: nn.Module, places: Sequence[Tensor]) -> None:
+    """Let the gradients of a model lie in these tensors, one a parameter."""
+    found = [(parameter, place) for parameter, place in zip(model.parameters(), places, strict=True)]
+    found = [(parameter, place) for parameter, place in found if parameter.grad is not None]
+    torch._foreach_copy_([place for _, place in found], [parameter.grad for parameter, _ in found])
+    for parameter, place in found:
+        parameter.grad = place

@@ -1,7 +1,7 @@
 """Curricula by name. Minutes are those of one H100; those of a headline result add up to 60 at most.
 
 An easier stage ends early when its accuracy is reached, and the minutes that it leaves are not used: a result's cost is
-what its log says. 64 pixels with 14 dashes are left out: these images cost the generator as much as Path-X's
+what its log says. 64 pixels with 14 dashes are left out: these images cost the generator more than Path-X's
 (README.md), and teach less.
 """
 

@@ -40,7 +40,8 @@ def measured(
 
     profiled: as `costs`, what the kernels of a step take, in four steps more.
 
-    masks_ms: completing the masks on the device and moving the batch, part of step_ms. tiles: live tiles over those of
+    masks_ms: completing the masks on the device and moving the batch, started by the host; of steps that are not
+    recorded, part of step_ms. tiles: live tiles over those of
     the images' dense masks, mean over layers.
     """
     stage = Stage(size=case.size, contour=case.contour, tokens=tokens, lr=1e-3, steps=1, background=case.background)

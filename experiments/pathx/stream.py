@@ -25,7 +25,7 @@ from experiments.pathx.sources import VALIDATION_SEED, drawn, image_index, marke
 
 AHEAD = 3  # batches that each process may be ahead of the loop
 _FULLEST = 3300  # tokens that images of 128 and 256 pixels have at most, about
-_FEWEST_BLOCKS = 4  # of an image, on average over a batch; images of 32 pixels and 6 dashes have 284 tokens
+_FEWEST = 256  # tokens of an image, on average over a batch; those of 32 pixels and 6 dashes have 284
 
 Made = TypeVar("Made")
 
@@ -57,8 +57,8 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
 
 def most_images(recipe: Recipe) -> int:
     """How many images a batch may have."""
-    blocks = recipe.tokens // recipe.block
-    return max(1, blocks // (blocks_of_whole(recipe) if recipe.background == "keep" else _FEWEST_BLOCKS))
+    least = blocks_of_whole(recipe) if recipe.background == "keep" else -(-_FEWEST // recipe.block)
+    return max(1, recipe.tokens // recipe.block // least)
 
 
 def most_blocks(recipe: Recipe) -> int:

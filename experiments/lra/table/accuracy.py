@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
-_APART = ("seed", "device", "compiled", "recorded", "eval_every", "eval_examples", "checkpoint_every", "log_every")
+_APART = ("seed", "device", "eval_every", "eval_examples", "checkpoint_every", "log_every")
 # What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
 _NOTHING = ("objective", "hidden", "initial")
 
@@ -69,7 +69,7 @@ def collect(folder: Path) -> list[Accuracy]:
 
 def key(metrics: dict[str, Any]) -> str:
     """A short name of a run's settings and data; the same for runs that differ in their luck alone."""
-    config = {"buckets": False, "attention": "sparseflash", **metrics["config"]}
+    config = {"buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, **metrics["config"]}
     kept = {name: value for name, value in sorted(config.items()) if name not in (*_APART, *_NOTHING)}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
     if (initial := metrics.get("initial")) is not None:

@@ -39,7 +39,7 @@ class Row:
     ms: float | None = None  # of a step: forward, backward and optimiser, by the host's clock; a median
     spread: float | None = None  # range of the rounds over the median
     tokens_per_s: float | None = None
-    memory_gb: float | None = None  # 10^9 bytes: most that a step has allocated, its model and optimiser counted
+    memory_gb: float | None = None  # 10^9 bytes: most that a step has allocated that the host starts, with its model
     speedup: float | None = None  # standard attention's time over this one's, at the same batch
     error: float | None = None  # of logits and gradients, in units of what is allowed: at most 1
     reason: str = ""
@@ -48,8 +48,7 @@ class Row:
 class Candidate:
     """A model with its optimiser and a batch, on the device."""
 
-    def __init__(self, config: Config, device: torch.device, pool: Any = None) -> None:
-        """pool: memory that recorded steps share with those of other candidates."""
+    def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
         self.device = device
         before = allocated(device)
@@ -67,9 +66,11 @@ class Candidate:
             self.step()
             torch.cuda.synchronize(device)
             self.memory_gb = (torch.cuda.max_memory_allocated(device) - before) / 1e9
-        with fresh_memory(device):
-            self.steps = steps_of(self.model, self.optimizer, config, device, pool=pool)
-            self.step()
+
+    def record(self, pool: Any) -> None:
+        """Let the steps be recorded, if the settings say so. pool: memory that candidates share."""
+        self.steps = steps_of(self.model, self.optimizer, self.config, self.device, pool=pool)
+        self.step()
 
     def step(self) -> None:
         """A training step that moves no weight, because the learning rate is 0, and is as much work as any other."""
@@ -132,7 +133,14 @@ def at_one_batch(
     for variant, row in rows.items():
         if row.status == OK:
             with caught(row, device):
-                candidates[variant] = Candidate(configs[variant], device, pool)
+                candidates[variant] = Candidate(configs[variant], device)
+    # Only when all have run alone: a recording keeps its memory. The largest first, the others fit in.
+    for variant in sorted(candidates, key=lambda variant: -(candidates[variant].memory_gb or 0.0)):
+        with caught(rows[variant], device):
+            candidates[variant].record(pool)
+        if rows[variant].status != OK:
+            rows[variant].reason = f"recording it beside the others: {rows[variant].reason}"
+            del candidates[variant]
     calls = {
         variant: timing.Timed(candidate.step, partial(fresh_memory, device))
         for variant, candidate in candidates.items()
@@ -178,7 +186,7 @@ def caught(row: Row, device: torch.device) -> Iterator[None]:
 def verdict(failure: Exception) -> tuple[str, str]:
     """Status and reason, in one line."""
     first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-    if isinstance(failure, torch.OutOfMemoryError):
+    if isinstance(failure, torch.OutOfMemoryError) or isinstance(failure.__context__, torch.OutOfMemoryError):
         # "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which ..."
         return OUT_OF_MEMORY, re.sub(r" of which.*", "", first)[:200]
     return FAILED, f"{type(failure).__name__}: {first}"[:200]

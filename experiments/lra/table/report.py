@@ -28,7 +28,8 @@ LEGEND = (
     "Times are of one training step (forward, backward, clipping, optimiser) by the host's clock, medians of rounds in "
     "turns, on batches of the tasks' full length. The model is the preset's, the same for all. Standard attention is "
     "the leanest plain form: scale on q, mask in place, softmax in the model's precision. Every variant's logits and "
-    "gradients were compared with fp64 first; an error of 1 is what is allowed, twice that of standard attention."
+    "gradients were compared with fp64 first; an error of 1 is what is allowed, twice that of standard attention. "
+    "Memory is that of a step that the host starts."
 )
 
 
