@@ -22,7 +22,7 @@ from waiting import waiting_raises
 CPU = torch.device("cpu")
 CONFIG = Config(
     task="listops", mask="butterfly", block=16, depth=2, width=32, heads=2, mlp=32, max_tokens=63, dropout=0.0,
-    precision="fp32", lr=1e-3,
+    precision="fp32", lr=1e-3, recorded=True,
 )  # fmt: skip
 SHAPE = Shape(16, 63, cls=TASKS["listops"].cls)
 

@@ -76,7 +76,8 @@ class Config:
     precision: str = setting("fp32", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
     compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
     recorded: bool = setting(
-        True, "On one GPU, record steps as CUDA graphs, one for each shape of a batch: they need not wait for the host."
+        False,
+        "On one GPU, record steps as CUDA graphs, one for each shape of a batch: they need not wait for the host.",
     )
     eval_every: int = setting(500, "Steps between validations.")
     eval_examples: int = setting(2000, "Examples of a validation; the final test uses all.")

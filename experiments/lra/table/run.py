@@ -30,7 +30,7 @@ class Options:
     steps: int = 8  # a round
     minutes: float = 8.0  # no task begins later
     compiled: bool = False  # what surrounds attention, by torch.compile
-    recorded: bool = True  # steps as CUDA graphs
+    recorded: bool = False  # steps as CUDA graphs
 
     def __post_init__(self) -> None:
         for name, allowed in (("tasks", FIVE), ("variants", tuple(VARIANTS)), ("preset", ("lra", "modern"))):
