@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from experiments.lra import masks, recorded
-from experiments.lra.batches import Shape, collate
+from experiments.lra.batches import NO_LABEL, Shape, collate
 from experiments.lra.cache import Examples
 from experiments.lra.config import Config
 from experiments.lra.denoise import hide
-from experiments.lra.recorded import NO_LABEL, RecordedSteps, as_long_as_any, form_of, steps_of, with_room
+from experiments.lra.recorded import RecordedSteps, as_long_as_any, form_of, steps_of, with_room
 from experiments.lra.recording import move_gradients
 from experiments.lra.step import Steps, build_model, build_optimizer, forward
 from experiments.lra.tasks import TASKS

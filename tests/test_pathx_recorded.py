@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.lra.batches import NO_LABEL
 from experiments.lra.step import adamw
 from experiments.pathx import recorded
-from experiments.pathx.batch import NO_LABEL, batch_of, on_device
+from experiments.pathx.batch import batch_of, on_device
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.model import PathModel
 from experiments.pathx.packing import pack
@@ -120,12 +121,12 @@ def test_recorded_steps_are_those_of_the_host(monkeypatch, compiled):
     # The second has more tiles than the room of the first.
     order = [PACKINGS[1], PACKINGS[0], PACKINGS[2], PACKINGS[1], PACKINGS[0]] * 3
     steps.prepare(order[0])
-    recordings = {id(steps.recording)}
+    recordings = {id(steps.recorded): steps.recorded}  # kept, so that no other has its address
     losses = []
     for packed in order:
         expected, found = plain(packed, 1e-3), steps(packed, 1e-3)
         losses.append([float(found.loss), float(expected.loss), float(found.auxiliary), float(expected.auxiliary)])
-        recordings.add(id(steps.recording))
+        recordings[id(steps.recorded)] = steps.recorded
     assert len(recordings) > 1
     losses = torch.tensor(losses)
     assert torch.allclose(losses[:, 0], losses[:, 1], atol=2e-3)

@@ -14,6 +14,7 @@ from experiments.lra.cache import Examples
 from experiments.lra.order import Order
 
 PADDING = 0
+NO_LABEL = -100  # of what is in a batch for its shape alone; F.cross_entropy leaves it out by default
 
 
 @dataclass(frozen=True)

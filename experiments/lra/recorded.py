@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.lra.batches import PADDING, Batch, Shape
+from experiments.lra.batches import NO_LABEL, PADDING, Batch, Shape
 from experiments.lra.config import Config
-from experiments.lra.recording import Recording
+from experiments.lra.recording import Recording, refill
 from experiments.lra.step import Outcome, Steps, follow_gradients, gradients, rehearsal
 
-NO_LABEL = -100  # which F.cross_entropy leaves out by default
 # Attention that takes whole blocks has as many at 4,096 tokens in blocks of 128; one that takes any length has hundreds
 # of forms, and the rarer ones are not worth a recording.
 MOST_FORMS = 40
@@ -106,13 +105,10 @@ def with_room(batch: Batch, config: Config) -> Batch:
 
 def copy(batch: Batch, there: Batch) -> None:
     """Into the tensors of another batch of its shape; the host does not wait for it."""
-
-    def copied(tensor: Tensor | None, place: Tensor | None) -> None:
-        if tensor is not None and place is not None:
-            place.copy_(tensor.pin_memory() if tensor.device.type == "cpu" else tensor, non_blocking=True)
-
     for name in ("ids", "lengths", "places", "labels", "asked"):
-        copied(getattr(batch, name), getattr(there, name))
+        tensor = getattr(batch, name)
+        if tensor is not None:
+            refill(getattr(there, name), tensor)
 
 
 def steps_of(

@@ -56,6 +56,12 @@ class Recording(Generic[T]):
         return self._result
 
 
+def refill(place: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor into one that a recording reads; the host does not wait for it."""
+    pins = place.is_cuda and not tensor.is_cuda
+    place.copy_(tensor.pin_memory() if pins else tensor, non_blocking=pins)
+
+
 def move_gradients(model: nn.Module, places: Sequence[Tensor]) -> None:
     """Let the gradients of a model lie in these tensors, one a parameter."""
     found = [(parameter, place) for parameter, place in zip(model.parameters(), places, strict=True)]

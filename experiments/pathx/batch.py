@@ -18,8 +18,6 @@ from experiments.pathx.packing import LEVELS, Packed, TileList
 from experiments.pathx.relations import Relation
 from sparseflash import BlockMask
 
-NO_LABEL = -100  # which F.cross_entropy leaves out by default
-
 
 @dataclass(frozen=True)
 class Order:

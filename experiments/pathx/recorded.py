@@ -6,6 +6,8 @@ the losses, the gradients and their clipping; the optimiser's step is a few kern
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from experiments.lra.recording import Recording
@@ -18,6 +20,13 @@ from experiments.pathx.step import Outcome, Steps, follow_gradients, gradients, 
 from experiments.pathx.stream import Recipe, most_blocks, most_images
 
 
+class Recorded(NamedTuple):
+    """A step up to its gradients, on what is in the room."""
+
+    room: Room
+    recording: Recording[Outcome]
+
+
 class RecordedSteps(Steps):
     """Like Steps, on a GPU, for packings of one number of tokens."""
 
@@ -26,26 +35,21 @@ class RecordedSteps(Steps):
     ) -> None:
         super().__init__(model, optimizer, recipe.layers, config, device)
         self.images, self.blocks = most_images(recipe), most_blocks(recipe)
-        self.room: Room | None = None
-        self.recording: Recording[Outcome] | None = None
-
-    def prepare(self, packed: Packed) -> None:
-        """Record a step on packings like this one, which is then in the room; no weight changes."""
-        self._record(packed)
+        self.recorded: Recorded | None = None
 
     def __call__(self, packed: Packed, lr: float) -> Outcome:
         """Change the weights by one step. The outcome's tensors are those of every step."""
-        if self.room is None or self.recording is None or not self.room.holds(packed):
-            recording = self._record(packed)
+        if self.recorded is None or not self.recorded.room.holds(packed):
+            self.prepare(packed)
         else:
-            recording = self.recording
-            self.room.take(packed)
-        outcome = recording.replay()
+            self.recorded.room.take(packed)
+        outcome = self.recorded.recording.replay()
         follow_gradients(self.optimizer, lr)
         return outcome
 
-    def _record(self, packed: Packed) -> Recording[Outcome]:
-        self.recording = self.room = None  # gives back the memory of the one before
+    def prepare(self, packed: Packed) -> None:
+        """Record a step on packings like this one, which is then in the room; no weight changes."""
+        self.recorded = None  # gives back the memory of the one before
         room = Room(packed, self.device, images=self.images, blocks=self.blocks)
 
         def rehearse() -> None:
@@ -54,9 +58,7 @@ class RecordedSteps(Steps):
         def compute() -> Outcome:
             return gradients(self.model, self._batch_in(room, packed), self.config)
 
-        recording = Recording(self.model, rehearse, compute, self.device)
-        self.room, self.recording = room, recording
-        return recording
+        self.recorded = Recorded(room, Recording(self.model, rehearse, compute, self.device))
 
     def _batch_in(self, room: Room, packed: Packed) -> Batch:
         return batch_of(

@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experiments.pathx.batch import NO_LABEL, arrays_of, moved
+from experiments.lra.batches import NO_LABEL
+from experiments.lra.recording import refill
+from experiments.pathx.batch import arrays_of
 from experiments.pathx.packing import Packed
 
 _SPARE = 1.5  # times the tiles of the first packing
@@ -42,8 +44,7 @@ class Room:
         Raises ValueError where it has more images, or one of more blocks, than there is room for.
         """
         for name, array in self._arrays(packed).items():
-            there = self.tensors[name]
-            there[: len(array)].copy_(moved(array, there.device))
+            refill(self.tensors[name][: len(array)], torch.from_numpy(np.ascontiguousarray(array)))
 
     def _arrays(self, packed: Packed) -> dict[str, NDArray[np.generic]]:
         """Its arrays, with room for images."""
