@@ -43,7 +43,11 @@ class Config:
     dropout: float = setting(0.1, "Chance that a feature is dropped (embedding, attention output, MLP).")
     attention_dropout: float = setting(0.0, "Chance that an attention weight is dropped, in steps of 1/256.")
     pool: str = setting("cls", f"What the head reads: {', '.join(POOLS)}; cls is a token of its own before all others.")
-    positions: str = setting("learned", f"Positions: {', '.join(POSITIONS)}; rotary ones turn queries and keys.")
+    positions: str = setting(
+        "learned",
+        f"Positions: {', '.join(POSITIONS)}; rotary ones turn queries and keys; nested ones do, too, and say how many "
+        "brackets of an expression are open.",
+    )
     qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
     background: str = setting("keep", "Images: keep, or drop black pixels, which then are no tokens.")
 
@@ -126,6 +130,10 @@ class Config:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if TASKS[self.task].side is None and (self.background == "drop" or self.positions == "rotary2d"):
             raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
+        if self.positions == "nested" and TASKS[self.task].brackets is None:
+            raise ValueError(f"positions=nested are for expressions with brackets; the task is {self.task}")
+        if self.positions == "nested" and self.objective == "denoise":
+            raise ValueError("positions=nested are counted from the tokens, which objective=denoise hides")
 
     @property
     def shape(self) -> Shape:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.lra.attend import IMPLEMENTATIONS, Live, attend
-from experiments.lra.positions import POSITIONS, Turns, sinusoids, turned
+from experiments.lra.positions import POSITIONS, Brackets, Nesting, Turns, sinusoids, turned
 from sparseflash import BlockMask
 
 Turn = tuple[Tensor, Tensor]  # see positions.Turns
@@ -111,6 +111,7 @@ class Encoder(nn.Module):
     places: how many places there are; more than the mask's length where batches leave tokens out.
     first: the place where an example's own tokens begin; 1 where [CLS] stands before them.
     side: pixels along a side, of images.
+    brackets: of expressions; positions "nested" need them.
     attention: who computes it; see attend.py.
     """
 
@@ -129,6 +130,7 @@ class Encoder(nn.Module):
         places: int = 0,
         first: int = 0,
         side: int | None = None,
+        brackets: Brackets | None = None,
         qk_norm: bool = False,
         attention: str = "sparseflash",
     ) -> None:
@@ -149,6 +151,7 @@ class Encoder(nn.Module):
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.positions: Tensor | nn.Parameter | None = None
         self.turns: Turns | None = None
+        self.nesting: Nesting | None = None
         if positions == "learned":
             self.positions = nn.Parameter(torch.randn(places, width) * width**-0.5)
         elif positions == "sinusoidal":
@@ -156,6 +159,10 @@ class Encoder(nn.Module):
             self.register_buffer("positions", sinusoids(places, width), persistent=False)
         else:
             self.turns = Turns(head_dim, side if positions == "rotary2d" else None, first)
+        if positions == "nested":
+            if brackets is None:
+                raise ValueError("positions=nested needs to know which ids are brackets; got none")
+            self.nesting = Nesting(brackets, vocabulary, width)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             Layer(width, mlp, dropout, SelfAttention(width, heads, head_dim, attention_dropout, qk_norm, attention))
@@ -177,6 +184,8 @@ class Encoder(nn.Module):
         x = self.embedding(ids)
         if self.positions is not None:
             x = x + (self.positions[: ids.shape[1]] if places is None else self.positions[places])
+        if self.nesting is not None:
+            x = x + self.nesting(ids)
         turn = None
         if self.turns is not None:
             turn = self.turns(torch.arange(ids.shape[1], device=ids.device)[None] if places is None else places)

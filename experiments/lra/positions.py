@@ -1,4 +1,4 @@
-"""Where tokens stand: added to the embedding, or as turns of queries and keys.
+"""Where tokens stand: added to the embedding, or as turns of queries and keys; how deeply they are nested.
 
 A place is a token's index in its whole sequence, [CLS] counted, also where tokens before it were left out.
 """
@@ -6,13 +6,15 @@ A place is a token's index in its whole sequence, [CLS] counted, also where toke
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-POSITIONS = ("learned", "sinusoidal", "rotary", "rotary2d")
+POSITIONS = ("learned", "sinusoidal", "rotary", "rotary2d", "nested")
 _LONGEST_TURN = 10_000.0  # 2 pi of these are the tokens of the slowest turn of "rotary" (Su et al., 2021)
 _PIXELS = (3.0, 400.0)  # of the fastest and the slowest turn of "rotary2d"
+_DEEPEST = 31  # whatever is nested more deeply than this counts as nested so deeply
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -74,3 +76,38 @@ def turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     cosine, sine = turn
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
+
+
+class Brackets(NamedTuple):
+    """Which ids open a nested part of a sequence, and which close one."""
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+
+class Nesting(nn.Module):
+    """A learned vector for every depth of nesting, to add to the embedding.
+
+    What a sum over all brackets before a token says is nothing that attention with a mask of few keys can count.
+    """
+
+    change: Tensor
+
+    def __init__(self, brackets: Brackets, vocabulary: int, width: int) -> None:
+        super().__init__()
+        change = torch.zeros(vocabulary, dtype=torch.int64)
+        change[list(brackets.opening)] = 1
+        change[list(brackets.closing)] = -1
+        self.register_buffer("change", change, persistent=False)
+        self.vectors = nn.Embedding(_DEEPEST + 1, width)
+        nn.init.normal_(self.vectors.weight, std=width**-0.5)
+
+    def depths(self, ids: Tensor) -> Tensor:
+        """How many brackets are open around each of the ids [B, N]; a bracket is not within itself."""
+        change = self.change[ids]
+        return (change.cumsum(-1) - change.clamp(min=0)).clamp(0, _DEEPEST)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Vectors [B, N, W] of ids [B, N]."""
+        vectors: Tensor = self.vectors(self.depths(ids))
+        return vectors

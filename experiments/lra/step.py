@@ -36,6 +36,7 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Den
         "positions": config.positions,
         "places": config.shape.places(task.longest),
         "side": task.side,
+        "brackets": task.brackets,
         "qk_norm": config.qk_norm,
         "attention": config.attention,
     }

@@ -8,9 +8,13 @@ from pathlib import Path
 from experiments.lra import tokens
 from experiments.lra.cache import Examples, Row, cached
 from experiments.lra.generate import LABEL, SPLITS
+from experiments.lra.listops import CLOSE, MIN
+from experiments.lra.positions import Brackets
 from experiments.lra.tasks.task import Data, Task, has_all, need
 
-TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000)
+# Ids are symbols of the grammar plus 1; see tokens.py.
+BRACKETS = Brackets(opening=tuple(range(1 + MIN, 1 + CLOSE)), closing=(1 + CLOSE,))
+TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000, brackets=BRACKETS)
 
 # The released archive nests its folders; a user may point at any of them.
 FOLDERS = (".", "listops-1000", "lra_release/listops-1000")

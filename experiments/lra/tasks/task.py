@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.lra.cache import Examples
+from experiments.lra.positions import Brackets
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Task:
     towers: int = 1  # sequences an example; 2: both are encoded alike, and the head compares them
     longest: int = 0  # tokens that the published models see of a sequence
     side: int | None = None  # pixels along a side, of a square image in rows
+    brackets: Brackets | None = None  # of expressions
 
     @property
     def cls(self) -> int:
