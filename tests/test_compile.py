@@ -36,6 +36,16 @@ def test_on_hopper_nothing_is_spilled_or_serialised_at_head_dim_64():
         assert not r["serialised"], r
 
 
+@pytest.mark.parametrize("more", ["--lengths", "--dropout"])
+def test_nor_where_kernels_do_more(more):
+    found = reports("--arch", "90", "--dim", "64", more)
+    assert len(found) == 6
+    for r in found:
+        assert r["lengths"] == (more == "--lengths"), r
+        assert r["wgmma"] > 0 and not r["serialised"], r
+        assert r["spilled"] <= 220, r  # outside the loop over full tiles
+
+
 def allowed_spills(report):
     """Where registers are limited to make room for a program more, some bytes lie outside the loop over full tiles."""
     return 160 if report["kernel"] == "dk_dv" and report["descriptors"] and report["registers"] == 168 else 0

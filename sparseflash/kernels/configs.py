@@ -168,6 +168,20 @@ def config_for(
     return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
 
 
+def roomier(config: Config, *, lengths: bool, dropout: bool) -> Config:
+    """The same with a wider limit of registers, where there is one, for kernels that do more than it was found for.
+
+    Where the mask has lengths, dq with 128 registers spills in its loop, and ptxas lets its matrix instructions wait
+    for one another; with dropout dk_dv with 168 spills 512 bytes and more.
+
+    >>> print(roomier(Config(64, 64, 4, 2, 128), lengths=True, dropout=False))
+    64x64x4x2x168
+    """
+    if config.registers == 128 and (lengths or dropout):
+        return config._replace(registers=168)
+    return config._replace(registers=0) if dropout else config
+
+
 def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
     """So few that their registers just hold the results, the scores and, in long steps, what is loaded.
 

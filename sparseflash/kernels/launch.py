@@ -17,7 +17,15 @@ from sparseflash.dropout import amplification
 from sparseflash.kernels.alignment import is_aligned
 from sparseflash.kernels.backward import dk_dv_kernel, dq_kernel
 from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_kernel, combine_rows_kernel
-from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for, padded_dims, resident_programs
+from sparseflash.kernels.configs import (
+    Config,
+    Kernel,
+    arithmetic_of,
+    config_for,
+    padded_dims,
+    resident_programs,
+    roomier,
+)
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import Plan, Side
 from sparseflash.kernels.recording import refuse_to_record
@@ -199,6 +207,7 @@ class Launch:
         from_shared = capability[0] in (9, 10) and min(block) >= 64
         self.descriptors = may_describe and tiling.gathered == 0 and (padded <= 128 or from_shared)
         config = config_of(block, self.descriptors)
+        config = roomier(config, lengths=problem.lengths is not None, dropout=problem.seed is not None)
         self.config: Config = config
         # The copy engine writes to multiples of 128 bytes of shared memory; 16 numbers are fewer.
         is_kept = q.dtype == torch.float32
