@@ -75,6 +75,35 @@ def test_global_rows_and_columns_in_chunks_are_right_and_the_same_bits_in_twenty
         torch.testing.assert_close(a, b, rtol=0, atol=close * b[b.isfinite()].abs().max().item())
 
 
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("pattern", ["dense", "butterfly", "local"])
+def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern, dim):
+    """As in a batch for evaluation: most blocks of most rows lie past the end, and hold what would be noticed."""
+    tokens, lengths = 2048, torch.tensor([2000, 501, 640, 77, 1023, 1999, 129, 768])
+    build = {
+        "dense": BlockMask.dense,
+        "butterfly": masks.butterfly,
+        "local": lambda n, block: masks.local(n, 512, block=block),
+    }
+    mask = build[pattern](tokens, block=128).to("cuda")
+    q, k, v = (x.detach() for x in inputs(len(lengths), 16, tokens, dim))
+    past = (torch.arange(tokens) >= lengths[:, None]).to("cuda")[:, None, :, None]
+    k, v = k.masked_fill(past, 1.0), v.masked_fill(past, 20.0)
+    q = (q + 0.5).requires_grad_()  # looks for what is past the end
+    tensors = q, k.requires_grad_(), v.requires_grad_()
+    got = forward_and_backward(*tensors, mask.with_lengths(lengths.to("cuda")))
+    plan = next(x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
+    assert all(prepared.descriptors for prepared in plan.launches.values())
+    for number, length in enumerate(lengths.tolist()):
+        alone = [x[number : number + 1, :, :length].detach().requires_grad_() for x in tensors]
+        want = forward_and_backward(*alone, mask.crop(q=(0, length), k=(0, length)), "reference")
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+            close = 0.03 * b.abs().max().item()
+            torch.testing.assert_close(
+                a[number : number + 1, :, :length], b, rtol=0, atol=close, msg=f"{name} of {number}"
+            )
+
+
 def test_a_cuda_graph_of_a_mask_in_chunks_gives_the_same_bits():
     q, k, v = (x.detach() for x in inputs(1, 1, 8192, 128))
     mask = bigbird(8192).to("cuda")
