@@ -377,7 +377,7 @@ def test_curricula_fit_their_hour_and_end():
         assert Config(curriculum=stages).curriculum == stages
         assert sum(stage.minutes or 0 for stage in stages) <= 60, name
     assert [CURRICULA[name][-1].name for name in ("pathx", "pathx-all", "path256", "path256-all")] == [
-        "128/cl14", "128/cl14/all pixels", "256/cl14", "256/cl14/all pixels"]  # fmt: skip
+        "128/cl14+14+9+6", "128/cl14/all pixels", "256/cl14", "256/cl14/all pixels"]  # fmt: skip
 
 
 def test_curricula_are_stretched_and_read_from_files(tmp_path):

@@ -32,37 +32,38 @@ _BEGINNING = (
 CURRICULA: dict[str, tuple[Stage, ...]] = {
     # A check that all works, for a small model on a CPU; README.md has the command.
     "smoke": (_stage(32, 6, tokens=3 * _K, steps=1600, schedule="cosine", lr=2e-3),),
-    # Path-X: 128 pixels, 14 dashes.
+    # Path-X: 128 pixels, 14 dashes. A last stage of 14 alone forgets the shorter paths.
     "pathx": (
         *_BEGINNING,
         _stage(128, 9, minutes=7.0, until=0.94),
-        _stage(128, 14, minutes=20.0, schedule="cosine"),
+        _stage(128, 14, also=(14, 9, 6), minutes=15.0, schedule="cosine"),
     ),
-    # All 16,384 pixels are tokens. From the weights of "pathx" (--initial) with the same masks, --layers
-    # "tiles:16*4,butterfly:8*2" say: dense ones would take most of the time. Black pixels are new to the model.
-    "pathx-all": (
-        _stage(64, 9, minutes=3.0, background="keep", until=0.94, lr=5e-4),
-        _stage(128, 9, minutes=7.0, background="keep", until=0.94, lr=5e-4),
-        _stage(128, 14, minutes=15.0, background="keep", schedule="cosine", lr=5e-4),
+    # The same in 4,000 steps, which suffice with pixel labels: two minutes of an H200.
+    "two-minutes": (
+        _stage(64, 6, steps=700, warmup=200),
+        _stage(128, 6, steps=250),
+        _stage(128, 9, steps=450),
+        _stage(128, 14, steps=2600, schedule="cosine"),
     ),
-    # Path-256: paths are relatively shorter there, so 128 pixels with 9 dashes lead to it.
+    # All 16,384 pixels are tokens. From the weights of a model for Path-X (--initial), with --layers
+    # "tiles:16*5,butterfly:8*4" say: dense ones would take most of the time. Black pixels are new to the model.
+    "pathx-all": (_stage(128, 14, minutes=7.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),),
+    # Path-256: paths are relatively shorter there, so 128 pixels with 9 dashes lead to it. With the weights of a model
+    # for Path-X the stages of 64 and 128 pixels are over in seconds.
     "path256": (
         *_BEGINNING,
         _stage(128, 9, minutes=7.0, until=0.94),
-        _stage(256, 9, minutes=10.0, until=0.94),
-        _stage(256, 14, minutes=30.0, schedule="cosine"),
+        _stage(256, 9, minutes=5.0, until=0.94),
+        _stage(256, 14, minutes=10.0, schedule="cosine"),
     ),
     # From the weights of "path256", likewise: all 65,536 pixels.
     "path256-all": (
-        _stage(64, 9, minutes=4.0, background="keep", lr=5e-4),
-        _stage(128, 9, minutes=10.0, background="keep", until=0.95, lr=5e-4),
-        _stage(256, 9, minutes=16.0, background="keep", until=0.95, lr=5e-4),
-        _stage(256, 14, minutes=30.0, background="keep", schedule="cosine", lr=5e-4),
+        _stage(256, 14, tokens=256 * _K, minutes=9.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),
     ),
     # Which mask gives what: the same minutes for each, from random weights.
     "compare": (
-        _stage(64, 6, tokens=64 * _K, minutes=2.25, warmup=200),
-        _stage(64, 9, tokens=64 * _K, minutes=2.25, schedule="cosine"),
+        _stage(64, 6, minutes=1.25, warmup=200),
+        _stage(64, 9, minutes=1.25, schedule="cosine"),
     ),
 }
 
