@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from experiments.lra.augment import Image
 from experiments.lra.cache import Examples
 from experiments.lra.order import Order
 
@@ -79,9 +80,13 @@ class Batch:
         return Batch(ids, lengths, places, labels, self.live_tokens, asked)
 
 
-def collate(examples: Examples, rows: NDArray[np.int64], shape: Shape) -> Batch:
-    """The examples with these indices as one batch."""
+def collate(
+    examples: Examples, rows: NDArray[np.int64], shape: Shape, change: Callable[[Image], Image] | None = None
+) -> Batch:
+    """The examples with these indices as one batch. change: what is done to every sequence first."""
     sequences = [examples.sequence(row, tower) for row in rows for tower in range(examples.towers)]
+    if change is not None:
+        sequences = [change(each) for each in sequences]
     kept = [live_pixels(each, shape) for each in sequences] if shape.drop_background else None
     if kept is not None:
         sequences = [each[pixels] for each, pixels in zip(sequences, kept, strict=True)]
@@ -142,10 +147,16 @@ def check_room(live: int, shape: Shape) -> None:
         )
 
 
-def training_batches(examples: Examples, shape: Shape, order: Order, first_step: int) -> Iterator[Batch]:
-    """Batches for the steps from `first_step` on, without end."""
+def training_batches(
+    examples: Examples,
+    shape: Shape,
+    order: Order,
+    first_step: int,
+    change_of: Callable[[int], Callable[[Image], Image] | None] = lambda step: None,
+) -> Iterator[Batch]:
+    """Batches for the steps from `first_step` on, without end. change_of: gives what `collate` is to do in a step."""
     for step in count(first_step):
-        yield collate(examples, order.rows(step), shape)
+        yield collate(examples, order.rows(step), shape, change_of(step))
 
 
 def evaluation_batches(

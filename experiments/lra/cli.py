@@ -83,6 +83,7 @@ def train(
     pool: Annotated[str | None, option("pool")] = None,
     positions: Annotated[str | None, option("positions")] = None,
     qk_norm: Annotated[bool | None, option("qk_norm")] = None,
+    augment: Annotated[str | None, option("augment")] = None,
     background: Annotated[str | None, option("background")] = None,
     objective: Annotated[str | None, option("objective")] = None,
     hidden: Annotated[float | None, option("hidden")] = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments.lra import resume
 from experiments.lra.attend import IMPLEMENTATIONS, rows_of
+from experiments.lra.augment import WAYS
 from experiments.lra.batches import Shape
 from experiments.lra.generate import Settings
 from experiments.lra.model import POOLS
@@ -49,6 +50,9 @@ class Config:
         "brackets of an expression are open.",
     )
     qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
+    augment: str = setting(
+        "none", "Images, in training: none, mirror (left and right), or square (all turns and mirrors of a square)."
+    )
     background: str = setting("keep", "Images: keep, or drop black pixels, which then are no tokens.")
 
     objective: str = setting(
@@ -120,6 +124,7 @@ class Config:
             ("attention", IMPLEMENTATIONS),
             ("pool", POOLS),
             ("positions", POSITIONS),
+            ("augment", tuple(WAYS)),
             ("background", ("keep", "drop")),
             ("schedule", SCHEDULES),
             ("task", TASKS),
@@ -130,6 +135,8 @@ class Config:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if TASKS[self.task].side is None and (self.background == "drop" or self.positions == "rotary2d"):
             raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
+        if TASKS[self.task].side is None and self.augment != "none":
+            raise ValueError(f"augment={self.augment} is for images; the task is {self.task}")
         if self.positions == "nested" and TASKS[self.task].brackets is None:
             raise ValueError(f"positions=nested are for expressions with brackets; the task is {self.task}")
         if self.positions == "nested" and self.objective == "denoise":

@@ -49,7 +49,7 @@ _MODERN: Settings = {
 }  # fmt: skip
 _PATHS: Settings = {
     "width": 128, "heads": 4, "mlp": 256, "dropout": 0.0, "pool": "mean+max", "positions": "rotary2d", "qk_norm": True,
-    "background": "drop", "weight_decay": 0.0,
+    "background": "drop", "weight_decay": 0.0, "augment": "square",
 }  # fmt: skip
 _MODERN_TASKS: dict[str, Settings] = {
     # How many brackets are open around a token is a sum over all before it, and hard to learn: without it all that a
@@ -57,7 +57,7 @@ _MODERN_TASKS: dict[str, Settings] = {
     "listops": {"positions": "nested", "pool": "mean+max", "qk_norm": True},
     "text": {"batch": 32, "dropout": 0.2, "attention_dropout": 0.1},
     "retrieval": {"batch": 16},
-    "image": {"batch": 64, "dropout": 0.2, "pool": "mean"},
+    "image": {"batch": 64, "dropout": 0.2, "pool": "mean", "augment": "mirror"},
     # Relative positions in two dimensions and no background: then the loss falls at once, where with learned positions
     # and all pixels it stays at that of guessing for long, or for good.
     "pathfinder32": {**_PATHS, "batch": 128, "steps": 50000},

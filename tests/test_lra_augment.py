@@ -1,0 +1,80 @@
+"""Turned and mirrored training images: the symmetries of a square, the same in every run; tests are left alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.lra.augment import WAYS, change_of, turned
+from experiments.lra.batches import Shape, collate, evaluation_batches, training_batches
+from experiments.lra.cache import Examples
+from experiments.lra.config import Config, configure
+from experiments.lra.order import Order
+
+SIDE = 4
+PIXELS = np.arange(16, dtype=np.uint8)
+
+
+def examples(count: int = 12) -> Examples:
+    pixels = np.random.default_rng(0).integers(0, 3, count * SIDE**2, dtype=np.uint8)
+    begins = (np.arange(count) * SIDE**2)[:, None]
+    return Examples(pixels, begins, begins + SIDE**2, np.zeros(count, np.uint8), shift=1)
+
+
+def test_the_eight_ways_are_those_of_a_square():
+    found = {tuple(turned(PIXELS, SIDE, way)) for way in range(8)}
+    assert len(found) == 8
+    assert tuple(PIXELS) in found
+    # Turning and mirroring what was turned and mirrored gives no ninth.
+    for way in range(8):
+        assert {tuple(turned(turned(PIXELS, SIDE, way), SIDE, each)) for each in range(8)} == found
+    mirrored = turned(PIXELS, SIDE, WAYS["mirror"][1]).reshape(SIDE, SIDE)
+    assert (mirrored == PIXELS.reshape(SIDE, SIDE)[:, ::-1]).all()
+
+
+@pytest.mark.parametrize("setting", ["mirror", "square"])
+def test_every_way_comes_about_as_often(setting):
+    change = change_of(setting, SIDE, 0, 0, 0)
+    found = [tuple(change(PIXELS)) for _ in range(800)]
+    ways = [tuple(turned(PIXELS, SIDE, way)) for way in WAYS[setting]]
+    assert set(found) == set(ways)
+    assert min(found.count(each) for each in ways) > 0.6 * 800 / len(ways)
+
+
+def test_what_has_no_sides_and_what_is_left_alone_is_not_touched():
+    assert change_of("none", SIDE, 0, 0, 0) is None
+    assert change_of("square", None, 0, 0, 0) is None
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_batches_are_the_same_from_any_step_on_and_tests_are_left_alone(drops):
+    data, shape = examples(), Shape(16, 16, cls=None, drop_background=drops)
+
+    def changes(step):
+        return change_of("square", SIDE, 5, step, 0)
+
+    whole = training_batches(data, shape, Order(12, 4, 1), 0, changes)
+    first = [next(whole) for _ in range(5)]
+    resumed = training_batches(data, shape, Order(12, 4, 1), 3, changes)
+    for batch in first[3:]:
+        assert torch.equal(next(resumed).ids, batch.ids)
+    plain = collate(data, Order(12, 4, 1).rows(0), shape)
+    assert not torch.equal(first[0].ids, plain.ids)
+    assert torch.equal(first[0].lengths, plain.lengths)  # as many pixels as before
+    (tested,) = evaluation_batches(data, shape, 12, 12)
+    assert torch.equal(tested.ids, collate(data, np.arange(12), shape).ids)
+
+
+def test_a_turned_image_without_its_background_has_its_pixels_where_they_turned_to():
+    data, shape = examples(1), Shape(16, 16, cls=None, drop_background=True)
+    batch = collate(data, np.array([0]), shape, lambda pixels: turned(pixels, SIDE, 3))
+    image = np.zeros(16, np.int64)
+    count = int(batch.lengths[0])
+    image[batch.places[0, :count].numpy()] = batch.ids[0, :count].numpy() - 1
+    assert (image == turned(data.sequence(0), SIDE, 3)).all()
+
+
+def test_only_images_can_be_turned():
+    with pytest.raises(ValueError, match="augment=square is for images; the task is text"):
+        Config(task="text", augment="square")
+    assert configure("modern", {"task": "pathfinder32"}).augment == "square"
+    assert configure("lra", {"task": "pathfinder32"}).augment == "none"
