@@ -14,7 +14,7 @@ from experiments.pathx.config import Config
 from experiments.pathx.model import PathModel
 from experiments.pathx.packing import PADDING, pack, stack
 from experiments.pathx.relations import parse_layers
-from experiments.pathx.step import forward, score, trace_loss, training_step
+from experiments.pathx.step import forward, pixel_loss, score, training_step
 from pathx_images import image
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def model_of(**settings):
 @pytest.mark.parametrize("registers", [0, 2])
 def test_leaving_out_the_background_is_masking_it(registers):
     """In fp64, against all scores in memory: answers, and the gradient of every weight."""
-    model = model_of(registers=registers, traces=True).double()
+    model = model_of(registers=registers, traces=3).double()
     packed = on_device(pack(IMAGES, LABELS, LAYERS, block=16, registers=registers), LAYERS, CPU, registers)
     logits, counts = model(packed)
     logits.square().sum().backward()
@@ -94,7 +94,7 @@ def test_positions_are_relative():
 @pytest.mark.parametrize("form", [pack, stack])
 def test_some_steps_learn_a_batch_by_heart(form):
     layers = parse_layers("near:4,rows:1,dense")
-    model = model_of(depth=3, width=32, traces=True)
+    model = model_of(depth=3, width=32, traces=3)
     traced = [(each > 100).astype(np.uint8) for each in IMAGES]
     batch = on_device(form(IMAGES, LABELS, layers, block=32, traced=traced), layers, CPU)
     optimizer = adamw(model, 3e-3, 0.0)
@@ -111,9 +111,9 @@ def test_the_auxiliary_loss_is_of_drawn_pixels_alone():
     counts = torch.zeros(1, batch.ids.shape[1], 3)
     drawn = (batch.ids[0] > 0) & (batch.ids[0] < 256)
     counts[0, ~drawn, 2] = 50.0  # would cost much where it counted
-    assert float(trace_loss(counts, batch)) == pytest.approx(np.log(3))
+    assert float(pixel_loss(counts, batch, drawn[None])) == pytest.approx(np.log(3))
     with pytest.raises(ValueError, match="it has none"):
-        trace_loss(counts, replace(batch, traced=None))
+        pixel_loss(counts, replace(batch, traced=None), drawn[None])
 
 
 def test_scores_follow_the_labels():

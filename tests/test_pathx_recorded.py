@@ -40,7 +40,7 @@ PACKINGS = (packed_of(1, 2, 3, lit=0.6), packed_of(4, 5), packed_of(6, 7, 8, 9, 
 
 def model_of():
     torch.manual_seed(2)
-    return PathModel(depth=len(LAYERS), width=16, heads=2, mlp=16, registers=1, traces=True)
+    return PathModel(depth=len(LAYERS), width=16, heads=2, mlp=16, registers=1, traces=3)
 
 
 def test_what_is_in_the_room_changes_nothing():

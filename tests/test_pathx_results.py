@@ -9,6 +9,7 @@ import torch
 from experiments.pathfinder.vectors import join
 from experiments.pathx import weights
 from experiments.pathx.evaluate import recipe_for, stage_for
+from experiments.pathx.helped import helped_of
 from experiments.pathx.sources import TEST_SEED, drawn
 from experiments.pathx.step import score
 from experiments.pathx.stream import pack_vectors
@@ -19,6 +20,14 @@ IMAGES = 12
 
 def test_a_model_ships():
     assert SHIPPED
+
+
+def test_what_a_model_began_from_ships_too_and_what_helped_is_told():
+    notes = [weights.beside(path) for path in SHIPPED]
+    hashes = {note["sha256"] for note in notes}
+    for note in notes:
+        assert note["initial"] is None or note["initial"]["sha256"] in hashes
+        assert helped_of(note)["labels"] == 0.5
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)

@@ -30,6 +30,7 @@ from experiments.pathx.analyse import percent
 from experiments.pathx.config import HELP, SHOWN_DEFAULTS, Config, Stage, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
 from experiments.pathx.evaluate import agrees, baselines, key_of, result, scores_on, stage_for, store
+from experiments.pathx.helped import helped_of, told
 from experiments.pathx.stream import Stream
 from experiments.pathx.testset import IMAGES, test_set
 from experiments.pathx.train import Run, saved_run
@@ -93,6 +94,8 @@ def train(
     mlp: Annotated[int | None, option("mlp")] = None,
     dropout: Annotated[float | None, option("dropout")] = None,
     auxiliary: Annotated[float | None, option("auxiliary")] = None,
+    hidden: Annotated[float | None, option("hidden")] = None,
+    answers: Annotated[float | None, option("answers")] = None,
     weight_decay: Annotated[float | None, option("weight_decay")] = None,
     clip: Annotated[float | None, option("clip")] = None,
     average: Annotated[float | None, option("average")] = None,
@@ -219,7 +222,7 @@ def evaluate(
     Exits with 1 where the accuracy differs from the stored one by more than three standard errors.
     """
     with short_errors():
-        model, config, _ = weights.load(file, sha256)
+        model, config, about = weights.load(file, sha256)
         place = find_device(device)
         config = replace(config, precision=precision or ("fp32" if place.type == "cpu" else config.precision))
         stage = stage_for(config, size, contour)
@@ -237,7 +240,7 @@ def evaluate(
     console.print(
         f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
         f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
-        + (f"; trained with pixel labels, weight {found['auxiliary']:g}" if found["auxiliary"] else ""),
+        + (f"; trained with {helped}" if (helped := told(helped_of(about))) else ""),
         soft_wrap=True,
     )
     if others:

@@ -86,6 +86,12 @@ class Config:
         "Weight of a second loss: how many markers the curve through each pixel has, which the generator knows. 0: the "
         "answers alone.",
     )
+    hidden: float = setting(
+        0.0,
+        "Share of the drawn pixels that is hidden in training; the second loss is then that of naming their grey "
+        "levels, which needs no labels.",
+    )
+    answers: float = setting(1.0, "Weight of the answers' loss; 0 with --hidden: self-pretraining, for --initial.")
 
     weight_decay: float = setting(0.0, "AdamW weight decay of the matrices.")
     clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
@@ -114,9 +120,13 @@ class Config:
         for name in ("dropout", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
-        for name in ("auxiliary", "weight_decay", "clip"):
+        for name in ("auxiliary", "answers", "weight_decay", "clip"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        if not 0 <= self.hidden < 1:
+            raise ValueError(f"hidden must be at least 0 and below 1; got {self.hidden}")
+        if not self.auxiliary and (self.hidden or not self.answers):
+            raise ValueError("hidden pixels, and no answers, need a weight of the second loss: auxiliary is 0")
         if not 0 <= self.registers <= self.block:
             raise ValueError(f"registers must be from 0 to the block, {self.block}; got {self.registers}")
         if self.precision not in ("fp32", "bf16"):

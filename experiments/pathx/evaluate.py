@@ -41,7 +41,7 @@ def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
 
 def recipe_for(config: Config, stage: Stage) -> Recipe:
     """How test images become batches, of about as many tokens as a step of training."""
-    return replace(recipe_of(replace(config, curriculum=(stage,)), 0), traced=False)
+    return replace(recipe_of(replace(config, curriculum=(stage,)), 0), traced=False, hidden=0.0)
 
 
 def packings(recipe: Recipe, file: Path, images: int, stream: Stream) -> Iterator[Packed]:

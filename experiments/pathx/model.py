@@ -19,7 +19,7 @@ from experiments.pathx.orders import BASE
 from experiments.pathx.packing import LEVELS
 
 CLASSES = 2
-MARKER_COUNTS = 3  # of the curve through a pixel: 0, 1 or 2
+MARKER_COUNTS = 3  # classes of pixels: 0, 1 or 2 markers on the curve through it
 
 
 class PathModel(nn.Module):
@@ -27,7 +27,7 @@ class PathModel(nn.Module):
 
     Positions are distances in pixels, so the same weights read images of every size.
 
-    traces: with a second head that says of every pixel how many markers its curve has, for training.
+    traces: the classes of a second head, for training, which tells every pixel's; 0: there is none.
     """
 
     rates: Tensor
@@ -42,7 +42,7 @@ class PathModel(nn.Module):
         mlp: int,
         dropout: float = 0.0,
         registers: int = 0,
-        traces: bool = False,
+        traces: int = 0,
     ) -> None:
         super().__init__()
         if head_dim is None and width % heads:
@@ -58,7 +58,7 @@ class PathModel(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Sequential(nn.Linear(2 * width, mlp), nn.GELU(), nn.Linear(mlp, CLASSES))
-        self.tracer = nn.Linear(width, MARKER_COUNTS) if traces else None
+        self.tracer = nn.Linear(width, traces) if traces else None
         self.training_halves = Halves()
 
     def compile_layers(self) -> None:
@@ -66,7 +66,7 @@ class PathModel(nn.Module):
         self.training_halves = compiled_halves()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Logits [I, 2], and of a model that traces [B, N, 3]."""
+        """Logits [I, 2], and of a model with a second head its classes' [B, N, traces]."""
         x = self.norm(self.encoded(batch))
         pooled = pool(x, batch)  # [I, 2 W]
         logits: Tensor = self.head(pooled)

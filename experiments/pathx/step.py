@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from experiments.lra.step import follow_gradients, precision, rehearse, take_gradients
 from experiments.pathx.batch import Batch, on_device
 from experiments.pathx.config import Config
+from experiments.pathx.hiding import HIDDEN
 from experiments.pathx.model import PathModel
 from experiments.pathx.packing import LEVELS, Packed
 from experiments.pathx.relations import Relation
@@ -21,7 +22,7 @@ class Outcome(NamedTuple):
     """Of one step, on the device."""
 
     loss: Tensor  # mean cross-entropy of the answers, nats
-    auxiliary: Tensor  # mean cross-entropy of the pixels, nats; 0 without that loss
+    auxiliary: Tensor  # that of the pixels' classes; 0 without that loss
     right: Tensor  # number of right answers
 
 
@@ -38,7 +39,7 @@ def gradients(model: PathModel, batch: Batch, config: Config) -> Outcome:
     """The part of a step that leaves every parameter its gradient."""
     model.train()
     loss, auxiliary, logits = losses(model, batch, config)
-    take_gradients(model, loss + config.auxiliary * auxiliary, config.clip)
+    take_gradients(model, total(loss, auxiliary, config), config.clip)
     return Outcome(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == batch.labels).sum())
 
 
@@ -72,7 +73,7 @@ def rehearsal(model: PathModel, batch: Batch, config: Config) -> None:
 
     def loss() -> Tensor:
         answers, auxiliary, _ = losses(model, batch, config)
-        return answers + config.auxiliary * auxiliary
+        return total(answers, auxiliary, config)
 
     rehearse(model, loss, batch.ids.device)
 
@@ -81,21 +82,28 @@ def losses(model: PathModel, batch: Batch, config: Config) -> tuple[Tensor, Tens
     """The two losses of Outcome, and the logits [I, 2]."""
     logits, counts = forward(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
-    auxiliary = torch.zeros((), device=logits.device) if counts is None else trace_loss(counts, batch)
+    auxiliary = torch.zeros((), device=logits.device)
+    if counts is not None:
+        asked = batch.ids == HIDDEN if config.hidden else (batch.ids > 0) & (batch.ids < LEVELS)
+        auxiliary = pixel_loss(counts, batch, asked)
     return loss, auxiliary, logits
 
 
-def trace_loss(counts: Tensor, batch: Batch) -> Tensor:
-    """The mean cross-entropy of the marker counts [B, N, 3] over all tokens that are drawn pixels."""
+def total(loss: Tensor, auxiliary: Tensor, config: Config) -> Tensor:
+    """What is made small."""
+    return config.answers * loss + config.auxiliary * auxiliary
+
+
+def pixel_loss(logits: Tensor, batch: Batch, asked: Tensor) -> Tensor:
+    """The mean cross-entropy of the pixels' classes, from logits [B, N, classes], over the tokens asked for [B, N]."""
     if batch.traced is None:
-        raise ValueError("the batch must have the marker counts of its pixels for the auxiliary loss; it has none")
-    drawn = (batch.ids > 0) & (batch.ids < LEVELS)
-    each = F.cross_entropy(counts.flatten(0, 1), batch.traced.flatten().long(), reduction="none")
-    return (each * drawn.flatten()).sum() / drawn.sum()
+        raise ValueError("the batch must have the classes of its pixels for the auxiliary loss; it has none")
+    each = F.cross_entropy(logits.flatten(0, 1), batch.traced.flatten().long(), reduction="none")
+    return (each * asked.flatten()).sum() / asked.sum()
 
 
 def forward(model: PathModel, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
-    """Logits [I, 2] and marker counts [B, N, 3] or None, in fp32 or better."""
+    """Logits [I, 2] and those of the pixels' classes or None, in fp32 or better."""
     with precision(batch.ids.device, config.precision):
         logits, counts = model(batch)
     if logits.dtype == torch.bfloat16:

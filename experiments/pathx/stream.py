@@ -15,10 +15,13 @@ from itertools import count, islice
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from experiments.lra.generate import available_cores
 from experiments.lra.workers import leave_signals_to_parent, worker_pool
 from experiments.pathfinder.vectors import Vectors, join
 from experiments.pathx.config import Config, Stage, least_room
+from experiments.pathx.hiding import hide
 from experiments.pathx.packing import Packed, blocks_needed, pack, stack
 from experiments.pathx.relations import Relation
 from experiments.pathx.sources import VALIDATION_SEED, drawn, image_index, marker_counts, pixels, training_seed
@@ -43,7 +46,8 @@ class Recipe:
     layers: tuple[Relation, ...]
     block: int
     registers: int
-    traced: bool
+    traced: bool  # with the marker counts of the pixels
+    hidden: float = 0.0  # share of the drawn pixels, which are to be named
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
@@ -51,7 +55,8 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
     stage: Stage = config.curriculum[number]
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
-        config.layers_of(stage), config.block, config.registers, config.auxiliary > 0,
+        config.layers_of(stage), config.block, config.registers, config.auxiliary > 0 and not config.hidden,
+        config.hidden,
     )  # fmt: skip
 
 
@@ -92,8 +97,12 @@ def make(recipe: Recipe, step: int) -> Packed:
             traced.append(marker_counts(vectors)[0])
     common = {"block": recipe.block, "registers": recipe.registers, "traced": traced if recipe.traced else None}
     if keeps:
-        return stack(images, labels, recipe.layers, **common)
-    return pack(images, labels, recipe.layers, blocks=blocks, **common)
+        packed = stack(images, labels, recipe.layers, **common)
+    else:
+        packed = pack(images, labels, recipe.layers, blocks=blocks, **common)
+    if not recipe.hidden:
+        return packed
+    return hide(packed, recipe.hidden, np.random.default_rng([recipe.seed, image_index(recipe.number, step, 0)]))
 
 
 def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | None = None) -> Packed:
@@ -167,7 +176,7 @@ class Stream:
 
     def validation(self, recipe: Recipe, images: int) -> Callable[[], list[Packed]]:
         """Begin to make the images that validate a recipe's stage; the function returned waits for them."""
-        recipe = replace(recipe, seed=VALIDATION_SEED, traced=False)
+        recipe = replace(recipe, seed=VALIDATION_SEED, traced=False, hidden=0.0)
         each = images_at_once(recipe)
         ranges = [(first, min(first + each, images)) for first in range(0, images, each)]
         if self._pool is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.pathfinder.cnn.results import STORED, stored
 from experiments.pathfinder.parameters import lra
+from experiments.pathx.helped import helped_of, told
 
 HEAD = ["system", "Path-X", "Path-256", "parameters", "images seen at the task's size or below", "compute"]
 
@@ -76,7 +77,8 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                 if not accuracies:
                     continue
                 how = "background dropped" if background == "drop" else "all pixels live"
-                helped = f", pixel labels (weight {note['auxiliary']:g})" if note["auxiliary"] else ""
+                helped = told(helped_of(note))
+                helped = f", {helped}" if helped else ""
                 cost = note["cost"]
                 ours.append([
                     f"ours: {name}, {how}{helped}", accuracies.get("128", "-"), accuracies.get("256", "-"),

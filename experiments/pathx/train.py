@@ -32,6 +32,7 @@ from experiments.lra.step import adamw
 from experiments.lra.tensorfile import sha256
 from experiments.pathx import weights
 from experiments.pathx.config import Config, Stage, as_dict, from_dict
+from experiments.pathx.helped import helped_by, helped_of
 from experiments.pathx.packing import Packed
 from experiments.pathx.recorded import steps_of
 from experiments.pathx.sources import training_seed
@@ -115,7 +116,7 @@ class Run:
         # Of weights from before this was counted, all runs had the same images.
         runs = 1 if about["initial"] is None else 1 + about["initial"].get("runs", 1)
         training_seed(self.config.seed, runs)  # raises ValueError where there are too many
-        self.before = {"sha256": sha256(path), "runs": runs, **about["cost"]}
+        self.before = {"sha256": sha256(path), "runs": runs, "helped": helped_of(about), **about["cost"]}
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
         if not resume:
@@ -308,6 +309,7 @@ class Run:
             "initial": self.before,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "auxiliary": self.config.auxiliary,
+            "helped": helped_by(self.config, self.before),
             "validation": self.log.of_kind("val")[-1],
             "device": device_name(self.device),
             "versions": versions(),

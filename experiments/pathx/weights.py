@@ -16,7 +16,8 @@ from experiments.lra import tensorfile
 from experiments.lra.files import write_json
 from experiments.lra.tensorfile import sha256
 from experiments.pathx.config import Config, as_dict, from_dict
-from experiments.pathx.model import PathModel
+from experiments.pathx.model import MARKER_COUNTS, PathModel
+from experiments.pathx.packing import LEVELS
 from experiments.pathx.relations import parse_layers
 
 KIND = "experiments.pathx model"
@@ -33,7 +34,7 @@ def build(config: Config) -> PathModel:
         mlp=config.mlp,
         dropout=config.dropout,
         registers=config.registers,
-        traces=config.auxiliary > 0,
+        traces=(LEVELS if config.hidden else MARKER_COUNTS) if config.auxiliary else 0,
     )
 
 

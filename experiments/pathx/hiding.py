@@ -1,0 +1,28 @@
+"""Pixels hidden from the model, which it learns to name: self-pretraining (Amos, Berant and Gupta, 2024).
+
+A hidden pixel looks black. Where black pixels are no tokens, that is what no other pixel looks like; where all are
+tokens, the model is asked for all that look black, and most of them are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from experiments.pathx.packing import LEVELS, Packed
+
+HIDDEN = 0  # the grey level that takes its place
+
+
+def hide(packed: Packed, share: float, random: np.random.Generator) -> Packed:
+    """The packing with this share of its drawn pixels hidden, at least one, and all grey levels as what is asked for.
+
+    Masks, which depend on where pixels are alone, stay as they are.
+    """
+    is_pixel = (packed.ids >= 0) & (packed.ids < LEVELS)
+    levels = np.where(is_pixel, packed.ids, 0).astype(np.uint8)
+    drawn = np.flatnonzero(levels)
+    ids = packed.ids.copy()
+    ids.reshape(-1)[random.choice(drawn, max(1, round(share * len(drawn))), replace=False)] = HIDDEN
+    return replace(packed, ids=ids, traced=levels)
