@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.lra.augment import WAYS, change_of, turned
+from experiments.lra import train
+from experiments.lra.augment import WAYS, Turning, turned
 from experiments.lra.batches import Shape, collate, evaluation_batches, training_batches
 from experiments.lra.cache import Examples
 from experiments.lra.config import Config, configure
 from experiments.lra.order import Order
+from experiments.lra.tasks import TASKS, Data
 
 SIDE = 4
 PIXELS = np.arange(16, dtype=np.uint8)
@@ -33,28 +35,46 @@ def test_the_eight_ways_are_those_of_a_square():
 
 @pytest.mark.parametrize("setting", ["mirror", "square"])
 def test_every_way_comes_about_as_often(setting):
-    change = change_of(setting, SIDE, 0, 0, 0)
-    found = [tuple(change(PIXELS)) for _ in range(800)]
+    found = [tuple(image) for image in Turning(setting, SIDE, 0, 800)(0, [PIXELS] * 800)]
     ways = [tuple(turned(PIXELS, SIDE, way)) for way in WAYS[setting]]
     assert set(found) == set(ways)
     assert min(found.count(each) for each in ways) > 0.6 * 800 / len(ways)
 
 
-def test_what_has_no_sides_and_what_is_left_alone_is_not_touched():
-    assert change_of("none", SIDE, 0, 0, 0) is None
-    assert change_of("square", None, 0, 0, 0) is None
+def test_processes_that_share_a_batch_turn_its_images_as_one_would():
+    whole = Turning("square", SIDE, 3, 8).ways(5)
+    shares = [Turning("square", SIDE, 3, 8, slice(first, first + 4)).ways(5) for first in (0, 4)]
+    assert np.array_equal(np.concatenate(shares), whole)
+    assert not np.array_equal(whole, Turning("square", SIDE, 3, 8).ways(6))
+    assert not np.array_equal(whole, Turning("square", SIDE, 4, 8).ways(5))
+
+
+@pytest.mark.parametrize("setting", ["none", "square"])
+def test_a_run_turns_its_training_images(setting, tmp_path, monkeypatch):
+    seen = []
+    ways = Turning.ways
+    monkeypatch.setattr(Turning, "ways", lambda self, step: seen.append((self, step)) or ways(self, step))
+    pixels = np.random.default_rng(0).integers(0, 256, 8 * 1024, dtype=np.uint8)
+    begins = (np.arange(8) * 1024)[:, None]
+    images = Examples(pixels, begins, begins + 1024, np.arange(8, dtype=np.uint8) % 2, shift=1)
+    config = Config(
+        task="pathfinder32", augment=setting, block=64, depth=1, width=16, heads=1, mlp=16, steps=2, batch=4, warmup=1,
+        positions="rotary2d", pool="mean", device="cpu", seed=7,
+    )  # fmt: skip
+    data = Data(TASKS["pathfinder32"], tmp_path, True, images, images, images)
+    train.Run(config, data, tmp_path / "run").train()
+    expected = [] if setting == "none" else [("square", 32, 7, 4, step) for step in (0, 1)]
+    assert [(each.setting, each.side, each.seed, each.batch, step) for each, step in seen] == expected
 
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_batches_are_the_same_from_any_step_on_and_tests_are_left_alone(drops):
     data, shape = examples(), Shape(16, 16, cls=None, drop_background=drops)
 
-    def changes(step):
-        return change_of("square", SIDE, 5, step, 0)
-
-    whole = training_batches(data, shape, Order(12, 4, 1), 0, changes)
+    turning = Turning("square", SIDE, 5, 4)
+    whole = training_batches(data, shape, Order(12, 4, 1), 0, turning)
     first = [next(whole) for _ in range(5)]
-    resumed = training_batches(data, shape, Order(12, 4, 1), 3, changes)
+    resumed = training_batches(data, shape, Order(12, 4, 1), 3, turning)
     for batch in first[3:]:
         assert torch.equal(next(resumed).ids, batch.ids)
     plain = collate(data, Order(12, 4, 1).rows(0), shape)
@@ -66,7 +86,7 @@ def test_batches_are_the_same_from_any_step_on_and_tests_are_left_alone(drops):
 
 def test_a_turned_image_without_its_background_has_its_pixels_where_they_turned_to():
     data, shape = examples(1), Shape(16, 16, cls=None, drop_background=True)
-    batch = collate(data, np.array([0]), shape, lambda pixels: turned(pixels, SIDE, 3))
+    batch = collate(data, np.array([0]), shape, lambda images: [turned(each, SIDE, 3) for each in images])
     image = np.zeros(16, np.int64)
     count = int(batch.lengths[0])
     image[batch.places[0, :count].numpy()] = batch.ids[0, :count].numpy() - 1

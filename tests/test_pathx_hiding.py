@@ -15,7 +15,7 @@ from experiments.pathx.helped import helped_by, helped_of, told
 from experiments.pathx.hiding import HIDDEN, hide
 from experiments.pathx.packing import LEVELS, pack, stack
 from experiments.pathx.relations import parse_layers
-from experiments.pathx.step import losses, training_step
+from experiments.pathx.step import asked_in, losses, training_step
 from experiments.pathx.stream import Stream, make, recipe_of
 from experiments.pathx.train import Run
 from pathx_images import image
@@ -54,9 +54,14 @@ def model_of(config):
 
 
 @torch.no_grad()
-def test_only_what_looks_black_is_asked_for():
-    batch = on_device(hide(packed(), 0.25, np.random.default_rng(0)), LAYERS, torch.device("cpu"), 1)
+@pytest.mark.parametrize("form", [pack, stack])
+def test_hidden_pixels_alone_are_asked_for(form):
+    before = packed(form)
+    batch = on_device(hide(before, 0.25, np.random.default_rng(0)), LAYERS, torch.device("cpu"), 1)
     config = replace(CONFIG, registers=1)
+    asked = torch.from_numpy(before.ids) != batch.ids
+    assert torch.equal(asked_in(batch, hidden=True), asked)
+    assert asked_in(batch, hidden=False).sum() == ((before.ids > 0) & (before.ids < LEVELS)).sum() - asked.sum()
     model = model_of(config).eval()
     assert model.tracer.out_features == LEVELS
     torch.nn.init.zeros_(model.tracer.weight)
@@ -64,8 +69,7 @@ def test_only_what_looks_black_is_asked_for():
     _, auxiliary, _ = losses(model, batch, config)
     assert float(auxiliary) == pytest.approx(np.log(LEVELS))
     # What is asked of the other pixels changes nothing.
-    others = batch.ids != HIDDEN
-    changed = replace(batch, traced=torch.where(others, 7, batch.traced.long()).to(torch.uint8))
+    changed = replace(batch, traced=torch.where(asked, batch.traced.long(), 7 * (batch.traced > 0)).to(torch.uint8))
     torch.nn.init.normal_(model.tracer.weight)
     assert float(losses(model, batch, config)[1]) == float(losses(model, changed, config)[1])
 
@@ -117,7 +121,27 @@ def test_labels_of_an_earlier_run_are_told():
     assert helped_by(plain, None) == {"labels": 0.0, "hidden": 0.0}
     assert told(helped_by(plain, None)) == ""
     assert told(helped_by(plain, labelled)) == "pixel labels (weight 0.5)"
-    assert helped_of({"auxiliary": 0.5}) == {"labels": 0.5, "hidden": 0.0}  # of files from before there was more
+
+
+@pytest.mark.parametrize(
+    ("about", "labels", "words"),
+    [
+        ({"auxiliary": 0.5, "initial": None}, 0.5, "pixel labels (weight 0.5)"),
+        ({"auxiliary": 0.0, "initial": None}, 0.0, ""),
+        ({"auxiliary": 0.5, "initial": {"sha256": "x"}}, 0.5, "pixel labels (weight 0.5)"),
+        (
+            {"auxiliary": 0.0, "initial": {"sha256": "x"}},
+            None,
+            "perhaps pixel labels (of an earlier run, which does not say)",
+        ),
+        ({"auxiliary": 0.0, "initial": {"helped": {"labels": 0.1, "hidden": 0.0}}}, 0.1, "pixel labels (weight 0.1)"),
+    ],
+)
+def test_files_from_before_this_was_written_tell_what_they_know(about, labels, words):
+    found = helped_of(about)
+    assert found == {"labels": labels, "hidden": 0.0}
+    assert told(found) == words
+    assert helped_by(Config(), {"sha256": "x", "runs": 1})["labels"] is None  # a run that is resumed
 
 
 @pytest.mark.parametrize(

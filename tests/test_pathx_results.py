@@ -24,10 +24,12 @@ def test_a_model_ships():
 
 def test_what_a_model_began_from_ships_too_and_what_helped_is_told():
     notes = [weights.beside(path) for path in SHIPPED]
-    hashes = {note["sha256"] for note in notes}
+    by_hash = {note["sha256"]: note for note in notes}
     for note in notes:
-        assert note["initial"] is None or note["initial"]["sha256"] in hashes
-        assert helped_of(note)["labels"] == 0.5
+        chain = [note]
+        while chain[-1]["initial"] is not None:
+            chain.append(by_hash[chain[-1]["initial"]["sha256"]])
+        assert helped_of(note)["labels"] == max(each["auxiliary"] for each in chain)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)

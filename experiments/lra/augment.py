@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ Image = NDArray[np.uint8]  # the pixels of a square image, row by row
 
 # Which of the eight symmetries of a square each setting draws from; see `turned`.
 WAYS = {"none": (0,), "mirror": (0, 4), "square": tuple(range(8))}
-_SEED = 3  # begins the seeds of these draws, so that no other draws are the same
+_KEY = (0x7075,)  # keeps these draws apart from all others of a seed
 
 
 def turned(pixels: Image, side: int, way: int) -> Image:
@@ -24,10 +25,24 @@ def turned(pixels: Image, side: int, way: int) -> Image:
     return (image[:, ::-1] if way >= 4 else image).reshape(-1)
 
 
-def change_of(setting: str, side: int | None, seed: int, step: int, rank: int) -> Callable[[Image], Image] | None:
-    """What happens to every image of a step, one after the other; None: nothing."""
-    ways = WAYS[setting]
-    if len(ways) == 1 or side is None:
-        return None
-    random = np.random.default_rng([_SEED, seed, step, rank])
-    return lambda pixels: turned(pixels, side, ways[random.integers(len(ways))])
+@dataclass(frozen=True)
+class Turning:
+    """How the images of every step are turned: the same however many processes share a batch.
+
+    batch: images of a step, of all processes; share: which of them are this process's.
+    """
+
+    setting: str
+    side: int
+    seed: int
+    batch: int
+    share: slice = field(default_factory=lambda: slice(None))
+
+    def ways(self, step: int) -> NDArray[np.int64]:
+        """The way of each of this process's images."""
+        random = np.random.default_rng(np.random.SeedSequence([self.seed, step], spawn_key=_KEY))
+        return random.choice(WAYS[self.setting], self.batch)[self.share]
+
+    def __call__(self, step: int, images: Sequence[Image]) -> list[Image]:
+        """The images of a step, turned."""
+        return [turned(image, self.side, way) for image, way in zip(images, self.ways(step).tolist(), strict=True)]

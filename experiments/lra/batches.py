@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experiments.lra.augment import Image
+from experiments.lra.augment import Image, Turning
 from experiments.lra.cache import Examples
 from experiments.lra.order import Order
 
@@ -81,12 +82,15 @@ class Batch:
 
 
 def collate(
-    examples: Examples, rows: NDArray[np.int64], shape: Shape, change: Callable[[Image], Image] | None = None
+    examples: Examples,
+    rows: NDArray[np.int64],
+    shape: Shape,
+    change: Callable[[list[Image]], list[Image]] | None = None,
 ) -> Batch:
-    """The examples with these indices as one batch. change: what is done to every sequence first."""
+    """The examples with these indices as one batch. change: what is done to their sequences first."""
     sequences = [examples.sequence(row, tower) for row in rows for tower in range(examples.towers)]
     if change is not None:
-        sequences = [change(each) for each in sequences]
+        sequences = change(sequences)
     kept = [live_pixels(each, shape) for each in sequences] if shape.drop_background else None
     if kept is not None:
         sequences = [each[pixels] for each, pixels in zip(sequences, kept, strict=True)]
@@ -152,11 +156,11 @@ def training_batches(
     shape: Shape,
     order: Order,
     first_step: int,
-    change_of: Callable[[int], Callable[[Image], Image] | None] = lambda step: None,
+    turning: Turning | None = None,
 ) -> Iterator[Batch]:
-    """Batches for the steps from `first_step` on, without end. change_of: gives what `collate` is to do in a step."""
+    """Batches for the steps from `first_step` on, without end. turning: of images; None: they stay as they are."""
     for step in count(first_step):
-        yield collate(examples, order.rows(step), shape, change_of(step))
+        yield collate(examples, order.rows(step), shape, None if turning is None else partial(turning, step))
 
 
 def evaluation_batches(

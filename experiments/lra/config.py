@@ -140,7 +140,10 @@ class Config:
         if self.positions == "nested" and TASKS[self.task].brackets is None:
             raise ValueError(f"positions=nested are for expressions with brackets; the task is {self.task}")
         if self.positions == "nested" and self.objective == "denoise":
-            raise ValueError("positions=nested are counted from the tokens, which objective=denoise hides")
+            raise ValueError(
+                "positions=nested are counted from the tokens, which objective=denoise hides; choose others, "
+                "--positions rotary say, here and in the run that begins with these weights"
+            )
 
     @property
     def shape(self) -> Shape:

@@ -88,7 +88,7 @@ class Brackets(NamedTuple):
 class Nesting(nn.Module):
     """A learned vector for every depth of nesting, to add to the embedding.
 
-    What a sum over all brackets before a token says is nothing that attention with a mask of few keys can count.
+    The depth is a sum over all earlier brackets, of which sparse attention sees a part.
     """
 
     change: Tensor

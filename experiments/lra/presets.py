@@ -52,8 +52,8 @@ _PATHS: Settings = {
     "background": "drop", "weight_decay": 0.0, "augment": "square",
 }  # fmt: skip
 _MODERN_TASKS: dict[str, Settings] = {
-    # How many brackets are open around a token is a sum over all before it, and hard to learn: without it all that a
-    # model of ListOps reads is the root operator (results/README.md).
+    # How many brackets are open around a token says which tokens are the root's own arguments. Models with learned or
+    # rotary positions and [CLS] stayed at what the root operator alone says (results/README.md).
     "listops": {"positions": "nested", "pool": "mean+max", "qk_norm": True},
     "text": {"batch": 32, "dropout": 0.2, "attention_dropout": 0.1},
     "retrieval": {"batch": 16},

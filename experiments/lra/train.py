@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from experiments.lra import checkpoint, masks, schedule, seeds, tensorfile, weights
-from experiments.lra.augment import change_of
+from experiments.lra.augment import Turning
 from experiments.lra.average import Average
 from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
 from experiments.lra.clock import Clock
@@ -132,8 +131,11 @@ class Run:
     def _train(self, pause: Callable[[int], bool]) -> bool:
         """Take all steps; False where the run was paused before."""
         config = self.config
-        changes = partial(change_of, config.augment, self.data.task.side, config.seed, rank=self.ranks.rank)
-        batches = training_batches(self.data.train, self.shape, self.order, self.step, changes)
+        side = self.data.task.side
+        turning = None
+        if config.augment != "none" and side is not None:
+            turning = Turning(config.augment, side, config.seed, config.batch, self.ranks.share)
+        batches = training_batches(self.data.train, self.shape, self.order, self.step, turning)
         if config.objective == "denoise":
             batches = hidden_for_training(batches, self.shape, config.hidden, config.seed, self.step, self.ranks.rank)
         steps = steps_of(self.model, self.optimizer, config, self.device, self.shared)

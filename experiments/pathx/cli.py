@@ -230,7 +230,7 @@ def evaluate(
         with Stream(workers) as stream:
             found = result(
                 scores_on(model, config, stage, path, images, stream, place), stage, config, path, place
-            )  # fmt: skip
+            ) | {"helped": helped_of(about)}  # fmt: skip
         if keep:
             store(file, stage, found)
         if out is not None:
@@ -240,7 +240,7 @@ def evaluate(
     console.print(
         f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
         f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
-        + (f"; trained with {helped}" if (helped := told(helped_of(about))) else ""),
+        + (f"; trained with {helped}" if (helped := told(found["helped"])) else ""),
         soft_wrap=True,
     )
     if others:

@@ -78,7 +78,6 @@ def result(scores: Scores, stage: Stage, config: Config, file: Path, device: tor
         "task": title(stage.size, stage.contour),
         "background": stage.background,
         "layers": stage.layers or config.layers,
-        "auxiliary": config.auxiliary,
         "accuracy": scores.accuracy,
         "error": math.sqrt(scores.accuracy * (1 - scores.accuracy) / count),
         "loss": scores.loss,

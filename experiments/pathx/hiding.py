@@ -1,7 +1,7 @@
 """Pixels hidden from the model, which it learns to name: self-pretraining (Amos, Berant and Gupta, 2024).
 
-A hidden pixel looks black. Where black pixels are no tokens, that is what no other pixel looks like; where all are
-tokens, the model is asked for all that look black, and most of them are.
+A hidden pixel looks black. Where black pixels are no tokens, no other pixel looks like that; where all are tokens, a
+model has to find out which are hidden, too. It is asked for those alone.
 """
 
 from __future__ import annotations

@@ -84,14 +84,20 @@ def losses(model: PathModel, batch: Batch, config: Config) -> tuple[Tensor, Tens
     loss = F.cross_entropy(logits, batch.labels)
     auxiliary = torch.zeros((), device=logits.device)
     if counts is not None:
-        asked = batch.ids == HIDDEN if config.hidden else (batch.ids > 0) & (batch.ids < LEVELS)
-        auxiliary = pixel_loss(counts, batch, asked)
+        auxiliary = pixel_loss(counts, batch, asked_in(batch, hidden=config.hidden > 0))
     return loss, auxiliary, logits
 
 
 def total(loss: Tensor, auxiliary: Tensor, config: Config) -> Tensor:
     """What is made small."""
     return config.answers * loss + config.auxiliary * auxiliary
+
+
+def asked_in(batch: Batch, *, hidden: bool) -> Tensor:
+    """The tokens whose class is asked for, bool [B, N]: the drawn pixels, or those of them that are hidden."""
+    if hidden and batch.traced is not None:
+        return (batch.ids == HIDDEN) & (batch.traced > 0)
+    return (batch.ids > 0) & (batch.ids < LEVELS)
 
 
 def pixel_loss(logits: Tensor, batch: Batch, asked: Tensor) -> Tensor:

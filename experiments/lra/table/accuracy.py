@@ -14,6 +14,8 @@ from typing import Any
 _APART = ("seed", "device", "eval_every", "eval_examples", "checkpoint_every", "log_every")
 # What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
 _NOTHING = ("objective", "hidden", "initial")
+# What runs from before there was a setting did.
+_BEFORE = {"buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def collect(folder: Path) -> list[Accuracy]:
 
 def key(metrics: dict[str, Any]) -> str:
     """A short name of a run's settings and data; the same for runs that differ in their luck alone."""
-    config = {"buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, **metrics["config"]}
+    config = {**_BEFORE, **metrics["config"]}
     kept = {name: value for name, value in sorted(config.items()) if name not in (*_APART, *_NOTHING)}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
     if (initial := metrics.get("initial")) is not None:
