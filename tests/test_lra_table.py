@@ -187,6 +187,15 @@ def test_runs_of_one_setting_are_one_row(tmp_path):
     assert lines["standard attention"] == "35.0 % (n=1)"
 
 
+def test_runs_from_before_a_setting_count_as_those_that_leave_it_alone(tmp_path):
+    finished_run(tmp_path / "before", seed=0)
+    finished_run(tmp_path / "after", seed=1, augment="none", buckets=False, compiled=False)
+    finished_run(tmp_path / "turned", seed=2, augment="square", positions="rotary2d")
+    found = {each.seeds: each.inputs for each in collect(tmp_path)}
+    assert found == {"0 1": "as they are", "2": "turned (square)"}
+    assert "| turned (square) |" in report.page(Results(accuracies=collect(tmp_path)))
+
+
 def test_of_several_settings_none_is_chosen_but_released_data_come_before_generated(tmp_path):
     finished_run(tmp_path / "a", steps=1)
     finished_run(tmp_path / "b", steps=2)

@@ -35,6 +35,7 @@ class Accuracy:
     best_rule_accuracy: float
     seeds: str
     initial: str  # what the weights had learned before: nothing, or what for how many steps
+    inputs: str  # what was done to the inputs that the arena's models do not have
     steps: int  # of the longest run
     parameters: int
     training_seconds: float  # the mean
@@ -100,12 +101,27 @@ def accuracy(runs: Iterable[dict[str, Any]], setting: str) -> Accuracy:
         best_rule_accuracy=rules[best],
         seeds=" ".join(str(metrics["config"]["seed"]) for metrics in runs),
         initial=described(first.get("initial")),
+        inputs=changed_inputs({**_BEFORE, **first["config"]}),
         steps=max(metrics["steps"] for metrics in runs),
         parameters=first["parameters"],
         training_seconds=statistics.fmean(metrics["training_seconds"] for metrics in runs),
         tokens_per_s=statistics.median(metrics["tokens_per_s"] for metrics in runs),
         device=first["device"],
     )
+
+
+def changed_inputs(config: dict[str, Any]) -> str:
+    """What the arena's models are not given, in words.
+
+    >>> changed_inputs({"positions": "rotary2d", "background": "drop", "augment": "square"})
+    'background dropped, turned (square)'
+    """
+    parts = {
+        "brackets counted": config.get("positions") == "nested",
+        "background dropped": config.get("background") == "drop",
+        f"turned ({config['augment']})": config["augment"] != "none",
+    }
+    return ", ".join(name for name, holds in parts.items() if holds) or "as they are"
 
 
 def described(initial: dict[str, Any] | None) -> str:

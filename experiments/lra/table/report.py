@@ -128,8 +128,8 @@ def _number(value: float | None, form: str) -> str:
 def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
     """All settings with finished runs."""
     table = [[
-        "task", "data", "", "test accuracy", "majority", "best rule", "learned before", "steps", "parameters", "hours",
-        "setting",
+        "task", "data", "", "test accuracy", "majority", "best rule", "inputs", "learned before", "steps", "parameters",
+        "hours", "setting",
     ]]  # fmt: skip
     for each in accuracies:
         table.append(
@@ -140,6 +140,7 @@ def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
                 percent(each),
                 f"{100 * each.majority:.1f} %",
                 f"{100 * each.best_rule_accuracy:.1f} % ({each.best_rule})",
+                each.inputs,
                 each.initial,
                 f"{each.steps:,}",
                 f"{each.parameters:,}",
