@@ -148,8 +148,8 @@ def test_files_from_before_this_was_written_tell_what_they_know(about, labels, w
     ("changes", "message"),
     [
         ({"hidden": 1.0}, "hidden must be at least 0 and below 1; got 1.0"),
-        ({"auxiliary": 0.0}, "auxiliary is 0"),
-        ({"auxiliary": 0.0, "hidden": 0.0}, "auxiliary is 0"),
+        ({"auxiliary": 0.0}, "auxiliary must be more than 0"),
+        ({"auxiliary": 0.0, "hidden": 0.0}, "auxiliary must be more than 0"),
         ({"answers": -1.0}, "answers must be at least 0"),
     ],
 )

@@ -126,7 +126,7 @@ class Config:
         if not 0 <= self.hidden < 1:
             raise ValueError(f"hidden must be at least 0 and below 1; got {self.hidden}")
         if not self.auxiliary and (self.hidden or not self.answers):
-            raise ValueError("hidden pixels, and no answers, need a weight of the second loss: auxiliary is 0")
+            raise ValueError("auxiliary must be more than 0 with hidden pixels, and without answers; got 0")
         if not 0 <= self.registers <= self.block:
             raise ValueError(f"registers must be from 0 to the block, {self.block}; got {self.registers}")
         if self.precision not in ("fp32", "bf16"):
