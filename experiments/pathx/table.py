@@ -40,6 +40,16 @@ def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return said
 
 
+def with_error(found: dict[str, Any]) -> str:
+    """An accuracy and its standard error.
+
+    >>> with_error({"accuracy": 0.976, "error": 0.0011}), with_error({"accuracy": 0.9967, "error": 0.0004})
+    ('97.6 ± 0.1 %', '99.67 ± 0.04 %')
+    """
+    digits = 1 if found["error"] >= 0.0005 else 2
+    return f"{100 * found['accuracy']:.{digits}f} ± {100 * found['error']:.{digits}f} %"
+
+
 def cnn_rows(folder: Path | None = None) -> list[list[str]]:
     """A row for each of the two tasks that a small 2-D CNN is stored of."""
     found = []
@@ -47,7 +57,7 @@ def cnn_rows(folder: Path | None = None) -> list[list[str]]:
         figure = stored(lra(size, 14).name, folder)
         if figure is not None:
             accuracies = ["-", "-"]
-            accuracies[place] = f"{100 * figure['accuracy']:.1f} ± {100 * figure['error']:.1f} %"
+            accuracies[place] = with_error(figure)
             weights, images = (f"{count / 1e6:.2f}M" for count in (figure["weights"], figure["cost"]["images"]))
             minutes = figure["cost"]["seconds"] / 60
             compute = f"{minutes:.0f} min, {figure['device']}"
@@ -73,7 +83,7 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                 for key, found in note["results"].items():
                     size, contour, kind = key.split("-")
                     if kind == background and contour == "14":
-                        accuracies[size] = f"{100 * found['accuracy']:.1f} ± {100 * found['error']:.1f} %"
+                        accuracies[size] = with_error(found)
                 if not accuracies:
                     continue
                 how = "background dropped" if background == "drop" else "all pixels live"
