@@ -183,7 +183,7 @@ def test_what_is_trained_is_what_is_tested(mask, compiled):
     lengths = np.sort(random.integers(500, 2000, 64))
     edges = np.concatenate([[0], np.cumsum(lengths)])
     symbols = random.integers(1, 16, edges[-1], dtype=np.uint8)
-    # Something to learn: the answer is the first symbol, if that is a digit.
+    # Something to learn: the answer depends on the first symbol alone.
     labels = (symbols[edges[:-1]] - 1) % 10
     examples = Examples(symbols, edges[:-1, None], edges[1:, None], labels.astype(np.uint8), shift=0)
     tight = [collate(examples, np.arange(first, first + 8), config.shape) for first in range(0, 64, 8)]

@@ -49,10 +49,6 @@ def test_a_share_of_the_drawn_pixels_is_hidden_and_all_levels_are_kept(form):
     assert (one.ids != before.ids).sum() == 1
 
 
-def model_of(config):
-    return weights.build(config)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("form", [pack, stack])
 def test_hidden_pixels_alone_are_asked_for(form):
@@ -62,7 +58,7 @@ def test_hidden_pixels_alone_are_asked_for(form):
     asked = torch.from_numpy(before.ids) != batch.ids
     assert torch.equal(asked_in(batch, hidden=True), asked)
     assert asked_in(batch, hidden=False).sum() == ((before.ids > 0) & (before.ids < LEVELS)).sum() - asked.sum()
-    model = model_of(config).eval()
+    model = weights.build(config).eval()
     assert model.tracer.out_features == LEVELS
     torch.nn.init.zeros_(model.tracer.weight)
     torch.nn.init.zeros_(model.tracer.bias)
@@ -79,7 +75,7 @@ def test_steps_without_answers_learn_levels_and_leave_the_head_alone():
     batch = on_device(
         hide(pack(levels, [1, 0, 1], LAYERS, block=32), 0.2, np.random.default_rng(1)), LAYERS, torch.device("cpu")
     )
-    model = model_of(CONFIG)
+    model = weights.build(CONFIG)
     head = [parameter.clone() for parameter in model.head.parameters()]
     optimizer = adamw(model, 3e-3, 0.0)
     outcomes = [training_step(model, optimizer, batch, CONFIG, 3e-3) for _ in range(60)]
