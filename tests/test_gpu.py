@@ -86,7 +86,7 @@ def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern,
         "local": lambda n, block: masks.local(n, 512, block=block),
     }
     mask = build[pattern](tokens, block=128).to("cuda")
-    q, k, v = (x.detach() for x in inputs(len(lengths), 16, tokens, dim))
+    q, k, v = (x.detach() for x in inputs(len(lengths), 20, tokens, dim))
     past = (torch.arange(tokens) >= lengths[:, None]).to("cuda")[:, None, :, None]
     k, v = k.masked_fill(past, 1.0), v.masked_fill(past, 20.0)
     q = (q + 0.5).requires_grad_()  # looks for what is past the end
@@ -95,13 +95,12 @@ def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern,
     plan = next(x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
     assert all(prepared.descriptors for prepared in plan.launches.values())
     for number, length in enumerate(lengths.tolist()):
-        alone = [x[number : number + 1, :, :length].detach().requires_grad_() for x in tensors]
+        alone = [x[number : number + 1, :, :length].detach().double().requires_grad_() for x in tensors]
         want = forward_and_backward(*alone, mask.crop(q=(0, length), k=(0, length)), "reference")
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-            close = 0.03 * b.abs().max().item()
-            torch.testing.assert_close(
-                a[number : number + 1, :, :length], b, rtol=0, atol=close, msg=f"{name} of {number}"
-            )
+            # Plain attention in bf16 is off by up to 0.034 of the largest.
+            error = (a[number : number + 1, :, :length] - b).abs().max() / b.abs().max()
+            assert error < 0.03, f"{name} of {number}: {error:.3f}"
 
 
 def test_a_cuda_graph_of_a_mask_in_chunks_gives_the_same_bits():
