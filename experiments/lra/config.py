@@ -84,7 +84,7 @@ class Config:
     precision: str = setting("fp32", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
     compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
     recorded: bool = setting(
-        False,
+        True,
         "On one GPU, record steps as CUDA graphs, one for each shape of a batch: they need not wait for the host.",
     )
     eval_every: int = setting(500, "Steps between validations.")

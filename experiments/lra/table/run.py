@@ -30,7 +30,7 @@ class Options:
     steps: int = 8  # a round
     minutes: float = 8.0  # no task begins later
     compiled: bool = False  # what surrounds attention, by torch.compile
-    recorded: bool = False  # steps as CUDA graphs
+    recorded: bool = True  # on a GPU, steps as CUDA graphs
 
     def __post_init__(self) -> None:
         for name, allowed in (("tasks", FIVE), ("variants", tuple(VARIANTS)), ("preset", ("lra", "modern"))):
@@ -56,7 +56,7 @@ def run(
     results.accuracies = accuracy.collect(runs)
     if options is not None:
         results.facts = environment(options.device, command, commit)
-        how = "as CUDA graphs" if options.recorded else "started by the host, kernel by kernel"
+        how = "as CUDA graphs" if options.recorded and options.device.type == "cuda" else "started by the host, kernel by kernel"
         more = ", what surrounds attention compiled" if options.compiled else ""
         results.facts["steps"] = f"{how}{more}, those of all variants alike"
         if options.device.type == "cpu":
