@@ -16,7 +16,7 @@ from sparseflash import BlockMask, attention, masks, tiles
 from sparseflash.kernels import plan as planning
 from sparseflash.kernels.plan import plan_of
 from sparseflash.kernels.retiled import Retiled
-from sparseflash.kernels.tilings import HALF, IEEE, Cost, Tiling, candidates, choose, step_of
+from sparseflash.kernels.tilings import FP32, HALF, Cost, Tiling, candidates, choose, step_of
 from strategies import Problem, Recipe, block_masks, problems
 from test_exactness import check, loads
 from test_loose import loosen
@@ -193,7 +193,7 @@ def test_candidates_can_be_walked_by_the_kernel(block, whole, gathered):
         assert len(found) == 1
 
 
-@given(st.lists(st.integers(0, 10_000), min_size=6, max_size=6), st.integers(1, 10_000), st.sampled_from([HALF, IEEE]))
+@given(st.lists(st.integers(0, 10_000), min_size=6, max_size=6), st.integers(1, 10_000), st.sampled_from([HALF, FP32]))
 def test_the_cheapest_is_taken_if_it_is_worth_it(counts, tokens, cost):
     found = candidates((16, 16), (64, 128), (64, 64))
     count = dict(zip(found, counts, strict=True))

@@ -90,7 +90,7 @@ def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
     assert limited == ""  # though it spills some bytes, for one program more
 
 
-@pytest.mark.parametrize(("kernel", "arithmetic"), [("forward", "half"), ("dk_dv", "half"), ("dq", "ieee")])
+@pytest.mark.parametrize(("kernel", "arithmetic"), [("forward", "half"), ("dk_dv", "half"), ("dq", "fp32")])
 def test_candidates_are_timed_beside_the_shipped_and_checked(kernel, arithmetic):
     bench = Bench(Target(kernel, arithmetic, 32, False), 64, torch.device("cpu"), kinds=("causal",))
     tried = [Config(16, 32, 1, 1), Config(32, 16, 1, 1)]
@@ -141,7 +141,7 @@ def run(*arguments):
             "--config: expected queries x keys x warps x stages, then",
         ),
         (("--config", "64x96x4x2"), "--config: tiles and warps must be powers of two; got '64x96x4x2'"),
-        (("--arithmetic", "ieee", "--loads", "descriptors", "--compile-only"), "nothing is left to tune"),
+        (("--arch", "80", "--loads", "descriptors", "--compile-only"), "nothing is left to tune"),
     ],
 )
 def test_options_that_cannot_be_served_are_explained(arguments, message):

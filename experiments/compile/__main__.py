@@ -41,8 +41,7 @@ def main(
     """Compile the kernels for an architecture that need not be here, and show what they use.
 
     registers: a thread; spilled: bytes a thread, for want of registers; shared: bytes of shared memory a program.
-    Exits with 1 if a kernel asks for more shared memory than the architecture has. Takes seconds a kernel, minutes for
-    fp32 at large head dims.
+    Exits with 1 if a kernel asks for more shared memory than the architecture has. Takes seconds a kernel.
     """
     unknown = [kind for kind in arithmetic or () if kind not in ARITHMETIC]
     if unknown:
@@ -66,7 +65,7 @@ def main(
         for a in arch or [90]:
             for kind in arithmetic or ["bfloat16"]:
                 for d in dim or [64, 128]:
-                    for descriptors in (True, False) if a >= 90 and kind != "float32" and not gathered else (False,):
+                    for descriptors in (True, False) if a >= 90 and not gathered else (False,):
                         status.update(f"sm_{a} {kind} D={d} {'descriptors' if descriptors else 'pointers'}")
                         variant: dict[str, Any] = {
                             "value_dim": value_dim, "block": block, "descriptors": descriptors, "lengths": lengths,

@@ -157,6 +157,7 @@ def _launch_all(arithmetic: str, dim: int, value_dim: int, block: int, lengths: 
     stops = torch.tensor([100], dtype=torch.int32) if lengths else None
     seed = torch.tensor([0]) if dropout else None
     problem = launch.Problem(plan, stops, (block, block), dim**-0.5, arithmetic == "tf32", seed, 26 if dropout else 0)
+    q, k, v, dout = launch.operands(problem, q, k, v, dout)
     launch.forward(problem, q, k, v, out, lse, kept)
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
 

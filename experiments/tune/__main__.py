@@ -22,7 +22,7 @@ WORTH = 0.98  # a candidate must take at most this part of the shipped configura
 @app.command()
 def main(
     kernel: Annotated[list[str] | None, typer.Option(help="forward, dk_dv or dq; may be repeated.")] = None,
-    arithmetic: Annotated[list[str] | None, typer.Option(help="half, tf32 or ieee; may be repeated.")] = None,
+    arithmetic: Annotated[list[str] | None, typer.Option(help="half, tf32 or fp32; may be repeated.")] = None,
     dim: Annotated[list[int] | None, typer.Option(help="Head dim, padded to a power of two; may be repeated.")] = None,
     loads: Annotated[
         list[str] | None, typer.Option(help="descriptors or pointers; may be repeated.", show_default="both")
@@ -81,10 +81,10 @@ def main(
         for a in arithmetic or ("half",)
         for d in dim or (64, 128)
         for way in loads or ("descriptors", "pointers")
-        if not (way == "descriptors" and (a == "ieee" or arch < 90))
+        if not (way == "descriptors" and arch < 90)
     ]
     if not targets:
-        raise typer.BadParameter("nothing is left to tune: fp32 (ieee) and sm_80 take no descriptors")
+        raise typer.BadParameter("nothing is left to tune: before sm_90 there are no descriptors")
     wanted = {target: named or candidates(target) for target in targets}
     total = sum(map(len, wanted.values()))
     with counting_bar(console, f"Compiling for sm_{arch}", total) as progress:

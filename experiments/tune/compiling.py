@@ -16,7 +16,7 @@ from sparseflash.kernels.configs import Config
 
 # Bytes that a limit of registers may cost: outside the loop over full tiles, which the times will tell.
 _SPILLED_FOR_A_PROGRAM = 160
-_COMPILED = {"half": "bfloat16", "tf32": "tf32", "ieee": "float32"}
+_COMPILED = {"half": "bfloat16", "tf32": "tf32", "fp32": "float32"}
 
 
 class Compiled(NamedTuple):

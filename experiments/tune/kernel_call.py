@@ -46,9 +46,10 @@ def kernel_call(
     """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     kept = q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    q, k, v, dout = launch.operands(problem, q, k, v, dout)
     if kernel == "forward":
         return KernelCall(lambda: launch.forward(problem, q, k, v, out, lse, kept), [out])
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if kept.numel():
         lse2, inverse, delta = kept[0], kept[1], torch.zeros_like(lse)
     else:

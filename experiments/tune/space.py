@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sparseflash.kernels.configs import Arithmetic, Config, Kernel, held_first, results_and_scores
 
 KERNELS: tuple[Kernel, ...] = ("forward", "dk_dv", "dq")
-ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "ieee")
+ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "fp32")
 DIMS = (32, 64, 128, 256)
 
 _TILES = (16, 32, 64, 128)
@@ -53,7 +53,7 @@ def parse(text: str) -> Config:
 
 def candidates(target: Target) -> list[Config]:
     """Configurations worth a compilation: their accumulators fit in the registers, and their tiles in shared memory."""
-    stages = (1,) if target.arithmetic == "ieee" else (1, 2, 3, 4)
+    stages = (1, 2, 3, 4)
     half = target.arithmetic == "half"
     limits = (0, *_LIMITS) if half else (0,)
     in_registers = (False, True) if half and target.kernel == "forward" else (False,)
@@ -62,7 +62,7 @@ def candidates(target: Target) -> list[Config]:
 
 
 def _fits(target: Target, config: Config) -> bool:
-    size = 2 if target.arithmetic == "half" else 4
+    size = {"half": 2, "tf32": 4, "fp32": 6}[target.arithmetic]  # fp32: three pieces in bf16
     m, n, dim = config.block_m, config.block_n, target.dim
     held, other = held_first(target.kernel, (m, n))
     kept, streamed = held * dim * (1 if target.kernel == "forward" else 2), 2 * other * dim
@@ -70,7 +70,8 @@ def _fits(target: Target, config: Config) -> bool:
     threads = 32 * config.num_warps
     if results_and_scores(target.kernel, m, n, dim) > min(0.9 * (config.registers or 255) * threads, _REGISTERS):
         return False
-    if m * n < 16 * 16 * config.num_warps:  # a warp has nothing to do
+    # A warp must have something to do. The warps of fp32 may share a few tokens' columns, whose pieces fill registers.
+    if (held * dim if target.arithmetic == "fp32" else m * n) < 16 * 16 * config.num_warps:
         return False
     shared = size * (kept + config.num_stages * streamed)
     if config.registers:

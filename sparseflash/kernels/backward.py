@@ -8,17 +8,17 @@ import triton
 import triton.language as tl
 
 from sparseflash.kernels.dropout import kept_weights
+from sparseflash.kernels.pieces import accumulate, in_fp32, products
 from sparseflash.kernels.tile import (
     ITEM,
-    accumulate,
     cut_at_length,
     exponentials,
     first_blocks,
     listed_block,
     live_scores,
+    load_columns,
     load_tokens,
     part_pointers,
-    products,
     store_tokens,
     token_numbers,
     tokens_of_block,
@@ -51,7 +51,7 @@ def numbers_of_rows(
 def key_gradients(
     dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, kv_head, heads,
     first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification,
-    qk_scale, one, q_strides, k_strides, v_strides, dout_strides, row_stride,
+    qk_scale, q_strides, k_strides, v_strides, dout_strides, row_stride,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr,
@@ -60,21 +60,15 @@ def key_gradients(
     """Adds what one tile of queries gives to dk (without the scale) and dv. Scores are [keys, queries] here."""
     rows = token_numbers(first_q, BLOCK_M)
     batch_head = batch * heads + head
-    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA)
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA, PRECISION)
     # What lies past the end has no weight by the bits of its tile; it must only be finite, or have exponentials of 0.
     lse2_row = numbers_of_rows(
         lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if KEPT else float("inf"),
         BLOCK_M, not MASKED, ROWS_TMA,
     )  # fmt: skip
     delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
-    # In full fp32 the products are those of dq_kernel, to the bit, so that dp errs as the delta does that it meets.
-    if PRECISION == "ieee":
-        scores = products(
-            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
-            D, PADDED_D, BLOCK_M, BLOCK_N, not MASKED, False, PRECISION,
-        ).T  # fmt: skip
-    else:
-        scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+    # In full fp32 they are those of dq_kernel, to the bit, and so is dp: it errs as the delta does that it meets.
+    scores = products(k_tile, q_tile, PRECISION, True)
     p = exponentials(scores, lse2_row[None, :], qk_scale, KEPT, PRECISION)
     if KEPT:
         at = tl.cast(batch_head, tl.int64) * row_stride + rows
@@ -84,19 +78,15 @@ def key_gradients(
         patch_q = 0 if GATHERED > 0 else first_q
         live = live_scores(words_ptr, tile, patch_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
         p = tl.where(live, p, 0.0)
-    dout_tile = load_tokens(dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA)
+    dout_tile = load_tokens(
+        dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA, PRECISION,
+    )  # fmt: skip
     passed = p
     if DROPOUT:
         keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, True)
         passed = tl.where(keep, p, 0.0)
-    dv = accumulate(passed.to(dout_tile.dtype), dout_tile, dv, one, PRECISION)
-    if PRECISION == "ieee":
-        dp = products(
-            dout_tile, dout, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides, batch,
-            one, DV, PADDED_DV, BLOCK_M, BLOCK_N, not MASKED, False, PRECISION,
-        ).T  # fmt: skip
-    else:
-        dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
+    dv = accumulate(passed, dout_tile, dv, PRECISION)
+    dp = products(v_tile, dout_tile, PRECISION, True)
     if DROPOUT:
         dp = tl.where(keep, dp * amplification, 0.0)
     ds = dp - delta_row[None, :]
@@ -104,7 +94,7 @@ def key_gradients(
         if dlse_ptr is not None:
             ds += tl.where(inverse > 0.0, tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)[None, :], 0.0)
     ds = p * ds
-    dk = accumulate(ds.to(q_tile.dtype), q_tile, dk, one, PRECISION)
+    dk = accumulate(ds, q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -124,7 +114,7 @@ def write_gradients(
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @triton.jit(
     do_not_specialize=[
-        "dropped", "amplification", "scale", "qk_scale", "one", "kv_heads", "group", "q_len", "k_len", "col_tiles",
+        "dropped", "amplification", "scale", "qk_scale", "kv_heads", "group", "q_len", "k_len", "col_tiles",
         "row_stride",
     ]
 )  # fmt: skip
@@ -137,7 +127,7 @@ def dk_dv_kernel(
     parts_ptr,  # fp32 [parts, BLOCK_N * (PADDED_D + PADDED_DV)], written: dk, dv; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
-    scale, qk_scale, one, kv_heads, group, q_len, k_len, col_tiles, row_stride,
+    scale, qk_scale, kv_heads, group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -157,8 +147,8 @@ def dk_dv_kernel(
     if HAS_LENGTHS:
         length = tl.load(lengths_ptr + batch)
 
-    k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
-    v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
+    k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA, PRECISION)
+    v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION)
     dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
     for member in range(0, group):
@@ -181,7 +171,7 @@ def dk_dv_kernel(
             dk, dv = key_gradients(
                 dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr,
                 batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0,
-                seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
+                seed_ptr, dropped, amplification, qk_scale, q_strides, k_strides, v_strides, dout_strides,
                 row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, False, DROPOUT,
                 KEPT, TMA, PRECISION, ROWS_TMA,
             )  # fmt: skip
@@ -195,7 +185,7 @@ def dk_dv_kernel(
                 dk, dv = key_gradients(
                     dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr,
                     batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile,
-                    seed_ptr, dropped, amplification, qk_scale, one, q_strides, k_strides, v_strides, dout_strides,
+                    seed_ptr, dropped, amplification, qk_scale, q_strides, k_strides, v_strides, dout_strides,
                     row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, True, DROPOUT,
                     KEPT, TMA, PRECISION, ROWS_TMA,
                 )  # fmt: skip
@@ -236,7 +226,7 @@ def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, i
 
 @triton.jit(
     do_not_specialize=[
-        "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len", "row_tiles",
+        "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len", "row_tiles",
         "row_stride",
     ]
 )  # fmt: skip
@@ -251,7 +241,7 @@ def dq_kernel(
     parts_ptr,  # fp32 [parts, BLOCK_M * PADDED_D], written: dq, or if DELTA [parts, BLOCK_M * 3]; or None
     index_ptr, tile_ptr, words_ptr, lengths_ptr,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
-    scale, qk_scale, one, heads, group, q_len, k_len, row_tiles, row_stride,
+    scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -294,9 +284,13 @@ def dq_kernel(
     rows = first_q + tl.arange(0, BLOCK_M)
     row = tl.cast(batch_head, tl.int64) * row_stride
     # A load by a descriptor waits where it stands: what comes by pointers is asked for before, and arrives meanwhile.
-    dout_tile = load_tokens(dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False)
+    dout_tile = load_tokens(
+        dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False, PRECISION,
+    )  # fmt: skip
     if DELTA or not KEPT:
-        out_tile = load_tokens(out_ptr, batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M, False, False)
+        out_tile = load_columns(
+            out_ptr, batch, head, first_q, q_len, out_strides, 0, DV, PADDED_DV, BLOCK_M, False, False,
+        )  # fmt: skip
     if KEPT:
         lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0)
         inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
@@ -308,9 +302,9 @@ def dq_kernel(
         lse = tl.load(lse_ptr + at_q, mask=rows < q_len, other=float("-inf"))
         if dlse_ptr is not None:
             dlse = tl.load(dlse_ptr + at_q, mask=rows < q_len, other=0.0)
-    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if DELTA or not KEPT:
-        guess = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+        guess = tl.sum(out_tile.to(tl.float32) * in_fp32(dout_tile, PRECISION), 1)
     if DELTA:
         delta = tl.zeros([BLOCK_M], tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
@@ -331,19 +325,13 @@ def dq_kernel(
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
-        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
-        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
-        scores = products(
-            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
-            D, PADDED_D, BLOCK_M, BLOCK_N, False, True, PRECISION,
-        )  # fmt: skip
+        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA, PRECISION)
+        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA, PRECISION)
+        scores = products(q_tile, k_tile, PRECISION)
         p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
-        dp = products(
-            dout_tile, dout_ptr, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides,
-            batch, one, DV, PADDED_DV, BLOCK_M, BLOCK_N, False, True, PRECISION,
-        )  # fmt: skip
+        dp = products(dout_tile, v_tile, PRECISION)
         if DROPOUT:
             keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
             dp = tl.where(keep, dp * amplification, 0.0)
@@ -356,7 +344,7 @@ def dq_kernel(
                 if dlse_ptr is not None:
                     ds += dlse[:, None]
             ds = p * ds
-            dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
+            dq = accumulate(ds, k_tile, dq, PRECISION)
 
     if at_end + masked > 0:  # as in the forward
         next_block, next_tile = masked_block, masked_tile
@@ -372,12 +360,13 @@ def dq_kernel(
                 at = tl.where((i + 1) // SPLIT < at_end, cut, at)
             next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
             next_tile = tl.load(tile_ptr + at)
-            k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
-            v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
-            scores = products(
-                q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
-                D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
+            k_tile = load_tokens(
+                k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA, PRECISION,
             )  # fmt: skip
+            v_tile = load_tokens(
+                v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION,
+            )  # fmt: skip
+            scores = products(q_tile, k_tile, PRECISION)
             patch_k = 0 if GATHERED > 0 else first_k
             live = live_scores(
                 words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False
@@ -388,10 +377,7 @@ def dq_kernel(
             if KEPT:
                 p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
             p = tl.where(live, p, 0.0)
-            dp = products(
-                dout_tile, dout_ptr, head, first_q, q_len, dout_strides, v_tile, v, kv_head, first_k, k_len, v_strides,
-                batch, one, DV, PADDED_DV, BLOCK_M, BLOCK_N, False, False, PRECISION,
-            )  # fmt: skip
+            dp = products(dout_tile, v_tile, PRECISION)
             if DROPOUT:
                 keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
                 dp = tl.where(keep, dp * amplification, 0.0)
@@ -404,7 +390,7 @@ def dq_kernel(
                     if dlse_ptr is not None:
                         ds += dlse[:, None]
                 ds = p * ds
-                dq = accumulate(ds.to(k_tile.dtype), k_tile, dq, one, PRECISION)
+                dq = accumulate(ds, k_tile, dq, PRECISION)
 
     at = row + rows
     if parts_ptr is None:

@@ -12,7 +12,7 @@ import torch
 import triton
 
 Kernel = Literal["forward", "dk_dv", "dq"]
-Arithmetic = Literal["half", "tf32", "ieee"]
+Arithmetic = Literal["half", "tf32", "fp32"]
 
 
 class Config(NamedTuple):
@@ -43,27 +43,11 @@ _SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of an H100 that program
 _REGISTERS = 65_536  # of a multiprocessor
 _USUAL_REGISTERS = 128  # a thread
 
-# Tensor cores take a 16 x 16 patch a warp; without them a warp has 32 multipliers to feed.
-_SCORES_A_WARP: dict[Arithmetic, int] = {"half": 256, "tf32": 256, "ieee": 64}
+_SCORES_A_WARP = 256  # tensor cores take a patch of 16 x 16
 
-# (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16.
+# (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16; "fp32" multiplies three pieces
+# of every number: see pieces.py.
 _Table = dict[tuple[Kernel, Arithmetic, int], Config]
-
-# fp32 multiplies on the ordinary cores keep their operands in registers: small tiles, many warps, nothing ahead.
-_IEEE: _Table = {
-    ("forward", "ieee", 32): Config(64, 32, 8, 1),
-    ("forward", "ieee", 64): Config(64, 32, 8, 1),
-    ("forward", "ieee", 128): Config(32, 32, 8, 1),
-    ("forward", "ieee", 256): Config(16, 32, 8, 1),
-    ("dk_dv", "ieee", 32): Config(32, 32, 8, 1),
-    ("dk_dv", "ieee", 64): Config(32, 32, 8, 1),
-    ("dk_dv", "ieee", 128): Config(16, 32, 8, 1),
-    ("dk_dv", "ieee", 256): Config(16, 32, 8, 1),
-    ("dq", "ieee", 32): Config(32, 32, 8, 1),
-    ("dq", "ieee", 64): Config(32, 32, 8, 1),
-    ("dq", "ieee", 128): Config(16, 32, 8, 1),
-    ("dq", "ieee", 256): Config(16, 32, 8, 1),
-}
 
 # sm_80: 163 KiB of shared memory a program.
 _AMPERE: _Table = {
@@ -91,7 +75,18 @@ _AMPERE: _Table = {
     ("dq", "tf32", 64): Config(64, 32, 4, 1),
     ("dq", "tf32", 128): Config(32, 32, 4, 1),
     ("dq", "tf32", 256): Config(16, 32, 4, 1),
-    **_IEEE,
+    ("forward", "fp32", 32): Config(64, 32, 4, 2),
+    ("forward", "fp32", 64): Config(64, 32, 4, 2),
+    ("forward", "fp32", 128): Config(32, 32, 4, 1),
+    ("forward", "fp32", 256): Config(16, 32, 4, 1),
+    ("dk_dv", "fp32", 32): Config(32, 32, 4, 1),
+    ("dk_dv", "fp32", 64): Config(32, 32, 4, 1),
+    ("dk_dv", "fp32", 128): Config(32, 16, 4, 1),
+    ("dk_dv", "fp32", 256): Config(16, 16, 8, 1),
+    ("dq", "fp32", 32): Config(64, 32, 4, 2),
+    ("dq", "fp32", 64): Config(32, 32, 4, 1),
+    ("dq", "fp32", 128): Config(16, 32, 4, 1),
+    ("dq", "fp32", 256): Config(16, 16, 8, 1),
 }
 
 # sm_86, sm_89, sm_120: 99 KiB of shared memory a program.
@@ -100,6 +95,9 @@ _CONSUMER: _Table = {
     ("forward", "half", 256): Config(32, 32, 4, 1),
     ("dk_dv", "half", 256): Config(16, 32, 4, 1),
     ("dk_dv", "tf32", 256): Config(16, 16, 4, 1),
+    ("forward", "fp32", 256): Config(16, 32, 8, 1),
+    ("dk_dv", "fp32", 256): Config(16, 16, 8, 1),
+    ("dq", "fp32", 256): Config(16, 16, 8, 1),
 }
 
 # sm_90, with tensor descriptors.
@@ -117,6 +115,15 @@ _HOPPER: _Table = {
     ("dq", "half", 64): Config(64, 64, 4, 2, 128),
     ("dq", "half", 128): Config(128, 64, 8, 3),
     ("dq", "half", 256): Config(64, 64, 8, 1),
+    ("forward", "fp32", 32): Config(64, 64, 4, 2),
+    ("forward", "fp32", 64): Config(64, 32, 4, 2),
+    ("forward", "fp32", 128): Config(128, 32, 8, 2),
+    ("dk_dv", "fp32", 32): Config(64, 64, 4, 2),
+    ("dk_dv", "fp32", 64): Config(32, 64, 4, 2),
+    ("dk_dv", "fp32", 128): Config(16, 64, 4, 2),
+    ("dq", "fp32", 32): Config(64, 64, 4, 2),
+    ("dq", "fp32", 64): Config(64, 32, 4, 2),
+    ("dq", "fp32", 128): Config(64, 64, 4, 1),
 }
 
 # From Triton 3.9 on, what is multiplied from registers is copied before each matrix instruction, and so these wait for
@@ -140,6 +147,7 @@ _HOPPER_POINTERS: _Table = {
     ("forward", "half", 256): Config(64, 64, 8, 2),
     ("dk_dv", "half", 64): Config(64, 64, 4, 3),
     ("dq", "half", 64): Config(64, 64, 4, 2),
+    ("dq", "fp32", 64): Config(64, 32, 4, 1),
 }
 
 
@@ -153,14 +161,16 @@ def config_for(
     if capability[0] in (9, 10) and descriptors and held_first(kernel, block)[0] == 64:
         chosen = _HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
+    if arithmetic == "fp32":  # whose pieces want all the registers that there are
+        return chosen._replace(block_m=block_m, block_n=block_n)
     # What a mask with small blocks cuts down has less for many warps to do; but the accumulators of the widest heads
     # fill the registers of four warps, however few the tokens.
     fewest = 4 if padded_dim > 128 else 1
-    num_warps = min(chosen.num_warps, max(fewest, block_m * block_n // _SCORES_A_WARP[arithmetic]))
+    num_warps = min(chosen.num_warps, max(fewest, block_m * block_n // _SCORES_A_WARP))
     # Four warps multiply 64 rows. Eight would share the columns of what is left of a tile of 128 rows: measured on an
     # H100, that takes 1.8 to 2.8 times as long.
     rows, most = held_first(kernel, (block_m, block_n))[0], held_first(kernel, chosen[:2])[0]
-    if rows == 64 < most and padded_dim <= 128 and arithmetic != "ieee":
+    if rows == 64 < most and padded_dim <= 128:
         num_warps = min(num_warps, 4)
     if rows < 64 and padded_dim <= 128 and arithmetic == "half":
         num_warps = min(num_warps, _fewest_warps(kernel, block_m, block_n, padded_dim))
@@ -211,9 +221,7 @@ def results_and_scores(kernel: Kernel, block_m: int, block_n: int, dim: int) -> 
     return results * held * dim + held * streamed * (1 if kernel == "forward" else 2)
 
 
-def padded_dims(
-    dim: int, v_dim: int, capability: tuple[int, int], arithmetic: Arithmetic, itemsize: int
-) -> tuple[int, int]:
+def padded_dims(dim: int, v_dim: int, capability: tuple[int, int], itemsize: int) -> tuple[int, int]:
     """Columns of the tiles of queries and keys, and of values: powers of two, of 16 and more.
 
     On Hopper both are laid out alike in shared memory, where rows are shuffled by their width, up to 128 bytes. Where
@@ -221,13 +229,13 @@ def padded_dims(
     that it has never set, and the matrix instructions read the values from anywhere: seen for D = 64 with Dv = 16,
     where rows pass through registers. In bf16 a row of 64 has 128 bytes.
 
-    >>> padded_dims(72, 80, (9, 0), "half", itemsize=2)
+    >>> padded_dims(72, 80, (9, 0), itemsize=2)
     (128, 128)
-    >>> padded_dims(64, 16, (9, 0), "half", itemsize=2), padded_dims(64, 16, (8, 0), "half", itemsize=2)
+    >>> padded_dims(64, 16, (9, 0), itemsize=2), padded_dims(64, 16, (8, 0), itemsize=2)
     ((64, 64), (64, 16))
     """
     padded, padded_v = (max(16, 1 << (x - 1).bit_length()) for x in (dim, v_dim))
-    if capability[0] == 9 and arithmetic != "ieee":  # which has no matrix instructions
+    if capability[0] == 9:
         least = min(max(padded, padded_v), 128 // itemsize)
         return max(padded, least), max(padded_v, least)
     return padded, padded_v
@@ -270,4 +278,9 @@ def arithmetic_of(dtype: torch.dtype, tf32: bool) -> Arithmetic:
     """How products of this dtype are computed."""
     if dtype != torch.float32:
         return "half"
-    return "tf32" if tf32 else "ieee"
+    return "tf32" if tf32 else "fp32"
+
+
+def has_room_for_pieces(capability: tuple[int, int], padded_dim: int) -> bool:
+    """Whether tiles in three pieces fit in shared memory. Where they do not they are split as they are multiplied."""
+    return padded_dim <= 128 or _table(capability, False) is not _CONSUMER

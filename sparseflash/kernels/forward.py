@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from sparseflash.kernels.dropout import kept_weights
+from sparseflash.kernels.pieces import accumulate, products
 from sparseflash.kernels.tile import (
     ITEM,
-    accumulate,
     cut_at_length,
     decay,
     exponentials,
@@ -19,7 +19,6 @@ from sparseflash.kernels.tile import (
     live_scores,
     load_tokens,
     part_pointers,
-    products,
     store_tokens,
     token_numbers,
     tokens_of_block,
@@ -82,7 +81,7 @@ def forward_kernel(
     lengths_ptr,  # [B] if HAS_LENGTHS
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale,  # not negative; scale / ln 2
-    one,  # 1.0: see accumulate
+    one,  # 1.0, in a way that the compiler cannot know
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
@@ -115,7 +114,7 @@ def forward_kernel(
             masked = 0
         full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K, BLOCK_N, GATHERED)
 
-    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA)
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if Q_IN_REGISTERS:
         # What is loaded stays in shared memory, what is computed in registers: by this the compiler chooses.
         q_tile = q_tile * tl.cast(one, q_tile.dtype)
@@ -129,11 +128,8 @@ def forward_kernel(
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
-        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA)
-        scores = products(
-            q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
-            D, PADDED_D, BLOCK_M, BLOCK_N, False, True, PRECISION,
-        )  # fmt: skip
+        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA, PRECISION)
+        scores = products(q_tile, k_tile, PRECISION)
         # The scale is not negative, so the maximum may be taken before it.
         highest = tl.max(scores, 1)
         m_new = tl.maximum(m_i, highest if KEEP else highest * qk_scale)
@@ -144,8 +140,8 @@ def forward_kernel(
             keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
             p = tl.where(keep, p, 0.0)
         acc = acc * alpha[:, None]
-        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA)
-        acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
+        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA, PRECISION)
+        acc = accumulate(p, v_tile, acc, PRECISION)
         m_i = m_new
 
     if at_end + masked > 0:  # the loop's first loads take a while even if nothing comes of them
@@ -162,11 +158,10 @@ def forward_kernel(
                 at = tl.where((i + 1) // SPLIT < at_end, cut, at)
             next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
             next_tile = tl.load(tile_ptr + at)
-            k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA)
-            scores = products(
-                q_tile, q, head, first_q, q_len, q_strides, k_tile, k, kv_head, first_k, k_len, k_strides, batch, one,
-                D, PADDED_D, BLOCK_M, BLOCK_N, False, False, PRECISION,
+            k_tile = load_tokens(
+                k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA, PRECISION,
             )  # fmt: skip
+            scores = products(q_tile, k_tile, PRECISION)
             if not KEEP:
                 scores = scores * qk_scale
             patch_k = 0 if GATHERED > 0 else first_k
@@ -190,8 +185,10 @@ def forward_kernel(
                 keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
                 p = tl.where(keep, p, 0.0)
             acc = acc * alpha[:, None]
-            v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA)
-            acc = accumulate(p.to(v_tile.dtype), v_tile, acc, one, PRECISION)
+            v_tile = load_tokens(
+                v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION,
+            )  # fmt: skip
+            acc = accumulate(p, v_tile, acc, PRECISION)
             m_i = m_new
 
     if parts_ptr is None:

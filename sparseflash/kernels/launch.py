@@ -14,22 +14,25 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash.dropout import amplification
-from sparseflash.kernels.alignment import is_aligned
+from sparseflash.kernels.alignment import aligned, is_aligned
 from sparseflash.kernels.backward import dk_dv_kernel, dq_kernel
 from sparseflash.kernels.combine import combine_gradients_kernel, combine_means_kernel, combine_rows_kernel
 from sparseflash.kernels.configs import (
+    Arithmetic,
     Config,
     Kernel,
     arithmetic_of,
     config_for,
+    has_room_for_pieces,
     padded_dims,
     resident_programs,
     roomier,
 )
 from sparseflash.kernels.forward import forward_kernel
+from sparseflash.kernels.pieces import COUNT, PIECES, WITHOUT_PIECES, in_pieces
 from sparseflash.kernels.plan import Plan, Side
 from sparseflash.kernels.recording import refuse_to_record
-from sparseflash.kernels.tilings import HALF, IEEE, Tile, Tiling
+from sparseflash.kernels.tilings import FP32, HALF, Tile, Tiling
 from sparseflash.prepared import Prepared
 
 LOG2E = 1.4426950408889634
@@ -53,8 +56,17 @@ class Problem(NamedTuple):
     dropped: int = 0  # of 256
 
 
+def operands(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> tuple[Tensor, ...]:
+    """The same as the kernels read them: in full fp32 in pieces `[B, H, N, 3, padded]`, else with aligned rows."""
+    capability = capability_of(q.device)
+    padded, padded_v = padded_dims(q.shape[-1], v.shape[-1], capability, itemsize=2)
+    if q.dtype != torch.float32 or problem.tf32 or not has_room_for_pieces(capability, max(padded, padded_v)):
+        return tuple(map(aligned, (q, k, v, *dout)))
+    return in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))
+
+
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor) -> None:
-    """Writes `out`, `lse` and, unless it is empty, `kept`."""
+    """Writes `out`, `lse` and, unless it is empty, `kept`. q, k, v, here and in all others: of `operands`."""
     run_forward(prepared_forward(problem, q, k, v, out), problem, q, k, v, out, lse, kept)
 
 
@@ -162,7 +174,7 @@ def _last_arguments(launch: Launch, problem: Problem, parts: Tensor | None) -> t
     side = launch.side
     return (
         side.work, parts, side.index, side.tile, side.words, problem.lengths, problem.seed, problem.dropped,
-        amplification(problem.dropped), problem.scale, problem.scale * LOG2E, 1.0, *launch.numbers,
+        amplification(problem.dropped), problem.scale, problem.scale * LOG2E, *launch.numbers,
     )  # fmt: skip
 
 
@@ -172,17 +184,25 @@ class Launch:
     def __init__(self, name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         kernel: Kernel = "dq" if name == "delta" else name  # type: ignore[assignment]
         capability = capability_of(q.device)
-        arithmetic = arithmetic_of(q.dtype, problem.tf32)
-        (heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape[1:], k.shape[1:3], v.shape[-1]
+        of_pieces = q.ndim == 5
+        (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
+        if kernel == "dk_dv":
+            dim, v_dim = rest[1].shape[-1], rest[2].shape[-1]
+        else:  # pieces have been padded, what is written has not
+            dim, v_dim = (rest[2] if name == "dq" else q).shape[-1], rest[0 if name == "forward" else 1].shape[-1]
+        arithmetic: Arithmetic
+        if of_pieces:
+            arithmetic, itemsize, is_kept = "fp32", COUNT * q.element_size(), True
+            padded_dim, padded_v = q.shape[-1], v.shape[-1]
+        else:
+            arithmetic = arithmetic_of(q.dtype, problem.tf32)
+            itemsize, is_kept = q.element_size(), q.dtype == torch.float32
+            padded_dim, padded_v = padded_dims(dim, v_dim, capability, itemsize)
+        padded = max(padded_dim, padded_v)
         loaded = (q, k, v, rest[0]) if kernel == "dk_dv" else (q, k, v)
         products = problem.plan.tiles_total * problem.block[0] * problem.block[1] * (dim + v_dim)
-        padded_dim, padded_v = padded_dims(dim, v_dim, capability, arithmetic, q.element_size())
-        padded = max(padded_dim, padded_v)
         may_describe = (
-            capability >= (9, 0)
-            and arithmetic != "ieee"
-            and products >= _PRODUCTS_FOR_DESCRIPTORS
-            and all(map(_can_describe, loaded))
+            capability >= (9, 0) and products >= _PRODUCTS_FOR_DESCRIPTORS and all(map(_can_describe, loaded))
         )
         columns = kernel == "dk_dv"
 
@@ -196,21 +216,20 @@ class Launch:
         if products >= _PRODUCTS_FOR_TILINGS:
             wanted = [config_of(_ANY_BLOCK, descriptors)[:2] for descriptors in (may_describe, False)]
             whole, gathered = ((n, m) if columns else (m, n) for m, n in wanted)
-            tiling = problem.plan.tiling(int(columns), whole, gathered, IEEE if arithmetic == "ieee" else HALF, warps)
+            tiling = problem.plan.tiling(int(columns), whole, gathered, FP32 if of_pieces else HALF, warps)
         if tiling is None:
             tiling = Tiling(*(problem.block[::-1] if columns else problem.block))
         self.tiling: Tiling = tiling
         block = (tiling.streamed, tiling.held) if columns else (tiling.held, tiling.streamed)
-        # Full fp32 is multiplied from registers, where tiles that come through shared memory only cost more of them. So
-        # are tiles too small for the matrix instructions that read shared memory, and all where there are none; wide
-        # heads cannot afford that.
-        from_shared = capability[0] in (9, 10) and min(block) >= 64
+        # Tiles too small for the matrix instructions that read shared memory are multiplied from registers, and so are
+        # all where there are none; wide heads cannot afford that tiles come through shared memory, too. In pieces their
+        # tiles are always small.
+        from_shared = capability[0] in (9, 10) and min(block) >= 64 and not of_pieces
         self.descriptors = may_describe and tiling.gathered == 0 and (padded <= 128 or from_shared)
         config = config_of(block, self.descriptors)
         config = roomier(config, lengths=problem.lengths is not None, dropout=problem.seed is not None)
         self.config: Config = config
         # The copy engine writes to multiples of 128 bytes of shared memory; 16 numbers are fewer.
-        is_kept = q.dtype == torch.float32
         self._describes_rows = self.descriptors and not is_kept and config.block_m >= 32
         self._q_len = q_len
         tile_of = (config.block_m, config.block_n, config.block_n, config.block_m)
@@ -218,15 +237,16 @@ class Launch:
         self.boxes = [[1, 1, tile, width] for _, tile, width in zip(loaded, tile_of, widths, strict=False)]
         plan = problem.plan
         tile, side = (config.block_n, plan.columns) if columns else (config.block_m, plan.rows)
-        self.side: Side = side(tile, tiling, resident=resident_programs(kernel, config, padded, q.element_size()))
+        self.side: Side = side(tile, tiling, resident=resident_programs(kernel, config, padded, itemsize))
+        tiles = -(-k_len // config.block_n) if columns else -(-q_len // config.block_m)
         self.numbers = (
-            kv_heads if columns else heads, heads // kv_heads, q_len, k_len,
-            -(-k_len // config.block_n) if columns else -(-q_len // config.block_m),
+            *((1.0,) if kernel == "forward" else ()), kv_heads if columns else heads, heads // kv_heads, q_len, k_len,
+            tiles,
             *(() if kernel == "forward" else (_row_stride(q_len, is_kept),)),
             *map(_strides, (q, k, v, *rest, *(rest[-1:] if name == "delta" else ()))),
             dim, v_dim, padded_dim, padded_v, *block, config.block_m, config.block_n, tiling.gathered,
             problem.lengths is not None, problem.seed is not None, is_kept, self.descriptors,
-            "ieee" if arithmetic == "ieee" else "tf32",  # means nothing to half precision
+            PIECES.value if of_pieces else WITHOUT_PIECES if arithmetic == "fp32" else "tf32",
             {"forward": config.q_in_registers, "dq": name == "delta", "dk_dv": self._describes_rows}[kernel],
         )  # fmt: skip
         self._main = Prepared(_KERNELS[kernel], len(self.side.work), q.device, *config[2:5])
@@ -234,7 +254,7 @@ class Launch:
         if self.side.merged is not None:
             # Few tokens a program, because there may be few items that are cut, each with many parts.
             tokens = tile if name == "delta" else _TOKENS_TO_COMBINE
-            heads_tokens_tiles = self.numbers[0], self.numbers[3 if columns else 2], self.numbers[4]
+            heads_tokens_tiles = kv_heads if columns else heads, k_len if columns else q_len, tiles
             dims = dim, v_dim, padded_dim, padded_v
             dropping, keeping = problem.seed is not None, is_kept
             numbers: tuple[Any, ...]
@@ -287,7 +307,7 @@ class Launch:
         if not self.descriptors:
             return tensors
         return tuple(
-            TensorDescriptor(x, x.shape, _describable_strides(x), box)
+            TensorDescriptor(x, [*x.shape[:3], x.stride(2)] if x.ndim == 5 else x.shape, _describable_strides(x), box)
             for x, box in zip(tensors, self.boxes, strict=True)
         )
 
@@ -304,7 +324,7 @@ def _prepared(name: str, problem: Problem, *tensors: Tensor, dlse: Tensor | None
     # slices; strides; which arguments are None; and whether addresses are multiples of 16 bytes. All other arrays come
     # from our own allocations, which are, or are as far from their start for every call of a plan.
     key = (
-        name, problem.tf32, tensors[0].dtype, tensors[0].shape[-1], tensors[2].shape[-1],
+        name, problem.tf32, tensors[0].dtype, *[x.shape[-1] for x in tensors],
         *[x.stride() for x in tensors], *[x.data_ptr() % 16 for x in tensors],
         *[None if x is None else x.data_ptr() % 16 for x in (dlse, problem.lengths, problem.seed)],
     )  # fmt: skip

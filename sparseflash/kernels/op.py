@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from sparseflash.kernels import launch
-from sparseflash.kernels.alignment import aligned, is_aligned
+from sparseflash.kernels.alignment import is_aligned
 from sparseflash.kernels.forward import forward_kernel
 from sparseflash.kernels.plan import dense_plan, plan_of
 from sparseflash.kernels.recording import keep_if_recorded
@@ -36,7 +36,8 @@ def _forward(
             q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped,
             columns=False,
         )  # fmt: skip
-        launch.forward(problem, aligned(q), aligned(k), aligned(v), out, lse, kept)
+        q, k, v = launch.operands(problem, q, k, v)
+        launch.forward(problem, q, k, v, out, lse, kept)
     return out, lse, kept
 
 
@@ -57,7 +58,7 @@ def _backward(
     dlse = None if dlse is None else dlse.contiguous()
     # Hooks for saved tensors may bring them back from anywhere; launches expect them aligned.
     lse, kept = (x.clone() if x.data_ptr() % 16 else x for x in (lse, kept))
-    q, k, v, dout = map(aligned, (q, k, v, dout))
+    q, k, v, dout = launch.operands(problem, q, k, v, dout)
     launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
     return dq, dk, dv
 

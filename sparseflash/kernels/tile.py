@@ -8,6 +8,8 @@ anywhere in it. `GATHERED` is the size of those blocks in tokens, and 0 where th
 import triton
 import triton.language as tl
 
+from sparseflash.kernels.pieces import PIECES
+
 ITEM = tl.constexpr(8)  # numbers a work item
 
 
@@ -56,65 +58,56 @@ def token_numbers(first, TOKENS: tl.constexpr):
 def load_tokens(
     x, batch, head, first, length, strides,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a tile of x[batch, head], [TOKENS, PADDED_DIM], zeros past the ends.
+    """The tokens of a tile of x[batch, head], [TOKENS, PADDED_DIM], zeros past the ends; in full fp32 their pieces.
 
-    `x` is a tensor descriptor if TMA, a pointer otherwise; INSIDE promises that no token is past the end.
+    `x` is a tensor descriptor if TMA, a pointer otherwise; INSIDE promises that no token is past the end. What holds
+    the pieces has them side by side, in PADDED_DIM columns each.
     """
+    if PRECISION == PIECES:
+        first_piece = load_columns(
+            x, batch, head, first, length, strides, 0, PADDED_DIM, PADDED_DIM, TOKENS, INSIDE, TMA
+        )
+        second_piece = load_columns(
+            x, batch, head, first, length, strides, PADDED_DIM, PADDED_DIM, PADDED_DIM, TOKENS, INSIDE, TMA
+        )
+        third_piece = load_columns(
+            x, batch, head, first, length, strides, 2 * PADDED_DIM, PADDED_DIM, PADDED_DIM, TOKENS, INSIDE, TMA
+        )
+        return first_piece, second_piece, third_piece
+    else:
+        return load_columns(x, batch, head, first, length, strides, 0, DIM, PADDED_DIM, TOKENS, INSIDE, TMA)
+
+
+@triton.jit
+def load_columns(
+    x, batch, head, first, length, strides,
+    COLUMN: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The columns from COLUMN on of a tile of tokens, [TOKENS, PADDED_DIM], zeros past DIM of them; see load_tokens."""
     if TMA:
-        return x.load([batch, head, first, 0]).reshape(TOKENS, PADDED_DIM)
+        return x.load([batch, head, first, COLUMN]).reshape(TOKENS, PADDED_DIM)
     else:
-        return load_dims(x, batch, head, first, length, strides, 0, PADDED_DIM, DIM, TOKENS, INSIDE)
-
-
-@triton.jit
-def load_dims(
-    x_ptr, batch, head, first, length, strides,
-    FIRST_DIM: tl.constexpr, DIMS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr,
-):  # fmt: skip
-    """Dims `FIRST_DIM .. FIRST_DIM + DIMS` of the tokens, [TOKENS, DIMS], zeros past DIM."""
-    tokens = tl.arange(0, TOKENS)
-    dims = FIRST_DIM + tl.arange(0, DIMS)
-    # The start is a 64-bit scalar and the rest fits in 32 bits, so tensors may have more than 2^31 elements.
-    start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
-    if first.type.is_block():
-        tokens = tl.cast(first, tl.int64)
-    else:
-        start += tl.cast(first, tl.int64) * strides[2]
-    pointers = x_ptr + start + (tokens[:, None] * strides[2] + dims[None, :])
-    if INSIDE:
-        if FIRST_DIM + DIMS <= DIM:
-            return tl.load(pointers)
+        tokens = tl.arange(0, TOKENS)
+        dims = tl.arange(0, PADDED_DIM)
+        # The start is a 64-bit scalar and the rest fits in 32 bits, so tensors may have more than 2^31 elements.
+        start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + COLUMN
+        if first.type.is_block():
+            tokens = tl.cast(first, tl.int64)
         else:
-            return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
-    else:
-        if not first.type.is_block():
-            tokens = first + tokens
-        return tl.load(pointers, mask=(tokens < length)[:, None] & (dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def products(
-    x_tile, x, x_head, first_x, x_length, x_strides, y_tile, y, y_head, first_y, y_length, y_strides, batch, one,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, X_TOKENS: tl.constexpr, Y_TOKENS: tl.constexpr,
-    X_INSIDE: tl.constexpr, Y_INSIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x y^T of two tiles of tokens, [X_TOKENS, Y_TOKENS].
-
-    Full fp32 has no tensor cores: its products are one sum after the other, whose rounding errors grow with its length,
-    over 256 dims to thrice those of a library that sums in many lanes. So there 32 dims at a time are read again and
-    summed by themselves. `one`: see accumulate.
-    """
-    if PRECISION == "ieee":
-        PART: tl.constexpr = min(PADDED_DIM, 32)
-        total = tl.zeros([X_TOKENS, Y_TOKENS], tl.float32)
-        for at in tl.static_range(0, PADDED_DIM, PART):
-            x_part = load_dims(x, batch, x_head, first_x, x_length, x_strides, at, PART, DIM, X_TOKENS, X_INSIDE)
-            y_part = load_dims(y, batch, y_head, first_y, y_length, y_strides, at, PART, DIM, Y_TOKENS, Y_INSIDE)
-            total = accumulate(x_part, y_part.T, total, one, PRECISION)
-        return total
-    else:
-        return tl.dot(x_tile, y_tile.T, input_precision=PRECISION)
+            start += tl.cast(first, tl.int64) * strides[2]
+        pointers = x + start + (tokens[:, None] * strides[2] + dims[None, :])
+        if INSIDE:
+            if PADDED_DIM == DIM:
+                return tl.load(pointers)
+            else:
+                return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
+        else:
+            if not first.type.is_block():
+                tokens = first + tokens
+            return tl.load(pointers, mask=(tokens < length)[:, None] & (dims < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -174,19 +167,6 @@ def live_scores(
 
 
 @triton.jit
-def accumulate(a, b, acc, one, PRECISION: tl.constexpr):
-    """acc + a b.
-
-    In full fp32 the product is summed by itself first, so that rounding errors grow with the root of the tiles, not of
-    the tokens. `one` is 1.0 in a way that the compiler cannot know: it would make one long sum of the two again.
-    """
-    if PRECISION == "ieee":
-        return acc + tl.dot(a, b, input_precision=PRECISION) * one
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
 def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
     """2^(scores * qk_scale - maximum), with the maximum in units of raw scores if PRECISE, else already scaled.
 
@@ -195,10 +175,10 @@ def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl
     """
     if PRECISE:
         exponent = (scores - maximum) * qk_scale
-        if PRECISION == "ieee":
-            return exp2_rounded(exponent)
-        else:
+        if PRECISION == "tf32":
             return tl.exp2(exponent)
+        else:
+            return exp2_rounded(exponent)
     else:
         return tl.exp2(scores * qk_scale - maximum)
 

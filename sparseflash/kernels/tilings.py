@@ -103,8 +103,8 @@ def step_of(tiling: Tiling, tile: Tile) -> Tile:
 
 
 HALF = Cost()
-# Full fp32 multiplies so slowly that all else hardly counts: estimates.
-IEEE = Cost(loading=0.05, loading_gathered=0.1, step=0.05, program=0.1)
+# Full fp32 multiplies six times and loads three times as much: estimates.
+FP32 = Cost(loading=0.05, loading_gathered=0.3, step=0.1, program=0.4)
 
 
 def candidates(block: Tile, whole: Tile, gathered: Tile) -> list[Tiling]:

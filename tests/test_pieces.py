@@ -1,0 +1,144 @@
+"""Full fp32 as three pieces of 8 bits: what the pieces are, and that six of their products are enough."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparseflash import attention, masks
+from sparseflash.kernels import launch
+from sparseflash.kernels.configs import has_room_for_pieces
+from sparseflash.kernels.pieces import COUNT, in_pieces, six_products
+from sparseflash.kernels.plan import dense_plan
+
+
+def interpreted(x, padded):
+    return in_pieces(x, padded).double()
+
+
+@given(
+    shape=st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 70), st.integers(1, 40)),
+    exponents=st.tuples(st.integers(-60, 60), st.integers(0, 60)),
+    seed=st.integers(0, 2**31),
+)
+def test_the_pieces_sum_to_the_number_and_have_eight_bits_each(shape, exponents, seed):
+    generator = torch.Generator().manual_seed(seed)
+    least, more = exponents
+    scale = torch.randint(least, least + more + 1, shape, generator=generator)
+    x = torch.ldexp(torch.randn(shape, generator=generator), scale)
+    pieces = interpreted(x, 64)
+    assert pieces.shape == (*shape[:3], COUNT, 64)
+    assert torch.equal(pieces, pieces.bfloat16().double())
+    assert not pieces[..., shape[3] :].any()
+    first, second, third = pieces[..., : shape[3]].unbind(-2)
+    assert ((first + second + third - x.double()).abs() <= 2.0**-25 * x.double().abs()).all()
+    assert (second.abs() <= 2.0**-8 * x.abs()).all()
+    assert (third.abs() <= 2.0**-16 * x.abs()).all()
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "expanded", "slice"])
+def test_tensors_of_any_strides_are_split(layout):
+    x = {
+        "tokens first": lambda: torch.randn(2, 40, 3, 24).transpose(1, 2),
+        "expanded": lambda: torch.randn(2, 1, 40, 24).expand(2, 3, 40, 24),
+        "slice": lambda: torch.randn(2, 3, 40, 32)[..., 3:27],
+    }[layout]()
+    assert torch.equal(in_pieces(x, 32), in_pieces(x.contiguous(), 32))
+
+
+def test_what_is_infinite_or_no_number_stays_so():
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan]).expand(1, 1, 1, 3)
+    with np.errstate(invalid="ignore"):  # the interpreter's numpy warns
+        sums = interpreted(x, 16)[..., :3].sum(-2).flatten()
+    assert not sums.isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "capability", "dim", "split"),
+    [
+        (torch.float32, False, (9, 0), 256, True),
+        (torch.float32, False, (8, 0), 256, True),
+        (torch.float32, False, (8, 6), 128, True),
+        (torch.float32, False, (8, 6), 256, False),  # too little shared memory
+        (torch.float32, True, (9, 0), 64, False),
+        (torch.float16, False, (9, 0), 64, False),
+    ],
+)
+def test_who_is_split(monkeypatch, dtype, tf32, capability, dim, split):
+    monkeypatch.setattr(launch, "capability_of", lambda device: capability)
+    plan = dense_plan((1, 1), 1, (32, 32), (32, 32), torch.device("cpu"))
+    problem = launch.Problem(plan, None, (32, 32), 1.0, tf32)
+    tensors = [torch.randn(1, 1, 32, dim, dtype=dtype) for _ in range(4)]
+    found = launch.operands(problem, *tensors)
+    assert len(found) == 4
+    assert all((x.ndim == 5) == split for x in found)
+    assert split or all(a is b for a, b in zip(found, tensors))
+
+
+def test_wide_heads_have_no_room_on_consumer_gpus_alone():
+    assert [has_room_for_pieces(each, 256) for each in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))] == [
+        True, False, False, True, True, False,
+    ]  # fmt: skip
+
+
+@triton.jit
+def _product_kernel(x_ptr, y_ptr, out_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, MIRRORED: tl.constexpr):
+    """out = x y^T of pieces [ROWS, 3, DIM]."""
+    at = tl.arange(0, ROWS)[:, None] * (3 * DIM) + tl.arange(0, DIM)[None, :]
+    x = tl.load(x_ptr + at), tl.load(x_ptr + DIM + at), tl.load(x_ptr + 2 * DIM + at)
+    y = tl.load(y_ptr + at).T, tl.load(y_ptr + DIM + at).T, tl.load(y_ptr + 2 * DIM + at).T
+    product = six_products(x, y, MIRRORED)
+    tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], product)
+
+
+def product(x: Tensor, y: Tensor, mirrored: bool) -> Tensor:
+    """Of [rows, dim] each."""
+    rows, dim = x.shape
+    out = x.new_empty(rows, rows)
+    _product_kernel[(1,)](in_pieces(x[None, None], dim), in_pieces(y[None, None], dim), out, rows, dim, mirrored)
+    return out
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dim", [16, 64, 256])
+def test_six_products_are_as_good_as_one_in_fp32(dim, device):
+    generator = torch.Generator().manual_seed(dim)
+    x, y = (torch.randn(64, dim, generator=generator).to(device) for _ in range(2))
+    truth = x.double() @ y.double().T
+    with torch.backends.cuda.matmul.flags(allow_tf32=False) if device == "cuda" else torch.no_grad():
+        plain = (x @ y.T - truth).abs()
+    found = (product(x, y, False) - truth).abs()
+    assert found.max() <= 2 * plain.max() + torch.finfo(torch.float32).eps
+    assert found.mean() <= 2 * plain.mean()
+    # Without the third pieces of x they are not.
+    pieces = in_pieces(x[None, None], dim)
+    pieces[..., 2, :] = 0
+    fewer = pieces.double().sum(-2)[0, 0] @ y.double().T
+    assert (fewer - truth).abs().max() > 5 * found.max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_a_product_mirrored_has_the_same_bits(dim):
+    x, y = (torch.randn(64, dim, device="cuda") for _ in range(2))
+    assert torch.equal(product(x, y, False), product(y, x, True).T)
+
+
+@pytest.mark.gpu
+def test_fp32_needs_memory_in_proportion_to_the_tokens():
+    """The pieces of q, k, v and of the gradient of the output are six bytes a number, and gone afterwards."""
+    peaks = []
+    for tokens in (16_384, 65_536):
+        mask = masks.local(tokens, 256).to("cuda")
+        q, k, v = (torch.randn(1, 2, tokens, 64, device="cuda", requires_grad=True) for _ in range(3))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention(q, k, v, mask).sum().backward()
+        peaks.append((torch.cuda.max_memory_allocated() - before) / q.nbytes)
+        del q, k, v
+    assert peaks[1] < 1.2 * peaks[0]
+    assert max(peaks) < 14  # out and its gradient, three gradients: 5; four times 1.5 in pieces: 6; and some rows
