@@ -165,7 +165,7 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
     [
         (["--mask", "butterfyl"], "the mask must be dense, local, butterfly, module:function or file.py:function"),
         (["--mask", "no_such_module:mask"], "the mask's module 'no_such_module' was not found"),
-        (["--preset", "huge"], "the preset must be one of lra, flash, modern, demo; got 'huge'"),
+        (["--preset", "huge"], "the preset must be one of lra, flash, nystromformer, modern, demo; got 'huge'"),
         (
             ["--task", "chess"],
             "task must be one of listops, text, retrieval",
@@ -235,7 +235,7 @@ def test_presets_are_valid_and_give_way_to_options(preset, task):
 def test_a_preset_that_is_not_for_the_task_is_refused():
     with pytest.raises(ValueError, match="the preset demo is for listops; got the task 'text'"):
         configure("demo", {"task": "text"})
-    with pytest.raises(ValueError, match="the preset must be one of lra, flash, modern, demo; got 'best'"):
+    with pytest.raises(ValueError, match="must be one of lra, flash, nystromformer, modern, demo; got 'best'"):
         configure("best", {})
 
 

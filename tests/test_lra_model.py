@@ -197,7 +197,7 @@ def test_sinusoidal_positions_are_distinct_and_as_large_as_the_embedding():
         ({"width": 30, "heads": 4}, "width must be a multiple of heads; got width 30, heads 4"),
         ({"pool": "sum"}, "pool must be one of cls, first, mean, max, mean\\+max; got 'sum'"),
         ({"positions": "none"}, "positions must be one of learned, sinusoidal, rotary, rotary2d, nested; got 'none'"),
-        ({"schedule": "step"}, "schedule must be one of constant, cosine, rsqrt; got 'step'"),
+        ({"schedule": "step"}, "schedule must be one of constant, cosine, linear, rsqrt; got 'step'"),
         ({"precision": "fp8"}, "precision must be fp32 or bf16; got 'fp8'"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
         ({"attention_dropout": -0.1}, "attention_dropout must be at least 0 and below 1; got -0.1"),
@@ -231,6 +231,9 @@ def test_schedules():
     assert [schedule.factor("constant", step, 4, 0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert schedule.factor("cosine", 50, 4, 0.5) == pytest.approx(0.5)
     assert schedule.factor("cosine", 50, 4, 1.2) == 0
+    assert [schedule.factor("linear", step, 4, progress) for step, progress in ((1, 0), (50, 0.25), (50, 1.2))] == [
+        0.5, 0.75, 0.0,
+    ]  # fmt: skip
     # The Long Range Arena writes 0.05 / sqrt(step) with a warm-up of 1000.
     assert 0.05 / math.sqrt(1000) * schedule.factor("rsqrt", 3999, 1000, 0) == pytest.approx(0.05 / math.sqrt(4000))
 

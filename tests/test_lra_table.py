@@ -224,7 +224,7 @@ def test_a_run_is_not_counted_twice(tmp_path):
             "variants must be from standard, sdpa, dense, butterfly, local; got 'flash'",
         ),
         (["--variants", "dense"], "variants must include standard, which the others are compared with"),
-        (["--preset", "demo"], "preset must be from lra, modern; got 'demo'"),
+        (["--preset", "demo"], "preset must be from lra, nystromformer, modern; got 'demo'"),
         (["--rounds", "0"], "rounds must be at least 1; got 0"),
         (["--keep-times"], "there are no times to keep in"),
         (["--out", "experiments/results/lra"], "a test on the CPU must not replace what is in experiments/results/lra"),

@@ -281,7 +281,7 @@ def table_command(
     variants: Annotated[
         str, typer.Option(help="What to measure; standard is what the others are compared with.")
     ] = ",".join(VARIANTS),
-    preset: Annotated[str, typer.Option(help="The models: lra, the arena's own, or modern.")] = "lra",
+    preset: Annotated[str, typer.Option(help="The models: lra, the arena's own, nystromformer, or modern.")] = "lra",
     batch: Annotated[
         int | None,
         typer.Option(

@@ -41,6 +41,20 @@ _FLASH: Settings = {
     "lr": 1e-3, "schedule": "cosine", "weight_decay": 0.0, "precision": "bf16", **_epochs(200, 160000, 512),
 }  # fmt: skip
 
+# The Nystromformer authors' transformer (mlpen/Nystromformer, LRA/code/lra_config.py), which the FlashAttention paper
+# took settings from, too: one small model for all tasks, in bf16. Theirs takes black pixels of Pathfinder for padding.
+_NYSTROMFORMER: Settings = {
+    "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.1, "attention_dropout": 0.1, "pool": "mean",
+    "positions": "learned", "lr": 1e-4, "schedule": "linear", "weight_decay": 0.0, "precision": "bf16",
+}  # fmt: skip
+_NYSTROMFORMER_TASKS: dict[str, Settings] = {
+    "listops": {"batch": 32, "steps": 5000, "warmup": 1000},
+    "text": {"batch": 32, "steps": 20000, "warmup": 8000, "max_tokens": 4000},
+    "retrieval": {"batch": 32, "steps": 30000, "warmup": 800},
+    "image": {"batch": 256, "steps": 35000, "warmup": 175},
+    "pathfinder32": {"batch": 256, "steps": 62400, "warmup": 312, "background": "drop"},
+}
+
 # For one GPU: 3.8 million parameters for ListOps, so that a checkpoint with the optimiser's state stays below 48 MB; at
 # most 4.8 million for the others.
 _MODERN: Settings = {
@@ -79,6 +93,7 @@ _DEMO: Settings = {
 PRESETS: dict[str, dict[str, Settings]] = {
     "lra": {task: {**_ARENA, **settings} for task, settings in _ARENA_TASKS.items()},
     "flash": {"pathfinder32": _FLASH, "pathfinder64": _FLASH, "pathfinder128": _FLASH, "pathfinder256": _FLASH},
+    "nystromformer": {task: {**_NYSTROMFORMER, **settings} for task, settings in _NYSTROMFORMER_TASKS.items()},
     "modern": {task: {**_MODERN, **settings} for task, settings in _MODERN_TASKS.items()},
     "demo": {"listops": _DEMO},
 }

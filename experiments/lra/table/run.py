@@ -15,6 +15,8 @@ from experiments.lra.table.plot import draw
 from experiments.lra.table.shapes import FIVE, REFERENCE, VARIANTS, settings
 from experiments.speed.environment import environment
 
+PRESETS = ("lra", "nystromformer", "modern")  # those with all five tasks
+
 
 @dataclass(frozen=True)
 class Options:
@@ -33,7 +35,7 @@ class Options:
     recorded: bool = True  # on a GPU, steps as CUDA graphs
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tasks", FIVE), ("variants", tuple(VARIANTS)), ("preset", ("lra", "modern"))):
+        for name, allowed in (("tasks", FIVE), ("variants", tuple(VARIANTS)), ("preset", PRESETS)):
             chosen = getattr(self, name)
             for each in (chosen,) if isinstance(chosen, str) else chosen:
                 if each not in allowed:
@@ -56,7 +58,8 @@ def run(
     results.accuracies = accuracy.collect(runs)
     if options is not None:
         results.facts = environment(options.device, command, commit)
-        how = "as CUDA graphs" if options.recorded and options.device.type == "cuda" else "started by the host, kernel by kernel"
+        recorded = options.recorded and options.device.type == "cuda"
+        how = "as CUDA graphs" if recorded else "started by the host, kernel by kernel"
         more = ", what surrounds attention compiled" if options.compiled else ""
         results.facts["steps"] = f"{how}{more}, those of all variants alike"
         if options.device.type == "cpu":
