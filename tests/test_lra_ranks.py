@@ -23,6 +23,7 @@ def torchrun(*words, check=True):
     """Two processes on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    environment["PYTHONFAULTHANDLER"] = "1"  # a process that is aborted says where it was
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
