@@ -58,6 +58,13 @@ def main(data_folder: Path, out: Path) -> None:
             except (ValueError, FileExistsError) as error:
                 seen[name] = f"{type(error).__name__}: {error}"
         (out / f"process{ranks.rank}.json").write_text(json.dumps(seen))
+    assert len(waiting_threads()) <= 2, waiting_threads()  # of the group that the runs above still train with
+
+
+def waiting_threads() -> list[str]:
+    """Those of Gloo's process groups."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name == "pt_gloo_runloop"]
 
 
 if __name__ == "__main__":

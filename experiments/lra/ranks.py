@@ -135,8 +135,12 @@ def joined(name: str) -> Iterator[Ranks]:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    yield Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_PATIENCE))
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_PATIENCE))
+    yield ranks
     dist.destroy_process_group()  # not after an error: others may still be waiting, and torchrun ends them
+    # A group's threads end with the last reference to it, which a run may have for long. One that is still letting go
+    # of a tensor when Python ends is killed where it waits for Python's lock, and C++ then aborts the process.
+    object.__setattr__(ranks, "control", None)
 
 
 def find_device(name: str) -> torch.device:
