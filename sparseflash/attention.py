@@ -82,7 +82,8 @@ def attention(
 
     Under `torch.autocast` the inputs are cast as for PyTorch's own attention. fp32 on the GPU uses TF32 if PyTorch's
     matrix products do (`torch.backends.cuda.matmul`); if not, tensor cores multiply three pieces of every number, which
-    errs no more than fp32 does (numbers above 3.39e38 become infinite). Forward and backward give the same bits every
+    errs no more than fp32 does; while it runs q, k, v and the gradient of the output stand in pieces, too, 6 bytes a
+    number, unless few keys are read (what is infinite gives NaN). Forward and backward give the same bits every
     time (blockwise: on the CPU). Gradients of gradients, forward-mode derivatives and `torch.func.grad` are not
     implemented, except by the reference. To record it in a CUDA graph, call it once before with tensors of the same
     layout.

@@ -96,9 +96,8 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(config, items):
-    def place(item):  # full fp32 takes the compiler by far the longest
-        file = _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG)
-        return (file, "float32" not in item.name) if asks_for_gpu(config) else (file, False)
+    def place(item):
+        return _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG)
 
     items.sort(key=place)
     if config.getoption("compile_ahead"):

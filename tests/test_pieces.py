@@ -9,15 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparseflash import attention, masks
+from sparseflash import BlockMask, attention, masks, streams
 from sparseflash.kernels import launch
 from sparseflash.kernels.configs import has_room_for_pieces
 from sparseflash.kernels.pieces import COUNT, in_pieces, six_products
-from sparseflash.kernels.plan import dense_plan
-
-
-def interpreted(x, padded):
-    return in_pieces(x, padded).double()
+from sparseflash.kernels.plan import dense_plan, plan_of
 
 
 @given(
@@ -30,7 +26,7 @@ def test_the_pieces_sum_to_the_number_and_have_eight_bits_each(shape, exponents,
     least, more = exponents
     scale = torch.randint(least, least + more + 1, shape, generator=generator)
     x = torch.ldexp(torch.randn(shape, generator=generator), scale)
-    pieces = interpreted(x, 64)
+    pieces = in_pieces(x, 64).double()
     assert pieces.shape == (*shape[:3], COUNT, 64)
     assert torch.equal(pieces, pieces.bfloat16().double())
     assert not pieces[..., shape[3] :].any()
@@ -50,11 +46,44 @@ def test_tensors_of_any_strides_are_split(layout):
     assert torch.equal(in_pieces(x, 32), in_pieces(x.contiguous(), 32))
 
 
-def test_what_is_infinite_or_no_number_stays_so():
-    x = torch.tensor([torch.inf, -torch.inf, torch.nan]).expand(1, 1, 1, 3)
+def test_the_largest_numbers_are_split_and_what_is_no_number_stays_none():
+    most = torch.finfo(torch.float32).max
+    x = torch.tensor([most, -most, 3.39e38, 3.3900001e38]).view(1, 1, 1, -1)
+    assert torch.equal(in_pieces(x, 16).double().sum(-2)[..., :4], x.double())
+    poison = torch.full((1, 1, 1, 1), -1, dtype=torch.int32).view(torch.float32)  # a NaN of ones alone
+    nothing = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan]).view(1, 1, 1, 3), poison], -1)
     with np.errstate(invalid="ignore"):  # the interpreter's numpy warns
-        sums = interpreted(x, 16)[..., :3].sum(-2).flatten()
-    assert not sums.isfinite().any()
+        pieces = in_pieces(nothing, 16)
+    assert pieces.double().sum(-2)[..., :4].isnan().all()
+
+
+def plan_of_mask(mask):
+    return plan_of(
+        mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, (1, 1), 1, (mask.q_len, mask.k_len),
+        (mask.block_q, mask.block_k),
+    )  # fmt: skip
+
+
+def test_keys_that_are_read_once_or_never_are_not_split_before():
+    for mask, split in (
+        (masks.streaming(1, 64, 4, k_len=4096, block=32), False),  # one query with a long cache
+        (masks.local(4096, 64, block=32), True),  # each is read by three rows
+        (BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32), False),
+    ):
+        problem = launch.Problem(plan_of_mask(mask), None, (32, 32), 1.0, False)
+        q, k, v = (torch.randn(1, 1, tokens, 16) for tokens in (mask.q_len, mask.k_len, mask.k_len))
+        assert [x.ndim for x in launch.operands(problem, q, k, v)] == [5 if split else 4] * 3
+
+
+def test_a_new_layout_is_refused_while_a_graph_is_recorded(monkeypatch):
+    q, k, v = (torch.randn(1, 2, 96, 16) for _ in range(3))
+    mask = masks.local(96, 64, block=32)
+    attention(q, k, v, mask, backend="triton")
+    monkeypatch.setattr(streams, "is_capturing", lambda device: True)
+    attention(q, k, v, mask, backend="triton")  # as before
+    other = k.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(RuntimeError, match="call it once with the same mask and tensors of the same layout"):
+        attention(q, other, v, mask, backend="triton")
 
 
 @pytest.mark.parametrize(
@@ -70,9 +99,9 @@ def test_what_is_infinite_or_no_number_stays_so():
 )
 def test_who_is_split(monkeypatch, dtype, tf32, capability, dim, split):
     monkeypatch.setattr(launch, "capability_of", lambda device: capability)
-    plan = dense_plan((1, 1), 1, (32, 32), (32, 32), torch.device("cpu"))
+    plan = dense_plan((1, 1), 1, (64, 64), (32, 32), torch.device("cpu"))
     problem = launch.Problem(plan, None, (32, 32), 1.0, tf32)
-    tensors = [torch.randn(1, 1, 32, dim, dtype=dtype) for _ in range(4)]
+    tensors = [torch.randn(1, 1, 64, dim, dtype=dtype) for _ in range(4)]
     found = launch.operands(problem, *tensors)
     assert len(found) == 4
     assert all((x.ndim == 5) == split for x in found)
@@ -122,10 +151,23 @@ def test_six_products_are_as_good_as_one_in_fp32(dim, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 32, 64])  # matrix instructions of one warp, and of four
 @pytest.mark.parametrize("dim", [16, 64, 128])
-def test_a_product_mirrored_has_the_same_bits(dim):
-    x, y = (torch.randn(64, dim, device="cuda") for _ in range(2))
+def test_a_product_mirrored_has_the_same_bits(dim, rows):
+    x, y = (torch.randn(rows, dim, device="cuda") for _ in range(2))
     assert torch.equal(product(x, y, False), product(y, x, True).T)
+
+
+@pytest.mark.gpu
+def test_sums_of_numbers_of_one_sign_are_not_worse_than_in_fp32():
+    """Tensor cores cut off what does not fit, always towards zero."""
+    tokens = 8192
+    q, k = (torch.rand(1, 2, tokens, 64, device="cuda") for _ in range(2))
+    v = torch.rand(1, 2, tokens, 64, device="cuda") + 1
+    truth = attention(*(x.double() for x in (q, k, v)), backend="reference")
+    found, plain = ((attention(q, k, v, backend=name) - truth).abs() for name in ("triton", "reference"))
+    assert found.max() <= 2 * plain.max() + 2 * torch.finfo(torch.float32).eps
+    assert found.mean() <= 2 * plain.mean() + torch.finfo(torch.float32).eps
 
 
 @pytest.mark.gpu

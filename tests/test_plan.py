@@ -176,5 +176,5 @@ def test_every_head_dim_and_block_has_a_configuration_that_its_mask_can_be_cut_i
 def test_tiles_of_32_are_walked_by_as_many_warps_as_took_least_on_an_h100(kernel, dim, warps):
     assert config_for(kernel, (9, 0), "half", dim, (32, 32), True).num_warps == warps
     assert config_for(kernel, (9, 0), "half", dim, (64, 64), True).num_warps == 4
-    chosen = [config_for(kernel, (9, 0), "fp32", dim, (block, block), False) for block in (32, 128)]
-    assert chosen[0].num_warps == chosen[1].num_warps  # pieces want all the registers that there are
+    fp32 = config_for(kernel, (9, 0), "fp32", dim, (32, 32), False)
+    assert fp32.num_warps == 4  # pieces want many registers

@@ -85,6 +85,7 @@ def compile_all(
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
+    For float32 also what makes pieces, and dQ in two forms. Each kernel once.
     `value_dim`: that of the values, if it is another. `descriptors`: the launcher is to use them where it can. `split`:
     with rows and columns that are cut into chunks, and so with the kernels that merge them. `gathered`: the mask has
     small blocks, and tiles are gathered from as many as they have room for; without it they are those of the mask.
@@ -97,7 +98,8 @@ def compile_all(
         "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim or dim, "block": block,
         "lengths": lengths, "dropout": dropout, "split": split, "gathered": gathered,
     }  # fmt: skip
-    return [_report(name, kernel, asked) for name, kernel in compiled]
+    different = {(name, kernel.hash): (name, kernel) for name, kernel in compiled}
+    return [_report(name, kernel, asked) for name, kernel in different.values()]
 
 
 @contextmanager

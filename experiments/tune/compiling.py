@@ -52,6 +52,8 @@ def compile_candidates(
 
 def compile_one(target: Target, config: Config, arch: int, shared_limit: int, spills: bool = False) -> Compiled:
     """One candidate. A configuration that spills or waits for its own products is not worth a timing."""
+    if config.q_in_registers and (target.arithmetic == "fp32" or target.kernel != "forward"):
+        return Compiled(target, config, None, "only a forward that reads no pieces can have its queries in registers")
     try:
         with mock.patch.object(launch, "config_for", lambda *asked: config):
             reports = compile_all(
@@ -68,7 +70,8 @@ def compile_one(target: Target, config: Config, arch: int, shared_limit: int, sp
         return Compiled(target, config, report, f"{shared} bytes of shared memory")
     if spills:
         return Compiled(target, config, report, "")
-    if spilled > (_SPILLED_FOR_A_PROGRAM if config.registers else 0):
+    # The sums of pieces beside the results fill the registers of wide heads: the times tell what that costs.
+    if target.arithmetic != "fp32" and spilled > (_SPILLED_FOR_A_PROGRAM if config.registers else 0):
         return Compiled(target, config, report, f"spills {spilled} bytes")
     if any(each.serialised for each in reports):
         return Compiled(target, config, report, "its matrix instructions wait for one another")

@@ -89,7 +89,8 @@ def bytes_moved(
     `materialized` is standard attention (their algorithm 0): read q, k, write S; read S, write P; read P, v, write
     out: `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.
 
-    Heads of a group read their keys each for itself; that an L2 cache can serve many of these reads is left out.
+    Full fp32 counts 4 bytes a number, of which the kernel mostly reads pieces, 6 in all. Heads of a group read their
+    keys each for itself; that an L2 cache can serve many of these reads is left out.
     `sram_bytes`: of one multiprocessor, by default the A100's 192 KiB that the paper counts with. `batch`, `heads`: by
     default those of the mask. Raises ValueError if not even 16 queries fit on chip.
 

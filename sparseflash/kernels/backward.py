@@ -67,7 +67,7 @@ def key_gradients(
         BLOCK_M, not MASKED, ROWS_TMA,
     )  # fmt: skip
     delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
-    # In full fp32 they are those of dq_kernel, to the bit, and so is dp: it errs as the delta does that it meets.
+    # In full fp32 they are summed as in dq_kernel, and so is dp, so that it errs as the delta does that it meets.
     scores = products(k_tile, q_tile, PRECISION, True)
     p = exponentials(scores, lse2_row[None, :], qk_scale, KEPT, PRECISION)
     if KEPT:

@@ -161,8 +161,9 @@ def config_for(
     if capability[0] in (9, 10) and descriptors and held_first(kernel, block)[0] == 64:
         chosen = _HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
-    if arithmetic == "fp32":  # whose pieces want all the registers that there are
-        return chosen._replace(block_m=block_m, block_n=block_n)
+    if arithmetic == "fp32":  # whose pieces want all the registers of as many warps as share the columns
+        is_cut = (block_m, block_n) != chosen[:2] and padded_dim <= 128
+        return chosen._replace(block_m=block_m, block_n=block_n, num_warps=4 if is_cut else chosen.num_warps)
     # What a mask with small blocks cuts down has less for many warps to do; but the accumulators of the widest heads
     # fill the registers of four warps, however few the tokens.
     fewest = 4 if padded_dim > 128 else 1

@@ -24,6 +24,7 @@ from sparseflash.kernels.configs import (
     arithmetic_of,
     config_for,
     has_room_for_pieces,
+    held_first,
     padded_dims,
     resident_programs,
     roomier,
@@ -57,12 +58,23 @@ class Problem(NamedTuple):
 
 
 def operands(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> tuple[Tensor, ...]:
-    """The same as the kernels read them: in full fp32 in pieces `[B, H, N, 3, padded]`, else with aligned rows."""
+    """The same as the kernels read them: with aligned rows, or in full fp32 in pieces `[B, H, N, 3, padded]`."""
+    if q.dtype != torch.float32 or problem.tf32 or not _is_read_often(problem.plan, problem.block, k):
+        return tuple(map(aligned, (q, k, v, *dout)))
     capability = capability_of(q.device)
     padded, padded_v = padded_dims(q.shape[-1], v.shape[-1], capability, itemsize=2)
-    if q.dtype != torch.float32 or problem.tf32 or not has_room_for_pieces(capability, max(padded, padded_v)):
+    if not has_room_for_pieces(capability, max(padded, padded_v)):
         return tuple(map(aligned, (q, k, v, *dout)))
     return in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))
+
+
+def _is_read_often(plan: Plan, block: tuple[int, int], k: Tensor) -> bool:
+    """Whether splitting all keys before costs less than to split those that are read whenever they are read.
+
+    To read and write a key once costs about what reading it twice does; a mask of a long cache reads a few keys only.
+    """
+    batch, heads, tokens = k.shape[:3]
+    return plan.tiles_total * block[1] >= 2 * batch * heads * tokens
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor) -> None:
@@ -192,12 +204,13 @@ class Launch:
             dim, v_dim = (rest[2] if name == "dq" else q).shape[-1], rest[0 if name == "forward" else 1].shape[-1]
         arithmetic: Arithmetic
         if of_pieces:
-            arithmetic, itemsize, is_kept = "fp32", COUNT * q.element_size(), True
+            arithmetic, itemsize, is_kept = "fp32", 2 * COUNT, True
             padded_dim, padded_v = q.shape[-1], v.shape[-1]
         else:
             arithmetic = arithmetic_of(q.dtype, problem.tf32)
             itemsize, is_kept = q.element_size(), q.dtype == torch.float32
-            padded_dim, padded_v = padded_dims(dim, v_dim, capability, itemsize)
+            # Matrix instructions read pieces in bf16 here, too.
+            padded_dim, padded_v = padded_dims(dim, v_dim, capability, 2 if arithmetic == "fp32" else itemsize)
         padded = max(padded_dim, padded_v)
         loaded = (q, k, v, rest[0]) if kernel == "dk_dv" else (q, k, v)
         products = problem.plan.tiles_total * problem.block[0] * problem.block[1] * (dim + v_dim)
@@ -216,16 +229,18 @@ class Launch:
         if products >= _PRODUCTS_FOR_TILINGS:
             wanted = [config_of(_ANY_BLOCK, descriptors)[:2] for descriptors in (may_describe, False)]
             whole, gathered = ((n, m) if columns else (m, n) for m, n in wanted)
-            tiling = problem.plan.tiling(int(columns), whole, gathered, FP32 if of_pieces else HALF, warps)
+            tiling = problem.plan.tiling(int(columns), whole, gathered, FP32 if arithmetic == "fp32" else HALF, warps)
         if tiling is None:
             tiling = Tiling(*(problem.block[::-1] if columns else problem.block))
         self.tiling: Tiling = tiling
         block = (tiling.streamed, tiling.held) if columns else (tiling.held, tiling.streamed)
         # Tiles too small for the matrix instructions that read shared memory are multiplied from registers, and so are
-        # all where there are none; wide heads cannot afford that tiles come through shared memory, too. In pieces their
-        # tiles are always small.
-        from_shared = capability[0] in (9, 10) and min(block) >= 64 and not of_pieces
-        self.descriptors = may_describe and tiling.gathered == 0 and (padded <= 128 or from_shared)
+        # all where there are none; wide heads, and pieces, cannot afford that tiles come through shared memory, too.
+        from_shared = capability[0] in (9, 10) and min(block) >= 64
+        if of_pieces:
+            from_shared = capability[0] in (9, 10) and held_first(kernel, config_of(block, True)[:2])[0] >= 64
+        few_registers = padded <= 128 and arithmetic != "fp32"
+        self.descriptors = may_describe and tiling.gathered == 0 and (few_registers or from_shared)
         config = config_of(block, self.descriptors)
         config = roomier(config, lengths=problem.lengths is not None, dropout=problem.seed is not None)
         self.config: Config = config

@@ -1,13 +1,13 @@
 """Full fp32 on tensor cores, which multiply bf16: every number as the sum of three pieces of 8 bits each.
 
 x = x1 + x2 + x3 to 24 bits, which is all that fp32 has. Of the nine products of two such sums the three smallest are
-left out, at most 2^-25 of the whole: six products of bf16, each exact and summed in fp32, are as good as one of fp32,
-and tensor cores are fast enough that they take a fraction of the time. (The scheme is known as bf16x6; see
+left out, less than 2^-24 of the whole, half an ulp: six products of bf16, each exact and summed in fp32, are as good as
+one of fp32, and tensor cores are fast enough that they take a fraction of the time. (The scheme is known as bf16x6; see
 Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 Computations", 2019.)
 
-What is loaded again and again is split once, before; what a kernel computes is split where it stands. Numbers above
-3.39e38 are too large for the first piece, and give infinities.
+What is loaded again and again is split once, before; what a kernel computes, and what is loaded but once or twice, is
+split where it is multiplied. What is infinite has pieces that sum to NaN.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from sparseflash.kernels.recording import refuse_to_record
 from sparseflash.prepared import Prepared
 
 # How the kernels are told: their PRECISION.
 PIECES = tl.constexpr("pieces")
 COUNT = 3
 _TOKENS = 32  # a program
+_LARGEST = tl.constexpr(3.3895313892515355e38)  # of bf16; larger numbers of fp32 would be rounded to infinity
 
 
 @triton.jit
@@ -35,13 +37,17 @@ def leading_bits(x, dtype: tl.constexpr):
         return x.to(tl.bfloat16)
     else:
         bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+        rounded = ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)
 
 
 @triton.jit
-def split(x, dtype: tl.constexpr):
-    """The three pieces of fp32 numbers, the largest first."""
-    first = leading_bits(x, dtype)
+def split(x, dtype: tl.constexpr, LARGE: tl.constexpr = False):
+    """The three pieces of fp32 numbers, the largest first. Unless LARGE they must be at most 3.39e38."""
+    if LARGE:
+        first = leading_bits(tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL), dtype)
+    else:
+        first = leading_bits(x, dtype)
     rest = x - first.to(tl.float32)
     second = leading_bits(rest, dtype)
     third = leading_bits(rest - second.to(tl.float32), dtype)
@@ -52,7 +58,8 @@ def split(x, dtype: tl.constexpr):
 def six_products(x, y, MIRRORED: tl.constexpr):
     """x y of two tiles in pieces, [X, Z] and [Z, Y], the smallest products first.
 
-    MIRRORED: in the order of the six products of y^T x^T, so that both have the same bits.
+    MIRRORED: in the order of the six products of y^T x^T, so that both have the same bits where the same instructions
+    sum them.
     """
     total = tl.dot(x[1], y[1])
     if MIRRORED:
@@ -70,19 +77,43 @@ def six_products(x, y, MIRRORED: tl.constexpr):
 
 @triton.jit
 def products(x_tile, y_tile, PRECISION: tl.constexpr, MIRRORED: tl.constexpr = False):
-    """x y^T of two tiles of tokens, [X_TOKENS, Y_TOKENS]."""
+    """x y^T of two tiles of tokens, [X_TOKENS, Y_TOKENS].
+
+    In full fp32 over more than 128 dims it is the sum of two: what tensor cores cut off at each 16 dims adds up.
+    """
     if PRECISION == PIECES:
-        return six_products(x_tile, (y_tile[0].T, y_tile[1].T, y_tile[2].T), MIRRORED)
+        if x_tile[0].shape[1] > 128:
+            x0_low, x0_high = halves(x_tile[0])
+            x1_low, x1_high = halves(x_tile[1])
+            x2_low, x2_high = halves(x_tile[2])
+            y0_low, y0_high = halves(y_tile[0])
+            y1_low, y1_high = halves(y_tile[1])
+            y2_low, y2_high = halves(y_tile[2])
+            low = six_products((x0_low, x1_low, x2_low), (y0_low.T, y1_low.T, y2_low.T), MIRRORED)
+            return low + six_products((x0_high, x1_high, x2_high), (y0_high.T, y1_high.T, y2_high.T), MIRRORED)
+        else:
+            return six_products(x_tile, (y_tile[0].T, y_tile[1].T, y_tile[2].T), MIRRORED)
+    elif PRECISION != "tf32" and x_tile.shape[1] > 128:
+        x_low, x_high = halves(x_tile)
+        y_low, y_high = halves(y_tile)
+        low = tl.dot(x_low, y_low.T, input_precision=PRECISION)
+        return low + tl.dot(x_high, y_high.T, input_precision=PRECISION)
     else:
         return tl.dot(x_tile, y_tile.T, input_precision=PRECISION)
+
+
+@triton.jit
+def halves(tile):
+    """The first and the second half of the columns."""
+    return tl.split(tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1))
 
 
 @triton.jit
 def accumulate(a, b_tile, acc, PRECISION: tl.constexpr):
     """acc + a b, of computed numbers a in fp32 and a tile of tokens.
 
-    In full fp32 the product is summed by itself first, so that rounding errors grow with the root of the tiles, not of
-    the tokens.
+    In full fp32 the product is summed by itself first: tensor cores cut off where others round, always towards zero,
+    which would add up over the tokens.
     """
     if PRECISION == PIECES:
         return acc + six_products(split(a, b_tile[0].dtype), b_tile, False)
@@ -100,7 +131,7 @@ def in_fp32(tile, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["heads", "length", "tiles"])
-def split_kernel(
+def pieces_kernel(
     x_ptr, pieces_ptr,  # [B, H, N, DIM], [B, H, N, 3, PADDED_DIM] contiguous
     heads, length, tiles, strides,  # of batch, head, token
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr,
@@ -113,7 +144,7 @@ def split_kernel(
     start = tl.cast(batch_head // heads, tl.int64) * strides[0] + tl.cast(batch_head % heads, tl.int64) * strides[1]
     at = tl.cast(tokens, tl.int64)[:, None] * strides[2] + dims[None, :]
     x = tl.load(x_ptr + start + at, mask=inside & (dims < DIM)[None, :], other=0.0)
-    first, second, third = split(x, pieces_ptr.dtype.element_ty)
+    first, second, third = split(x, pieces_ptr.dtype.element_ty, True)
     row = (tl.cast(batch_head, tl.int64) * length + tokens)[:, None] * (3 * PADDED_DIM)
     out = pieces_ptr + row + dims[None, :]
     tl.store(out, first, mask=inside)
@@ -138,9 +169,10 @@ def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
 @lru_cache(maxsize=512)
 def _splitting(device: torch.device, programs: int, *layout: object) -> Prepared:
     """layout: what Triton may specialise to."""
-    return Prepared(split_kernel, programs, device, 4, 1)
+    refuse_to_record(device)  # it would be compiled, and loaded
+    return Prepared(pieces_kernel, programs, device, 4, 1)
 
 
-_INTERPRETED = isinstance(split_kernel, InterpretedFunction)
+_INTERPRETED = isinstance(pieces_kernel, InterpretedFunction)
 # For tl.dot, of tiles that are whole: Triton splits them itself, in the same way. Its interpreter does not know that.
 WITHOUT_PIECES = "ieee" if _INTERPRETED else "bf16x6"
