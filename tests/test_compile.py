@@ -6,21 +6,16 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import compile_ahead
-
-ROOT = Path(__file__).resolve().parents[1]
+from uninterpreted import ROOT, python
 
 
 def reports(*arguments):
-    """Triton compiles or interprets, as it was told when it was imported: so this is another process."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "experiments.compile", "--json", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python("-m", "experiments.compile", "--json", *arguments)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -66,8 +61,7 @@ def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
         "launch._is_read_often = lambda *asked: False\n"
         "for r in compile_all(90, 'float32', 64, value_dim=16): print(r.kernel, r.wgmma > 0, r.two_layouts)"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python("-c", source)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:-1] == [f"{kernel} True False" for kernel in ("forward", "dq", "dq", "dk_dv")]
 
@@ -88,11 +82,8 @@ def allowed_spills(report):
 @pytest.mark.parametrize("arch", [80, 86, 120])
 def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch, arithmetic, dim):
     found = reports("--arch", str(arch), "--dim", str(dim), "--arithmetic", arithmetic)
-    assert {r["kernel"] for r in found} - {"pieces"} == {
-        "forward",
-        "dk_dv",
-        "dq",
-    }  # and exit status 0: within the limit
+    # And exit status 0: within the limit.
+    assert {r["kernel"] for r in found} - {"pieces"} == {"forward", "dk_dv", "dq"}
 
 
 def test_padding_compiles_too():

@@ -1,10 +1,6 @@
 """The tuner: what it tries, what it drops, how it judges, and how it writes the table."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +10,8 @@ from experiments.tune.measuring import Bench, chosen
 from experiments.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
 from sparseflash.kernels import configs, launch
 from sparseflash.kernels.configs import Config
+from uninterpreted import python
 
-ROOT = Path(__file__).resolve().parents[1]
 TABLES = {
     (8, 0): "_AMPERE",
     (8, 6): "_CONSUMER",
@@ -68,7 +64,6 @@ def test_a_table_that_is_not_there_is_an_error():
 
 
 def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
-    """Triton compiles or interprets, as it was told when it was imported: so this is another process."""
     script = (
         "import json; from experiments.tune.compiling import compile_one; from experiments.tune.space import Target\n"
         "from sparseflash.kernels.configs import Config\n"
@@ -79,8 +74,7 @@ def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
         "limited = Target('dk_dv', 'half', 64, True), Config(64, 64, 4, 3, 168), 90, 232448\n"
         "print(json.dumps([*found, compile_one(*limited).why]))"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python("-c", script)
     assert done.returncode == 0, done.stderr[-2000:]
     good, spills, large, asked_for, limited = json.loads(done.stdout)
     assert good == ""
@@ -125,9 +119,7 @@ def test_choosing_a_configuration_ends_with_its_block():
 
 
 def run(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "experiments.tune", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return python("-m", "experiments.tune", *arguments)
 
 
 @pytest.mark.parametrize(
