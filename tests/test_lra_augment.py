@@ -96,5 +96,5 @@ def test_a_turned_image_without_its_background_has_its_pixels_where_they_turned_
 def test_only_images_can_be_turned():
     with pytest.raises(ValueError, match="augment=square is for images; the task is text"):
         Config(task="text", augment="square")
-    assert configure("modern", {"task": "pathfinder32"}).augment == "square"
+    assert configure("modern", {"task": "image"}).augment == "mirror"
     assert configure("lra", {"task": "pathfinder32"}).augment == "none"

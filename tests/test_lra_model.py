@@ -54,10 +54,11 @@ def test_step_returns_loss_and_right_answers():
     batch = fake_batch()
     model = model_with(masks.local(48, 8, block=16))
     before = evaluate(model, [batch], TINY, CPU)
-    loss, right = training_step(model, build_optimizer(TINY, model), batch, TINY, lr=0.0)
+    loss, right, auxiliary = training_step(model, build_optimizer(TINY, model), batch, TINY, lr=0.0)
     after = evaluate(model, [batch, batch], TINY, CPU)
     assert loss.item() == pytest.approx(before.loss, rel=1e-5)
     assert right.item() == round(before.accuracy * 6)
+    assert auxiliary.item() == 0.0
     assert (after.loss, after.accuracy) == pytest.approx((before.loss, before.accuracy))  # lr 0 moved nothing
     assert after.examples == 12
 
@@ -66,8 +67,8 @@ def test_a_length_first_met_in_a_validation_can_be_trained_on():
     batch = fake_batch()
     model = model_with(masks.butterfly(96, block=16))
     score = evaluate(model, [batch], TINY, CPU)
-    loss, _ = training_step(model, build_optimizer(TINY, model), batch, TINY, lr=0.0)
-    assert loss.item() == pytest.approx(score.loss, rel=1e-5)
+    outcome = training_step(model, build_optimizer(TINY, model), batch, TINY, lr=0.0)
+    assert outcome.loss.item() == pytest.approx(score.loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("pool", POOLS)

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.pathfinder import generate as generating
 from experiments.pathfinder.draw import draw
-from experiments.pathfinder.owners import DISTRACTOR, NOBODY, owners
+from experiments.pathfinder.owners import DISTRACTOR, NOBODY, marker_counts, owners
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import collect
@@ -22,7 +22,6 @@ from experiments.pathx.sources import (
     VALIDATION_SEED,
     drawn,
     image_index,
-    marker_counts,
     training_seed,
 )
 from experiments.pathx.stream import Stream, draw_and_pack, images_at_once, make, pack_vectors, recipe_of

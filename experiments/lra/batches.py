@@ -63,6 +63,7 @@ class Batch:
     labels: torch.Tensor  # int64 [B], or [M] if tokens are asked for
     live_tokens: int  # sum of lengths, known without asking the device
     asked: torch.Tensor | None = None  # int64 [M], places in the flattened ids whose tokens are to be named
+    traced: torch.Tensor | None = None  # int64 [B * T, N], the classes of drawn pixels; NO_LABEL elsewhere
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; from pinned memory where that lets the copy overlap with work on a GPU."""
@@ -74,11 +75,11 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, copy=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        ids, lengths, places, labels, asked = (
+        ids, lengths, places, labels, asked, traced = (
             None if tensor is None else change(tensor)
-            for tensor in (self.ids, self.lengths, self.places, self.labels, self.asked)
+            for tensor in (self.ids, self.lengths, self.places, self.labels, self.asked, self.traced)
         )
-        return Batch(ids, lengths, places, labels, self.live_tokens, asked)
+        return Batch(ids, lengths, places, labels, self.live_tokens, asked, traced)
 
 
 def collate(
@@ -86,11 +87,19 @@ def collate(
     rows: NDArray[np.int64],
     shape: Shape,
     change: Callable[[list[Image]], list[Image]] | None = None,
+    traces: Examples | None = None,
 ) -> Batch:
-    """The examples with these indices as one batch. change: what is done to their sequences first."""
-    sequences = [examples.sequence(row, tower) for row in rows for tower in range(examples.towers)]
-    if change is not None:
-        sequences = change(sequences)
+    """The examples with these indices as one batch.
+
+    change: what is done to their sequences first; traces: the classes of every example's pixels, in its order.
+    """
+
+    def sequences_of(source: Examples) -> list[NDArray[np.uint8]]:
+        found = [source.sequence(row, tower) for row in rows for tower in range(source.towers)]
+        return found if change is None else change(found)
+
+    sequences = sequences_of(examples)
+    classes = None if traces is None else sequences_of(traces)
     kept = [live_pixels(each, shape) for each in sequences] if shape.drop_background else None
     if kept is not None:
         sequences = [each[pixels] for each, pixels in zip(sequences, kept, strict=True)]
@@ -99,20 +108,26 @@ def collate(
     lengths = np.array([first + len(each) for each in sequences], np.int32)
     ids = np.full((len(sequences), shape.row(int(lengths.max()))), PADDING, np.int64)
     places = None if kept is None else np.zeros_like(ids)
+    traced = None if classes is None else np.full_like(ids, NO_LABEL)
     for row, sequence in enumerate(sequences):
-        ids[row, first : lengths[row]] = sequence
-        ids[row, first : lengths[row]] += examples.shift
+        own = slice(first, lengths[row])  # not [CLS], nor padding
+        ids[row, own] = sequence
+        ids[row, own] += examples.shift
         if places is not None and kept is not None:
-            places[row, first : lengths[row]] = first + kept[row]
+            places[row, own] = kept[row]
+            places[row, own] += first
+        if traced is not None and classes is not None:
+            shown = classes[row][: len(sequence)] if kept is None else classes[row][kept[row]]
+            traced[row, own] = np.where(sequence > 0, shown.astype(np.int64), NO_LABEL)  # black ones are nobody's
     if shape.cls is not None:
         ids[:, 0] = shape.cls
-    labels = examples.labels[rows].astype(np.int64)
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(lengths),
         None if places is None else torch.from_numpy(places),
-        torch.from_numpy(labels),
+        torch.from_numpy(examples.labels[rows].astype(np.int64)),
         int(lengths.sum()),
+        traced=None if traced is None else torch.from_numpy(traced),
     )
 
 
@@ -157,10 +172,14 @@ def training_batches(
     order: Order,
     first_step: int,
     turning: Turning | None = None,
+    traces: Examples | None = None,
 ) -> Iterator[Batch]:
-    """Batches for the steps from `first_step` on, without end. turning: of images; None: they stay as they are."""
+    """Batches for the steps from `first_step` on, without end.
+
+    turning: of images; None: they stay as they are. traces: the classes of their pixels.
+    """
     for step in count(first_step):
-        yield collate(examples, order.rows(step), shape, None if turning is None else partial(turning, step))
+        yield collate(examples, order.rows(step), shape, None if turning is None else partial(turning, step), traces)
 
 
 def evaluation_batches(

@@ -87,6 +87,7 @@ def train(
     background: Annotated[str | None, option("background")] = None,
     objective: Annotated[str | None, option("objective")] = None,
     hidden: Annotated[float | None, option("hidden")] = None,
+    auxiliary: Annotated[float | None, option("auxiliary")] = None,
     initial: Annotated[str | None, option("initial")] = None,
     steps: Annotated[int | None, option("steps")] = None,
     minutes: Annotated[float | None, option("minutes")] = None,

@@ -61,6 +61,11 @@ class Config:
         "self-pretraining for a run that begins with its weights.",
     )
     hidden: float = setting(0.15, "To denoise: the share of the tokens that is hidden.")
+    auxiliary: float = setting(
+        0.0,
+        "Pathfinder, generated: weight of a second loss in training, how many markers the curve through each drawn "
+        "pixel has, which the generator knows. 0: the answers alone.",
+    )
     initial: str | None = setting(
         None, "Weights to begin with: model.safetensors or the folder of a run of the same sizes.", "random weights"
     )
@@ -112,7 +117,7 @@ class Config:
         for name in ("dropout", "attention_dropout", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
-        for name in ("lr", "warmup", "weight_decay", "clip"):
+        for name in ("lr", "warmup", "weight_decay", "clip", "auxiliary"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
         if self.precision not in ("fp32", "bf16"):
@@ -137,6 +142,10 @@ class Config:
             raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
         if TASKS[self.task].side is None and self.augment != "none":
             raise ValueError(f"augment={self.augment} is for images; the task is {self.task}")
+        if self.auxiliary and not TASKS[self.task].traces:
+            raise ValueError(f"auxiliary={self.auxiliary} is for Pathfinder; the task is {self.task}")
+        if self.auxiliary and self.objective != "classify":
+            raise ValueError(f"auxiliary={self.auxiliary} needs objective=classify; got {self.objective}")
         if self.positions == "nested" and TASKS[self.task].brackets is None:
             raise ValueError(f"positions=nested are for expressions with brackets; the task is {self.task}")
         if self.positions == "nested" and self.objective == "denoise":

@@ -47,7 +47,11 @@ class Classifier(Encoder):
 
     def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
         """Logits [B, C] of ids [B * T, N]; the other arguments are those of `encode`."""
-        pooled = pool(self.encode(ids, lengths, places, padded), lengths, self.pool)  # [B * T, W]
+        return self.answers(self.encode(ids, lengths, places, padded), lengths)
+
+    def answers(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Logits [B, C] from the encoder's features [B * T, N, W]."""
+        pooled = pool(x, lengths, self.pool)  # [B * T, W]
         if self.towers == 2:
             first, second = pooled[0::2], pooled[1::2]
             pooled = torch.cat([first, second, first * second, first - second], dim=-1)

@@ -90,7 +90,12 @@ def as_long_as_any(batch: Batch, shape: Shape) -> Batch:
     if missing <= 0:
         return batch
     ids = F.pad(batch.ids, (0, missing), value=PADDING)
-    return replace(batch, ids=ids, places=None if batch.places is None else F.pad(batch.places, (0, missing)))
+    return replace(
+        batch,
+        ids=ids,
+        places=None if batch.places is None else F.pad(batch.places, (0, missing)),
+        traced=None if batch.traced is None else F.pad(batch.traced, (0, missing), value=NO_LABEL),
+    )
 
 
 def with_room(batch: Batch, config: Config) -> Batch:
@@ -105,7 +110,7 @@ def with_room(batch: Batch, config: Config) -> Batch:
 
 def copy(batch: Batch, there: Batch) -> None:
     """Into the tensors of another batch of its shape; the host does not wait for it."""
-    for name in ("ids", "lengths", "places", "labels", "asked"):
+    for name in ("ids", "lengths", "places", "labels", "asked", "traced"):
         tensor = getattr(batch, name)
         if tensor is not None:
             refill(getattr(there, name), tensor)

@@ -19,7 +19,9 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
     table = Table(title=f"{metrics['task']} ({source}), {metrics['test_examples']:,} {asked}")
     for column in ("", "accuracy", "loss (nats)"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row(f"{metrics['mask']} mask", f"{metrics['test_accuracy']:.3f}", f"{metrics['test_loss']:.3f}")
+    told = ", pixel labels in training" if metrics["config"].get("auxiliary") else ""
+    name = f"{metrics['mask']} mask{told}"
+    table.add_row(name, f"{metrics['test_accuracy']:.3f}", f"{metrics['test_loss']:.3f}")
     add_baselines(table, metrics)
     console.print(table)
     console.print(

@@ -17,6 +17,7 @@ from experiments.lra.denoise import Denoiser
 from experiments.lra.model import Classifier
 from experiments.lra.ranks import ALONE, Ranks
 from experiments.lra.tasks.task import Task
+from experiments.lra.trace import Tracer, tracing_loss
 from experiments.speed.timing import synchronize
 from sparseflash import BlockMask
 
@@ -44,7 +45,8 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Den
     if config.objective == "denoise":
         model = Denoiser(masks, first=config.shape.first, **sizes)
     else:
-        model = Classifier(masks, classes=task.classes, towers=task.towers, pool=config.pool, **sizes)
+        sizes |= {"classes": task.classes, "towers": task.towers, "pool": config.pool}
+        model = Tracer(masks, traces=task.traces, **sizes) if config.auxiliary else Classifier(masks, **sizes)
     if config.compiled:
         model.compile_layers()
     return model.to(mask.device)
@@ -72,6 +74,7 @@ class Outcome(NamedTuple):
 
     loss: Tensor  # the batch's mean cross-entropy, nats
     right: Tensor  # number of right answers
+    auxiliary: Tensor  # mean cross-entropy of the pixels' classes; 0 without that loss
 
 
 def training_step(
@@ -89,10 +92,23 @@ def training_step(
 def gradients(model: nn.Module, batch: Batch, config: Config) -> Outcome:
     """The part of a step that leaves every parameter its gradient."""
     model.train()
-    logits = forward(model, batch, config)
+    loss, auxiliary, logits = losses(model, batch, config)
+    take_gradients(model, total(loss, auxiliary, config), config.clip)
+    return Outcome(loss.detach(), (logits.argmax(-1) == batch.labels).sum(), auxiliary.detach())
+
+
+def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """The two losses of Outcome, and the logits of the answers."""
+    logits, traces = outputs(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
-    take_gradients(model, loss, config.clip)
-    return Outcome(loss.detach(), (logits.argmax(-1) == batch.labels).sum())
+    if traces is None or batch.traced is None:
+        return loss, torch.zeros((), device=logits.device), logits
+    return loss, tracing_loss(traces, batch.traced), logits
+
+
+def total(loss: Tensor, auxiliary: Tensor, config: Config) -> Tensor:
+    """What is made small."""
+    return loss + config.auxiliary * auxiliary if config.auxiliary else loss
 
 
 class Steps:
@@ -130,7 +146,12 @@ class Steps:
 
 def rehearsal(model: nn.Module, batch: Batch, config: Config) -> None:
     """All of a step that may have to be compiled; nothing changes."""
-    rehearse(model, lambda: F.cross_entropy(forward(model, batch, config), batch.labels), batch.ids.device)
+
+    def loss() -> Tensor:
+        answers, auxiliary, _ = losses(model, batch, config)
+        return total(answers, auxiliary, config)
+
+    rehearse(model, loss, batch.ids.device)
 
 
 def rehearse(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> None:
@@ -163,10 +184,16 @@ def follow_gradients(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
     """Logits in fp32, for each of the batch's labels."""
+    return outputs(model, batch, config)[0]
+
+
+def outputs(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
+    """These and, of a model that traces and trains, those of every token's class, in fp32."""
     asked = () if batch.asked is None else (batch.asked,)
     with precision(batch.ids.device, config.precision):
-        logits: Tensor = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel(), *asked)
-    return logits.float()
+        found = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel(), *asked)
+    logits, traces = found if isinstance(found, tuple) else (found, None)
+    return logits.float(), None if traces is None else traces.float()
 
 
 def precision(device: torch.device, name: str) -> torch.autocast:

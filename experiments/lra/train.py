@@ -34,8 +34,9 @@ from experiments.lra.ranks import ALONE, Ranks, find_device
 from experiments.lra.recorded import steps_of
 from experiments.lra.resume import check_unused
 from experiments.lra.runlog import Record, RunLog
-from experiments.lra.step import Steps, build_model, build_optimizer, evaluate
+from experiments.lra.step import Outcome, Steps, build_model, build_optimizer, evaluate
 from experiments.lra.tasks import TASKS, Data
+from experiments.lra.trace import classes_of
 
 
 def check(config: Config) -> None:
@@ -135,7 +136,8 @@ class Run:
         turning = None
         if config.augment != "none" and side is not None:
             turning = Turning(config.augment, side, config.seed, config.batch, self.ranks.share)
-        batches = training_batches(self.data.train, self.shape, self.order, self.step, turning)
+        traces = classes_of(self.data) if config.auxiliary else None
+        batches = training_batches(self.data.train, self.shape, self.order, self.step, turning, traces)
         if config.objective == "denoise":
             batches = hidden_for_training(batches, self.shape, config.hidden, config.seed, self.step, self.ranks.rank)
         steps = steps_of(self.model, self.optimizer, config, self.device, self.shared)
@@ -146,7 +148,7 @@ class Run:
             lr = config.lr * schedule.factor(config.schedule, self.step, config.warmup, progress)
             batch = next(batches)
             prepared = steps.preparing
-            self.window.add(batch, *steps(batch, lr))
+            self.window.add(batch, steps(batch, lr))
             self._start_up_longer(steps.preparing - prepared)
             if self.average is not None:
                 self.average.update()
@@ -207,9 +209,10 @@ class Run:
         self.seconds += seconds
         window = self.window
         counts = torch.tensor([window.answers, window.tokens, window.places], dtype=torch.float64, device=self.device)
-        sums = self.ranks.summed(torch.cat([torch.stack([window.loss.double(), window.right.double()]), counts]))
-        loss, right, answers, tokens, places = sums.tolist()
-        loss /= window.steps * self.ranks.count
+        outcomes = torch.stack([window.loss.double(), window.right.double(), window.auxiliary.double()])
+        sums = self.ranks.summed(torch.cat([outcomes, counts]))
+        loss, right, auxiliary, answers, tokens, places = sums.tolist()
+        loss, auxiliary = (each / (window.steps * self.ranks.count) for each in (loss, auxiliary))
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss is {loss} at step {self.step}; lower --lr (now {self.config.lr:g}) or raise "
@@ -226,6 +229,8 @@ class Run:
             "seconds": self.seconds,
             "startup_seconds": self.startup_seconds,
         }
+        if self.config.auxiliary:
+            record["auxiliary"] = auxiliary
         self._record(record)
         self.window = Window(self.device)
 
@@ -263,14 +268,15 @@ class Window:
     """Sums over the steps since the last line of the log, kept on the device so that no step waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), device=device)
+        self.loss, self.auxiliary = torch.zeros((), device=device), torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = self.answers = self.tokens = self.places = 0
         self.clock = Clock(device)
 
-    def add(self, batch: Batch, loss: torch.Tensor, right: torch.Tensor) -> None:
-        self.loss += loss
-        self.right += right
+    def add(self, batch: Batch, outcome: Outcome) -> None:
+        self.loss += outcome.loss
+        self.right += outcome.right
+        self.auxiliary += outcome.auxiliary
         self.steps += 1
         self.answers += len(batch.labels)
         self.tokens += batch.live_tokens

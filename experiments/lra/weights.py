@@ -13,7 +13,7 @@ from experiments.lra.config import Config, as_dict
 
 FILE = "model.safetensors"
 KIND = "experiments.lra model"
-_HEADS = ("head.", "namer.")  # what answers with the encoder's features
+_HEADS = ("head.", "namer.", "tracer.")  # what answers with the encoder's features
 
 
 def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any]) -> None:
@@ -45,6 +45,7 @@ def begin_from(model: nn.Module, path: Path) -> dict[str, Any]:
     return {
         "sha256": tensorfile.sha256(*tensorfile.files(path)),
         "objective": about["config"]["objective"],
+        "pixel_labels": about["config"].get("auxiliary", 0) > 0,
         **about["cost"],
     }
 

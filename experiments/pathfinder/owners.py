@@ -35,6 +35,20 @@ def owners(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray
     return found
 
 
+def marker_counts(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+    """How many markers the curve through each pixel has: 0, 1 or 2. uint8 [n, size, size]
+
+    What tracing finds out, pixel by pixel. An image's answer is "connected" iff a pixel has 2. Distractors have 0.
+    """
+    found = owners(vectors, first, last)
+    labels, marked = vectors.labels[first:last], vectors.marked[first:last]
+    of_owner = np.zeros((len(found), DISTRACTOR + 1), np.uint8)
+    image = np.arange(len(found))
+    of_owner[image, 1 + marked] = 1 + labels
+    of_owner[image, 2 - marked] = 1 - labels
+    return of_owner[image[:, None, None], found]
+
+
 @compiled
 def claim(image, places, headings, length, stamps, centres, discs, snakes):
     """Write down the owners of one image. image: uint8 [size, size], overwritten; snakes: those the markers stand on"""

@@ -19,7 +19,6 @@ from experiments.pathx.orders import BASE
 from experiments.pathx.packing import LEVELS
 
 CLASSES = 2
-MARKER_COUNTS = 3  # classes of pixels: 0, 1 or 2 markers on the curve through it
 
 
 class PathModel(nn.Module):

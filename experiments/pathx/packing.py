@@ -52,7 +52,7 @@ class Packed:
     blocks   int32 [I, K]      the blocks of every image; M where an image has fewer
     orders   name: int32 [N]   token t in that order is token orders[name][t] of the sequence
     tiles    name: TileList    of each relation, for the packed layout; none for the whole one
-    traced   uint8 [B, N]      markers on the curve through the pixel (sources.marker_counts), or None
+    traced   uint8 [B, N]      markers on the curve through the pixel (pathfinder/owners.py), or None
     tokens   int               live ones
     """
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.pathfinder.draw import draw
-from experiments.pathfinder.owners import DISTRACTOR, owners
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors, collect
@@ -59,17 +58,3 @@ def drawn(size: int, contour: int, seed: int, index: int) -> Vectors:
 def pixels(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
     """The images' pixels. uint8 [n, size, size]"""
     return render(vectors, first, last)
-
-
-def marker_counts(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
-    """How many markers the curve through each pixel has: 0, 1 or 2. uint8 [n, size, size]
-
-    What tracing finds out, pixel by pixel. An image's answer is "connected" iff a pixel has 2. Distractors have 0.
-    """
-    found = owners(vectors, first, last)
-    labels, marked = vectors.labels[first:last], vectors.marked[first:last]
-    of_owner = np.zeros((len(found), DISTRACTOR + 1), np.uint8)
-    image = np.arange(len(found))
-    of_owner[image, 1 + marked] = 1 + labels
-    of_owner[image, 2 - marked] = 1 - labels
-    return of_owner[image[:, None, None], found]

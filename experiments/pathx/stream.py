@@ -19,12 +19,13 @@ import numpy as np
 
 from experiments.lra.generate import available_cores
 from experiments.lra.workers import leave_signals_to_parent, worker_pool
+from experiments.pathfinder.owners import marker_counts
 from experiments.pathfinder.vectors import Vectors, join
 from experiments.pathx.config import Config, Stage, least_room
 from experiments.pathx.hiding import hide
 from experiments.pathx.packing import Packed, blocks_needed, pack, stack
 from experiments.pathx.relations import Relation
-from experiments.pathx.sources import VALIDATION_SEED, drawn, image_index, marker_counts, pixels, training_seed
+from experiments.pathx.sources import VALIDATION_SEED, drawn, image_index, pixels, training_seed
 
 AHEAD = 3  # batches that each process may be ahead of the loop
 _FULLEST = 3300  # tokens that images of 128 and 256 pixels have at most, about

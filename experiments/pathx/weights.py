@@ -15,8 +15,9 @@ import torch
 from experiments.lra import tensorfile
 from experiments.lra.files import write_json
 from experiments.lra.tensorfile import sha256
+from experiments.pathfinder.parameters import MARKER_COUNTS
 from experiments.pathx.config import Config, as_dict, from_dict
-from experiments.pathx.model import MARKER_COUNTS, PathModel
+from experiments.pathx.model import PathModel
 from experiments.pathx.packing import LEVELS
 from experiments.pathx.relations import parse_layers
 

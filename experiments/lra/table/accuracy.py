@@ -15,7 +15,10 @@ _APART = ("seed", "device", "eval_every", "eval_examples", "checkpoint_every", "
 # What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
 _NOTHING = ("objective", "hidden", "initial")
 # What runs from before there was a setting did.
-_BEFORE = {"buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none"}
+_BEFORE = {
+    "buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none",
+    "auxiliary": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,14 @@ def accuracy(runs: Iterable[dict[str, Any]], setting: str) -> Accuracy:
 def changed_inputs(config: dict[str, Any]) -> str:
     """What the arena's models are not given, in words.
 
-    >>> changed_inputs({"positions": "rotary2d", "background": "drop", "augment": "square"})
-    'background dropped, turned (square)'
+    >>> changed_inputs({"positions": "rotary2d", "background": "drop", "augment": "square", "auxiliary": 0.5})
+    'background dropped, turned (square), pixel labels in training'
     """
     parts = {
         "brackets counted": config.get("positions") == "nested",
         "background dropped": config.get("background") == "drop",
         f"turned ({config['augment']})": config["augment"] != "none",
+        "pixel labels in training": config["auxiliary"] > 0,
     }
     return ", ".join(name for name, holds in parts.items() if holds) or "as they are"
 
@@ -130,4 +134,6 @@ def described(initial: dict[str, Any] | None) -> str:
     >>> described({"objective": "denoise", "steps": 5000})
     'denoise 5000'
     """
-    return "nothing" if initial is None else f"{initial['objective']} {initial['steps']}"
+    if initial is None:
+        return "nothing"
+    return f"{initial['objective']} {initial['steps']}" + (", pixel labels" if initial.get("pixel_labels") else "")

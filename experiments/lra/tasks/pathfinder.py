@@ -19,12 +19,16 @@ from PIL import Image, UnidentifiedImageError
 
 from experiments.lra.cache import Examples, Row, cached
 from experiments.lra.tasks.task import Data, Options, Task, need
+from experiments.pathfinder.parameters import MARKER_COUNTS
 
 if TYPE_CHECKING:
     from experiments.pathfinder.vectors import Vectors
 
 SIDES = (32, 64, 128, 256)
-TASKS = {f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side) for side in SIDES}
+TASKS = {
+    f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side, traces=MARKER_COUNTS)
+    for side in SIDES
+}
 
 FOLDS = {
     "easy": "curv_baseline",
@@ -105,7 +109,12 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
         cnn = stored(vectors.parameters.name)
         return found if cnn is None else [*found, (cnn["rule"], cnn["accuracy"])]
 
-    return Data(task, path, True, *split(everything, options, path), shortcuts=rules)
+    def traces() -> Examples:
+        name = f"{path.stem}-markers"
+        counts = cached(path.parent, name, [path], lambda: traced(vectors), shift=0, total=len(vectors))
+        return split(counts, options, path)[0]
+
+    return Data(task, path, True, *split(everything, options, path), shortcuts=rules, traces=traces)
 
 
 def rendered(vectors: Vectors) -> Iterator[Row]:
@@ -116,6 +125,16 @@ def rendered(vectors: Vectors) -> Iterator[Row]:
         images = render(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
         for label, image in zip(vectors.labels[first:].tolist(), images):
             yield label, (image.tobytes(),)
+
+
+def traced(vectors: Vectors) -> Iterator[Row]:
+    """The same for how many markers the curve through each pixel has, in the same order."""
+    from experiments.pathfinder.owners import marker_counts
+
+    for first in range(0, len(vectors), _RENDERED_AT_ONCE):
+        counts = marker_counts(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
+        for label, each in zip(vectors.labels[first:].tolist(), counts):
+            yield label, (each.tobytes(),)
 
 
 def split(everything: Examples, options: Options, place: Path) -> tuple[Examples, Examples, Examples]:

@@ -21,6 +21,7 @@ class Task:
     longest: int = 0  # tokens that the published models see of a sequence
     side: int | None = None  # pixels along a side, of a square image in rows
     brackets: Brackets | None = None  # of expressions
+    traces: int = 0  # classes of a drawn pixel, of images whose generator may tell them
 
     @property
     def cls(self) -> int:
@@ -38,6 +39,8 @@ class Data:
     val: Examples
     test: Examples
     shortcuts: Callable[[], list[tuple[str, float]]] = list  # rules that avoid the task, and their accuracies; slow
+    # The classes of the training images' pixels (trace.py) in the order of `train`; None: nothing tells them.
+    traces: Callable[[], Examples] | None = None
 
 
 @dataclass(frozen=True)
