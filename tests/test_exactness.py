@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from closeness import Results, assert_exact, largest_error
@@ -315,6 +315,33 @@ def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
     run()
 
 
+@pytest.mark.parametrize("k_len", [1500, 6007])
+def test_many_weights_that_are_alike_sum_to_one(k_len):
+    check(Problem(None, 1, 1, 1, 1, k_len, 16, 16, torch.float32, 0.0, "contiguous", 0), "triton")
+
+
+def _alike(q_len, k_len, heads, kv_heads, scale, seed):
+    """Weights are all alike, if the scale is 0."""
+    arguments = {
+        "q_len": q_len, "k_len": k_len, "block": (64, 64), "patterns": [["full"]], "heads": [[0] * heads],
+        "holes": "none", "seed": 0,
+    }  # fmt: skip
+    recipe = Recipe("from_dense", arguments, None)
+    return Problem(
+        recipe, 1, heads, kv_heads, q_len, k_len, 80, 48, torch.float32, scale, "contiguous", seed
+    )  # fmt: skip
+
+
+# What an H100 or H200 once had wrong, in fp32: sums of weights, and what tensor cores cut off.
+_FOUND_ON_A_GPU = (
+    _alike(77, 639, 4, 4, 0.0, 9587),
+    _alike(1, 639, 4, 1, 0.0, 761713637),
+    _alike(1, 128, 3, 1, None, 0),
+    _alike(1, 255, 3, 1, None, 0),
+    Problem(None, 1, 1, 1, 429, 274, 16, 16, torch.float32, None, "contiguous", 8053),
+)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("arithmetic", "dims", "way"), _GPU_CASES)
 def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
@@ -327,4 +354,7 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
         with loads(way), products_in_tf32(arithmetic == "tf32"):
             check(problem, "triton", "cuda", arithmetic)
 
+    for found in _FOUND_ON_A_GPU:
+        if (found.dim, found.v_dim, found.dtype) == (*dims, dtype):
+            run = example(found)(run)
     run()

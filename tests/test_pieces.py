@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseflash import BlockMask, attention, masks, streams
 from sparseflash.kernels import launch
+from sparseflash.kernels import pieces as kernels_in_pieces
 from sparseflash.kernels.configs import has_room_for_pieces
 from sparseflash.kernels.pieces import COUNT, in_pieces, six_products
 from sparseflash.kernels.plan import dense_plan, plan_of
@@ -138,8 +139,7 @@ def test_six_products_are_as_good_as_one_in_fp32(dim, device):
     generator = torch.Generator().manual_seed(dim)
     x, y = (torch.randn(64, dim, generator=generator).to(device) for _ in range(2))
     truth = x.double() @ y.double().T
-    with torch.backends.cuda.matmul.flags(allow_tf32=False) if device == "cuda" else torch.no_grad():
-        plain = (x @ y.T - truth).abs()
+    plain = (x @ y.T - truth).abs()
     found = (product(x, y, False) - truth).abs()
     assert found.max() <= 2 * plain.max() + torch.finfo(torch.float32).eps
     assert found.mean() <= 2 * plain.mean()
@@ -148,6 +148,51 @@ def test_six_products_are_as_good_as_one_in_fp32(dim, device):
     pieces[..., 2, :] = 0
     fewer = pieces.double().sum(-2)[0, 0] @ y.double().T
     assert (fewer - truth).abs().max() > 5 * found.max()
+
+
+def cut(x: np.ndarray, bits: int, exponents: np.ndarray) -> np.ndarray:
+    """Numbers cut off, towards zero, below `bits` bits of numbers with these exponents."""
+    unit = np.ldexp(1.0, exponents - bits)
+    return np.trunc(x / unit) * unit
+
+
+def exponents_of(x: np.ndarray) -> np.ndarray:
+    return np.where(x == 0, -200, np.frexp(x)[1])
+
+
+def product_of_tensor_cores(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """total + a b as an H100 has it: 16 terms at a time, with two bits more than fp32; what is below is cut off."""
+    total = total.astype(np.float64)
+    for first in range(0, a.shape[1], 16):
+        x, y = a[:, first : first + 16, None], b[None, first : first + 16]
+        terms = (exponents_of(x) + exponents_of(y)).max(1)
+        frame = np.maximum(terms, exponents_of(total))
+        total = cut(total, 26, frame) + cut(x.astype(np.float64) * y, 26, frame[:, None]).sum(1)
+        total = cut(total, 24, exponents_of(total))
+    return total.astype(np.float32)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])  # in sums of one sign it adds up
+def test_what_tensor_cores_cut_off_is_made_up_for(draw, dim, monkeypatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def dot(self, a, b, d, *precision):
+        return interpreter.TensorHandle(product_of_tensor_cores(a.data, b.data, d.data), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    generator = torch.Generator().manual_seed(dim)
+    x, y = (draw(64, dim, generator=generator) for _ in range(2))
+    truth = x.double() @ y.double().T
+
+    def errors(cut_off):
+        monkeypatch.setattr(kernels_in_pieces, "_CUT_OFF", tl.constexpr(cut_off))
+        return (product(x, y, False) - truth) * truth.sign() * 2**24
+
+    left_alone, made_up_for = errors(0.0), errors(0.36 * 2**-24)
+    assert left_alone.mean() < 0
+    assert made_up_for.mean().abs() < 0.7 * left_alone.mean().abs()
+    assert made_up_for.square().mean() < 0.85 * left_alone.square().mean()
 
 
 @pytest.mark.gpu

@@ -217,11 +217,20 @@ def dk_dv_kernel(
 
 
 @triton.jit
+def add_exactly(total, lost, number):
+    """total + number, and what rounding it loses, which the next call makes up for (Kahan's sum)."""
+    number -= lost
+    new_total = total + number
+    return new_total, (new_total - total) - number
+
+
+@triton.jit
 def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, inside):
-    """delta, and the inverse for the weights of these scores, of the queries whose weights are all summed."""
-    weight = tl.where(weight > 0.0, weight, 1.0)
-    tl.store(delta_ptr + at, guess + tl.div_rn(delta, weight), mask=inside)
-    tl.store(own_inverse_ptr + at, tl.div_rn(inverse, weight), mask=inside)
+    """delta, and the inverse sum of these exponentials, of the queries whose exponentials are all summed."""
+    weight = tl.where((inverse > 0.0) & (weight > 0.0), weight, 1.0)
+    tl.store(delta_ptr + at, guess + tl.div_rn(delta, tl.where(inverse > 0.0, weight * inverse, 1.0)), mask=inside)
+    own_inverse = tl.where(inverse > 0.0, tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), weight), 0.0)
+    tl.store(own_inverse_ptr + at, own_inverse, mask=inside)
 
 
 @triton.jit(
@@ -258,7 +267,8 @@ def dq_kernel(
     delta. In half precision rowsum(out * dout) - dlse is as good a delta as any. In fp32 its rounding would be noise
     that a plain implementation does not have. So there delta is the mean, under the same p, of the same dp that it is
     subtracted from, summed as what they differ by from rowsum(out * dout); and dlse is added to what is left. The
-    inverse sum of the weights is taken again here, from the scores as the backward computes them.
+    inverse sum of the exponentials is taken again here, from the scores as the backward computes them, and over many
+    tiles without their rounding, which all gradients that the row gives would have in common.
     """
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
@@ -307,7 +317,7 @@ def dq_kernel(
         guess = tl.sum(out_tile.to(tl.float32) * in_fp32(dout_tile, PRECISION), 1)
     if DELTA:
         delta = tl.zeros([BLOCK_M], tl.float32)
-        weight = tl.zeros([BLOCK_M], tl.float32)
+        weight, lost = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     elif KEPT:
         delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
     else:
@@ -329,6 +339,8 @@ def dq_kernel(
         v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA, PRECISION)
         scores = products(q_tile, k_tile, PRECISION)
         p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
+        if DELTA:
+            weight, lost = add_exactly(weight, lost, tl.sum(p, 1))
         if KEPT:
             p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
         dp = products(dout_tile, v_tile, PRECISION)
@@ -337,7 +349,6 @@ def dq_kernel(
             dp = tl.where(keep, dp * amplification, 0.0)
         if DELTA:
             delta += tl.sum(p * (dp - guess[:, None]), 1)
-            weight += tl.sum(p, 1)
         else:
             ds = dp - delta[:, None]
             if KEPT:
@@ -373,17 +384,17 @@ def dq_kernel(
             )
             if HAS_LENGTHS:
                 live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
-            p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
+            p = tl.where(live, exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION), 0.0)
+            if DELTA:
+                weight, lost = add_exactly(weight, lost, tl.sum(p, 1))
             if KEPT:
                 p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
-            p = tl.where(live, p, 0.0)
             dp = products(dout_tile, v_tile, PRECISION)
             if DROPOUT:
                 keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
                 dp = tl.where(keep, dp * amplification, 0.0)
             if DELTA:
                 delta += tl.sum(p * (dp - guess[:, None]), 1)
-                weight += tl.sum(p, 1)
             else:
                 ds = dp - delta[:, None]
                 if KEPT:
