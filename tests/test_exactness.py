@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from closeness import Results, assert_exact, largest_error
+from closeness import Results, assert_exact, error_in_yardsticks, largest_error
 from cutting import chunks_of
 from experiments.speed.precision import products_in_tf32
 from sparseflash import attention
@@ -317,7 +317,10 @@ def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
 
 @pytest.mark.parametrize("k_len", [1500, 6007])
 def test_many_weights_that_are_alike_sum_to_one(k_len):
-    check(Problem(None, 1, 1, 1, 1, k_len, 16, 16, torch.float32, 0.0, "contiguous", 0), "triton")
+    problem = Problem(None, 1, 1, 1, 1, k_len, 16, 16, torch.float32, 0.0, "contiguous", 0)
+    got, truth = results(problem, "triton", "cpu"), results(problem, "reference", "cpu", torch.float64)
+    # 0.62 and 0.92 where they are summed with their rounding; a GPU, which sums them in another order, had 1.65.
+    assert error_in_yardsticks(got.dv, truth.dv, plain_errors(problem, "cpu", None)[4]) < 0.4
 
 
 def _alike(q_len, k_len, heads, kv_heads, scale, seed):

@@ -1,16 +1,19 @@
 """The second loss of Pathfinder: pixels have the classes of their curves, and it is learned in training alone."""
 
+import io
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from experiments.lra.augment import Turning
 from experiments.lra.batches import NO_LABEL, collate, evaluation_batches, training_batches
 from experiments.lra.config import Config
 from experiments.lra.order import Order
 from experiments.lra.recorded import RecordedSteps, as_long_as_any
+from experiments.lra.report import print_result
 from experiments.lra.step import Steps, build_model, build_optimizer, evaluate, forward, losses, training_step
 from experiments.lra.tasks import TASKS, load
 from experiments.lra.trace import classes_of
@@ -154,15 +157,25 @@ def test_a_run_without_labels_begins_with_the_encoder_of_one_with_them(data, tmp
     plain = Run(replace(CONFIG, auxiliary=0.0, initial=str(tmp_path / "traced")), data, tmp_path / "plain")
     assert torch.equal(plain.model.head[0].weight, traced.model.head[0].weight)
     assert not hasattr(plain.model, "tracer")
-    plain.train()
+    metrics = plain.train()
     assert "auxiliary" not in plain.log.of_kind("train")[-1]
+    third = Run(replace(plain.config, initial=str(tmp_path / "plain")), data, tmp_path / "third")
+    metrics_of_third = third.train()
+    assert metrics["pixel_labels"] and metrics_of_third["pixel_labels"]  # what the first run was told is in its weights
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_result(console, metrics_of_third, tmp_path)
+    assert "pixel labels in training" in console.export_text()
 
 
 def test_images_of_the_release_do_not_tell(path, tmp_path):
     export(load_vectors(path), tmp_path)
     released = load("pathfinder32", tmp_path)
+    plain = replace(CONFIG, auxiliary=0.0)
+    before = Run(plain, released, tmp_path / "run")
+    before.train()
     with pytest.raises(ValueError, match="auxiliary needs data that say which curve each pixel lies on"):
-        Run(CONFIG, released, tmp_path / "run").train()
+        Run(CONFIG, released, tmp_path / "run", overwrite=True)
+    assert (tmp_path / "run" / "metrics.json").is_file()  # the run that was there is left alone
 
 
 def test_only_pathfinder_has_classes_of_pixels():

@@ -35,6 +35,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "generated_data": run.data.generated,
         "objective": run.config.objective,
         "initial": run.before,
+        "pixel_labels": run.pixel_labels,
         "mask": run.config.mask,
         "attention": run.config.attention,
         "density": run.mask.density,

@@ -19,9 +19,9 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
     table = Table(title=f"{metrics['task']} ({source}), {metrics['test_examples']:,} {asked}")
     for column in ("", "accuracy", "loss (nats)"):
         table.add_column(column, justify="left" if not column else "right")
-    told = ", pixel labels in training" if metrics["config"].get("auxiliary") else ""
-    name = f"{metrics['mask']} mask{told}"
-    table.add_row(name, f"{metrics['test_accuracy']:.3f}", f"{metrics['test_loss']:.3f}")
+    table.add_row(
+        f"{metrics['mask']} mask{told(metrics)}", f"{metrics['test_accuracy']:.3f}", f"{metrics['test_loss']:.3f}"
+    )
     add_baselines(table, metrics)
     console.print(table)
     console.print(
@@ -42,6 +42,7 @@ def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None
     """The test accuracy of every seed, and mean and standard deviation, beside what one gets without computing."""
     source = "generated data" if summary["generated_data"] else "released data"
     title = f"{summary['task']} ({source}), {summary['test_examples']} test examples, {summary['mask']} mask"
+    title += told(summary)
     table = Table(title=title)
     for column in ("", "accuracy", "loss (nats)", "left guessing at"):
         table.add_column(column, justify="left" if not column else "right")
@@ -64,6 +65,11 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
     for line in lines[1:]:
         table.add_row(*line)
     console.print(table)
+
+
+def told(metrics: dict[str, Any]) -> str:
+    """What training was told that a test does not tell."""
+    return ", pixel labels in training" if metrics.get("pixel_labels") else ""
 
 
 def add_baselines(table: Table, metrics: dict[str, Any]) -> None:

@@ -129,6 +129,7 @@ def summed_up(runs: Sequence[Metrics]) -> Metrics:
         "test_accuracy_mean": statistics.fmean(accuracies),
         "test_accuracy_std": statistics.stdev(accuracies) if len(runs) > 1 else None,
         "runs": [{"seed": each["config"]["seed"], **{name: each[name] for name in of_a_run}} for each in runs],
+        "pixel_labels": first.get("pixel_labels", False),
         "config": {name: value for name, value in first["config"].items() if name != "seed"},
         "versions": first["versions"],
     }

@@ -82,7 +82,7 @@ def training_step(
 ) -> Outcome:
     """Change the weights by one step.
 
-    model: the run's model, or what `Ranks.together` makes of it; then both numbers are of this process's share.
+    model: the run's model, or what `Ranks.together` makes of it; then all numbers are of this process's share.
     """
     outcome = gradients(model, batch, config)
     follow_gradients(optimizer, lr)

@@ -76,6 +76,8 @@ class Run:
         self.shape = config.shape
         for examples in (data.train, data.val, data.test):
             check_images(examples, self.shape)
+        # The first process may have to work them out and to keep them, for the others to read.
+        self.traces = ranks.after_first(lambda: classes_of(data)) if config.auxiliary else None
         sizes = blocks_of_rows(data.train, self.shape) if config.buckets else None
         self.order = Order(len(data.train), config.batch, config.seed, sizes, ranks.share)
         self.mask = masks.build(config.mask, self.shape.length, block=config.block, window=config.window)
@@ -136,8 +138,7 @@ class Run:
         turning = None
         if config.augment != "none" and side is not None:
             turning = Turning(config.augment, side, config.seed, config.batch, self.ranks.share)
-        traces = classes_of(self.data) if config.auxiliary else None
-        batches = training_batches(self.data.train, self.shape, self.order, self.step, turning, traces)
+        batches = training_batches(self.data.train, self.shape, self.order, self.step, turning, self.traces)
         if config.objective == "denoise":
             batches = hidden_for_training(batches, self.shape, config.hidden, config.seed, self.step, self.ranks.rank)
         steps = steps_of(self.model, self.optimizer, config, self.device, self.shared)
@@ -187,11 +188,19 @@ class Run:
     def _write_result(self) -> dict[str, Any]:
         with self._averaged():
             weights.save(
-                self.folder / weights.FILE, self.model, self.config, {"steps": self.step, "seconds": self.seconds}
+                self.folder / weights.FILE,
+                self.model,
+                self.config,
+                {"steps": self.step, "seconds": self.seconds, "pixel_labels": self.pixel_labels},
             )
         metrics = final_metrics(self)
         write_json(self.folder / "metrics.json", metrics)
         return metrics
+
+    @property
+    def pixel_labels(self) -> bool:
+        """Whether the weights have seen the classes of pixels, in this run or in one before it."""
+        return self.config.auxiliary > 0 or bool((self.before or {}).get("pixel_labels"))
 
     def _agreed_progress(self) -> float:
         """The steps are the same in every process, the time is not."""

@@ -25,7 +25,7 @@ def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any]) -> 
 
 
 def begin_from(model: nn.Module, path: Path) -> dict[str, Any]:
-    """Put the weights of a finished run into a model's encoder, and into its head if both have one of the same shape.
+    """Put the weights of a finished run into a model's encoder, and into what else both have in the same shape.
 
     path: its file, one of its parts, or the run's folder. Returns what must be told with the model's result: the
     SHA-256 of the file, or of all parts in their order, and what it cost. Raises FileNotFoundError where a file is
@@ -45,7 +45,6 @@ def begin_from(model: nn.Module, path: Path) -> dict[str, Any]:
     return {
         "sha256": tensorfile.sha256(*tensorfile.files(path)),
         "objective": about["config"]["objective"],
-        "pixel_labels": about["config"].get("auxiliary", 0) > 0,
         **about["cost"],
     }
 

@@ -218,7 +218,7 @@ def dk_dv_kernel(
 
 @triton.jit
 def add_exactly(total, lost, number):
-    """total + number, and what rounding it loses, which the next call makes up for (Kahan's sum)."""
+    """total + number, and by how much rounding made it too large, which the next call takes off (Kahan's sum)."""
     number -= lost
     new_total = total + number
     return new_total, (new_total - total) - number

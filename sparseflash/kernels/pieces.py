@@ -55,14 +55,18 @@ def split(x, dtype: tl.constexpr, LARGE: tl.constexpr = False):
 
 
 @triton.jit
-def six_products(x, y, MIRRORED: tl.constexpr):
+def six_products(x, y, MIRRORED: tl.constexpr, OVER_DIMS: tl.constexpr = True):
     """x y of two tiles in pieces, [X, Z] and [Z, Y], in fp32.
 
     MIRRORED: in the order of the six products of y^T x^T, so that both have the same bits where the same instructions
-    sum them.
+    sum them. OVER_DIMS: all terms of the sums count, as over the dims of tokens; few of the weights of a tile may, and
+    where none is cut off nothing must be added.
     """
     small = small_products(x, y, MIRRORED)
-    return with_what_is_cut_off(tl.dot(x[0], y[0]), x[0].shape[1], small)
+    if OVER_DIMS:
+        return with_what_is_cut_off(tl.dot(x[0], y[0]), x[0].shape[1], small)
+    else:
+        return tl.dot(x[0], y[0], small)
 
 
 @triton.jit
@@ -70,7 +74,8 @@ def with_what_is_cut_off(product, LENGTH: tl.constexpr, rest):
     """product + rest. product: by tensor cores, a sum over LENGTH.
 
     They add 16 terms at a time to the sum before, with two bits more than fp32 has, and cut off what is left after each
-    step (what a model of that found wrong on an H100, an H100 had wrong): sums are too small, the more, the longer.
+    step (what a model of that found wrong on an H100, an H100 had wrong): sums are too small, the more, the longer. Of
+    other GPUs' it is an estimate.
     """
     if _CUT_OFF == 0.0:
         return product + rest
@@ -138,9 +143,7 @@ def accumulate(a, b_tile, acc, PRECISION: tl.constexpr):
     which would add up over the tokens.
     """
     if PRECISION == PIECES:
-        return acc + six_products(split(a, b_tile[0].dtype), b_tile, False)
-    elif PRECISION != "tf32":
-        return acc + with_what_is_cut_off(tl.dot(a, b_tile, input_precision=PRECISION), b_tile.shape[0], 0.0)
+        return acc + six_products(split(a, b_tile[0].dtype), b_tile, False, False)
     else:
         return tl.dot(a.to(b_tile.dtype), b_tile, acc, input_precision=PRECISION)
 
@@ -201,5 +204,6 @@ _INTERPRETED = isinstance(pieces_kernel, InterpretedFunction)
 # What two of those steps cut off, as a part of the sum, on the average, in that model (tests/test_pieces.py): least is
 # left then of sums of random terms. Triton's interpreter rounds.
 _CUT_OFF = tl.constexpr(0.0 if _INTERPRETED else 0.36 * 2.0**-24)
-# For tl.dot, of tiles that are whole: Triton splits them itself, in the same way. Its interpreter does not know that.
+# For tl.dot, of tiles that are whole: Triton splits them itself; its one sum of six begins with the small ones. Its
+# interpreter does not know that.
 WITHOUT_PIECES = "ieee" if _INTERPRETED else "bf16x6"

@@ -123,7 +123,7 @@ def changed_inputs(config: dict[str, Any]) -> str:
         "brackets counted": config.get("positions") == "nested",
         "background dropped": config.get("background") == "drop",
         f"turned ({config['augment']})": config["augment"] != "none",
-        "pixel labels in training": config["auxiliary"] > 0,
+        "pixel labels in training": config["auxiliary"] > 0,  # of weights to begin with see `described`
     }
     return ", ".join(name for name, holds in parts.items() if holds) or "as they are"
 
