@@ -184,7 +184,7 @@ class Encoder(nn.Module):
         x = self.embedding(ids)
         if self.positions is not None:
             # Not positions[places]: its gradient adds up a place's tokens one after the other, and padding has them all
-            # in one place, which takes ten milliseconds of a step on 256 images.
+            # in one place.
             x = x + (self.positions[: ids.shape[1]] if places is None else F.embedding(places, self.positions))
         if self.nesting is not None:
             x = x + self.nesting(ids)
