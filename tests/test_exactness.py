@@ -19,6 +19,7 @@ from cutting import chunks_of
 from experiments.speed.precision import products_in_tf32
 from sparseflash import attention
 from strategies import Problem, Recipe, problems
+from tensor_cores import summed_as_by_tensor_cores
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -156,16 +157,6 @@ def test_one_key_where_the_gradients_of_scores_cancel(backend, way):
     )  # fmt: skip
     with loads(way):
         check(problem, backend)
-
-
-def summed_as_by_tensor_cores(builder, a, b, d, *options):
-    """a b + d in fp32 as tensor cores have it: 16 products at a time, and what does not fit cut off."""
-    total = d.data
-    for i in range(0, a.data.shape[-1], 16):
-        exact = total.astype("f8") + a.data[:, i : i + 16].astype("f8") @ b.data[i : i + 16].astype("f8")
-        rounded = exact.astype("f4")
-        total = np.where(abs(rounded) > abs(exact), np.nextafter(rounded, np.float32(0)), rounded)
-    return type(d)(total, d.dtype.scalar)
 
 
 def test_keys_past_the_end_may_have_weights_too_large_for_fp16():

@@ -15,6 +15,7 @@ from sparseflash.kernels import pieces as kernels_in_pieces
 from sparseflash.kernels.configs import has_room_for_pieces
 from sparseflash.kernels.pieces import COUNT, in_pieces, six_products
 from sparseflash.kernels.plan import dense_plan, plan_of
+from tensor_cores import summed_as_by_tensor_cores
 
 
 @given(
@@ -150,37 +151,12 @@ def test_six_products_are_as_good_as_one_in_fp32(dim, device):
     assert (fewer - truth).abs().max() > 5 * found.max()
 
 
-def cut(x: np.ndarray, bits: int, exponents: np.ndarray) -> np.ndarray:
-    """Numbers cut off, towards zero, below `bits` bits of numbers with these exponents."""
-    unit = np.ldexp(1.0, exponents - bits)
-    return np.trunc(x / unit) * unit
-
-
-def exponents_of(x: np.ndarray) -> np.ndarray:
-    return np.where(x == 0, -200, np.frexp(x)[1])
-
-
-def product_of_tensor_cores(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """total + a b as an H100 has it: 16 terms at a time, with two bits more than fp32; what is below is cut off."""
-    total = total.astype(np.float64)
-    for first in range(0, a.shape[1], 16):
-        x, y = a[:, first : first + 16, None], b[None, first : first + 16]
-        terms = (exponents_of(x) + exponents_of(y)).max(1)
-        frame = np.maximum(terms, exponents_of(total))
-        total = cut(total, 26, frame) + cut(x.astype(np.float64) * y, 26, frame[:, None]).sum(1)
-        total = cut(total, 24, exponents_of(total))
-    return total.astype(np.float32)
-
-
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("draw", [torch.rand, torch.randn])  # in sums of one sign it adds up
 def test_what_tensor_cores_cut_off_is_made_up_for(draw, dim, monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
 
-    def dot(self, a, b, d, *precision):
-        return interpreter.TensorHandle(product_of_tensor_cores(a.data, b.data, d.data), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", summed_as_by_tensor_cores)
     generator = torch.Generator().manual_seed(dim)
     x, y = (draw(64, dim, generator=generator) for _ in range(2))
     truth = x.double() @ y.double().T

@@ -73,9 +73,9 @@ def six_products(x, y, MIRRORED: tl.constexpr, OVER_DIMS: tl.constexpr = True):
 def with_what_is_cut_off(product, LENGTH: tl.constexpr, rest):
     """product + rest. product: by tensor cores, a sum over LENGTH.
 
-    They add 16 terms at a time to the sum before, with two bits more than fp32 has, and cut off what is left after each
-    step (what a model of that found wrong on an H100, an H100 had wrong): sums are too small, the more, the longer. Of
-    other GPUs' it is an estimate.
+    They add 16 terms at a time to the sum before, and cut off what does not fit after each step (what a model of that
+    found wrong on an H100, an H100 had wrong): sums are too small, the more, the longer. Of other GPUs' it is an
+    estimate.
     """
     if _CUT_OFF == 0.0:
         return product + rest
@@ -201,7 +201,7 @@ def _splitting(device: torch.device, programs: int, *layout: object) -> Prepared
 
 
 _INTERPRETED = isinstance(pieces_kernel, InterpretedFunction)
-# What two of those steps cut off, as a part of the sum, on the average, in that model (tests/test_pieces.py): least is
+# What two of those steps cut off, as a part of the sum, on the average, in that model (tests/tensor_cores.py): least is
 # left then of sums of random terms. Triton's interpreter rounds.
 _CUT_OFF = tl.constexpr(0.0 if _INTERPRETED else 0.36 * 2.0**-24)
 # For tl.dot, of tiles that are whole: Triton splits them itself; its one sum of six begins with the small ones. Its

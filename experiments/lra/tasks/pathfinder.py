@@ -8,7 +8,8 @@ The release's images and metadata, or a file that `python -m experiments.pathfin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -92,6 +93,8 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
     and with what a small 2-D CNN answers, where that is stored."""
     # Only here: Numba, which renders, takes a second to import.
     from experiments.pathfinder.cnn.results import stored
+    from experiments.pathfinder.owners import marker_counts
+    from experiments.pathfinder.render import render
     from experiments.pathfinder.shortcuts import pairs, shortcuts
     from experiments.pathfinder.vectors import load as load_vectors
 
@@ -102,7 +105,9 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
             f"{task.name}, {options.difficulty}, needs images of {task.side} pixels with paths of "
             f"{CONTOURS[options.difficulty]} dashes; {path} has {size} pixels and {contour} dashes"
         )
-    everything = cached(path.parent, path.stem, [path], lambda: rendered(vectors), shift=1, total=len(vectors))
+    everything = cached(
+        path.parent, path.stem, [path], partial(image_rows, vectors, render), shift=1, total=len(vectors)
+    )
 
     def rules() -> list[tuple[str, float]]:
         found = [(each.rule, each.accuracy) for each in shortcuts(pairs(vectors)[:_IMAGES_FOR_SHORTCUTS])]
@@ -111,30 +116,19 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
 
     def traces() -> Examples:
         name = f"{path.stem}-markers"
-        counts = cached(path.parent, name, [path], lambda: traced(vectors), shift=0, total=len(vectors))
+        rows = partial(image_rows, vectors, marker_counts)
+        counts = cached(path.parent, name, [path], rows, shift=0, total=len(vectors))
         return split(counts, options, path)[0]
 
     return Data(task, path, True, *split(everything, options, path), shortcuts=rules, traces=traces)
 
 
-def rendered(vectors: Vectors) -> Iterator[Row]:
-    """A row for each image."""
-    from experiments.pathfinder.render import render
-
+def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[np.uint8]]) -> Iterator[Row]:
+    """A row for each image, of what `arrays` gives for some of them at a time, uint8 `[n, side, side]`."""
     for first in range(0, len(vectors), _RENDERED_AT_ONCE):
-        images = render(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
+        images = arrays(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
         for label, image in zip(vectors.labels[first:].tolist(), images):
             yield label, (image.tobytes(),)
-
-
-def traced(vectors: Vectors) -> Iterator[Row]:
-    """The same for how many markers the curve through each pixel has, in the same order."""
-    from experiments.pathfinder.owners import marker_counts
-
-    for first in range(0, len(vectors), _RENDERED_AT_ONCE):
-        counts = marker_counts(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
-        for label, each in zip(vectors.labels[first:].tolist(), counts):
-            yield label, (each.tobytes(),)
 
 
 def split(everything: Examples, options: Options, place: Path) -> tuple[Examples, Examples, Examples]:
