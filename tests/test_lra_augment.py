@@ -61,7 +61,7 @@ def test_a_run_turns_its_training_images(setting, tmp_path, monkeypatch):
         task="pathfinder32", augment=setting, block=64, depth=1, width=16, heads=1, mlp=16, steps=2, batch=4, warmup=1,
         positions="rotary2d", pool="mean", device="cpu", seed=7,
     )  # fmt: skip
-    data = Data(TASKS["pathfinder32"], tmp_path, True, images, images, images)
+    data = Data(TASKS["pathfinder32"], tmp_path, "noise", True, images, images, images)
     train.Run(config, data, tmp_path / "run").train()
     expected = [] if setting == "none" else [("square", 32, 7, 4, step) for step in (0, 1)]
     assert [(each.setting, each.side, each.seed, each.batch, step) for each, step in seen] == expected

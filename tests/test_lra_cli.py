@@ -17,7 +17,8 @@ from experiments.lra.step import training_step
 from experiments.lra.termination import told_to_end
 from test_lra_train import DATA, TINY
 
-OPTIONS = {name: value for name, value in vars(TINY).items() if value != DEFAULTS[name]}
+WINDOW = {"window": TINY.window}  # which the local mask alone has
+OPTIONS = {name: value for name, value in vars(TINY).items() if name not in WINDOW and value != DEFAULTS[name]}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,8 @@ def test_train_trains_and_reports_beside_the_baselines(folder, tmp_path):
     assert "listops (generated data), 24 test examples" in result.output
     assert re.search(r"majority class +│? *0\.\d+", result.output)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["config"] == vars(TINY)
+    assert metrics["config"] == {**vars(TINY), "window": DEFAULTS["window"]}
+    assert metrics["data"]["origin"] == "ListOps, generated, 10 to 60 tokens, seed 0"
 
 
 def test_train_pauses_and_resumes(folder, tmp_path):
@@ -117,6 +119,55 @@ def test_several_seeds_are_resumed_where_they_stopped(folder, tmp_path):
     assert result.exit_code == 1 and "holds runs; go on by --resume" in result.output
 
 
+def test_several_seeds_replace_all_runs_of_those_before(folder, tmp_path):
+    """Stopped and resumed, the new ones must not take what is left of the old ones for their own."""
+    settings = {**OPTIONS, "steps": 2, "data": folder, "out": tmp_path}
+    assert call("train", seeds="0,1", **settings).exit_code == 0
+    settings |= {"lr": 0.1, "steps": 3}
+    assert call("train", "--overwrite", seeds="0,1", pause_after=0, **settings).exit_code == 0
+    result = call("train", "--resume", out=tmp_path)
+    assert result.exit_code == 0, result.output
+    for seed in (0, 1):
+        metrics = json.loads((tmp_path / f"seed{seed}/metrics.json").read_text())
+        assert (metrics["config"]["lr"], metrics["steps"]) == (0.1, 3)
+        log = [json.loads(line) for line in (tmp_path / f"seed{seed}/log.jsonl").read_text().splitlines()]
+        assert [record["step"] for record in log if record["kind"] == "test"] == [3]
+
+
+def test_a_series_holds_no_run_of_other_settings(folder, tmp_path):
+    settings = {**OPTIONS, "steps": 2, "data": folder}
+    assert call("train", seeds="0", out=tmp_path / "series", **settings).exit_code == 0
+    other = {**settings, "seed": 1, "lr": 0.1}
+    assert call("train", out=tmp_path / "series/seed1", **other).exit_code == 0
+    result = call("train", "--resume", seeds="0,1", out=tmp_path / "series")
+    assert result.exit_code == 1 and "a resumed run must keep its settings: --lr was 0.1, got 0.003" in result.output
+
+
+@pytest.mark.parametrize("words", [[], ["--overwrite"]], ids=["as it is", "overwrite"])
+def test_a_single_run_is_not_put_where_a_series_is(folder, tmp_path, words):
+    settings = {**OPTIONS, "steps": 1, "data": folder, "out": tmp_path}
+    assert call("train", seeds="0", **settings).exit_code == 0
+    result = call("train", *words, **settings)
+    assert result.exit_code == 1 and "holds runs with several seeds; choose another folder" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--window", "64"], "--window is for --mask local; the mask is butterfly: leave it out"),
+        (["--hidden", "0.5"], "--hidden is for --objective denoise; it is classify"),
+        (["--difficulty", "easy"], "--difficulty is for Pathfinder; the task is listops"),
+        (["--split", "ordered"], "--split is for Pathfinder"),
+        (["--train-examples", "8"], "--train-examples says what to generate for ListOps; with --data, or another task"),
+        (["--data-seed", "1"], "--data-seed says what to generate"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(folder, tmp_path, words, message):
+    result = call("train", *words, data=folder, out=tmp_path / "run")
+    assert result.exit_code == 1 and message in result.output
+    assert not (tmp_path / "run").exists()
+
+
 def test_train_generates_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = {"longer_than": 10, "shorter_than": 60, "train_examples": 40, "val_examples": 5, "test_examples": 5}
@@ -139,7 +190,7 @@ def test_generate_says_where_and_that_it_generated(tmp_path):
 
 
 def test_demo_trains_all_masks_and_compares_them(folder, tmp_path):
-    options = {name: value for name, value in OPTIONS.items() if name != "mask"}
+    options = {name: value for name, value in {**OPTIONS, **WINDOW}.items() if name != "mask"}
     result = call("train", preset="demo", data=folder, out=tmp_path, **{**options, "steps": 3})
     assert result.exit_code == 0, result.output
     for word in ("dense", "local", "butterfly", "beacons", "majority class", "root operator", "Exact:", "masks.png"):

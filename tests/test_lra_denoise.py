@@ -143,7 +143,7 @@ def in_parts(pretrained, monkeypatch, tmp_path):
     for folder, limit in ((whole, weights.PART_BYTES), (parts, 12_000)):
         folder.mkdir()
         monkeypatch.setattr(weights, "PART_BYTES", limit)
-        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4})
+        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4}, run.seen)
     return run, whole, parts
 
 
@@ -161,13 +161,14 @@ def test_a_large_model_is_written_in_parts_and_read_by_any_of_its_names(in_parts
         assert about["cost"] == {"steps": 4}
         assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
     hashed = hashlib.sha256(b"".join((parts / name).read_bytes() for name in names)).hexdigest()
-    assert weights.begin_from(run.model, parts)["sha256"] == hashed
-    assert weights.begin_from(run.model, whole)["sha256"] == tensorfile.sha256(whole / weights.FILE)
+    of_parts, of_whole = (weights.begin_from(run.model, path, run.config, run.seen) for path in (parts, whole))
+    assert of_parts["sha256"] == hashed
+    assert of_whole["sha256"] == tensorfile.sha256(whole / weights.FILE)
 
 
 def test_a_model_replaces_another_of_its_name_whole_or_in_parts(in_parts):
     run, whole, parts = in_parts
-    weights.save(whole / weights.FILE, run.model, run.config, {})
+    weights.save(whole / weights.FILE, run.model, run.config, {}, run.seen)
     assert sorted(each.name for each in whole.iterdir()) == sorted(each.name for each in parts.iterdir())
     tensorfile.write(parts / weights.FILE, run.model, {"kind": weights.KIND})
     assert [each.name for each in parts.iterdir()] == [weights.FILE]
@@ -184,7 +185,7 @@ def test_parts_that_are_not_those_of_one_model_are_refused(in_parts):
     last.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {last.name}$"):
         tensorfile.read(parts, weights.KIND)
-    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5})
+    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5}, run.seen)
     last.write_bytes(kept)
     with pytest.raises(ValueError, match=f"{last.name} must be a part of the same model as the first part"):
         tensorfile.read(parts, weights.KIND)
@@ -196,21 +197,64 @@ def test_parts_that_are_not_those_of_one_model_are_refused(in_parts):
 def test_other_files_are_refused(pretrained, tmp_path):
     run, _ = pretrained
     path = tmp_path / "model.safetensors"
-    model = build_model(replace(SHORT, objective="classify"), TASKS["listops"], run.mask)
+
+    def begin(path, **changes):
+        config = replace(SHORT, objective="classify", **changes)
+        weights.begin_from(build_model(config, TASKS["listops"], run.mask), path, config, run.seen)
+
     with pytest.raises(FileNotFoundError, match="there is no file"):
-        weights.begin_from(model, path)
+        begin(path)
     path.write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"must hold an experiments\.lra model: "):
-        weights.begin_from(model, path)
+        begin(path)
     save_file({"x": torch.zeros(1)}, path, metadata={"about": json.dumps({"kind": "another"})})
     with pytest.raises(ValueError, match="got 'another'"):
-        weights.begin_from(model, path)
-    wider = build_model(replace(SHORT, objective="classify", width=64), TASKS["listops"], run.mask)
+        begin(path)
     with pytest.raises(ValueError, match=r"depth, width, heads.* is \[\d+, 64\] here and \[\d+, 32\] there"):
-        weights.begin_from(wider, run.folder / "model.safetensors")
-    deeper = build_model(replace(SHORT, objective="classify", depth=3), TASKS["listops"], run.mask)
+        begin(run.folder, width=64)
     with pytest.raises(ValueError, match=r"layers\.2.* there"):
-        weights.begin_from(deeper, run.folder / "model.safetensors")
+        begin(run.folder, depth=3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, {"heads": 4}, "heads is 2 there, and 4 here"),
+        ({"positions": "rotary"}, {"positions": "sinusoidal"}, "positions is rotary there, and sinusoidal here"),
+        ({"positions": "rotary"}, {"positions": "rotary", "heads": 4, "head_dim": 8}, "heads is 2 there"),
+        (
+            {"positions": "sinusoidal", "pool": "mean"},
+            {"positions": "sinusoidal", "pool": "cls"},
+            "place of the first token is 0 there, and 1 here",
+        ),
+    ],
+)
+def test_weights_that_would_mean_something_else_are_refused(data, tmp_path, before, after, message):
+    """Of the same shapes, all of them."""
+    first = Run(replace(SHORT, steps=1, **before), data, tmp_path / "first")
+    first.train()
+    config = replace(SHORT, objective="classify", initial=str(first.folder), **after)
+    with pytest.raises(ValueError, match=f"must hold an encoder like this run's: {message}"):
+        Run(config, data, tmp_path / "second")
+
+
+def test_rotary_positions_do_not_see_where_the_first_token_stands(data, tmp_path):
+    first = Run(replace(SHORT, steps=1, positions="rotary", pool="mean"), data, tmp_path / "first")
+    first.train()
+    config = replace(SHORT, objective="classify", initial=str(first.folder), positions="rotary", pool="cls", steps=1)
+    assert Run(config, data, tmp_path / "second").train()["initial"]["data"] == first.seen
+
+
+def test_weights_that_have_seen_another_split_are_refused(pretrained, data, tmp_path):
+    """Two sets of one seed begin with the same expressions, so the tests of one are trained on in the other."""
+    smaller = load("listops", generate(Settings(10, 60, 32, 8, 24), tmp_path, workers=1))
+    trained_on = {data.train.sequence(i).tobytes() for i in range(len(data.train))}
+    assert any(smaller.test.sequence(i).tobytes() in trained_on for i in range(len(smaller.test)))
+    config = replace(SHORT, objective="classify", initial=str(pretrained[0].folder))
+    with pytest.raises(ValueError, match=r"was trained on another split of the same examples .*10 to 60 tokens, seed 0"):
+        Run(config, smaller, tmp_path / "run")
+    other = load("listops", generate(Settings(10, 60, 32, 8, 24, seed=1), tmp_path, workers=1))
+    Run(config, other, tmp_path / "run")
 
 
 def test_settings_are_checked():

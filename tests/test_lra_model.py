@@ -12,6 +12,7 @@ from experiments.lra.batches import Batch
 from experiments.lra.config import Config
 from experiments.lra.model import POOLS, Classifier, pool
 from experiments.lra.positions import POSITIONS, Nesting, Turns, sinusoids, turned
+from experiments.lra.presets import PRESETS, settings_of
 from experiments.lra.step import build_model, build_optimizer, evaluate, training_step
 from experiments.lra.tasks import TASKS
 from experiments.lra.tokens import encode
@@ -230,13 +231,49 @@ def test_only_matrices_decay():
 
 def test_schedules():
     assert [schedule.factor("constant", step, 4, 0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert schedule.factor("cosine", 50, 4, 0.5) == pytest.approx(0.5)
+    assert schedule.factor("cosine", 52, 4, 0.52) == pytest.approx(0.5)  # the middle of what follows the warm-up
     assert schedule.factor("cosine", 50, 4, 1.2) == 0
-    assert [schedule.factor("linear", step, 4, progress) for step, progress in ((1, 0), (50, 0.25), (50, 1.2))] == [
+    assert [schedule.factor("linear", step, 4, progress) for step, progress in ((1, 0), (28, 0.28), (50, 1.2))] == [
         0.5, 0.75, 0.0,
     ]  # fmt: skip
     # The Long Range Arena writes 0.05 / sqrt(step) with a warm-up of 1000.
     assert 0.05 / math.sqrt(1000) * schedule.factor("rsqrt", 3999, 1000, 0) == pytest.approx(0.05 / math.sqrt(4000))
+
+
+@pytest.mark.parametrize(("name", "anneals"), [("linear", "linear"), ("cosine", "cos")])
+@pytest.mark.parametrize("task", ["listops", "text", "image"])
+def test_a_schedule_is_that_of_pytorch(name, anneals, task):
+    """OneCycleLR is what the Nystromformer's code takes: up to the peak in the warm-up, and from there down."""
+    preset = settings_of("nystromformer", task)
+    steps, warmup = preset["steps"] // 10, preset["warmup"] // 10
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1.0, total_steps=steps, pct_start=warmup / steps, anneal_strategy=anneals, cycle_momentum=False
+    )
+    for step in range(steps):
+        if step >= warmup:  # theirs begins at a 25th of the peak, and a cosine rises as one, too
+            ours = schedule.factor(name, step, warmup, step / steps)
+            assert ours == pytest.approx(theirs.get_last_lr()[0], abs=3 / (steps - warmup))
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_learning_rate_reaches_its_peak_and_falls_from_there(preset):
+    for task, settings in PRESETS[preset].items():
+        config = Config(task=task, **settings)
+        steps, warmup = config.steps, config.warmup
+        near = sorted({*range(min(steps, warmup + 3)), *range(warmup, steps, 97)})
+        factors = [schedule.factor(config.schedule, step, warmup, step / steps) for step in near]
+        # The arena's Retrieval ends before its warm-up does.
+        assert max(factors) == pytest.approx(min(1.0, steps / warmup), rel=1e-3)
+        after = [value for step, value in zip(near, factors) if step >= warmup]
+        assert after == sorted(after, reverse=True)
+
+
+def test_the_learning_rate_of_a_run_that_ends_by_its_time():
+    """Steps of 10 ms, a warm-up of 1 s, and 4 s in all: at 2.5 s half of the fall is done, whatever --steps says."""
+    assert schedule.factor("linear", 250, 100, 2.5 / 4) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

@@ -29,7 +29,7 @@ def table(tmp_path, *words):
     return CliRunner().invoke(cli.app, [*command, *places, *words])
 
 
-def finished_run(folder, *, seed=0, accuracy=0.37, task="listops", mask="dense", generated=False, **config):
+def finished_run(folder, *, seed=0, accuracy=0.37, task="listops", mask="dense", generated=False, data=None, **config):
     """The metrics of a run, as train.py leaves them."""
     config = {"seed": seed, "task": task, "mask": mask, "steps": 5000, "device": "auto", **config}
     metrics = {
@@ -37,6 +37,8 @@ def finished_run(folder, *, seed=0, accuracy=0.37, task="listops", mask="dense",
         "baselines": RULES, "steps": 5000, "parameters": 10, "training_seconds": 3600.0, "tokens_per_s": 1e6,
         "device": "a GPU", "config": config,
     }  # fmt: skip
+    if data is not None:
+        metrics["data"] = {"origin": data, "hash": data}
     folder.mkdir(parents=True)
     (folder / "metrics.json").write_text(json.dumps(metrics))
 
@@ -206,6 +208,13 @@ def test_of_several_settings_none_is_chosen_but_released_data_come_before_genera
     assert summary(results)[1][1:3] == ["2 settings below", "40.0 % (n=1)"]
     assert draw(results, tmp_path / "table.png").exists()
     assert report.page(results).count("| listops | released | dense |") == 2
+
+
+def test_runs_on_other_data_are_other_rows(tmp_path):
+    finished_run(tmp_path / "a", seed=0, generated=True, data="seed 1", longer_than=500)
+    finished_run(tmp_path / "b", seed=1, generated=True, data="seed 7", longer_than=500)
+    finished_run(tmp_path / "c", seed=1, generated=True, data="seed 1", longer_than=20)  # --data says what was read
+    assert sorted(each.seeds for each in collect(tmp_path)) == ["0 1", "1"]
 
 
 def test_a_run_is_not_counted_twice(tmp_path):

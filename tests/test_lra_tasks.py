@@ -73,7 +73,7 @@ def write_pathfinder(folder, metadata="text", images=30, side=32):
         if metadata == "text":
             path.write_text("".join(" ".join(row) + "\n" for row in rows))
         else:
-            np.save(path, np.array(rows))
+            np.save(path, np.array(rows, str if metadata == "array" else bytes))
     return fold
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_batch_is_named(content, message, tmp_path):
         load("image", tmp_path)
 
 
-@pytest.mark.parametrize("metadata", ["text", "array"])
+@pytest.mark.parametrize("metadata", ["text", "array", "bytes"])
 def test_pathfinder_reads_both_forms_of_metadata_in_the_order_of_numbers(metadata, tmp_path):
     fold = write_pathfinder(tmp_path, metadata)
     data = load("pathfinder32", tmp_path, Options(split="ordered"))
@@ -252,6 +252,13 @@ def test_what_is_wrong_with_the_images_is_named(damage, error, message, tmp_path
     damage(write_pathfinder(tmp_path))
     with pytest.raises(error, match=message):
         load("pathfinder32", tmp_path)
+
+
+def test_an_empty_line_is_no_image(tmp_path):
+    fold = write_pathfinder(tmp_path)
+    with open(fold / "metadata/2.npy", "a") as file:
+        file.write("\n")
+    assert len(load("pathfinder32", tmp_path, Options(split="ordered")).train) == 24
 
 
 def test_images_may_lie_on_another_disk(tmp_path):

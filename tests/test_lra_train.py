@@ -269,6 +269,19 @@ def test_resuming_needs_a_run_and_the_same_data(data, tmp_path):
         Run(TINY, replace(data, train=data.val), tmp_path / "run", resume=True)
 
 
+def test_resuming_needs_the_same_examples_not_only_as_many(data, tmp_path):
+    other = load("listops", generate(replace(DATA, seed=1), tmp_path, workers=1))
+    Run(replace(TINY, steps=1), data, tmp_path / "run").train()
+    with pytest.raises(ValueError, match=r"must see the same data: it began with ListOps, generated, .* seed 0, from"):
+        Run(TINY, other, tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="must see the same data"):  # of one origin, dealt out differently
+        Run(TINY, replace(data, val=data.test, test=data.val), tmp_path / "run", resume=True)
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    del saved["data"]["hash"]  # of a run from before it was kept
+    (tmp_path / "run/config.json").write_text(json.dumps(saved))
+    Run(TINY, data, tmp_path / "run", resume=True)
+
+
 def test_a_diverging_run_says_what_to_change(data, tmp_path):
     with pytest.raises(FloatingPointError, match=r"the loss is nan at step \d+; lower --lr \(now 1e\+30\)"):
         Run(replace(TINY, lr=1e30, warmup=1, clip=0.0), data, tmp_path).train()

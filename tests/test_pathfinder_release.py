@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.lra.tasks import load
+from experiments.lra.tasks.task import Options
 from experiments.pathfinder import release
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import lra
@@ -84,6 +86,8 @@ def test_stopped_export_is_done_again(vectors, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         export(vectors, tmp_path, progress=stop)
     assert not (tmp_path / "pathfinder128" / "curv_contour_length_9" / "generated.json").exists()
+    with pytest.raises(ValueError, match="holds only a part of the generated images that were being written there"):
+        load("pathfinder128", tmp_path, Options("intermediate"))  # it must not be taken for the release
     folder = export(vectors, tmp_path)
     assert (folder / "generated.json").exists() and not (folder / "unfinished").exists()
 

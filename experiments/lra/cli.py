@@ -19,6 +19,7 @@ from rich.console import Console
 from experiments.lra import board, demo
 from experiments.lra import seeds as several
 from experiments.lra.config import HELP, SHOWN_DEFAULTS, Config, configure, resumed
+from experiments.lra.effects import check_effects
 from experiments.lra.errors import short_errors
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
 from experiments.lra.presets import PRESETS
@@ -178,16 +179,17 @@ def train(
                 data = saved_data
         else:
             config = configure(preset, chosen)
+            trained = demo.MASKS if preset == "demo" and "mask" not in chosen else (config.mask,)
+            check_effects(config, chosen, masks=trained, given_data=data is not None)
         if preset == "demo":
             refuse_many("the demo")
             if pause_after is not None or seeds is not None or tensorboard:
                 raise ValueError("the demo has no --pause-after, --seeds or --tensorboard: it takes three minutes")
             if config.attention != "sparseflash":
                 raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
-            names = (config.mask,) if "mask" in chosen else demo.MASKS
-            for name in names:
+            for name in trained:
                 check(replace(config, mask=name))
-            exact = demo.run(config, find_data(config, data), out or RUNS / "demo", console, names=names)
+            exact = demo.run(config, find_data(config, data), out or RUNS / "demo", console, names=trained)
             raise typer.Exit(0 if exact else 1)
         chosen_seeds = several.parsed(seeds) if seeds is not None else several.saved(out) if resume and out else None
         if chosen_seeds is not None and "seed" in chosen:

@@ -188,6 +188,9 @@ HELP = helps(Config)
 SHOWN_DEFAULTS = shown_defaults(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
+# What data to generate, where none are given.
+GENERATOR = ("longer_than", "shorter_than", "train_examples", "val_examples", "test_examples", "data_seed")
+
 # What may change when a run is resumed: it leaves the weights as they would be, or is meant to change them.
 FREE_ON_RESUME = (
     "steps",
@@ -211,6 +214,11 @@ def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
     """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
     return resume.resumed(saved, chosen, FREE_ON_RESUME)
+
+
+def from_saved(saved: dict[str, Any]) -> Config:
+    """The settings that `as_dict` gave, now or when there were fewer of them."""
+    return Config(**{"buckets": False, **saved})  # a run from before there were buckets has none
 
 
 def as_dict(config: Config) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
     return {
         "task": run.data.task.name,
         "generated_data": run.data.generated,
+        "data": run.seen,
         "objective": run.config.objective,
         "initial": run.before,
         "pixel_labels": run.pixel_labels,

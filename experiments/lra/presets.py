@@ -16,7 +16,7 @@ def _epochs(count: int, examples: int, batch: int) -> Settings:
 # rate of 0.05 / sqrt(step) has its peak at the end of the warm-up. ListOps: 9.0 million parameters, a checkpoint with
 # the optimiser takes 107 MB.
 _ARENA: Settings = {"attention_dropout": 0.1, "pool": "cls", "positions": "sinusoidal", "precision": "bf16"}
-_RSQRT: Settings = {"batch": 32, "schedule": "rsqrt", "weight_decay": 0.1}
+_RSQRT: Settings = {"batch": 32, "schedule": "rsqrt", "weight_decay": 0.1, "clip": 0.0}
 _PIXELS: Settings = {"schedule": "cosine", "weight_decay": 0.0, "clip": 0.0, "lr": 1e-3}
 _ARENA_TASKS: dict[str, Settings] = {
     "listops": {**_RSQRT, "depth": 4, "width": 512, "heads": 8, "mlp": 1024, "steps": 5000, "lr": 0.05 / 1000**0.5,
@@ -45,7 +45,7 @@ _FLASH: Settings = {
 # took settings from, too: one small model for all tasks, in bf16. Theirs takes black pixels of Pathfinder for padding.
 _NYSTROMFORMER: Settings = {
     "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.1, "attention_dropout": 0.1, "pool": "mean",
-    "positions": "learned", "lr": 1e-4, "schedule": "linear", "weight_decay": 0.0, "precision": "bf16",
+    "positions": "learned", "lr": 1e-4, "schedule": "linear", "weight_decay": 0.0, "clip": 0.0, "precision": "bf16",
 }  # fmt: skip
 _NYSTROMFORMER_TASKS: dict[str, Settings] = {
     "listops": {"batch": 32, "steps": 5000, "warmup": 1000},

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.lra.checkpoint import folders
+from experiments.lra import tensorfile
+from experiments.lra.checkpoint import folders, remove
 
 Settings = TypeVar("Settings")
 
@@ -24,6 +25,14 @@ def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> S
                 f"{getattr(saved, name)}, got {value}; start another run with another --out"
             )
     return replace(saved, **chosen)  # type: ignore[type-var]
+
+
+def discard(folder: Path) -> None:
+    """Delete the run in a folder, so that nothing of it can be taken for a part of the next one."""
+    remove(folder)
+    for name in ("config.json", "log.jsonl", "metrics.json"):
+        (folder / name).unlink(missing_ok=True)
+    tensorfile.remove(folder / "model.safetensors")
 
 
 def check_unused(folder: Path) -> None:

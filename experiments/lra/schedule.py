@@ -10,17 +10,29 @@ SCHEDULES = ("constant", "cosine", "linear", "rsqrt")
 def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
     """The factor for step `step` (from 0).
 
-    All rise linearly over `warmup` steps. Then "constant" stays at 1; "cosine" and "linear" fall to 0 as
-    progress, the part of the run that is done, goes to 1; "rsqrt" falls as sqrt(warmup / step), the Long Range
+    All rise linearly over `warmup` steps, to 1. Then "constant" stays there; "cosine" and "linear" fall from there to
+    0 as progress, the part of the run that is done, goes to 1; "rsqrt" falls as sqrt(warmup / step), the Long Range
     Arena's own.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"the schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
-    rise = min(1.0, (step + 1) / max(1, warmup))
+    if step < warmup:
+        return (step + 1) / warmup
+    fallen = decayed(step, warmup, progress)
     if schedule == "cosine":
-        return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return 0.5 * (1 + math.cos(math.pi * fallen))
     if schedule == "linear":
-        return rise * (1 - min(1.0, progress))
+        return 1 - fallen
     if schedule == "rsqrt":
-        return rise * math.sqrt(max(1, warmup) / max(step + 1, warmup, 1))
-    return rise
+        return math.sqrt(max(1, warmup) / (step + 1))
+    return 1.0
+
+
+def decayed(step: int, warmup: int, progress: float) -> float:
+    """The part that is done of what follows the warm-up, for a step after it.
+
+    A run may end by its time, so where the warm-up ended is known from its share of the steps until now.
+    """
+    progress = min(1.0, progress)
+    risen = progress * warmup / max(1, step)
+    return 1.0 if risen >= 1 else (progress - risen) / (1 - risen)

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.lra.config import Config, as_dict
+from experiments.lra.config import FREE_ON_RESUME, Config, as_dict, from_saved, resumed
 from experiments.lra.files import write_json
 from experiments.lra.ranks import ALONE, Ranks
+from experiments.lra.resume import discard
 
 SERIES = "seeds.json"
 SUMMARY = "summary.json"
@@ -62,6 +63,10 @@ def begin(
         )
     if "config.json" in held:
         raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
+    if not resume:  # or a later --resume would take the old runs for this series'
+        for place in folder.glob("seed*"):
+            if place.name.removeprefix("seed").isdecimal():
+                discard(place)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMMARY).unlink(missing_ok=True)
     write_json(folder / SERIES, {"seeds": list(seeds), "config": as_dict(config), "data": {"folder": str(data)}})
@@ -95,11 +100,25 @@ def run(
     return summary
 
 
+def check_none(folder: Path) -> None:
+    """Raises FileExistsError where the folder holds a series, which a single run in it would hide."""
+    if (folder / SERIES).exists():
+        raise FileExistsError(f"{folder} holds runs with several seeds; choose another folder with --out")
+
+
 def state(config: Config, folder: Path) -> tuple[Metrics | None, bool]:
-    """The metrics of a complete run, None where it is not or is now to be longer; and whether there is a run at all."""
+    """The metrics of a complete run, None where it is not or is now to be longer; and whether there is a run at all.
+
+    Raises ValueError where it is a run of other settings.
+    """
+    saved = folder / "config.json"
+    if not saved.exists():
+        return None, False
+    chosen = {name: value for name, value in as_dict(config).items() if name not in FREE_ON_RESUME}
+    resumed(from_saved(json.loads(saved.read_text())["config"]), chosen)
     path = folder / "metrics.json"
     if not path.is_file():
-        return None, (folder / "config.json").exists()
+        return None, True
     metrics: Metrics = json.loads(path.read_text())
     used = metrics["config"]
     return metrics if (used["steps"], used["minutes"]) == (config.steps, config.minutes) else None, True

@@ -19,20 +19,21 @@ from typing import Any
 
 import torch
 
-from experiments.lra import checkpoint, masks, schedule, seeds, tensorfile, weights
+from experiments.lra import checkpoint, masks, schedule, seeds, weights
 from experiments.lra.augment import Turning
 from experiments.lra.average import Average
 from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
 from experiments.lra.clock import Clock
-from experiments.lra.config import Config, as_dict
+from experiments.lra.config import Config, as_dict, from_saved
 from experiments.lra.denoise import hidden_for_scoring, hidden_for_training
 from experiments.lra.files import write_json
 from experiments.lra.host import host_threads
+from experiments.lra.identity import identity
 from experiments.lra.metrics import final_metrics
 from experiments.lra.order import Order
 from experiments.lra.ranks import ALONE, Ranks, find_device
 from experiments.lra.recorded import steps_of
-from experiments.lra.resume import check_unused
+from experiments.lra.resume import check_unused, discard
 from experiments.lra.runlog import Record, RunLog
 from experiments.lra.step import Outcome, Steps, build_model, build_optimizer, evaluate
 from experiments.lra.tasks import TASKS, Data
@@ -86,11 +87,12 @@ class Run:
         # Asked by the first process, which may be writing one: the others wait for it, and see the same.
         found = ranks.from_first(lambda: checkpoint.newest(folder)) if resume else None
         self.before: dict[str, Any] | None = None  # what the weights had seen when this run began
+        self.seen = identity(data)
         if config.initial is not None:
             if found is not None:
                 self.before = json.loads((folder / "config.json").read_text())["initial"]
             else:
-                self.before = weights.begin_from(self.model, Path(config.initial))
+                self.before = weights.begin_from(self.model, Path(config.initial), config, self.seen)
         self.average = Average(self.model, config.average) if config.average > 0 else None
         ranks.seed_apart(config.seed)
         self.step, self.seconds = 0, 0.0
@@ -106,17 +108,16 @@ class Run:
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
         saved = self.folder / "config.json"
-        used: dict[str, Any] = {"examples": [len(self.data.train), len(self.data.val), len(self.data.test)]}
+        examples = [len(self.data.train), len(self.data.val), len(self.data.test)]
+        used = {**self.seen, "examples": examples, "folder": str(self.data.folder), "generated": self.data.generated}
         if resume:
             check_same_data(json.loads(saved.read_text())["data"], used)
         else:
+            seeds.check_none(self.folder)
             if not overwrite:
                 check_unused(self.folder)
-            checkpoint.remove(self.folder)
-            (self.folder / "metrics.json").unlink(missing_ok=True)
-            tensorfile.remove(self.folder / weights.FILE)
+            discard(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        used |= {"folder": str(self.data.folder), "generated": self.data.generated}
         write_json(saved, {"config": as_dict(self.config), "data": used, "initial": self.before})
 
     def train(self, pause: Callable[[int], bool] = lambda step: False) -> dict[str, Any] | None:
@@ -192,6 +193,7 @@ class Run:
                 self.model,
                 self.config,
                 {"steps": self.step, "seconds": self.seconds, "pixel_labels": self.pixel_labels},
+                self.seen,
             )
         metrics = final_metrics(self)
         write_json(self.folder / "metrics.json", metrics)
@@ -299,6 +301,11 @@ def check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"a resumed run must see the same data: it began with {saved['examples']} examples (train, val, "
             f"test) from {saved['folder']}; got {now['examples']}"
         )
+    if saved.get("hash", now["hash"]) != now["hash"]:  # of a run from before it was kept nothing is known
+        raise ValueError(
+            f"a resumed run must see the same data: it began with {saved['origin']}, from {saved['folder']}; those in "
+            f"{now['folder']} ({now['origin']}) are others"
+        )
 
 
 def saved_run(folder: Path) -> tuple[Config, Path]:
@@ -310,5 +317,4 @@ def saved_run(folder: Path) -> tuple[Config, Path]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {folder}")
     saved = json.loads(path.read_text())
-    # A run from before there were buckets has none.
-    return Config(**{"buckets": False, **saved["config"]}), Path(saved["data"]["folder"])
+    return from_saved(saved["config"]), Path(saved["data"]["folder"])

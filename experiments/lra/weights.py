@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +11,41 @@ from torch import Tensor, nn
 
 from experiments.lra import tensorfile
 from experiments.lra.checkpoint import PART_BYTES
-from experiments.lra.config import Config, as_dict
+from experiments.lra.config import DEFAULTS, Config, as_dict
+from experiments.lra.identity import check_apart
 
 FILE = "model.safetensors"
 KIND = "experiments.lra model"
+# What the encoder's numbers mean, of a run's settings, and their shapes need not tell.
+_MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "heads": itemgetter("heads"),
+    "head_dim": lambda config: config["head_dim"] or config["width"] // config["heads"],
+    "positions": itemgetter("positions"),
+    "qk_norm": itemgetter("qk_norm"),
+    # [CLS] moves all places by one, which rotary positions, those of pairs, do not see.
+    "place of the first token": lambda config: int(
+        config["pool"] == "cls" and config["positions"] in ("learned", "sinusoidal")
+    ),
+}
 _HEADS = ("head.", "namer.", "tracer.")  # what answers with the encoder's features
 
 
-def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any]) -> None:
-    """Write the weights, with the settings and what they cost.
+def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], data: dict[str, str]) -> None:
+    """Write the weights, with the settings, what they cost, and what they were trained on.
 
-    cost: plain values that say how much training the weights have seen.
+    cost: plain values that say how much training the weights have seen; data: see identity.py.
     """
-    tensorfile.write(path, model, {"kind": KIND, "config": as_dict(config), "cost": cost}, limit=PART_BYTES)
+    about = {"kind": KIND, "config": as_dict(config), "cost": cost, "data": data}
+    tensorfile.write(path, model, about, limit=PART_BYTES)
 
 
-def begin_from(model: nn.Module, path: Path) -> dict[str, Any]:
+def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
     """Put the weights of a finished run into a model's encoder, and into what else both have in the same shape.
 
-    path: its file, one of its parts, or the run's folder. Returns what must be told with the model's result: the
-    SHA-256 of the file, or of all parts in their order, and what it cost. Raises FileNotFoundError where a file is
-    missing, and ValueError where it is another one or its encoder has other sizes.
+    path: its file, one of its parts, or the run's folder; config, data: of the run that begins. Returns what must be
+    told with the model's result: the SHA-256 of the file, or of all parts in their order, what it learned, on what
+    data, and what it cost. Raises FileNotFoundError where a file is missing, and ValueError where it is another one,
+    its encoder is another one, or it has seen another split of the run's data.
     """
     found, about = tensorfile.read(path, KIND)
     own = model.state_dict()
@@ -40,13 +56,25 @@ def begin_from(model: nn.Module, path: Path) -> dict[str, Any]:
             f"{path} must hold an encoder of this run's depth, width, heads, mlp, positions and vocabulary; "
             f"{described(differing[0], own, found)}"
         )
+    check_alike(path, {**DEFAULTS, **about["config"]}, as_dict(config))
+    check_apart(path, about.get("data"), data)
     same = {name: tensor for name, tensor in found.items() if name in own and own[name].shape == tensor.shape}
     model.load_state_dict({**own, **same})
     return {
         "sha256": tensorfile.sha256(*tensorfile.files(path)),
+        "task": about["config"]["task"],
+        "data": about.get("data"),
         "objective": about["config"]["objective"],
         **about["cost"],
     }
+
+
+def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raises ValueError where the same numbers would mean other things: shapes do not tell how many heads there are."""
+    for name, meaning in _MEANINGS.items():
+        was, now = meaning(there), meaning(here)
+        if was != now:
+            raise ValueError(f"{path} must hold an encoder like this run's: {name} is {was} there, and {now} here")
 
 
 def described(name: str, own: dict[str, Tensor], found: dict[str, Tensor]) -> str:

@@ -12,6 +12,8 @@ from hashlib import blake2b
 from typing import Any
 
 FOLDS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # the release's folder names
+LABEL = "generated.json"  # beside images that were generated, in the release's layout
+UNFINISHED = "unfinished"  # there instead until they are complete
 MARKER_COUNTS = 3  # classes of a pixel: 0, 1 or 2 markers on the curve through it; see owners.py
 
 

@@ -16,12 +16,11 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from experiments.lra.files import write_json
-from experiments.pathfinder.parameters import FOLDS, Parameters
+from experiments.pathfinder.parameters import FOLDS, LABEL, UNFINISHED, Parameters
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors
 
 IMAGES_PER_BATCH = 1000
-LABEL = "generated.json"
 
 
 def folder_of(parameters: Parameters, parent: Path) -> Path:
@@ -51,16 +50,16 @@ def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = 
         if json.loads((folder / LABEL).read_text()) != label:
             raise FileExistsError(f"{folder} holds generated images of other settings; choose another folder")
         return folder
-    if folder.exists() and not (folder / "unfinished").exists():
+    if folder.exists() and not (folder / UNFINISHED).exists():
         raise FileExistsError(f"{folder} holds images that were not generated; choose another folder")
     (folder / "metadata").mkdir(parents=True, exist_ok=True)
-    (folder / "unfinished").touch()
+    (folder / UNFINISHED).touch()
     for first in range(0, len(vectors), IMAGES_PER_BATCH):
         last = min(first + IMAGES_PER_BATCH, len(vectors))
         write_batch(vectors, first, last, folder)
         progress(last)
     write_json(folder / LABEL, label)
-    (folder / "unfinished").unlink()
+    (folder / UNFINISHED).unlink()
     return folder
 
 

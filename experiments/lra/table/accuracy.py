@@ -10,6 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from experiments.lra.config import GENERATOR
+
 # What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
 _APART = ("seed", "device", "eval_every", "eval_examples", "checkpoint_every", "log_every")
 # What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
@@ -78,6 +80,9 @@ def key(metrics: dict[str, Any]) -> str:
     config = {**_BEFORE, **metrics["config"]}
     kept = {name: value for name, value in sorted(config.items()) if name not in (*_APART, *_NOTHING)}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
+    if (data := metrics.get("data")) is not None:
+        # The settings of a generator say what would have been generated without --data.
+        kept = {name: value for name, value in kept.items() if name not in GENERATOR} | {"data": data["hash"]}
     if (initial := metrics.get("initial")) is not None:
         kept["initial"] = initial["sha256"]
     return blake2b(json.dumps(kept).encode(), digest_size=3).hexdigest()

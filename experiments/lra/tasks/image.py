@@ -42,7 +42,7 @@ def load(folder: Path) -> Data:
             test = open_files([place / test_name], "image-test")
             rows = np.arange(len(both))
             last = len(both) * 9 // 10
-            return Data(TASK, place, False, both.take(rows[:last]), both.take(rows[last:]), test)
+            return Data(TASK, place, "CIFAR-10", False, both.take(rows[:last]), both.take(rows[last:]), test)
     raise FileNotFoundError(f"the data folder {folder} holds no CIFAR-10 files; {ADVICE}")
 
 

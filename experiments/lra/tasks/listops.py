@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,14 @@ def load(folder: Path) -> Data:
     """The splits in `folder`, or in the folders where the released archive keeps them."""
     place, prefix = find(folder)
     train, val, test = (open_file(place / f"{prefix}_{split}.tsv") for split in SPLITS)
-    return Data(TASK, place, prefix == "generated", train, val, test)
+    generated = prefix == "generated"
+    return Data(TASK, place, origin_of(place) if generated else "ListOps, released", generated, train, val, test)
+
+
+def origin_of(place: Path) -> str:
+    """Which draws the generated examples are the first of."""
+    about = json.loads((place / LABEL).read_text())
+    return f"ListOps, generated, {about['longer_than']} to {about['shorter_than']} tokens, seed {about['seed']}"
 
 
 def find(folder: Path) -> tuple[Path, str]:

@@ -8,6 +8,7 @@ The release's images and metadata, or a file that `python -m experiments.pathfin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 
 from experiments.lra.cache import Examples, Row, cached
 from experiments.lra.tasks.task import Data, Options, Task, need
-from experiments.pathfinder.parameters import MARKER_COUNTS
+from experiments.pathfinder.parameters import LABEL, MARKER_COUNTS, UNFINISHED, Parameters
 
 if TYPE_CHECKING:
     from experiments.pathfinder.vectors import Vectors
@@ -39,7 +40,6 @@ FOLDS = {
 CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a path
 SPLITS = ("shuffled", "ordered")
 RELEASE = Path("lra_release")  # the folder of the arena's archive, and of another one in it
-LABEL = "generated.json"  # beside images that our generator has written
 _SHUFFLE_SEED = 42  # of S4 and of those who took its loader
 _RENDERED_AT_ONCE = 500
 _IMAGES_FOR_SHORTCUTS = 10_000
@@ -80,7 +80,16 @@ def load(task: Task, folder: Path, options: Options) -> Data:
     everything = cached(
         place, f"{task.name}-{fold}", metadata, lambda: read(samples, task.longest), shift=1, total=len(samples)
     )  # fmt: skip
-    return Data(task, place, (place / LABEL).is_file(), *split(everything, options, place))
+    if (place / LABEL).is_file():
+        about = json.loads((place / LABEL).read_text())
+        parameters, seed = Parameters.from_json(json.dumps(about["parameters"])), about["seed"]
+        return Data(task, place, generated_origin(parameters, seed), True, *split(everything, options, place))
+    return Data(task, place, f"{task.name}, {fold}, released", False, *split(everything, options, place))
+
+
+def generated_origin(parameters: Parameters, seed: int) -> str:
+    """Which images the generated ones are the first of."""
+    return f"{parameters.name}, generated, seed {seed}"
 
 
 def generated_in(folder: Path, task: Task, difficulty: str) -> list[Path]:
@@ -120,7 +129,8 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
         counts = cached(path.parent, name, [path], rows, shift=0, total=len(vectors))
         return split(counts, options, path)[0]
 
-    return Data(task, path, True, *split(everything, options, path), shortcuts=rules, traces=traces)
+    origin = generated_origin(vectors.parameters, vectors.seed)
+    return Data(task, path, origin, True, *split(everything, options, path), shortcuts=rules, traces=traces)
 
 
 def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[np.uint8]]) -> Iterator[Row]:
@@ -174,6 +184,11 @@ def find(task: Task, folder: Path, fold: str) -> Path:
         raise ValueError(
             f"the data folder {folder} must hold one {inside}; got {' and '.join(map(str, found))}: name one of them"
         )
+    if (chosen / UNFINISHED).exists():
+        raise ValueError(
+            f"{chosen} holds only a part of the generated images that were being written there; write them again with "
+            "`python -m experiments.pathfinder export`, which goes on with them"
+        )
     if not any((chosen / "metadata").glob("*.npy")):
         raise FileNotFoundError(f"{chosen / 'metadata'} holds no .npy file; {advice}")
     return chosen
@@ -192,13 +207,16 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
         is_array = file.read(6) == b"\x93NUMPY"
     if is_array:
         try:
-            lines = [" ".join(map(str, row)) for row in np.load(path, allow_pickle=False)]
+            # Strings of bytes are what NumPy under Python 2 has written.
+            lines = [" ".join(row) for row in np.load(path, allow_pickle=False).astype(str)]
         except ValueError as error:
             raise ValueError(f"{path} must be an array of strings: {error}") from None
     else:
         lines = path.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         fields = line.split()
+        if not fields:
+            continue
         if len(fields) < 4 or fields[3] not in ("0", "1"):
             raise ValueError(
                 f"line {number} of {path} must begin with folder, file, number and label (0 or 1); got {line[:60]!r}"

@@ -22,7 +22,7 @@ def load(folder: Path) -> Data:
     for place in (folder / name for name in FOLDERS):
         if has_all(place, NAMES, ADVICE):
             train, val, test = (open_file(place.resolve() / name) for name in NAMES)
-            return Data(TASK, place.resolve(), False, train, val, test)
+            return Data(TASK, place.resolve(), "AAN, released", False, train, val, test)
     raise FileNotFoundError(f"the data folder {folder} holds no pairs of papers; {ADVICE}")
 
 

@@ -34,6 +34,7 @@ class Data:
 
     task: Task
     folder: Path
+    origin: str  # whose examples these are, whatever their number and split
     generated: bool  # written by our generator, not the released files
     train: Examples
     val: Examples

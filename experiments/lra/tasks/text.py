@@ -27,7 +27,7 @@ def load(folder: Path) -> Data:
     if missing:
         raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {ADVICE}")
     train, test = (open_split(place, split) for split in ("train", "test"))
-    return Data(TASK, place, False, train, test, test)
+    return Data(TASK, place, "Large Movie Review Dataset", False, train, test, test)
 
 
 def open_split(place: Path, split: str) -> Examples:
