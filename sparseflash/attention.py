@@ -16,6 +16,7 @@ BACKENDS = ("triton", "blockwise", "reference")
 Backend = Literal["triton", "blockwise", "reference"]
 _DENSE_BLOCK = 128
 _KEPT_BACKENDS = (None, "triton")  # whose calls may be kept, see repeats.py
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @overload
@@ -149,7 +150,12 @@ def _as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     # Ten million calls a day fit and one does not: one quick question first, and the long answer only if it is no.
-    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+    if (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and not (q.is_nested or k.is_nested or v.is_nested)
+    ):
         q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
         if (
             len(q_shape) == len(k_shape) == len(v_shape) == 4
@@ -159,9 +165,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             and v_shape[3] > 0
             and k_shape[1] > 0
             and q_shape[1] % k_shape[1] == 0
-            and q.is_floating_point()
-            and k.is_floating_point()
-            and v.is_floating_point()
+            and q.dtype in _DTYPES
+            and k.dtype in _DTYPES
+            and v.dtype in _DTYPES
+            and q.layout == k.layout == v.layout == torch.strided
             and q.device == k.device == v.device
         ):
             return
@@ -173,10 +180,19 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
+        if x.is_nested:
+            raise TypeError(
+                f"{name} must be a plain tensor; got a nested one. Put its sequences one after the other into one, "
+                "with masks.documents(lengths); or pad them, with mask.with_lengths(lengths)."
+            )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor; got one with the layout {x.layout}. Call .to_dense().")
         if x.ndim != 4:
             raise ValueError(f"{name} must have shape [batch, heads, tokens, head dim]; got {list(x.shape)}.")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must have a floating dtype; got {x.dtype}.")
+        if x.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name} must have a floating dtype (fp16, bf16, fp32 or fp64); got {x.dtype}. Cast it first."
+            )
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} is on {x.device}.")
         if x.shape[0] != q.shape[0]:

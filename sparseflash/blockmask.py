@@ -702,6 +702,28 @@ class BlockMask:
 
         return crop(self.canonical(), q, k)
 
+    def select(self, *, batch: Any = None, heads: Any = None) -> BlockMask:
+        """The mask of some batch elements and some heads: `to_dense()[batch][:, heads]`.
+
+        What a rank of a tensor-parallel model, a micro-batch or the last, smaller batch needs. `batch`, `heads`: a
+        slice, a number, or several (a list, a tensor or an array) in any order; None: all. Negative numbers are
+        refused. A mask that is the same for all heads, or all batch elements, stays so, whatever is chosen of them.
+        Lengths are chosen with the batch elements. Takes time in proportion to the tiles of what is chosen.
+
+        Raises ValueError where nothing is chosen or something that the mask lacks, TypeError for what is no number.
+
+        >>> from sparseflash import masks
+        >>> local, causal = masks.local(256, 64, block=64), masks.causal(256, block=64)
+        >>> mask = masks.per_head([local, local, causal, causal])
+        >>> mask.select(heads=slice(2, 4)) == masks.per_head([causal, causal])
+        True
+        >>> mask.with_lengths([256, 100, 7]).select(batch=[1, 2]) == mask.with_lengths([100, 7])
+        True
+        """
+        from sparseflash.algebra.select import select
+
+        return select(self.canonical(), batch, heads)
+
     def permute(self, order: Any = None, *, q: Any = None, k: Any = None) -> BlockMask:
         """The mask for tokens in another order: new token t is old token `order[t]`, on both sides.
 

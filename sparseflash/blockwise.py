@@ -1,8 +1,9 @@
-"""The CPU backend: PyTorch over the live tiles only, with gradients, in any float dtype.
+"""The CPU backend: PyTorch over the live tiles only, with gradients, in fp16, bf16, fp32 and fp64.
 
 Block rows with the same number of tiles are computed together: their tiles' keys and values are gathered side by
-side, and the rest is an ordinary softmax attention over those. Scores exist a bounded number at a time and are
-recomputed in the backward, so memory grows with the inputs and the mask, not with `Nq * Nk`.
+side, and the rest is an ordinary softmax attention over those. Scores exist a bounded number at a time, but those of
+one block row together, and are recomputed in the backward, so memory grows with the inputs and the mask, not with
+`Nq * Nk`.
 """
 
 from __future__ import annotations

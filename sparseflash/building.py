@@ -83,8 +83,10 @@ def _check_rule(live: Any) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise TypeError(
-            f"live must take two arguments, positions of queries and of keys; got a function of {signature}. Of "
-            "FlexAttention's mask_mod(b, h, q_idx, kv_idx), give lambda q, k: mask_mod(0, 0, q, k)."
+            f"live must take two arguments, positions of queries and of keys; got a function of {signature}. "
+            "FlexAttention's mask_mod(b, h, q_idx, kv_idx): if it is the same for all b and h, give lambda q, k: "
+            "mask_mod(0, 0, q, k); if not, make a mask for each and put them together with masks.per_batch or "
+            "masks.per_head, or take interop.from_flex(create_block_mask(mask_mod, ...))."
         ) from error
 
 

@@ -35,20 +35,19 @@ Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
 def register(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], empty_kept: Callable[[Tensor], Tensor]
 ) -> Operator:
-    """Registers `sparseflash::{name}`, its backward and its inference form; returns a function that picks the form.
+    """Registers `sparseflash::{name}` and its backward; returns a function that calls it.
 
     `forward(q, k, v, *mask_arrays, block_q, block_k, scale, seed, dropped)` returns `(out, lse, kept)`, where `kept`,
     of the shape of `empty_kept(q)`, is what this backend's backward wants beside the rest;
     `backward(dout, dlse, q, k, v, out, lse, kept, *mask_arrays, block_q, block_k, scale, seed, dropped)` returns
     `(dq, dk, dv)`; `dlse` is None if no gradient comes through lse.
-    The inference form computes the same and has no gradient: passing the Python of the autograd registration costs
-    about 10 us a call, which is much for a short sequence. PyTorch's dispatcher costs as much again, so where nobody
-    would see the operator pass, the returned function calls `forward` itself.
+    Passing PyTorch's dispatcher and the Python of the autograd registration costs about 20 us a call, which is much for
+    a short sequence, so where no gradient is wanted and nobody would see the operator pass, the returned function calls
+    `forward` itself.
     Outputs must have the strides of `empty_out`, `empty_lse` and `empty_gradient`.
     """
     inputs = "Tensor q, Tensor k, Tensor v"
-    for form in (name, f"{name}_inference"):
-        _define(form, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)", forward)
+    _define(name, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)", forward)
     _define(
         f"{name}_backward",
         f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {_MASK_ARRAYS}, {_NUMBERS}, "
@@ -56,10 +55,11 @@ def register(
         backward,
     )
     forward_op: Operator = getattr(torch.ops.sparseflash, name).default
-    inference_op: Operator = getattr(torch.ops.sparseflash, f"{name}_inference").default
     backward_op = getattr(torch.ops.sparseflash, f"{name}_backward").default
 
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if forward_ad._current_level >= 0:  # compiled code that differentiates forwards would have 0; whose is not told
+            raise _no_forward_mode(name)
         return empty_out(q, v), empty_lse(q), empty_kept(q)
 
     def fake_backward(
@@ -95,7 +95,6 @@ def register(
         )
 
     torch.library.register_fake(f"sparseflash::{name}", fake_forward, lib=_LIBRARY)
-    torch.library.register_fake(f"sparseflash::{name}_inference", fake_forward, lib=_LIBRARY)
     torch.library.register_fake(f"sparseflash::{name}_backward", fake_backward, lib=_LIBRARY)
     torch.library.register_autograd(f"sparseflash::{name}", differentiate, setup_context=save, lib=_LIBRARY)
     # Without this PyTorch would take the gradients for constants, and say so in a warning only.
@@ -103,12 +102,11 @@ def register(
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         _refuse_transforms(name, q, k, v)
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return forward_op(q, k, v, *rest)
-        if nobody_watches(q, k, v):
+        wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if not wanted and nobody_watches(q, k, v):
             out, lse, kept = forward(q, k, v, *rest)
             return out, lse, kept
-        return inference_op(q, k, v, *rest)
+        return forward_op(q, k, v, *rest)
 
     return run
 
@@ -117,17 +115,25 @@ def _refuse_transforms(name: str, *tensors: Tensor) -> None:
     """Raises where derivatives are wanted that PyTorch would silently take for 0, or fail at in words of its own."""
     if torch.compiler.is_compiling():
         return
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            f"forward-mode derivatives (jvp, jacfwd) are not implemented by the {name} backend; "
-            "backend='reference' has them."
-        )
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
+    # Transforms around others are asked, too: of torch.func.grad(torch.vmap(f)) the innermost is vmap.
+    transforms = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+    if torch._C._functorch.TransformType.Grad in transforms:
         raise NotImplementedError(
             f"torch.func.grad and what is made of it are not implemented by the {name} backend; torch.autograd.grad "
             "and backward() are, and backend='reference' has all."
         )
+    if forward_ad._current_level >= 0:
+        # What vmap wraps cannot be asked for its tangent.
+        nested = torch._C._functorch.TransformType.Jvp in transforms and len(transforms) > 1
+        if nested or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise _no_forward_mode(name)
+
+
+def _no_forward_mode(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"forward-mode derivatives (jvp, jacfwd) are not implemented by the {name} backend; "
+        "backend='reference' has them."
+    )
 
 
 def nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -89,6 +89,75 @@ def test_reblock_refuses_what_is_no_block(block):
         masks.local(300, 20).reblock(block)
 
 
+# ---------------------------------------------------------------------- select
+
+
+def chosen(count):
+    """Some of `count`, as a slice, one number, or several in any order; and as a list."""
+    several = st.lists(st.integers(0, count - 1), min_size=1, max_size=4)
+    ends = st.tuples(st.integers(0, count - 1), st.integers(1, count)).filter(lambda pair: pair[0] < pair[1])
+    return (
+        st.integers(0, count - 1).map(lambda i: (i, [i]))
+        | several.map(lambda some: (some, some))
+        | several.map(lambda some: (torch.tensor(some), some))
+        | several.map(lambda some: (np.array(some), some))
+        | ends.map(lambda pair: (slice(*pair), list(range(*pair))))
+    )
+
+
+@given(any_mask, st.data())
+def test_select_takes_batch_elements_and_heads_of_the_dense_matrix(mask, data):
+    dense = mask.to_dense()
+    batch, elements = data.draw(chosen(dense.shape[0]))
+    heads, numbers = data.draw(chosen(dense.shape[1]))
+    # What has one has the same for all, and keeps it.
+    elements, numbers = (x if size > 1 else [0] for x, size in zip((elements, numbers), dense.shape))
+    result = mask.select(batch=batch, heads=heads)
+    result.validate()
+    # A pattern for all heads, or elements, says no more than it did.
+    assert torch.equal(result.to_dense().expand(len(elements), len(numbers), -1, -1), dense[elements][:, numbers])
+    assert torch.equal(mask.to_dense(), dense)
+    assert mask.select() == mask
+
+
+def test_selected_heads_are_the_masks_that_were_put_together():
+    parts = [masks.local(300, 70, block=32), masks.causal(300, block=32), masks.butterfly(300, block=32)]
+    mask = masks.per_head([parts[0], parts[0], parts[1], parts[2]])
+    for number, part in zip(range(4), (parts[0], *parts)):
+        assert mask.select(heads=number) == part
+    assert masks.per_head([mask.select(heads=slice(0, 2)), mask.select(heads=slice(2, None))]) == mask
+    assert mask.select(batch=[0, 0, 7]) == mask  # the same for every element
+    padded = parts[1].with_lengths([300, 4, 90])
+    assert padded.select(batch=[2, 0]) == parts[1].with_lengths([90, 300])
+    assert masks.per_batch(parts).with_lengths([300, 4, 90]).select(batch=2) == parts[2].with_lengths([90])
+
+
+def test_a_selected_mask_can_be_saved(tmp_path):
+    mask = masks.per_head([masks.local(64, 4, block=16), masks.causal(64, block=16)]).select(heads=1)
+    mask.save(tmp_path / "mask")
+    assert BlockMask.load(tmp_path / "mask") == mask
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"heads": 2}, ValueError, r"heads must lie in 0\.\.1; got 2\.\.2"),
+        ({"heads": [-1]}, ValueError, r"heads must lie in 0\.\.1; got -1"),
+        ({"heads": []}, ValueError, "heads must choose at least one"),
+        ({"heads": slice(2, 2)}, ValueError, "heads must choose at least one"),
+        ({"heads": [[0]]}, TypeError, "heads must be a list of integers"),
+        ({"heads": torch.tensor([[0]])}, ValueError, "heads must be a number, a slice or a list of numbers"),
+        ({"heads": 0.5}, TypeError, "heads must be an integer"),
+        ({"batch": "all"}, (TypeError, ValueError), "batch must"),
+        ({"batch": torch.tensor([True])}, TypeError, "batch must be an integer tensor"),
+    ],
+    ids=str,
+)
+def test_select_refuses_what_is_no_choice(options, error, message):
+    with pytest.raises(error, match=message):
+        masks.per_head([masks.causal(64), masks.local(64, 5)]).select(**options)
+
+
 # ---------------------------------------------------------------------- crop
 
 

@@ -174,12 +174,13 @@ def test_cpu_tensors_go_to_blockwise_by_default():
     with torch.profiler.profile() as profile:
         attention(q, k, v, mask)
     names = {event.key for event in profile.key_averages()}
-    assert "sparseflash::blockwise_inference" in names
+    assert "sparseflash::blockwise" in names
 
 
 # ---------------------------------------------------------------------- what it refuses
 
 Q = torch.zeros(2, 4, 32, 16)
+JAGGED = torch.nested.nested_tensor([torch.zeros(n, 4, 16) for n in (5, 9)], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +189,16 @@ Q = torch.zeros(2, 4, 32, 16)
         (([1.0], Q, Q), TypeError, r"q must be a tensor; got list"),
         ((Q, None, Q), TypeError, r"k must be a tensor; got NoneType"),
         ((Q, Q, Q[0]), ValueError, r"v must have shape \[batch, heads, tokens, head dim\]; got \[4, 32, 16\]"),
-        ((Q.int(), Q, Q), TypeError, r"q must have a floating dtype; got torch\.int32"),
-        ((Q.bool(), Q, Q), TypeError, r"q must have a floating dtype; got torch\.bool"),
-        ((Q.to(torch.complex64), Q, Q), TypeError, r"q must have a floating dtype; got torch\.complex64"),
+        ((Q.int(), Q, Q), TypeError, r"q must have a floating dtype \(.*; got torch\.int32"),
+        ((Q.bool(), Q, Q), TypeError, r"q must have a floating dtype \(.*; got torch\.bool"),
+        ((Q.to(torch.complex64), Q, Q), TypeError, r"q must have a floating dtype \(.*; got torch\.complex64"),
+        (
+            (Q.to(torch.float8_e4m3fn),) * 3,
+            TypeError,
+            r"q must have a floating dtype \(fp16, bf16, fp32 or fp64\); got torch\.float8_e4m3fn\. Cast it first",
+        ),
+        ((Q, Q.to_sparse(), Q), TypeError, r"k must be a dense tensor; got one with the layout torch\.sparse_coo"),
+        ((JAGGED, JAGGED, JAGGED), TypeError, r"q must be a plain tensor; got a nested one\. .* masks\.documents"),
         ((Q, Q.to("meta"), Q), ValueError, r"q, k and v must be on one device; q is on cpu, k is on meta"),
         ((Q, Q[:1], Q), ValueError, r"q, k and v must have one batch size; q has 2, k has 1"),
         ((Q, Q[:, :2], Q), ValueError, r"k and v must have the same heads and tokens; got \[2, 32\] and \[4, 32\]"),
@@ -203,8 +211,9 @@ Q = torch.zeros(2, 4, 32, 16)
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(inputs, error, message):
-    with pytest.raises(error, match=message):
-        attention(*inputs)
+    for backend in (None, "triton", "reference"):
+        with pytest.raises(error, match=message):
+            attention(*inputs, backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_patterns_are_causal_or_not(build):
         (
             lambda b, h, q, k: k <= q,
             TypeError,
-            r"two arguments.*function of \(b, h, q, k\).*lambda q, k: mask_mod\(0, 0",
+            r"two arguments.*function of \(b, h, q, k\).*same for all b and h.*mask_mod\(0, 0.*masks\.per_batch",
         ),
         (lambda q: q, TypeError, r"two arguments, positions of queries and of keys; got a function of \(q\)"),
         (DENSE, TypeError, r"live must be a function of positions \(q_idx, k_idx\); got Tensor"),

@@ -34,7 +34,7 @@ def test_nothing_is_kept_with_indices_that_no_mask_owns(backend):
     for mask in (few, many, few):
         indices = buffer[: len(mask.indices)] if mask is few else buffer
         indices.copy_(mask.indices)
-        operator = getattr(torch.ops.sparseflash, f"{backend}_inference")
+        operator = getattr(torch.ops.sparseflash, backend)
         out, *_ = operator(
             q, k, v, mask.indptr, indices, mask.tile, mask.words, mask.pattern, None, 16, 16, 16**-0.5, None, 0
         )

@@ -106,6 +106,19 @@ def test_a_mask_mod_that_does_not_broadcast_comes_in():
     assert from_flex(flex) == BlockMask.from_dense(want, block=16)
 
 
+def test_a_mask_mod_of_the_batch_element_is_a_mask_for_each():
+    """What `BlockMask.from_function` advises for one that takes four arguments."""
+    documents = torch.arange(100).reshape(2, 50) // 7
+
+    def mod(b, h, q, k):
+        return documents[b, q] == documents[b, k]
+
+    flex = create_block_mask(mod, 2, None, 50, 50, device="cpu", BLOCK_SIZE=16)
+    each = [BlockMask.from_function(lambda q, k, b=b: mod(b, 0, q, k), 50, block=16) for b in range(2)]
+    assert from_flex(flex) == masks.per_batch(each)
+    assert each[0] != each[1]
+
+
 def test_a_mask_mod_is_never_asked_past_the_end():
     seen = torch.ones(40, dtype=torch.bool)  # a position of 40 or more would be out of range
 

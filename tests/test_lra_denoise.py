@@ -251,7 +251,7 @@ def test_weights_that_have_seen_another_split_are_refused(pretrained, data, tmp_
     trained_on = {data.train.sequence(i).tobytes() for i in range(len(data.train))}
     assert any(smaller.test.sequence(i).tobytes() in trained_on for i in range(len(smaller.test)))
     config = replace(SHORT, objective="classify", initial=str(pretrained[0].folder))
-    with pytest.raises(ValueError, match=r"was trained on another split of the same examples .*10 to 60 tokens, seed 0"):
+    with pytest.raises(ValueError, match=r"another split of the same examples .*10 to 60 tokens, seed 0"):
         Run(config, smaller, tmp_path / "run")
     other = load("listops", generate(Settings(10, 60, 32, 8, 24, seed=1), tmp_path, workers=1))
     Run(config, other, tmp_path / "run")

@@ -1,5 +1,6 @@
 """The operators are citizens of PyTorch: opcheck, torch.compile, autocast, checkpointing, no_grad."""
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -213,7 +214,7 @@ def test_an_inference_call_gives_the_same_past_the_dispatcher(backend):
     assert asked.call_count == 1 and operator.nobody_watches(q, k, v)
     with Seen() as seen:
         watched = attention(q, k, v, mask, backend=backend, return_lse=True)
-    assert f"sparseflash.{backend}_inference.default" in seen.names
+    assert f"sparseflash.{backend}.default" in seen.names
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
@@ -272,6 +273,75 @@ def test_functional_gradients_are_refused_in_our_words(backend):
     q, k, v = (x.detach() for x in tensors(tokens=FEW))
     with pytest.raises(NotImplementedError, match=r"torch\.func\.grad .* not implemented by the"):
         torch.func.grad(lambda x: attention(x, k, v, backend=backend).sum())(q)
+
+
+def transformed(run):
+    """What wants derivatives of `run` that no backend here has, though the innermost transform may not say so."""
+
+    def total(x):
+        return run(x).sum()
+
+    def of_each(x):
+        return torch.vmap(run)(x[None]).sum()
+
+    def compiled(function):
+        torch.compiler.reset()
+        return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+    return {
+        "grad": lambda x: torch.func.grad(total)(x),
+        "grad of vmap": lambda x: torch.func.grad(of_each)(x),
+        "vmap of grad": lambda x: torch.vmap(torch.func.grad(total))(x[None]),
+        "grad of functionalize": lambda x: torch.func.grad(torch.func.functionalize(total))(x),
+        "jvp": lambda x: torch.func.jvp(run, (x,), (x,)),
+        "jvp of vmap": lambda x: torch.func.jvp(of_each, (x,), (x,)),
+        "vmap of jvp": lambda x: torch.vmap(lambda y: torch.func.jvp(run, (y,), (y,))[1])(x[None]),
+        "compiled grad": lambda x: compiled(lambda y: torch.func.grad(total)(y))(x),
+        "compiled jvp": lambda x: compiled(lambda y: torch.func.jvp(run, (y,), (y,))[1])(x),
+    }
+
+
+@pytest.mark.parametrize("name", transformed(None))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_transform_takes_the_derivative_for_zero(backend, name):
+    q, k, v = (x.detach() for x in tensors(tokens=FEW))
+    mask = masks.causal(FEW, block=16)
+    differentiate = transformed(lambda x: attention(x, k, v, mask, backend=backend))[name]
+    if name.startswith("compiled"):
+        with pytest.raises(Exception):  # noqa: B017 - PyTorch's compiler wraps it as it likes
+            differentiate(q)
+    else:
+        with pytest.raises(NotImplementedError, match="backend='reference' has"):
+            differentiate(q)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("batched", ["q", "k", "v", "qkv"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_passes_gradients_on(backend, batched, compiled):
+    """What it wraps does not say that its gradient is wanted."""
+    inputs = tensors(tokens=FEW)
+    mask = masks.causal(FEW, block=16)
+    several = [
+        torch.stack([x, 2 * x]).detach().requires_grad_() if name in batched else x for name, x in zip("qkv", inputs)
+    ]
+
+    def run(q, k, v):
+        return q + attention(q, k, v, mask, backend=backend)
+
+    mapped = torch.vmap(run, in_dims=tuple(0 if name in batched else None for name in "qkv"))
+    if compiled:
+        torch.compiler.reset()
+        mapped = torch.compile(mapped, backend="aot_eager", fullgraph=True)
+    each = [run(*(x[i] if name in batched else x for name, x in zip("qkv", several))) for i in range(2)]
+    wanted = torch.stack(each)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*autograd kernel was not registered")
+        out = mapped(*several)
+        got = torch.autograd.grad(out.square().sum(), several)
+    torch.testing.assert_close(out, wanted)
+    for a, b in zip(got, torch.autograd.grad(wanted.square().sum(), several), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -342,7 +412,7 @@ def test_inductor_leaves_the_operators_out_of_its_cuda_graphs():
     """Plans that a first call makes would lie in the memory of the graph."""
     if not hasattr(torch.Tag, "cudagraph_unsafe"):
         pytest.skip("this PyTorch has no such tag")
-    for name in ("triton", "triton_inference", "triton_backward"):
+    for name in ("triton", "triton_backward"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.sparseflash, name).default.tags
 
 

@@ -128,7 +128,7 @@ _INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dtype not in _DTYPES:
         raise TypeError(
-            f"the triton backend takes fp16, bf16 and fp32; got {q.dtype}. backend='blockwise' takes every float dtype."
+            f"the triton backend takes fp16, bf16 and fp32; got {q.dtype}. backend='blockwise' takes fp64, too."
         )
     for name, dim in (("D", q.shape[-1]), ("Dv", v.shape[-1])):
         if not 16 <= dim <= 256:
