@@ -189,6 +189,21 @@ def test_runs_of_one_setting_are_one_row(tmp_path):
     assert lines["standard attention"] == "35.0 % (n=1)"
 
 
+def test_a_row_tells_validation_and_training_of_the_logs(tmp_path):
+    for seed, accuracy in ((0, 0.5), (1, 0.7)):
+        finished_run(tmp_path / f"series/seed{seed}", seed=seed)
+        log = [{"kind": "train", "step": i, "accuracy": 0.1 if i < 5 else accuracy} for i in range(25)]
+        log += [{"kind": "val", "step": 10, "accuracy": 0.2}, {"kind": "val", "step": 24, "accuracy": accuracy - 0.1}]
+        (tmp_path / f"series/seed{seed}/log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in log))
+    finished_run(tmp_path / "alone", mask="local")
+    both, alone = collect(tmp_path)
+    assert (both.training, both.validation) == (pytest.approx(0.6), pytest.approx(0.5))
+    assert (both.folder, alone.folder) == ("series", "alone")
+    assert (alone.training, alone.validation) == (None, None)
+    page = report.page(Results(accuracies=[both, alone]))
+    assert "| 50.0 % | 60.0 % |" in page and "| - | - |" in page
+
+
 def test_runs_from_before_a_setting_count_as_those_that_leave_it_alone(tmp_path):
     finished_run(tmp_path / "before", seed=0)
     finished_run(tmp_path / "after", seed=1, augment="none", buckets=False, compiled=False)

@@ -55,7 +55,7 @@ _NYSTROMFORMER_TASKS: dict[str, Settings] = {
     "pathfinder32": {"batch": 256, "steps": 62400, "warmup": 312, "background": "drop"},
 }
 
-# For one GPU: 3.8 million parameters for ListOps, so that a checkpoint with the optimiser's state stays below 48 MB; at
+# For one GPU: 3.4 million parameters for ListOps, so that a checkpoint with the optimiser's state stays below 48 MB; at
 # most 4.8 million for the others.
 _MODERN: Settings = {
     "depth": 6, "width": 256, "heads": 4, "mlp": 512, "steps": 20000, "batch": 64, "lr": 1e-3, "warmup": 1000,

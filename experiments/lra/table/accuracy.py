@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lra.config import GENERATOR
+from experiments.lra.runlog import read
 
+_LINES = 20  # of a log, at the end of a run: a single one is a few hundred examples
 # What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
 _APART = ("seed", "device", "eval_every", "eval_examples", "checkpoint_every", "log_every")
 # What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
@@ -35,6 +38,8 @@ class Accuracy:
     runs: int
     mean: float
     std: float | None  # of a sample; None for one run
+    validation: float | None  # the last of a run, their mean; None where the runs' logs are missing
+    training: float | None  # over the last lines of a run's log, likewise
     majority: float  # what the most frequent class gives
     best_rule: str  # the best of the rules that avoid the task
     best_rule_accuracy: float
@@ -46,6 +51,7 @@ class Accuracy:
     training_seconds: float  # the mean
     tokens_per_s: float  # the median
     device: str
+    folder: str  # of the runs, or of all that they have in common
 
     @property
     def variant(self) -> str:
@@ -71,7 +77,7 @@ def collect(folder: Path) -> list[Accuracy]:
                     "once; move one of them away, or name another folder with --runs"
                 )
             by_seed[seed] = path
-    found = [accuracy([metrics for _, metrics in runs], name) for name, runs in groups.items()]
+    found = [accuracy(runs, name, folder) for name, runs in groups.items()]
     return sorted(found, key=lambda each: (each.task, each.attention, each.mask, each.setting))
 
 
@@ -88,9 +94,11 @@ def key(metrics: dict[str, Any]) -> str:
     return blake2b(json.dumps(kept).encode(), digest_size=3).hexdigest()
 
 
-def accuracy(runs: Iterable[dict[str, Any]], setting: str) -> Accuracy:
-    """One row for runs of one setting."""
-    runs = sorted(runs, key=lambda metrics: metrics["config"]["seed"])
+def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder: Path) -> Accuracy:
+    """One row for runs of one setting: where their metrics lie below `folder`, and what they say."""
+    ordered = sorted(found, key=lambda run: run[1]["config"]["seed"])
+    places, runs = [path.parent.relative_to(folder) for path, _ in ordered], [metrics for _, metrics in ordered]
+    validations, trainings = zip(*(last_scores(folder / place / "log.jsonl") for place in places))
     first = runs[0]
     values = [metrics["test_accuracy"] for metrics in runs]
     rules = {rule["rule"]: rule["accuracy"] for rule in first["baselines"]}
@@ -104,6 +112,8 @@ def accuracy(runs: Iterable[dict[str, Any]], setting: str) -> Accuracy:
         runs=len(runs),
         mean=statistics.fmean(values),
         std=statistics.stdev(values) if len(values) > 1 else None,
+        validation=mean_of(validations),
+        training=mean_of(trainings),
         majority=rules["majority class"],
         best_rule=best,
         best_rule_accuracy=rules[best],
@@ -115,7 +125,22 @@ def accuracy(runs: Iterable[dict[str, Any]], setting: str) -> Accuracy:
         training_seconds=statistics.fmean(metrics["training_seconds"] for metrics in runs),
         tokens_per_s=statistics.median(metrics["tokens_per_s"] for metrics in runs),
         device=first["device"],
+        folder=Path(os.path.commonpath(places)).as_posix(),
     )
+
+
+def last_scores(log: Path) -> tuple[float | None, float | None]:
+    """The accuracies of a run's last validation, and of its training over the last lines of its log."""
+    records = read(log)
+    validations = [record["accuracy"] for record in records if record["kind"] == "val"]
+    trainings = [record["accuracy"] for record in records if record["kind"] == "train"][-_LINES:]
+    return validations[-1] if validations else None, statistics.fmean(trainings) if trainings else None
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def changed_inputs(config: dict[str, Any]) -> str:

@@ -33,6 +33,12 @@ LEGEND = (
 )
 
 
+ACCURACIES = (
+    "Validation: the last of a run. Training: the mean of the last 20 lines of its log. The best rule is the best of "
+    "those that avoid the task. Minutes are those of training; runs: their folder."
+)
+
+
 @dataclass
 class Results:
     """All that the table shows."""
@@ -100,6 +106,10 @@ def percent(accuracy: Accuracy) -> str:
     return f"{100 * accuracy.mean:.1f}{spread} % (n={accuracy.runs})"
 
 
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
 def times_table(times: Sequence[Row]) -> list[list[str]]:
     """All that was measured."""
     table = [["task", "tokens", "batch", "", "ms a step", "tokens/s", "memory, GB", "speed-up", "error", "remark"]]
@@ -128,8 +138,8 @@ def _number(value: float | None, form: str) -> str:
 def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
     """All settings with finished runs."""
     table = [[
-        "task", "data", "", "test accuracy", "majority", "best rule", "inputs", "learned before", "steps", "parameters",
-        "hours", "setting",
+        "task", "data", "", "test accuracy", "validation", "training", "majority", "best rule", "inputs",
+        "learned before", "steps", "minutes", "tokens/s", "parameters", "device", "runs", "setting",
     ]]  # fmt: skip
     for each in accuracies:
         table.append(
@@ -138,13 +148,18 @@ def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
                 each.data,
                 each.variant,
                 percent(each),
+                _percent(each.validation),
+                _percent(each.training),
                 f"{100 * each.majority:.1f} %",
                 f"{100 * each.best_rule_accuracy:.1f} % ({each.best_rule})",
                 each.inputs,
                 each.initial,
                 f"{each.steps:,}",
+                f"{each.training_seconds / 60:.1f}",
+                f"{each.tokens_per_s:,.0f}",
                 f"{each.parameters:,}",
-                f"{each.training_seconds / 3600:.2f}",
+                each.device,
+                each.folder,
                 each.setting,
             ]
         )
@@ -168,7 +183,7 @@ def page(results: Results) -> str:
     if results.times:
         parts += ["## Times", markdown(times_table(results.times))]
     if results.accuracies:
-        parts += ["## Accuracies", markdown(accuracy_table(results.accuracies))]
+        parts += ["## Accuracies", ACCURACIES, markdown(accuracy_table(results.accuracies))]
     return "\n\n".join(parts) + "\n"
 
 
