@@ -16,16 +16,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lra import board, demo
+from experiments.lra import board, demo, judge
 from experiments.lra import seeds as several
 from experiments.lra.config import HELP, SHOWN_DEFAULTS, Config, configure, resumed
 from experiments.lra.effects import check_effects
 from experiments.lra.errors import short_errors
+from experiments.lra.files import write_json
 from experiments.lra.generate import LABEL, Settings, available_cores, generate
 from experiments.lra.presets import PRESETS
 from experiments.lra.progress import TrainingBar, counting_bar
 from experiments.lra.ranks import Ranks, find_device, joined, refuse_many
-from experiments.lra.report import print_result, print_summary, print_table
+from experiments.lra.report import print_judged, print_result, print_summary, print_table
 from experiments.lra.runlog import Record
 from experiments.lra.table import run as table
 from experiments.lra.table.report import all_right, summary
@@ -252,6 +253,43 @@ class Session:
         if metrics is None:
             console.print(f"Paused at step {run.step}")
         return metrics
+
+
+@app.command("test")
+def test_command(
+    weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
+    data: Annotated[
+        Path, typer.Option(help="Folder with the task's files, released or generated; their test split is asked for.")
+    ],
+    difficulty: Annotated[str | None, typer.Option(help=HELP["difficulty"], show_default="the run's")] = None,
+    split: Annotated[str | None, typer.Option(help=HELP["split"], show_default="the run's")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples at once.", show_default="the run's")] = None,
+    device: Annotated[str, option("device")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write.", show_default="<run>/tests/<name of the data>.json")
+    ] = None,
+) -> None:
+    """Test a finished run again: on more examples, on paths of other lengths, by what the answers depend on.
+
+    Generated Pathfinder images are told by the distance of their markers, ListOps by the root operator, beside rules
+    that know no more. Another split of the examples that the run was trained on is refused.
+    """
+    with short_errors():
+        refuse_many("test")
+        place = find_device(device)
+        model, config, about = judge.opened(weights, place)
+        chosen = {"difficulty": difficulty, "split": split, "batch": batch}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        check_effects(config, chosen, masks=(config.mask,), given_data=True)
+        config = replace(config, **chosen)
+        found_data = load(config.task, data, config.data)
+        with counting_bar(console, "Testing", len(found_data.test)) as progress:
+            found = judge.judge(weights, model, config, about, found_data, progress=progress)
+        folder = weights if weights.is_dir() else weights.parent
+        path = out or folder / "tests" / f"{found_data.folder.stem}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    print_judged(console, found, path)
 
 
 @app.command("generate")

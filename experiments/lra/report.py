@@ -38,6 +38,30 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
         console.print(f"Begin with these weights: train --initial {path.with_name(FILE)}", soft_wrap=True)
 
 
+def print_judged(console: Console, found: dict[str, Any], path: Path) -> None:
+    """A finished run's accuracy on some data, and what its answers depend on."""
+    source = "generated data" if found["generated_data"] else "released data"
+    table = Table(title=f"{found['task']} ({source}), {found['test_examples']:,} test examples")
+    for column in ("", "accuracy", "loss (nats)"):
+        table.add_column(column, justify="left" if not column else "right")
+    accuracy = f"{found['test_accuracy']:.3f} ± {found['error']:.3f}"
+    table.add_row(f"{found['mask']} mask{told(found)}", accuracy, f"{found['test_loss']:.3f}")
+    add_baselines(table, found)
+    console.print(table)
+    if (kinds := found["kinds"]) is not None:
+        groups = kinds["groups"]
+        table = Table(title=f"by {kinds['by']}")
+        for column in ("", "examples", "accuracy", *groups[0]["rules"]):
+            table.add_column(column, justify="left" if not column else "right")
+        for group in groups:
+            accuracies = [group["accuracy"], *group["rules"].values()]
+            table.add_row(group["name"], f"{group['examples']:,}", *(f"{value:.3f}" for value in accuracies))
+        console.print(table)
+    if found["trained_on"] is None:
+        console.print("[yellow]Its file does not say what it was trained on:[/yellow] see that it was nothing of this.")
+    console.print(f"Written to {path}", soft_wrap=True)
+
+
 def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None:
     """The test accuracy of every seed, and mean and standard deviation, beside what one gets without computing."""
     source = "generated data" if summary["generated_data"] else "released data"

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from experiments.lra.files import replace_text, write_json
+from experiments.pathfinder.bins import by_distance
 from experiments.pathfinder.cnn.results import as_rule, stored
 from experiments.pathfinder.vectors import Vectors
 from experiments.pathx import attention_maps
 from experiments.pathx.batch import on_device
-from experiments.pathx.bins import by_distance
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.evaluate import recipe_for, result, scores_on, vectors_of
 from experiments.pathx.mask_costs import costs

@@ -6,16 +6,21 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from experiments.lra import tokens
 from experiments.lra.cache import Examples, Row, cached
 from experiments.lra.generate import LABEL, SPLITS
 from experiments.lra.listops import CLOSE, MIN
 from experiments.lra.positions import Brackets
-from experiments.lra.tasks.task import Data, Task, has_all, need
+from experiments.lra.tasks.task import Data, Kinds, Task, has_all, need
 
 # Ids are symbols of the grammar plus 1; see tokens.py.
 BRACKETS = Brackets(opening=tuple(range(1 + MIN, 1 + CLOSE)), closing=(1 + CLOSE,))
 TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000, brackets=BRACKETS)
+
+ROOTS = ("MIN", "MAX", "MED", "SM", "digit")  # what an expression begins with; a lone digit has no operator
 
 # The released archive nests its folders; a user may point at any of them.
 FOLDERS = (".", "listops-1000", "lra_release/listops-1000")
@@ -32,7 +37,25 @@ def load(folder: Path) -> Data:
     place, prefix = find(folder)
     train, val, test = (open_file(place / f"{prefix}_{split}.tsv") for split in SPLITS)
     generated = prefix == "generated"
-    return Data(TASK, place, origin_of(place) if generated else "ListOps, released", generated, train, val, test)
+    origin = origin_of(place) if generated else "ListOps, released"
+    return Data(TASK, place, origin, generated, train, val, test, kinds=lambda: by_root(train, test))
+
+
+def by_root(train: Examples, test: Examples) -> Kinds:
+    """The expressions by their root operator, and how often its most frequent value in training is right."""
+    trained, groups = root_groups(train), root_groups(test)
+    right = []
+    for group in range(len(ROOTS)):
+        counts = np.bincount(train.labels[trained == group], minlength=TASK.classes)
+        labels = test.labels[groups == group]
+        right.append(float((labels == counts.argmax()).mean()) if len(labels) else 0.0)
+    return Kinds("root operator", ROOTS, groups, {"root operator": tuple(right)})
+
+
+def root_groups(examples: Examples) -> NDArray[np.int64]:
+    """The number in ROOTS of each expression's root. int64 [n]"""
+    groups = examples.first_symbols.astype(np.int64) - BRACKETS.opening[0]
+    return np.where(groups < 0, len(ROOTS) - 1, groups)
 
 
 def origin_of(place: Path) -> str:

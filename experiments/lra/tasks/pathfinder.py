@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from experiments.lra.cache import Examples, Row, cached
-from experiments.lra.tasks.task import Data, Options, Task, need
+from experiments.lra.tasks.task import Data, Kinds, Options, Task, need
 from experiments.pathfinder.parameters import LABEL, MARKER_COUNTS, UNFINISHED, Parameters
 
 if TYPE_CHECKING:
@@ -101,10 +101,11 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
     """The images of a file of vectors, rendered into the cache once; told with what one can answer without tracing,
     and with what a small 2-D CNN answers, where that is stored."""
     # Only here: Numba, which renders, takes a second to import.
+    from experiments.pathfinder.bins import marker_distances
     from experiments.pathfinder.cnn.results import stored
     from experiments.pathfinder.owners import marker_counts
     from experiments.pathfinder.render import render
-    from experiments.pathfinder.shortcuts import pairs, shortcuts
+    from experiments.pathfinder.shortcuts import Shortcut, pairs, shortcuts
     from experiments.pathfinder.vectors import load as load_vectors
 
     vectors = load_vectors(path)
@@ -118,10 +119,21 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
         path.parent, path.stem, [path], partial(image_rows, vectors, render), shift=1, total=len(vectors)
     )
 
+    @cache
+    def fitted() -> list[Shortcut]:
+        return shortcuts(pairs(vectors)[:_IMAGES_FOR_SHORTCUTS])
+
     def rules() -> list[tuple[str, float]]:
-        found = [(each.rule, each.accuracy) for each in shortcuts(pairs(vectors)[:_IMAGES_FOR_SHORTCUTS])]
+        found = [(each.rule, each.accuracy) for each in fitted()]
         cnn = stored(vectors.parameters.name)
         return found if cnn is None else [*found, (cnn["rule"], cnn["accuracy"])]
+
+    def by_distance() -> Kinds:
+        near, middle, far = borders = fitted()[0].distances
+        names = (f"to {near:.0f} px", f"to {middle:.0f} px", f"to {far:.0f} px", "farther")
+        quarters = np.searchsorted(np.array(borders), marker_distances(vectors))
+        tested = dealt_out(len(vectors), options, path)[2]
+        return Kinds("marker distance", names, quarters[tested], {each.rule: each.by_distance for each in fitted()})
 
     def traces() -> Examples:
         name = f"{path.stem}-markers"
@@ -130,7 +142,9 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
         return split(counts, options, path)[0]
 
     origin = generated_origin(vectors.parameters, vectors.seed)
-    return Data(task, path, origin, True, *split(everything, options, path), shortcuts=rules, traces=traces)
+    return Data(
+        task, path, origin, True, *split(everything, options, path), shortcuts=rules, kinds=by_distance, traces=traces
+    )
 
 
 def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[np.uint8]]) -> Iterator[Row]:
@@ -143,16 +157,20 @@ def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[n
 
 def split(everything: Examples, options: Options, place: Path) -> tuple[Examples, Examples, Examples]:
     """The three splits of all images."""
-    tenth = len(everything) // 10
-    if tenth == 0:
-        raise ValueError(f"{place} must hold at least 10 images, for three splits; it has {len(everything)}")
-    rows = np.arange(len(everything))
-    if options.split == "shuffled":
-        rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SHUFFLE_SEED)).numpy()
-    last = len(rows) - 2 * tenth
-    parts = (rows[:last], rows[last : last + tenth], rows[last + tenth :])
-    train, val, test = map(everything.take, parts)
+    train, val, test = map(everything.take, dealt_out(len(everything), options, place))
     return train, val, test
+
+
+def dealt_out(images: int, options: Options, place: Path) -> tuple[NDArray[np.int64], ...]:
+    """The numbers of the images of each split."""
+    tenth = images // 10
+    if tenth == 0:
+        raise ValueError(f"{place} must hold at least 10 images, for three splits; it has {images}")
+    rows = np.arange(images)
+    if options.split == "shuffled":
+        rows = torch.randperm(images, generator=torch.Generator().manual_seed(_SHUFFLE_SEED)).numpy()
+    last = images - 2 * tenth
+    return rows[:last], rows[last : last + tenth], rows[last + tenth :]
 
 
 def find(task: Task, folder: Path, fold: str) -> Path:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from experiments.lra.cache import Examples
 from experiments.lra.positions import Brackets
 
@@ -29,6 +32,16 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Kinds:
+    """The test examples in groups: what the answers of a model, or of a rule, may depend on."""
+
+    by: str
+    names: tuple[str, ...]
+    of_test: NDArray[np.integer]  # [n], the group of each test example
+    rules: dict[str, tuple[float, ...]]  # the accuracy in each group of rules that avoid the task
+
+
+@dataclass(frozen=True)
 class Data:
     """The three splits of a task."""
 
@@ -40,6 +53,7 @@ class Data:
     val: Examples
     test: Examples
     shortcuts: Callable[[], list[tuple[str, float]]] = list  # rules that avoid the task, and their accuracies; slow
+    kinds: Callable[[], Kinds] | None = None  # slow, too; None: nothing is known of the examples
     # The classes of the training images' pixels (trace.py) in the order of `train`; None: nothing tells them.
     traces: Callable[[], Examples] | None = None
 

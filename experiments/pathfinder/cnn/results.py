@@ -40,7 +40,7 @@ def stored(name: str, folder: Path | None = None) -> Figure | None:
 
 
 def as_rule(figure: Figure) -> Figure:
-    """What tables of rules tell of a figure; as `experiments.pathx.bins.by_distance` has its rules."""
+    """What tables of rules tell of a figure; as `experiments.pathfinder.bins.by_distance` has its rules."""
     told = {name: figure[name] for name in ("rule", "accuracy", "error", "images")}
     return told | {"by_distance": figure["by_distance"]["accuracy"]}
 

@@ -19,13 +19,13 @@ from experiments.lra.generate import available_cores
 from experiments.lra.metrics import device_name, versions
 from experiments.lra.runlog import Record
 from experiments.lra.tensorfile import sha256
+from experiments.pathfinder.bins import by_distance
 from experiments.pathfinder.cnn.config import Config
 from experiments.pathfinder.cnn.images import Batch, fresh, repeated
 from experiments.pathfinder.cnn.results import RULE, Figure
 from experiments.pathfinder.cnn.train import Training, answers
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.vectors import Vectors, load
-from experiments.pathx.bins import by_distance
 from experiments.pathx.sources import TEST_SEED
 from experiments.pathx.stream import Stream
 

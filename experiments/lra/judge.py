@@ -1,0 +1,127 @@
+"""A finished run, tested: on the data that it was trained on, or on others, and what its answers depend on."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.lra import masks, tensorfile, weights
+from experiments.lra.baselines import baselines
+from experiments.lra.batches import check_images, evaluation_batches
+from experiments.lra.cache import Examples
+from experiments.lra.config import Config, from_saved
+from experiments.lra.host import host_threads
+from experiments.lra.identity import identity
+from experiments.lra.metrics import device_name, versions
+from experiments.lra.model import Classifier
+from experiments.lra.step import build_model, forward
+from experiments.lra.tasks import TASKS
+from experiments.lra.tasks.task import Data, Kinds
+
+
+def opened(path: Path, device: torch.device) -> tuple[Classifier, Config, dict[str, Any]]:
+    """The model of a finished run that classifies, its settings, and what its file says of it.
+
+    path: the run's folder, or its model.safetensors.
+    """
+    found, about = tensorfile.read(path, weights.KIND)
+    config = replace(from_saved(about["config"]), compiled=False, recorded=False)
+    if device.type == "cpu":  # where bf16 is slower
+        config = replace(config, precision="fp32")
+    if config.objective != "classify":
+        raise ValueError(f"{path} must hold a model that classifies; it was trained with objective={config.objective}")
+    mask = masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
+    model = build_model(config, TASKS[config.task], mask.to(device))
+    assert isinstance(model, Classifier)
+    model.load_state_dict(found)
+    return model, config, about
+
+
+def check_unseen(path: Path, seen: dict[str, str] | None, data: Data) -> None:
+    """Raises ValueError where what is tested may have been trained on."""
+    here = identity(data)
+    if seen is not None and seen["origin"] == here["origin"] and seen["hash"] != here["hash"]:
+        raise ValueError(
+            f"{path} was trained on another split of the same examples ({here['origin']}): test it on that one, or on "
+            "other data, of another seed say"
+        )
+
+
+def judge(
+    path: Path,
+    model: Classifier,
+    config: Config,
+    about: dict[str, Any],
+    data: Data,
+    *,
+    progress: Callable[[int], None] = lambda tested: None,
+) -> dict[str, Any]:
+    """The accuracy of a model on the test split of some data, as plain values for a JSON file.
+
+    path, model, config, about: as `opened` takes and gives them; progress: called with the number of examples that have
+    been tested. Losses are mean cross-entropies in nats. Raises ValueError for data that it may have been trained on.
+    """
+    check_unseen(path, about.get("data"), data)
+    device = next(model.parameters()).device
+    right, loss = answers(model, data.test, config, device, progress)
+    accuracy = float(right.double().mean())
+    return {
+        "task": data.task.name,
+        "generated_data": data.generated,
+        "data": {**identity(data), "folder": str(data.folder)},
+        "trained_on": about.get("data"),
+        "mask": config.mask,
+        "attention": config.attention,
+        "objective": config.objective,
+        "pixel_labels": about["cost"].get("pixel_labels", False),
+        "test_examples": len(right),
+        "test_accuracy": accuracy,
+        "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # standard
+        "test_loss": loss,
+        "baselines": [asdict(rule) for rule in baselines(data)],
+        "kinds": None if data.kinds is None else by_kind(data.kinds(), right),
+        "weights": tensorfile.sha256(*tensorfile.files(path)),
+        "steps": about["cost"]["steps"],
+        "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),
+        "device": device_name(device),
+        "versions": versions(),
+    }
+
+
+@torch.inference_mode()
+def answers(
+    model: Classifier, examples: Examples, config: Config, device: torch.device, progress: Callable[[int], None]
+) -> tuple[Tensor, float]:
+    """Which examples are answered rightly, bool [n] on the CPU; and the loss."""
+    check_images(examples, config.shape)
+    model.eval()
+    right, loss, tested = [], torch.zeros((), dtype=torch.float64, device=device), 0
+    with host_threads(device):
+        for batch in evaluation_batches(examples, config.shape, config.batch, len(examples)):
+            batch = batch.to(device)
+            logits = forward(model, batch, config)
+            loss += F.cross_entropy(logits, batch.labels, reduction="sum")
+            right.append(logits.argmax(-1) == batch.labels)
+            progress(tested := tested + len(batch.labels))
+    return torch.cat(right).cpu(), float(loss) / len(examples)
+
+
+def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:
+    """Accuracies in the groups that have examples, beside those of rules."""
+    groups = []
+    for number, name in enumerate(kinds.names):
+        chosen = right[torch.from_numpy(kinds.of_test == number)]
+        if len(chosen):
+            rules = {rule: accuracies[number] for rule, accuracies in kinds.rules.items()}
+            accuracy = float(chosen.double().mean())
+            groups.append({"name": name, "examples": len(chosen), "accuracy": accuracy, "rules": rules})
+    return {"by": kinds.by, "groups": groups}
