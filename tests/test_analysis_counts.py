@@ -103,6 +103,11 @@ def test_a_shared_mask_counts_for_each_head():
     assert bytes_moved(mask, 16, batch=5).total == 5 * bytes_moved(mask, 16).total
 
 
+def test_a_batch_of_none_moves_nothing():
+    mask = masks.causal(64, block=16).with_lengths([])
+    assert bytes_moved(mask, 16, heads=2).total == 0 and str(bytes_moved(mask, 16, heads=2)) == "0 bytes"
+
+
 @pytest.mark.parametrize("function", [flops, bytes_moved])
 def test_sizes_that_do_not_fit_are_refused(function):
     mask = BlockMask.from_dense(torch.ones(3, 64, 64, dtype=torch.bool).tril(), block=16)

@@ -46,6 +46,8 @@ class Traffic:
         return self.queries + self.keys_values + self.out + self.statistics + self.index + self.bits
 
     def __str__(self) -> str:
+        if not self.total:  # of a batch of none
+            return "0 bytes"
         return (
             f"{self.total:,} bytes: {100 * self.keys_values / self.total:.3g} % keys and values, "
             f"{100 * (self.queries + self.out) / self.total:.3g} % queries and output, "
