@@ -7,6 +7,7 @@ sees one opaque node, and no gradient state is saved when none is wanted.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -47,7 +48,12 @@ def register(
     Outputs must have the strides of `empty_out`, `empty_lse` and `empty_gradient`.
     """
     inputs = "Tensor q, Tensor k, Tensor v"
-    _define(name, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)", forward)
+
+    def guarded(*arguments: Any) -> Any:
+        _refuse_unasked(name)
+        return forward(*arguments)
+
+    _define(name, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)", guarded)
     _define(
         f"{name}_backward",
         f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {_MASK_ARRAYS}, {_NUMBERS}, "
@@ -58,8 +64,7 @@ def register(
     backward_op = getattr(torch.ops.sparseflash, f"{name}_backward").default
 
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if forward_ad._current_level >= 0:  # compiled code that differentiates forwards would have 0; whose is not told
-            raise _no_forward_mode(name)
+        _refuse_unasked(name)
         return empty_out(q, v), empty_lse(q), empty_kept(q)
 
     def fake_backward(
@@ -106,9 +111,28 @@ def register(
         if not wanted and nobody_watches(q, k, v):
             out, lse, kept = forward(q, k, v, *rest)
             return out, lse, kept
-        return forward_op(q, k, v, *rest)
+        if forward_ad._current_level < 0:
+            return forward_op(q, k, v, *rest)
+        _asked.tangents = True
+        try:
+            return forward_op(q, k, v, *rest)
+        finally:
+            _asked.tangents = False
 
     return run
+
+
+# Whether the call that runs in this thread was asked for its tangents, and has none.
+_asked = threading.local()
+
+
+def _refuse_unasked(name: str) -> None:
+    """Raises where forward-mode derivatives are taken around compiled code, which would have 0 for them.
+
+    Whether it is an input of this operator that has a tangent cannot be seen there.
+    """
+    if forward_ad._current_level >= 0 and not getattr(_asked, "tangents", False):
+        raise _no_forward_mode(name)
 
 
 def _refuse_transforms(name: str, *tensors: Tensor) -> None:

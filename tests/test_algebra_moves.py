@@ -138,6 +138,14 @@ def test_a_selected_mask_can_be_saved(tmp_path):
     assert BlockMask.load(tmp_path / "mask") == mask
 
 
+@pytest.mark.parametrize("heads", [-1, [5, -3], slice(5, 5), []])
+def test_of_what_all_heads_share_something_must_be_chosen(heads):
+    mask = masks.causal(64, block=16)
+    assert mask.select(heads=slice(5, 7)) == mask.select(heads=[9, 3]) == mask
+    with pytest.raises(ValueError, match=r"heads must (choose at least one|lie in 0)"):
+        mask.select(heads=heads)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -41,7 +42,7 @@ def test_train_trains_and_reports_beside_the_baselines(folder, tmp_path):
     assert re.search(r"majority class +│? *0\.\d+", result.output)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["config"] == {**vars(TINY), "window": DEFAULTS["window"]}
-    assert metrics["data"]["origin"] == "ListOps, generated, 10 to 60 tokens, seed 0"
+    assert metrics["data"]["origin"] == "ListOps, generated, seed 0"
 
 
 def test_train_pauses_and_resumes(folder, tmp_path):
@@ -132,6 +133,40 @@ def test_several_seeds_replace_all_runs_of_those_before(folder, tmp_path):
         assert (metrics["config"]["lr"], metrics["steps"]) == (0.1, 3)
         log = [json.loads(line) for line in (tmp_path / f"seed{seed}/log.jsonl").read_text().splitlines()]
         assert [record["step"] for record in log if record["kind"] == "test"] == [3]
+
+
+def test_several_seeds_leave_runs_of_their_names_alone_unasked(folder, tmp_path):
+    settings = {**OPTIONS, "steps": 1, "data": folder}
+    assert call("train", out=tmp_path / "seed1", seed=1, **settings).exit_code == 0
+    result = call("train", out=tmp_path, seeds="0,1", **settings)
+    assert result.exit_code == 1 and "seed1 holds a run" in result.output
+    assert (tmp_path / "seed1/metrics.json").exists() and not (tmp_path / "seeds.json").exists()
+
+
+def test_nothing_is_deleted_for_runs_that_cannot_begin(folder, tmp_path):
+    settings = {**OPTIONS, "steps": 1, "data": folder, "out": tmp_path}
+    assert call("train", seeds="0,1", **settings).exit_code == 0
+    for initial, message in ((tmp_path / "nowhere", "there is no file"), (tmp_path / "seed0", "--overwrite deletes")):
+        result = call("train", "--overwrite", seeds="0,1", initial=initial, **settings)
+        assert result.exit_code == 1 and message in result.output.replace("\n", " ")
+        assert all((tmp_path / f"seed{seed}/model.safetensors").exists() for seed in (0, 1))
+
+
+def test_a_series_is_of_one_set_of_data(folder, tmp_path):
+    settings = {**OPTIONS, "steps": 1}
+    assert call("train", seeds="0", data=folder, out=tmp_path / "series", **settings).exit_code == 0
+    other = generate(replace(DATA, seed=5), tmp_path, workers=1)
+    result = call("train", "--resume", seeds="0,1", data=other, out=tmp_path / "series")
+    assert result.exit_code == 1 and "a resumed run must see the same data" in result.output
+
+
+def test_a_run_that_is_replaced_leaves_no_test_of_it(folder, tmp_path):
+    settings = {**OPTIONS, "steps": 1, "data": folder, "out": tmp_path}
+    assert call("train", **settings).exit_code == 0
+    assert call("test", tmp_path, data=folder, device="cpu").exit_code == 0
+    assert (tmp_path / "tests").exists()
+    assert call("train", "--overwrite", **settings).exit_code == 0
+    assert not (tmp_path / "tests").exists()
 
 
 def test_a_series_holds_no_run_of_other_settings(folder, tmp_path):

@@ -143,7 +143,7 @@ def in_parts(pretrained, monkeypatch, tmp_path):
     for folder, limit in ((whole, weights.PART_BYTES), (parts, 12_000)):
         folder.mkdir()
         monkeypatch.setattr(weights, "PART_BYTES", limit)
-        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4}, run.seen)
+        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4}, [run.seen])
     return run, whole, parts
 
 
@@ -168,7 +168,7 @@ def test_a_large_model_is_written_in_parts_and_read_by_any_of_its_names(in_parts
 
 def test_a_model_replaces_another_of_its_name_whole_or_in_parts(in_parts):
     run, whole, parts = in_parts
-    weights.save(whole / weights.FILE, run.model, run.config, {}, run.seen)
+    weights.save(whole / weights.FILE, run.model, run.config, {}, [run.seen])
     assert sorted(each.name for each in whole.iterdir()) == sorted(each.name for each in parts.iterdir())
     tensorfile.write(parts / weights.FILE, run.model, {"kind": weights.KIND})
     assert [each.name for each in parts.iterdir()] == [weights.FILE]
@@ -185,7 +185,7 @@ def test_parts_that_are_not_those_of_one_model_are_refused(in_parts):
     last.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {last.name}$"):
         tensorfile.read(parts, weights.KIND)
-    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5}, run.seen)
+    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5}, [run.seen])
     last.write_bytes(kept)
     with pytest.raises(ValueError, match=f"{last.name} must be a part of the same model as the first part"):
         tensorfile.read(parts, weights.KIND)
@@ -242,7 +242,7 @@ def test_rotary_positions_do_not_see_where_the_first_token_stands(data, tmp_path
     first = Run(replace(SHORT, steps=1, positions="rotary", pool="mean"), data, tmp_path / "first")
     first.train()
     config = replace(SHORT, objective="classify", initial=str(first.folder), positions="rotary", pool="cls", steps=1)
-    assert Run(config, data, tmp_path / "second").train()["initial"]["data"] == first.seen
+    assert Run(config, data, tmp_path / "second").train()["initial"]["seen"] == [first.seen]
 
 
 def test_weights_that_have_seen_another_split_are_refused(pretrained, data, tmp_path):
@@ -251,10 +251,19 @@ def test_weights_that_have_seen_another_split_are_refused(pretrained, data, tmp_
     trained_on = {data.train.sequence(i).tobytes() for i in range(len(data.train))}
     assert any(smaller.test.sequence(i).tobytes() in trained_on for i in range(len(smaller.test)))
     config = replace(SHORT, objective="classify", initial=str(pretrained[0].folder))
-    with pytest.raises(ValueError, match=r"another split of the same examples .*10 to 60 tokens, seed 0"):
+    with pytest.raises(ValueError, match=r"another split of the same examples .*generated, seed 0"):
         Run(config, smaller, tmp_path / "run")
+    longer = load(
+        "listops", generate(Settings(10, 100, 64, 16, 24), tmp_path, workers=1)
+    )  # the shorter ones are the same
+    with pytest.raises(ValueError, match="another split of the same examples"):
+        Run(config, longer, tmp_path / "run")
     other = load("listops", generate(Settings(10, 60, 32, 8, 24, seed=1), tmp_path, workers=1))
-    Run(config, other, tmp_path / "run")
+    between = Run(config, other, tmp_path / "between")
+    between.train()
+    # What the first run has seen is not forgotten.
+    with pytest.raises(ValueError, match=r"between was trained on another split of the same examples"):
+        Run(replace(config, initial=str(between.folder)), smaller, tmp_path / "run")
 
 
 def test_settings_are_checked():

@@ -61,7 +61,7 @@ def test_on_the_runs_own_data_it_is_what_the_run_said(run, folder):
     assert found["test_accuracy"] == pytest.approx(metrics["test_accuracy"])
     assert found["test_loss"] == pytest.approx(metrics["test_loss"])
     assert found["baselines"] == metrics["baselines"]
-    assert {name: found["data"][name] for name in ("origin", "hash")} == found["trained_on"] == metrics["data"]
+    assert [{name: found["data"][name] for name in ("origin", "hash")}] == found["trained_on"] == [metrics["data"]]
     check_groups(found)
     assert "by root operator" in output and "majority class" in output
 
@@ -81,7 +81,7 @@ def test_other_data_are_tested_and_another_split_of_the_same_is_not(run, tmp_pat
     made, _ = run
     other = generate(Settings(10, 60, 8, 4, 40, seed=1), tmp_path, workers=1)
     found, _ = judged(made, "--data", other)
-    assert found["test_examples"] == 40 and found["data"]["origin"] != found["trained_on"]["origin"]
+    assert found["test_examples"] == 40 and found["data"]["origin"] != found["trained_on"][0]["origin"]
     smaller = generate(Settings(10, 60, 32, 8, 24), tmp_path, workers=1)
     result = call(made.folder, "--data", smaller)
     assert result.exit_code == 1 and "was trained on another split of the same examples" in result.output

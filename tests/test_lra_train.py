@@ -272,7 +272,7 @@ def test_resuming_needs_a_run_and_the_same_data(data, tmp_path):
 def test_resuming_needs_the_same_examples_not_only_as_many(data, tmp_path):
     other = load("listops", generate(replace(DATA, seed=1), tmp_path, workers=1))
     Run(replace(TINY, steps=1), data, tmp_path / "run").train()
-    with pytest.raises(ValueError, match=r"must see the same data: it began with ListOps, generated, .* seed 0, from"):
+    with pytest.raises(ValueError, match=r"must see the same data: it began with ListOps, generated, seed 0, from"):
         Run(TINY, other, tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="must see the same data"):  # of one origin, dealt out differently
         Run(TINY, replace(data, val=data.test, test=data.val), tmp_path / "run", resume=True)

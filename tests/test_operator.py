@@ -315,6 +315,22 @@ def test_no_transform_takes_the_derivative_for_zero(backend, name):
             differentiate(q)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_code_that_was_compiled_before_does_not_take_a_tangent_for_zero(backend):
+    q, k, v = (x.detach() for x in tensors(tokens=FEW))
+    mask = masks.causal(FEW, block=16)
+
+    def run(x):
+        return x + attention(x, k, v, mask, backend=backend)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q), run(q))
+    # The graph is used again, or made again and refused then, in an error of PyTorch's compiler around ours.
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(Exception, match=r"forward-mode derivatives \(jvp"):
+        compiled(dual(q, torch.ones_like(q)))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("batched", ["q", "k", "v", "qkv"])
 @pytest.mark.parametrize("backend", BACKENDS)

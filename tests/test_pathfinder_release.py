@@ -90,6 +90,10 @@ def test_stopped_export_is_done_again(vectors, tmp_path):
         load("pathfinder128", tmp_path, Options("intermediate"))  # it must not be taken for the release
     folder = export(vectors, tmp_path)
     assert (folder / "generated.json").exists() and not (folder / "unfinished").exists()
+    (folder / "unfinished").touch()  # killed at the very end: it is complete
+    with pytest.raises(ValueError, match="at least 10 images"):  # so it was read
+        load("pathfinder128", tmp_path, Options("intermediate"))
+    assert not (export(vectors, tmp_path) / "unfinished").exists()
 
 
 def test_other_parameters_have_no_place_in_the_release(tmp_path):

@@ -34,7 +34,7 @@ from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import Data, load
 from experiments.lra.termination import told_to_end
-from experiments.lra.train import Run, check, saved_run
+from experiments.lra.train import Run, check, check_initial, saved_run
 
 DATA = Path("data/lra")
 RUNS = Path("runs/lra")
@@ -230,10 +230,12 @@ class Session:
     def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
         """Train once with each seed; the summary, or None where it was paused."""
         place = self.data.folder
+        if not resume:
+            check_initial(config, self.data)
         self.ranks.from_first(
             lambda: several.begin(folder, config, seeds, place, resume=resume, overwrite=self.overwrite)
         )
-        return several.run(config, seeds, folder, self.train, resume=resume, ranks=self.ranks)
+        return several.run(config, seeds, self.data, folder, self.train, resume=resume, ranks=self.ranks)
 
     def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
         """Train under a bar; the metrics, or None where it was paused."""

@@ -3,7 +3,7 @@ when another run begins with its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -39,13 +39,34 @@ def update(digest: blake2b, split: Examples) -> None:
             digest.update(np.ascontiguousarray(split.sequence(example, tower)))
 
 
-def check_apart(path: object, there: Mapping[str, Any] | None, here: Mapping[str, Any]) -> None:
-    """Raises ValueError where weights have seen other splits of the examples that a run is to be tested on.
+def described(data: Data) -> dict[str, Any]:
+    """The identity, and what people want to read beside it."""
+    examples = [len(split) for split in (data.train, data.val, data.test)]
+    return {**identity(data), "examples": examples, "folder": str(data.folder), "generated": data.generated}
 
-    there: the identity of the data of the weights; None, of those from before it was kept, says nothing.
-    """
-    if there is not None and there["origin"] == here["origin"] and there["hash"] != here["hash"]:
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError where a run is to go on with other data than it began with; both as `described` has them."""
+    if saved["examples"] != now["examples"]:
         raise ValueError(
-            f"{path} was trained on another split of the same examples ({here['origin']}), so what this run tests may "
-            "have been trained on; begin with weights of the same split and number of examples, or of other data"
+            f"a resumed run must see the same data: it began with {saved['examples']} examples (train, val, "
+            f"test) from {saved['folder']}; got {now['examples']}"
         )
+    if saved.get("hash", now["hash"]) != now["hash"]:  # of a run from before it was kept nothing is known
+        raise ValueError(
+            f"a resumed run must see the same data: it began with {saved['origin']}, from {saved['folder']}; those in "
+            f"{now['folder']} ({now['origin']}) are others"
+        )
+
+
+def check_apart(path: object, seen: Sequence[Mapping[str, str]] | None, here: Mapping[str, str]) -> None:
+    """Raises ValueError where weights have seen other splits of the examples that they are to be tested on.
+
+    seen: the identities of all data that they were trained on; None, of weights from before it was kept, says nothing.
+    """
+    for there in seen or ():
+        if there["origin"] == here["origin"] and there["hash"] != here["hash"]:
+            raise ValueError(
+                f"{path} was trained on another split of the same examples ({here['origin']}), and may have seen what "
+                "it is to be tested on; take the same split and number of examples, or data of another seed or origin"
+            )

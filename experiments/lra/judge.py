@@ -20,7 +20,7 @@ from experiments.lra.batches import check_images, evaluation_batches
 from experiments.lra.cache import Examples
 from experiments.lra.config import Config, from_saved
 from experiments.lra.host import host_threads
-from experiments.lra.identity import identity
+from experiments.lra.identity import check_apart, identity
 from experiments.lra.metrics import device_name, versions
 from experiments.lra.model import Classifier
 from experiments.lra.step import build_model, forward
@@ -46,16 +46,6 @@ def opened(path: Path, device: torch.device) -> tuple[Classifier, Config, dict[s
     return model, config, about
 
 
-def check_unseen(path: Path, seen: dict[str, str] | None, data: Data) -> None:
-    """Raises ValueError where what is tested may have been trained on."""
-    here = identity(data)
-    if seen is not None and seen["origin"] == here["origin"] and seen["hash"] != here["hash"]:
-        raise ValueError(
-            f"{path} was trained on another split of the same examples ({here['origin']}): test it on that one, or on "
-            "other data, of another seed say"
-        )
-
-
 def judge(
     path: Path,
     model: Classifier,
@@ -70,7 +60,7 @@ def judge(
     path, model, config, about: as `opened` takes and gives them; progress: called with the number of examples that have
     been tested. Losses are mean cross-entropies in nats. Raises ValueError for data that it may have been trained on.
     """
-    check_unseen(path, about.get("data"), data)
+    check_apart(path, about.get("seen"), identity(data))
     device = next(model.parameters()).device
     right, loss = answers(model, data.test, config, device, progress)
     accuracy = float(right.double().mean())
@@ -78,7 +68,7 @@ def judge(
         "task": data.task.name,
         "generated_data": data.generated,
         "data": {**identity(data), "folder": str(data.folder)},
-        "trained_on": about.get("data"),
+        "trained_on": about.get("seen"),
         "mask": config.mask,
         "attention": config.attention,
         "objective": config.objective,

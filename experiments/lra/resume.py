@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,8 @@ def discard(folder: Path) -> None:
     for name in ("config.json", "log.jsonl", "metrics.json"):
         (folder / name).unlink(missing_ok=True)
     tensorfile.remove(folder / "model.safetensors")
+    for name in ("tests", "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def check_unused(folder: Path) -> None:

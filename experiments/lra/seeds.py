@@ -18,8 +18,10 @@ from typing import Any
 
 from experiments.lra.config import FREE_ON_RESUME, Config, as_dict, from_saved, resumed
 from experiments.lra.files import write_json
+from experiments.lra.identity import check_same, described
 from experiments.lra.ranks import ALONE, Ranks
-from experiments.lra.resume import discard
+from experiments.lra.resume import check_unused, discard
+from experiments.lra.tasks import Data
 
 SERIES = "seeds.json"
 SUMMARY = "summary.json"
@@ -63,10 +65,14 @@ def begin(
         )
     if "config.json" in held:
         raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
-    if not resume:  # or a later --resume would take the old runs for this series'
-        for place in folder.glob("seed*"):
-            if place.name.removeprefix("seed").isdecimal():
-                discard(place)
+    if not resume:  # what is left of older runs a later --resume would take for this series'
+        older = [place for place in folder.glob("seed*") if place.name.removeprefix("seed").isdecimal()]
+        if overwrite and config.initial is not None and folder.resolve() in Path(config.initial).resolve().parents:
+            raise ValueError(f"--initial {config.initial} lies in {folder}, which --overwrite deletes: move it away")
+        for place in older:
+            if not overwrite:
+                check_unused(place)
+            discard(place)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMMARY).unlink(missing_ok=True)
     write_json(folder / SERIES, {"seeds": list(seeds), "config": as_dict(config), "data": {"folder": str(data)}})
@@ -75,6 +81,7 @@ def begin(
 def run(
     config: Config,
     seeds: Sequence[int],
+    data: Data,
     folder: Path,
     train: Callable[[Config, Path, bool], Metrics | None],
     *,
@@ -87,9 +94,10 @@ def run(
         returns its metrics, or None where it paused. Then the series is paused too.
     """
     done = []
+    used = described(data)
     for seed in seeds:
         own, place = replace(config, seed=seed), folder / f"seed{seed}"
-        metrics, begun = ranks.from_first(partial(state, own, place)) if resume else (None, False)
+        metrics, begun = ranks.from_first(partial(state, own, used, place)) if resume else (None, False)
         if metrics is None:
             metrics = train(own, place, begun)
         if metrics is None:
@@ -106,16 +114,18 @@ def check_none(folder: Path) -> None:
         raise FileExistsError(f"{folder} holds runs with several seeds; choose another folder with --out")
 
 
-def state(config: Config, folder: Path) -> tuple[Metrics | None, bool]:
+def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics | None, bool]:
     """The metrics of a complete run, None where it is not or is now to be longer; and whether there is a run at all.
 
-    Raises ValueError where it is a run of other settings.
+    data: as `identity.described` has it. Raises ValueError where it is a run of other settings or on other data.
     """
     saved = folder / "config.json"
     if not saved.exists():
         return None, False
     chosen = {name: value for name, value in as_dict(config).items() if name not in FREE_ON_RESUME}
-    resumed(from_saved(json.loads(saved.read_text())["config"]), chosen)
+    began = json.loads(saved.read_text())
+    resumed(from_saved(began["config"]), chosen)
+    check_same(began["data"], data)
     path = folder / "metrics.json"
     if not path.is_file():
         return None, True
@@ -133,6 +143,7 @@ def summed_up(runs: Sequence[Metrics]) -> Metrics:
     same = (
         "task",
         "generated_data",
+        "data",
         "mask",
         "attention",
         "density",
@@ -144,7 +155,7 @@ def summed_up(runs: Sequence[Metrics]) -> Metrics:
     of_a_run = ("test_accuracy", "test_loss", "plateau_left_at", "steps", "training_seconds", "tokens_per_s", "device")
     accuracies = [metrics["test_accuracy"] for metrics in runs]
     return {
-        **{name: first[name] for name in same},
+        **{name: first.get(name) for name in same},
         "test_accuracy_mean": statistics.fmean(accuracies),
         "test_accuracy_std": statistics.stdev(accuracies) if len(runs) > 1 else None,
         "runs": [{"seed": each["config"]["seed"], **{name: each[name] for name in of_a_run}} for each in runs],

@@ -28,7 +28,7 @@ from experiments.lra.config import Config, as_dict, from_saved
 from experiments.lra.denoise import hidden_for_scoring, hidden_for_training
 from experiments.lra.files import write_json
 from experiments.lra.host import host_threads
-from experiments.lra.identity import identity
+from experiments.lra.identity import check_same, described, identity
 from experiments.lra.metrics import final_metrics
 from experiments.lra.order import Order
 from experiments.lra.ranks import ALONE, Ranks, find_device
@@ -108,10 +108,9 @@ class Run:
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
         saved = self.folder / "config.json"
-        examples = [len(self.data.train), len(self.data.val), len(self.data.test)]
-        used = {**self.seen, "examples": examples, "folder": str(self.data.folder), "generated": self.data.generated}
+        used = described(self.data)
         if resume:
-            check_same_data(json.loads(saved.read_text())["data"], used)
+            check_same(json.loads(saved.read_text())["data"], used)
         else:
             seeds.check_none(self.folder)
             if not overwrite:
@@ -193,7 +192,7 @@ class Run:
                 self.model,
                 self.config,
                 {"steps": self.step, "seconds": self.seconds, "pixel_labels": self.pixel_labels},
-                self.seen,
+                [*((self.before or {}).get("seen") or ()), self.seen],
             )
         metrics = final_metrics(self)
         write_json(self.folder / "metrics.json", metrics)
@@ -294,18 +293,11 @@ class Window:
         self.places += batch.ids.numel()
 
 
-def check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to resume on other data than the run began with."""
-    if saved["examples"] != now["examples"]:
-        raise ValueError(
-            f"a resumed run must see the same data: it began with {saved['examples']} examples (train, val, "
-            f"test) from {saved['folder']}; got {now['examples']}"
-        )
-    if saved.get("hash", now["hash"]) != now["hash"]:  # of a run from before it was kept nothing is known
-        raise ValueError(
-            f"a resumed run must see the same data: it began with {saved['origin']}, from {saved['folder']}; those in "
-            f"{now['folder']} ({now['origin']}) are others"
-        )
+def check_initial(config: Config, data: Data) -> None:
+    """Raises where a run could not begin with the weights that it is to: before older runs are deleted for it."""
+    if config.initial is not None:
+        mask = masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
+        weights.begin_from(build_model(config, data.task, mask), Path(config.initial), config, identity(data))
 
 
 def saved_run(folder: Path) -> tuple[Config, Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 _HEADS = ("head.", "namer.", "tracer.")  # what answers with the encoder's features
 
 
-def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], data: dict[str, str]) -> None:
+def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], seen: Sequence[dict[str, str]]) -> None:
     """Write the weights, with the settings, what they cost, and what they were trained on.
 
-    cost: plain values that say how much training the weights have seen; data: see identity.py.
+    cost: plain values that say how much training the weights have seen; seen: the identities of the data of this run
+    and of those that it began with, see identity.py.
     """
-    about = {"kind": KIND, "config": as_dict(config), "cost": cost, "data": data}
+    about = {"kind": KIND, "config": as_dict(config), "cost": cost, "seen": list(seen)}
     tensorfile.write(path, model, about, limit=PART_BYTES)
 
 
@@ -57,13 +58,13 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
             f"{described(differing[0], own, found)}"
         )
     check_alike(path, {**DEFAULTS, **about["config"]}, as_dict(config))
-    check_apart(path, about.get("data"), data)
+    check_apart(path, about.get("seen"), data)
     same = {name: tensor for name, tensor in found.items() if name in own and own[name].shape == tensor.shape}
     model.load_state_dict({**own, **same})
     return {
         "sha256": tensorfile.sha256(*tensorfile.files(path)),
         "task": about["config"]["task"],
-        "data": about.get("data"),
+        "seen": about.get("seen"),
         "objective": about["config"]["objective"],
         **about["cost"],
     }

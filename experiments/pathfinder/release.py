@@ -49,6 +49,7 @@ def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = 
     if (folder / LABEL).exists():
         if json.loads((folder / LABEL).read_text()) != label:
             raise FileExistsError(f"{folder} holds generated images of other settings; choose another folder")
+        (folder / UNFINISHED).unlink(missing_ok=True)
         return folder
     if folder.exists() and not (folder / UNFINISHED).exists():
         raise FileExistsError(f"{folder} holds images that were not generated; choose another folder")

@@ -41,7 +41,10 @@ def _numbers(name: str, given: Choice | None, count: int, device: torch.device) 
     if given is None:
         return None
     if isinstance(given, slice):
-        numbers = torch.arange(count, device=device)[given] if count > 1 else torch.zeros(1, dtype=torch.int64)
+        if count > 1:
+            numbers = torch.arange(count, device=device)[given]
+        else:  # how many it stands for is not known; some slices are empty of any number
+            numbers = torch.zeros(min(1, len(range(2**31)[given])), dtype=torch.int64)
     else:
         if not isinstance(given, Sequence) and getattr(given, "ndim", 0) == 0:
             given = [integer(given, name, "")]
@@ -50,6 +53,7 @@ def _numbers(name: str, given: Choice | None, count: int, device: torch.device) 
             raise ValueError(f"{name} must be a number, a slice or a list of numbers; got shape {list(numbers.shape)}.")
     if len(numbers) == 0:
         raise ValueError(f"{name} must choose at least one; got {given!r} of {count}.")
-    if count > 1 and not (int(numbers.min()) >= 0 and int(numbers.max()) < count):
-        raise ValueError(f"{name} must lie in 0..{count - 1}; got {int(numbers.min())}..{int(numbers.max())}.")
+    if int(numbers.min()) < 0 or (count > 1 and int(numbers.max()) >= count):
+        last = f"{count - 1}" if count > 1 else "its last"
+        raise ValueError(f"{name} must lie in 0..{last}; got {int(numbers.min())}..{int(numbers.max())}.")
     return numbers

@@ -59,9 +59,8 @@ def root_groups(examples: Examples) -> NDArray[np.int64]:
 
 
 def origin_of(place: Path) -> str:
-    """Which draws the generated examples are the first of."""
-    about = json.loads((place / LABEL).read_text())
-    return f"ListOps, generated, {about['longer_than']} to {about['shorter_than']} tokens, seed {about['seed']}"
+    """Which draws the generated examples were kept of; bounds on their lengths that overlap keep some of the same."""
+    return f"ListOps, generated, seed {json.loads((place / LABEL).read_text())['seed']}"
 
 
 def find(folder: Path) -> tuple[Path, str]:

@@ -202,10 +202,10 @@ def find(task: Task, folder: Path, fold: str) -> Path:
         raise ValueError(
             f"the data folder {folder} must hold one {inside}; got {' and '.join(map(str, found))}: name one of them"
         )
-    if (chosen / UNFINISHED).exists():
+    if (chosen / UNFINISHED).exists() and not (chosen / LABEL).exists():
         raise ValueError(
             f"{chosen} holds only a part of the generated images that were being written there; write them again with "
-            "`python -m experiments.pathfinder export`, which goes on with them"
+            "`python -m experiments.pathfinder export`"
         )
     if not any((chosen / "metadata").glob("*.npy")):
         raise FileNotFoundError(f"{chosen / 'metadata'} holds no .npy file; {advice}")
