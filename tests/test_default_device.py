@@ -131,6 +131,7 @@ METHODS = {
     "plot": drawn,
     "reblock": lambda mask, folder: (mask.reblock(64), mask.reblock((16, 32))),
     "save": saved,
+    "select": lambda mask, folder: (mask.select(heads=[1, 0]), mask.select(batch=slice(0, 1), heads=0)),
     "shape": lambda mask, folder: mask.shape,
     "to": lambda mask, folder: mask.to("cpu"),
     "to_dense": lambda mask, folder: mask.to_dense(),

@@ -44,7 +44,7 @@ def _numbers(name: str, given: Choice | None, count: int, device: torch.device) 
         if count > 1:
             numbers = torch.arange(count, device=device)[given]
         else:  # how many it stands for is not known; some slices are empty of any number
-            numbers = torch.zeros(min(1, len(range(2**31)[given])), dtype=torch.int64)
+            numbers = torch.zeros(min(1, len(range(2**31)[given])), dtype=torch.int64, device=device)
     else:
         if not isinstance(given, Sequence) and getattr(given, "ndim", 0) == 0:
             given = [integer(given, name, "")]
