@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from experiments.lra import attend, cli
-from experiments.lra.table import check, measure, report
+from experiments.lra.table import check, measure, plot, report
 from experiments.lra.table.accuracy import collect
 from experiments.lra.table.check import Yardstick
 from experiments.lra.table.measure import Row
@@ -230,6 +231,17 @@ def test_runs_on_other_data_are_other_rows(tmp_path):
     finished_run(tmp_path / "b", seed=1, generated=True, data="seed 7", longer_than=500)
     finished_run(tmp_path / "c", seed=1, generated=True, data="seed 1", longer_than=20)  # --data says what was read
     assert sorted(each.seeds for each in collect(tmp_path)) == ["0 1", "1"]
+
+
+def test_the_picture_has_a_dot_for_every_setting(tmp_path):
+    finished_run(tmp_path / "a", steps=1, accuracy=0.31)
+    finished_run(tmp_path / "b", steps=2, accuracy=0.42)
+    finished_run(tmp_path / "c", task="image", accuracy=0.53, augment="mirror")
+    axes = Figure().subplots()
+    plot._accuracies(Results(accuracies=collect(tmp_path)), axes)
+    dots = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_ydata())]
+    assert sorted(float(line.get_ydata()[0]) for line in dots) == pytest.approx([31, 42, 53])
+    assert [line.get_markerfacecolor() for line in dots if line.get_ydata()[0] > 50] == ["white"]
 
 
 def test_a_run_is_not_counted_twice(tmp_path):

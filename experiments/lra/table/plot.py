@@ -1,4 +1,4 @@
-"""The table as a picture: speed-ups and accuracies, a group of bars a task."""
+"""The table as a picture: speed-ups, a group of bars a task, and accuracies, a dot a setting."""
 
 from __future__ import annotations
 
@@ -30,25 +30,15 @@ def draw(results: Results, path: Path) -> Path | None:
     return path
 
 
-def _bars(
-    axes: Axes, groups: list[str], heights: dict[str, list[float | None]], errors: dict[str, list[float]]
-) -> None:
+def _bars(axes: Axes, groups: list[str], heights: dict[str, list[float | None]]) -> None:
     """Variants beside each other in each group; what has no height is left out."""
     width = 0.8 / len(heights)
     for number, (variant, values) in enumerate(heights.items()):
         places = [group + (number - (len(heights) - 1) / 2) * width for group in range(len(groups))]
-        shown = [(x, y, e) for x, y, e in zip(places, values, errors[variant], strict=True) if y is not None]
+        shown = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
         if shown:
-            x, y, e = zip(*shown, strict=True)
-            bars = axes.bar(
-                x,
-                y,
-                width,
-                yerr=e if any(e) else None,
-                capsize=2,
-                label=TITLES[variant],
-                color=f"C{list(VARIANTS).index(variant)}",
-            )
+            x, y = zip(*shown, strict=True)
+            bars = axes.bar(x, y, width, label=TITLES[variant], color=f"C{list(VARIANTS).index(variant)}")
             axes.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
     axes.set_xticks(range(len(groups)), groups)
     axes.spines[["top", "right"]].set_visible(False)
@@ -63,7 +53,7 @@ def _speeds(results: Results, axes: Axes) -> None:
         rows = [chosen.get((task, variant)) for task in tasks]
         mean = mean_speedup(results.times, variant)
         heights[variant] = [*(row.speedup if row else None for row in rows), mean[0] if mean else None]
-    _bars(axes, [*tasks, "geometric mean"], heights, {variant: [0.0] * (len(tasks) + 1) for variant in variants})
+    _bars(axes, [*tasks, "geometric mean"], heights)
     for name, style in (("dense", "--"), ("block-sparse", ":")):
         label = f"FlashAttention paper, {name}: {PAPER[name][0]:.1f}"
         axes.axhline(PAPER[name][0], color="grey", linestyle=style, linewidth=1, label=label)
@@ -74,16 +64,28 @@ def _speeds(results: Results, axes: Axes) -> None:
 def _accuracies(results: Results, axes: Axes) -> None:
     tasks = [task for task in FIVE if any(task == each.task for each in results.accuracies)]
     tasks += sorted({each.task for each in results.accuracies} - set(tasks))
-    heights: dict[str, list[float | None]] = {}
-    errors: dict[str, list[float]] = {}
-    for variant in VARIANTS:
-        found = [matching(results.accuracies, task, variant) for task in tasks]
-        only = [each[0] if len(each) == 1 else None for each in found]  # of several settings none is chosen
-        if any(only):
-            heights[variant] = [100 * each.mean if each else None for each in only]
-            errors[variant] = [100 * (each.std or 0.0) if each else 0.0 for each in only]
-    if heights:
-        _bars(axes, tasks, heights, errors)
+    variants = [variant for variant in VARIANTS if any(variant == each.variant for each in results.accuracies)]
+    for number, variant in enumerate(variants):
+        color = f"C{list(VARIANTS).index(variant)}"
+        for group, task in enumerate(tasks):
+            place = group + (number - (len(variants) - 1) / 2) * 0.8 / len(variants)
+            # Which of several settings counts is not for a program to say: all of them are shown.
+            for each in matching(results.accuracies, task, variant):
+                told = each.inputs != "as they are" or each.initial != "nothing"
+                axes.errorbar(
+                    place, 100 * each.mean, 100 * (each.std or 0.0), fmt="o", capsize=2, color=color,
+                    markerfacecolor="white" if told else color,
+                )  # fmt: skip
+        axes.plot([], [], "o", color=color, label=TITLES[variant])
+    axes.plot(
+        [],
+        [],
+        "o",
+        color="grey",
+        markerfacecolor="white",
+        label="other inputs than the arena's models have, see table.md",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
     for group, task in enumerate(tasks):
         best = max(each.best_rule_accuracy for each in results.accuracies if each.task == task)
         label = "best rule that avoids the task" if group == 0 else None
