@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from experiments.lra import checkpoint, clock, step, train
-from experiments.lra.config import Config
+from experiments.lra.config import Config, resumed
 from experiments.lra.generate import Settings, generate
 from experiments.lra.ranks import find_device
 from experiments.lra.runlog import RunLog, read
@@ -152,6 +152,46 @@ def test_a_finished_run_can_be_prolonged(data, whole, tmp_path):
     straight = Run(config, data, tmp_path / "straight")
     straight.train()
     assert same_bits(weights(longer), weights(straight))
+
+
+KEEPS_BEST = replace(TINY, keep="best", eval_every=3, eval_examples=8, average=0.0, lr=0.05, schedule="constant")
+
+
+def test_the_best_validation_is_what_is_tested_and_kept(data, tmp_path):
+    best = Run(KEEPS_BEST, data, tmp_path / "best")
+    metrics = best.train()
+    last = Run(replace(KEEPS_BEST, keep="last"), data, tmp_path / "last")
+    others = last.train()
+    validations = {record["step"]: record["accuracy"] for record in best.log.of_kind("val")}
+    assert list(validations) == [3, 6, 9, 11]  # the last step is one to choose, too
+    step = max(validations, key=validations.__getitem__)  # the first of equal ones
+    assert (metrics["tested_step"], metrics["validation_accuracy"]) == (step, validations[step])
+    assert step < 11, "else the test says nothing"
+    assert same_bits(weights(best), weights(last))  # choosing changes nothing of the training
+    straight = Run(replace(KEEPS_BEST, keep="last", steps=step), data, tmp_path / "straight")
+    assert straight.train()["test_loss"] == metrics["test_loss"] != others["test_loss"]
+    assert others["tested_step"] == 11
+    assert same_bits(load_file(tmp_path / "best/model.safetensors"), weights(straight))
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 10])
+def test_the_best_validation_survives_a_pause(data, tmp_path, stop):
+    expected = Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "whole").train()
+    assert Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "run").train(pause=lambda step: step == stop) is None
+    resumed = Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "run", resume=True)
+    assert (resumed.best.step > 0) == (stop >= 3)
+    metrics = resumed.train()
+    for name in ("tested_step", "validation_accuracy", "test_loss"):
+        assert metrics[name] == expected[name]
+    kept, others = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
+    assert same_bits(kept, others)
+
+
+def test_a_run_that_keeps_its_best_is_validated_alike_to_its_end():
+    with pytest.raises(ValueError, match="must be validated alike to its end: --eval-examples was 8, got 16"):
+        resumed(KEEPS_BEST, {"eval_examples": 16})
+    assert resumed(KEEPS_BEST, {"eval_examples": 8, "steps": 20}).steps == 20
+    assert resumed(TINY, {"eval_examples": 16}).eval_examples == 16
 
 
 def test_a_run_ends_with_its_time(data, tmp_path):

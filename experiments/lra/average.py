@@ -8,13 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+Weights = dict[str, Tensor]  # of every parameter, by its name
+
 
 class Average:
     """The average of a model's parameters: `average += (1 - decay) * (weights - average)` after every step."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model, self.decay = model, decay
-        self.weights = {name: weights.detach().clone() for name, weights in model.named_parameters()}
+        self.weights = copied(model)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -24,17 +26,30 @@ class Average:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the averaged weights."""
-        self._swap()
-        try:
+        with exchanged(self.model, self.weights):
             yield
-        finally:
-            self._swap()
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load(self, weights: Weights) -> None:
         """Go on from a saved average."""
         for name, average in self.weights.items():
             average.copy_(weights[name])
 
-    def _swap(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            parameter.data, self.weights[name] = self.weights[name], parameter.data
+
+def copied(model: nn.Module) -> Weights:
+    """A copy of a model's parameters."""
+    return {name: weights.detach().clone() for name, weights in model.named_parameters()}
+
+
+@contextmanager
+def exchanged(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Inside, the model has these weights, and they are its own; where its own lie in memory stays the same."""
+    _exchange(model, weights)
+    try:
+        yield
+    finally:
+        _exchange(model, weights)
+
+
+def _exchange(model: nn.Module, weights: Weights) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data, weights[name] = weights[name], parameter.data

@@ -1,8 +1,8 @@
 """Checkpoints: weights, optimiser state and random states, in safetensors files of bounded size.
 
     <run>/checkpoint-00000500/
-        part-01-of-03.safetensors ...   tensors named model.*, average.*, optimizer.<parameter>.*, random.*, and
-                                        random.<rank>.* of other processes that train with the first one
+        part-01-of-03.safetensors ...   tensors named model.*, average.*, best.*, optimizer.<parameter>.*, random.*,
+                                        and random.<rank>.* of other processes that train with the first one
         state.json                      step, seconds of training, the format, the number of processes, and what else
                                         the kind of run needs
 
@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from experiments.lra.average import Average
+from experiments.lra.best import Best
 from experiments.lra.files import write_json
 
 FORMAT = 1
@@ -52,6 +53,8 @@ def save(
     optimizer: torch.optim.Optimizer,
     average: Average | None = None,
     random: list[RandomState] | None = None,
+    *,
+    best: Best | None = None,
 ) -> Path:
     """Write a checkpoint into the run's folder, then remove the others.
 
@@ -61,13 +64,16 @@ def save(
     target = run / f"checkpoint-{progress.step:08}"
     random = random or [random_state(next(model.parameters()).device)]
     state = {"format": FORMAT, "processes": len(random), **asdict(progress)}
+    if best is not None:
+        state["best"] = best.state
     if target.exists() and not missing(target):
         write_json(target / "state.json", state)
         return target
     shutil.rmtree(target, ignore_errors=True)
     for left_by_a_kill in run.glob(".checkpoint-*"):
         shutil.rmtree(left_by_a_kill)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collect(model, optimizer, average, random)}
+    collected = collect(model, optimizer, average, random, best)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collected}
     unfinished = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=run))
     try:
         parts = list(split(tensors, PART_BYTES))
@@ -90,6 +96,7 @@ def load(
     optimizer: torch.optim.Optimizer,
     average: Average | None = None,
     *,
+    best: Best | None = None,
     rank: int = 0,
 ) -> Progress:
     """Put a checkpoint's state into a model and its optimiser, and set the random states of this process.
@@ -103,6 +110,7 @@ def load(
     state = json.loads((checkpoint / "state.json").read_text())
     if state.pop("format") != FORMAT:
         raise ValueError(f"{checkpoint} must have the checkpoint format {FORMAT}; written by another version")
+    of_best = state.pop("best", None)
     processes = state.pop("processes", 1)  # not said by those that were written before it was
     tensors: dict[str, Tensor] = {}
     for part in sorted(checkpoint.glob("part-*.safetensors")):
@@ -110,6 +118,8 @@ def load(
     model.load_state_dict(under("model", tensors))
     if average is not None:
         average.load(under("average", tensors))
+    if best is not None:
+        best.load(of_best, under("best", tensors))
     names = parameter_names(model, optimizer)
     optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
     kept = set().union(*optimizer_state.values())
@@ -188,6 +198,7 @@ def collect(
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     random: list[RandomState],
+    best: Best | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a checkpoint with their names, in a fixed order."""
     for name, tensor in model.state_dict().items():
@@ -195,6 +206,9 @@ def collect(
     if average is not None:
         for name, tensor in average.weights.items():
             yield f"average.{name}", tensor
+    if best is not None:
+        for name, tensor in best.weights.items():
+            yield f"best.{name}", tensor
     names = parameter_names(model, optimizer)
     for index, values in optimizer.state_dict()["state"].items():
         for key, tensor in values.items():

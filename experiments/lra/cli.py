@@ -102,6 +102,7 @@ def train(
     weight_decay: Annotated[float | None, option("weight_decay")] = None,
     clip: Annotated[float | None, option("clip")] = None,
     average: Annotated[float | None, option("average")] = None,
+    keep: Annotated[str | None, option("keep")] = None,
     seed: Annotated[int | None, option("seed")] = None,
     device: Annotated[str | None, option("device")] = None,
     precision: Annotated[str | None, option("precision")] = None,

@@ -20,6 +20,7 @@ from experiments.lra.tasks.pathfinder import FOLDS, SPLITS
 from experiments.lra.tasks.task import Options
 
 OBJECTIVES = ("classify", "denoise")
+KEEPS = ("last", "best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,10 @@ class Config:
     weight_decay: float = setting(0.01, "AdamW weight decay of the matrices.")
     clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
     average: float = setting(0.0, "Decay of an average of the weights, 0.999 say, which is then what is tested.")
+    keep: str = setting(
+        "last",
+        f"Weights that are tested and kept: {', '.join(KEEPS)}; best are those of the best validation.",
+    )
     seed: int = setting(0, "Seed of the weights, the order of the data and the dropout.")
 
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
@@ -126,6 +131,7 @@ class Config:
             raise ValueError(f"minutes must be more than 0; got {self.minutes}")
         for name, allowed in (
             ("objective", OBJECTIVES),
+            ("keep", KEEPS),
             ("attention", IMPLEMENTATIONS),
             ("pool", POOLS),
             ("positions", POSITIONS),
@@ -213,6 +219,11 @@ def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
     """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
+    if saved.keep == "best" and chosen.get("eval_examples", saved.eval_examples) != saved.eval_examples:
+        raise ValueError(
+            f"a run with --keep best must be validated alike to its end: --eval-examples was {saved.eval_examples}, "
+            f"got {chosen['eval_examples']}"
+        )
     return resume.resumed(saved, chosen, FREE_ON_RESUME)
 
 

@@ -42,10 +42,12 @@ _FLASH: Settings = {
 }  # fmt: skip
 
 # The Nystromformer authors' transformer (mlpen/Nystromformer, LRA/code/lra_config.py), which the FlashAttention paper
-# took settings from, too: one small model for all tasks, in bf16. Theirs takes black pixels of Pathfinder for padding.
+# took settings from, too: one small model for all tasks, in bf16, tested with the weights of its best validation
+# (run_tasks.py). Theirs takes black pixels of Pathfinder for padding.
 _NYSTROMFORMER: Settings = {
     "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.1, "attention_dropout": 0.1, "pool": "mean",
     "positions": "learned", "lr": 1e-4, "schedule": "linear", "weight_decay": 0.0, "clip": 0.0, "precision": "bf16",
+    "keep": "best",
 }  # fmt: skip
 _NYSTROMFORMER_TASKS: dict[str, Settings] = {
     "listops": {"batch": 32, "steps": 5000, "warmup": 1000},

@@ -29,6 +29,11 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
         f"{metrics['tokens_per_s']:,.0f} tokens/s on {metrics['device']}; "
         f"density {metrics['density']:.3f}; {metrics['parameters']:,} parameters"
     )
+    if metrics["config"]["keep"] == "best":
+        console.print(
+            f"Tested: the weights of step {metrics['tested_step']}, the best validation, "
+            f"{metrics['validation_accuracy']:.3f}"
+        )
     if metrics["plateau_left_at"] is None:
         console.print("[yellow]The loss never left that of guessing:[/yellow] more steps may help, or another seed.")
     else:

@@ -4,7 +4,8 @@
 <run>/log.jsonl           loss, accuracy and speed over the steps
 <run>/checkpoint-*        the newest state; see checkpoint.py
 <run>/metrics.json        the result, when the run is complete
-<run>/model.safetensors   the weights then, for another run's --initial; in parts if it is large; see weights.py
+<run>/model.safetensors   the weights that were tested, for another run's --initial; in parts if they are large; see
+                          weights.py
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from experiments.lra import checkpoint, masks, schedule, seeds, weights
 from experiments.lra.augment import Turning
 from experiments.lra.average import Average
 from experiments.lra.batches import Batch, blocks_of_rows, check_images, evaluation_batches, training_batches
+from experiments.lra.best import Best
 from experiments.lra.clock import Clock
 from experiments.lra.config import Config, as_dict, from_saved
 from experiments.lra.denoise import hidden_for_scoring, hidden_for_training
@@ -94,12 +96,13 @@ class Run:
             else:
                 self.before = weights.begin_from(self.model, Path(config.initial), config, self.seen)
         self.average = Average(self.model, config.average) if config.average > 0 else None
+        self.best = Best(self.model) if config.keep == "best" else None
         ranks.seed_apart(config.seed)
         self.step, self.seconds = 0, 0.0
         self.startup_seconds = 0.0  # until the first batch is there and a step is compiled, over all sessions
         ranks.from_first(lambda: self._prepare_folder(resume, overwrite))
         if found is not None:
-            progress = checkpoint.load(found, self.model, self.optimizer, self.average, rank=ranks.rank)
+            progress = checkpoint.load(found, self.model, self.optimizer, self.average, best=self.best, rank=ranks.rank)
             self.step, self.seconds = progress.step, progress.seconds
             self.startup_seconds = progress.details.get("startup_seconds", 0.0)
         self.log = RunLog(folder / "log.jsonl" if ranks.first else None, self.step if resume else None)
@@ -128,6 +131,9 @@ class Run:
             if not self._train(pause):
                 return None
             self._save()
+            # After the checkpoint: a run that is prolonged would not have stopped here to validate.
+            if self.best is not None and self.best.offered != self.step:
+                self._evaluate("val")
             self._evaluate("test")
         return self.ranks.from_first(self._write_result)
 
@@ -186,12 +192,17 @@ class Run:
         self.window.clock.leave_out(seconds)
 
     def _write_result(self) -> dict[str, Any]:
-        with self._averaged():
+        with self._tested():
             weights.save(
                 self.folder / weights.FILE,
                 self.model,
                 self.config,
-                {"steps": self.step, "seconds": self.seconds, "pixel_labels": self.pixel_labels},
+                {
+                    "steps": self.step,
+                    "tested_step": self.tested_step,
+                    "seconds": self.seconds,
+                    "pixel_labels": self.pixel_labels,
+                },
                 [*((self.before or {}).get("seen") or ()), self.seen],
             )
         metrics = final_metrics(self)
@@ -202,6 +213,11 @@ class Run:
     def pixel_labels(self) -> bool:
         """Whether the weights have seen the classes of pixels, in this run or in one before it."""
         return self.config.auxiliary > 0 or bool((self.before or {}).get("pixel_labels"))
+
+    @property
+    def tested_step(self) -> int:
+        """The step that the weights are of which count as the run's result."""
+        return self.step if self.best is None else self.best.step
 
     def _agreed_progress(self) -> float:
         """The steps are the same in every process, the time is not."""
@@ -254,13 +270,19 @@ class Run:
         if self.config.objective == "denoise":
             numbers = count(self.ranks.rank, self.ranks.count)
             batches = hidden_for_scoring(batches, self.shape, self.config.hidden, numbers)
-        with self._averaged():
+        with self._tested() if test else self._averaged():
             score = evaluate(self.model, batches, self.config, self.device, self.ranks)
+            if not test and self.best is not None:
+                self.best.offer(self.step, score.accuracy)
         self._record({"kind": kind, "step": self.step, **vars(score)})
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that count as the run's result."""
+        """Inside, the model has the weights that would be the run's result if it ended now."""
         return self.average.in_place() if self.average is not None else nullcontext()
+
+    def _tested(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that count as the run's result: the last ones, or the best."""
+        return self._averaged() if self.best is None else self.best.in_place()
 
     def _record(self, record: Record) -> None:
         self.log.write(record)
@@ -271,7 +293,7 @@ class Run:
         random = self.ranks.gathered(checkpoint.random_state(self.device))
         if self.ranks.first:
             progress = checkpoint.Progress(self.step, self.seconds, {"startup_seconds": self.startup_seconds})
-            checkpoint.save(self.folder, progress, self.model, self.optimizer, self.average, random)
+            checkpoint.save(self.folder, progress, self.model, self.optimizer, self.average, random, best=self.best)
 
 
 class Window:

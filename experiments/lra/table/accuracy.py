@@ -16,13 +16,14 @@ from experiments.lra.runlog import read
 
 _LINES = 20  # of a log, at the end of a run: a single one is a few hundred examples
 # What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
-_APART = ("seed", "device", "eval_every", "eval_examples", "checkpoint_every", "log_every")
+_APART = ("seed", "device", "checkpoint_every", "log_every")
+_VALIDATION = ("eval_every", "eval_examples")  # which chooses the weights with keep=best, and touches none otherwise
 # What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
 _NOTHING = ("objective", "hidden", "initial")
 # What runs from before there was a setting did.
 _BEFORE = {
     "buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none",
-    "auxiliary": 0.0,
+    "auxiliary": 0.0, "keep": "last",
 }  # fmt: skip
 
 
@@ -38,8 +39,8 @@ class Accuracy:
     runs: int
     mean: float
     std: float | None  # of a sample; None for one run
-    validation: float | None  # the last of a run, their mean; None where the runs' logs are missing
-    training: float | None  # over the last lines of a run's log, likewise
+    validation: float | None  # of the tested weights, else the last of a run, the mean; None where no log is
+    training: float | None  # over the last lines of a run's log
     majority: float  # what the most frequent class gives
     best_rule: str  # the best of the rules that avoid the task
     best_rule_accuracy: float
@@ -84,7 +85,8 @@ def collect(folder: Path) -> list[Accuracy]:
 def key(metrics: dict[str, Any]) -> str:
     """A short name of a run's settings and data; the same for runs that differ in their luck alone."""
     config = {**_BEFORE, **metrics["config"]}
-    kept = {name: value for name, value in sorted(config.items()) if name not in (*_APART, *_NOTHING)}
+    left_out = (*_APART, *_NOTHING, *(() if config["keep"] == "best" else _VALIDATION))
+    kept = {name: value for name, value in sorted(config.items()) if name not in left_out}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
     if (data := metrics.get("data")) is not None:
         # The settings of a generator say what would have been generated without --data.
@@ -98,7 +100,7 @@ def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder:
     """One row for runs of one setting: where their metrics lie below `folder`, and what they say."""
     ordered = sorted(found, key=lambda run: run[1]["config"]["seed"])
     places, runs = [path.parent.relative_to(folder) for path, _ in ordered], [metrics for _, metrics in ordered]
-    validations, trainings = zip(*(last_scores(folder / place / "log.jsonl") for place in places))
+    validations, trainings = zip(*(scores(folder / place / "log.jsonl", each) for place, each in zip(places, runs)))
     first = runs[0]
     values = [metrics["test_accuracy"] for metrics in runs]
     rules = {rule["rule"]: rule["accuracy"] for rule in first["baselines"]}
@@ -129,12 +131,15 @@ def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder:
     )
 
 
-def last_scores(log: Path) -> tuple[float | None, float | None]:
-    """The accuracies of a run's last validation, and of its training over the last lines of its log."""
+def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | None]:
+    """A run's accuracies in its validation, and in its training over the last lines of its log."""
     records = read(log)
     validations = [record["accuracy"] for record in records if record["kind"] == "val"]
     trainings = [record["accuracy"] for record in records if record["kind"] == "train"][-_LINES:]
-    return validations[-1] if validations else None, statistics.fmean(trainings) if trainings else None
+    validation = metrics.get("validation_accuracy")
+    if validation is None and validations:
+        validation = validations[-1]
+    return validation, statistics.fmean(trainings) if trainings else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

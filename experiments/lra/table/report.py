@@ -34,8 +34,8 @@ LEGEND = (
 
 
 ACCURACIES = (
-    "Validation: the last of a run. Training: the mean of the last 20 lines of its log. The best rule is the best of "
-    "those that avoid the task. Minutes are those of training; runs: their folder."
+    "Validation: of the weights that were tested, else the last of a run. Training: the mean of its log's last 20 lines. "
+    "The best rule is the best of those that avoid the task. Minutes are those of training; runs: their folder."
 )
 
 
