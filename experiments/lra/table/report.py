@@ -34,7 +34,7 @@ LEGEND = (
 
 
 ACCURACIES = (
-    "Validation: of the weights that were tested, else the last of a run. Training: the mean of its log's last 20 lines. "
+    "Validation: of the tested weights, else the last of a run. Training: the mean of the log's last 20 lines. "
     "The best rule is the best of those that avoid the task. Minutes are those of training; runs: their folder."
 )
 
