@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -64,14 +65,17 @@ class Vectors:
     @property
     def tips(self) -> NDArray[np.int64]:
         """The two ends of the two targets. int64 [n, snake, first or last, (y, x)]"""
-        return self.places[self.targets[:, :, [0, -1]]].astype(np.int64)
+        length = self.parameters.contour_length
+        ends = np.array([[0, length - 1], [length, 2 * length - 1]])
+        return self.places[self.starts[:-1, None, None] + ends].astype(np.int64)
 
-    @property
+    # Once for all images: those who render ask for some hundreds of them at a time, again and again.
+    @cached_property
     def markers(self) -> NDArray[np.int64]:
         """The centres of the two markers, the first on a first end, the second on a last. int64 [n, 2, (y, x)]"""
-        image = np.arange(len(self))
+        image, tips = np.arange(len(self)), self.tips
         last = np.where(self.labels == 1, self.marked, 1 - self.marked)
-        return np.stack([self.tips[image, self.marked, 0], self.tips[image, last, 1]], axis=1)
+        return np.stack([tips[image, self.marked, 0], tips[image, last, 1]], axis=1)
 
 
 def collect(parameters: Parameters, seed: int, drawings: Sequence[Drawing]) -> Vectors:
