@@ -30,13 +30,15 @@ def table(tmp_path, *words):
     return CliRunner().invoke(cli.app, [*command, *places, *words])
 
 
-def finished_run(folder, *, seed=0, accuracy=0.37, task="listops", mask="dense", generated=False, data=None, **config):
+def finished_run(
+    folder, *, seed=0, accuracy=0.37, task="listops", mask="dense", generated=False, data=None, about=None, **config
+):
     """The metrics of a run, as train.py leaves them."""
     config = {"seed": seed, "task": task, "mask": mask, "steps": 5000, "device": "auto", **config}
     metrics = {
         "task": task, "generated_data": generated, "mask": mask, "test_accuracy": accuracy, "test_examples": 2000,
         "baselines": RULES, "steps": 5000, "parameters": 10, "training_seconds": 3600.0, "tokens_per_s": 1e6,
-        "device": "a GPU", "config": config,
+        "device": "a GPU", "config": config, **(about or {}),
     }  # fmt: skip
     if data is not None:
         metrics["data"] = {"origin": data, "hash": data}
@@ -203,6 +205,23 @@ def test_a_row_tells_validation_and_training_of_the_logs(tmp_path):
     assert (alone.training, alone.validation) == (None, None)
     page = report.page(Results(accuracies=[both, alone]))
     assert "| 50.0 % | 60.0 % |" in page and "| - | - |" in page
+
+
+def test_a_row_tells_the_chosen_weights_and_their_validation(tmp_path):
+    for seed, (step, accuracy) in enumerate(((700, 0.6), (1200, 0.5))):
+        chosen = {"tested_step": step, "validation_accuracy": accuracy}
+        finished_run(tmp_path / f"best/seed{seed}", seed=seed, keep="best", eval_every=100, about=chosen)
+        log = [{"kind": "val", "step": step, "accuracy": accuracy}, {"kind": "val", "step": 5000, "accuracy": 0.2}]
+        (tmp_path / f"best/seed{seed}/log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in log))
+    finished_run(tmp_path / "last/a", keep="last", eval_every=100)
+    # How often it was validated chose the weights of one kind of run, and nothing of the other.
+    finished_run(tmp_path / "other", seed=2, keep="best", eval_every=200, about={"tested_step": 200})
+    finished_run(tmp_path / "last/b", seed=1, keep="last", eval_every=200)
+    best, last, other = collect(tmp_path)
+    assert (best.folder, best.tested_steps, best.validation) == ("best", "700 1,200", pytest.approx(0.55))
+    assert (last.runs, last.tested_steps, other.runs, other.tested_steps) == (2, "", 1, "200")
+    page = report.page(Results(accuracies=[best, last]))
+    assert "| 5,000 | 700 1,200 |" in page and "| 5,000 | last |" in page
 
 
 def test_runs_from_before_a_setting_count_as_those_that_leave_it_alone(tmp_path):

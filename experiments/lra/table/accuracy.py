@@ -48,6 +48,7 @@ class Accuracy:
     initial: str  # what the weights had learned before: nothing, or what for how many steps
     inputs: str  # what was done to the inputs that the arena's models do not have
     steps: int  # of the longest run
+    tested_steps: str  # of the weights that were tested, of each seed; empty where all are the last
     parameters: int
     training_seconds: float  # the mean
     tokens_per_s: float  # the median
@@ -79,7 +80,7 @@ def collect(folder: Path) -> list[Accuracy]:
                 )
             by_seed[seed] = path
     found = [accuracy(runs, name, folder) for name, runs in groups.items()]
-    return sorted(found, key=lambda each: (each.task, each.attention, each.mask, each.setting))
+    return sorted(found, key=lambda each: (each.task, each.attention, each.mask, each.folder))
 
 
 def key(metrics: dict[str, Any]) -> str:
@@ -123,12 +124,18 @@ def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder:
         initial=described(first.get("initial")),
         inputs=changed_inputs({**_BEFORE, **first["config"]}),
         steps=max(metrics["steps"] for metrics in runs),
+        tested_steps=" ".join(tested_steps(runs)),
         parameters=first["parameters"],
         training_seconds=statistics.fmean(metrics["training_seconds"] for metrics in runs),
         tokens_per_s=statistics.median(metrics["tokens_per_s"] for metrics in runs),
         device=first["device"],
         folder=Path(os.path.commonpath(places)).as_posix(),
     )
+
+
+def tested_steps(runs: list[dict[str, Any]]) -> list[str]:
+    """The steps of the weights that were tested, where they were chosen."""
+    return [f"{metrics['tested_step']:,}" for metrics in runs if metrics["config"].get("keep") == "best"]
 
 
 def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | None]:

@@ -35,7 +35,8 @@ LEGEND = (
 
 ACCURACIES = (
     "Validation: of the tested weights, else the last of a run. Training: the mean of the log's last 20 lines. "
-    "The best rule is the best of those that avoid the task. Minutes are those of training; runs: their folder."
+    "The best rule is the best of those that avoid the task. Tested: the weights of the last step, or of the best "
+    "validation, at that step. Minutes are those of training; runs: their folder."
 )
 
 
@@ -139,7 +140,7 @@ def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
     """All settings with finished runs."""
     table = [[
         "task", "data", "", "test accuracy", "validation", "training", "majority", "best rule", "inputs",
-        "learned before", "steps", "minutes", "tokens/s", "parameters", "device", "runs", "setting",
+        "learned before", "steps", "tested", "minutes", "tokens/s", "parameters", "device", "runs", "setting",
     ]]  # fmt: skip
     for each in accuracies:
         table.append(
@@ -155,6 +156,7 @@ def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
                 each.inputs,
                 each.initial,
                 f"{each.steps:,}",
+                each.tested_steps or "last",
                 f"{each.training_seconds / 60:.1f}",
                 f"{each.tokens_per_s:,.0f}",
                 f"{each.parameters:,}",
