@@ -1,11 +1,12 @@
-"""How close is close enough: the error of a plain computation in the same dtype, times two, plus about one ulp."""
+"""Results of attention, judged by the library's yardstick, and a record of long runs."""
 
 import json
-import math
 import os
 from typing import NamedTuple
 
 import torch
+
+from sparseflash.closeness import error_in_yardsticks
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -18,31 +19,6 @@ class Results(NamedTuple):
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
-
-
-def largest_error(got, truth):
-    """The largest distance of `got` from `truth`; infinite if an infinity is not where the truth has it, or for NaN."""
-    truth, got = truth.detach().double(), got.detach().double()
-    infinite = truth.isinf()
-    if not torch.equal(got[infinite], truth[infinite]) or not got[~infinite].isfinite().all():
-        return math.inf
-    return (got - truth)[~infinite].abs().max().item() if not infinite.all() else 0.0
-
-
-def error_in_yardsticks(got, truth, plain_error, magnitude=0.0):
-    """The largest error of `got` against `truth`, in units of what is allowed; at most 1 is exact.
-
-    Allowed is twice `plain_error`, the largest error of the same computation done plainly in the same dtype, plus the
-    distance to the next number of got's dtype at the largest true value, or at `magnitude` if that is larger: the size
-    of the numbers that are summed, where what they sum to is small.
-    """
-    error = largest_error(got, truth)
-    if error == 0.0:
-        return 0.0
-    finite = truth.detach().double().masked_fill(truth.isinf(), 0.0)
-    largest = max(finite.abs().max().item(), magnitude)
-    allowed = 2 * plain_error + torch.finfo(got.dtype).eps * largest
-    return error / allowed if allowed > 0.0 else math.inf
 
 
 def assert_exact(got, truth, plain_errors, label, score_magnitude=0.0):

@@ -14,10 +14,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from closeness import Results, assert_exact, error_in_yardsticks, largest_error
+from closeness import Results, assert_exact
 from cutting import chunks_of
 from experiments.speed.precision import products_in_tf32
 from sparseflash import attention
+from sparseflash.closeness import error_in_yardsticks, largest_error
 from strategies import Problem, Recipe, problems
 from tensor_cores import summed_as_by_tensor_cores
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ("sparseflash.blockmask", "sparseflash.tiles", "sparseflash.algebra")
 # Where Triton is needed; who imports these does so in a function.
 KERNELS = ("sparseflash.kernels", "sparseflash.masks.fused.rows", "sparseflash.masks.fused.runs")
+COMMANDS = ("sparseflash.cli", "sparseflash.__main__")
 BACKENDS = ("sparseflash.reference", "sparseflash.blockwise", "sparseflash.kernels")
 
 
@@ -149,9 +150,14 @@ def test_analysis_runs_nothing(module):
     assert [m for m in reached_from(module) if belongs_to_any(m, others)] == []
 
 
-@pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs(m, "sparseflash.masks")])
+@pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs_to_any(m, ("sparseflash.masks", *COMMANDS))])
 def test_the_library_does_not_import_the_patterns(module):
     assert [m for m in LIBRARY[module].everywhere if belongs_to_any(m, ("sparseflash.masks", "masks"))] == []
+
+
+@pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs_to_any(m, COMMANDS)])
+def test_nothing_imports_the_command_line(module):
+    assert [m for m in LIBRARY[module].everywhere if belongs_to_any(m, COMMANDS)] == []
 
 
 @pytest.mark.parametrize("module", LIBRARY)

@@ -1,0 +1,252 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sparseflash import BlockMask, __version__, analysis
+from sparseflash.cli import bench as benchmark
+from sparseflash.cli import check as exactness
+from sparseflash.cli import show as words
+from sparseflash.cli.expression import HELP, Refused, mask_of
+from sparseflash.cli.inputs import DTYPES, drawn
+
+app = typer.Typer(
+    help="Block-sparse attention masks: what one costs and reaches, whether attention under it is exact here, and how "
+    "fast.\n\nMASK is a Python expression of sparseflash.masks, or a file that BlockMask.save has written: "
+    "sparseflash show 'local(4096, 512, causal=True)'",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+Mask = Annotated[str, typer.Argument(metavar="MASK", help=HELP)]
+Sources = Annotated[
+    list[str] | None,
+    typer.Option("--from", metavar="FILE", help="File of Python, or module, whose functions MASK uses; repeatable."),
+]
+HeadDim = Annotated[int, typer.Option(help="Features of a head.", min=1)]
+Heads = Annotated[int, typer.Option(help="Query heads, of a mask that is the same for all.", min=1)]
+KVHeads = Annotated[int | None, typer.Option(help="Key and value heads.", show_default="as many as query heads", min=1)]
+Precision = Literal["bf16", "fp16", "fp32"]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda where there is one, else cpu")
+]
+
+
+@app.command()
+def show(
+    mask: Mask,
+    sources: Sources = None,
+    head_dim: HeadDim = 64,
+    heads: Heads = 1,
+    dtype: Annotated[Precision, typer.Option(help="Of queries, keys and values.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Meant to be causal: look for leaks of the future.")] = False,
+    width: Annotated[int, typer.Option(help="Cells of the picture in the terminal; 0: none.", min=0)] = 32,
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .pdf, .svg.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the mask in this file, for BlockMask.load and MASK.")] = None,
+) -> None:
+    """Show what a mask costs and reaches, and what is probably wrong with it."""
+    found = asked(mask, sources)
+    with short_errors():
+        console.print(found.to_string(width) if width else repr(found), highlight=False, soft_wrap=True, markup=False)
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        for what, much in words.facts(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal):
+            table.add_row(what, Text(much))
+        console.print(table)
+        for finding in analysis.lint(found, causal=causal):
+            say(str(finding))
+        if picture is not None:
+            figure = found.plot()
+            assert not isinstance(figure, tuple)
+            figure.savefig(picture)
+            console.print(f"Drawn: {picture}", soft_wrap=True)
+        if save is not None:
+            found.save(save)
+            console.print(f"Kept: {save}", soft_wrap=True)
+
+
+@app.command()
+def check(
+    mask: Mask,
+    sources: Sources = None,
+    head_dim: HeadDim = 64,
+    heads: Heads = 2,
+    kv_heads: KVHeads = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Comma-separated, of {', '.join(DTYPES)}.", show_default="all on a GPU, fp32 on a CPU"),
+    ] = None,
+    backend: Annotated[
+        Literal["triton", "blockwise", "reference"] | None,
+        typer.Option(help="Who computes it.", show_default="triton on a GPU, blockwise on a CPU"),
+    ] = None,
+    device: Device = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+) -> None:
+    """Compare attention under a mask, and its gradients, with dense attention in fp64.
+
+    Errors are in units of what is allowed: twice the error of a plain implementation in the same precision, and about
+    one unit in the last place. Ends with 1 if one is above 1.
+    """
+    found = asked(mask, sources)
+    with short_errors():
+        found = found.to(place(device))
+        gpu = found.device.type == "cuda"
+        dtypes = named(dtype, DTYPES, "--dtype") if dtype is not None else list(DTYPES) if gpu else ["fp32"]
+        say(f"{found!r}", f"{where(found)}: errors in units of what is allowed")
+        table = Table()
+        table.add_column("")
+        for name in exactness.NAMES:
+            table.add_column(name, justify="right")
+        right = True
+        for each in dtypes:
+            with console.status(f"{each}: comparing with fp64"):
+                errors = exactness.errors(
+                    found,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    dim=head_dim,
+                    dtype=DTYPES[each],
+                    backend=backend,
+                    seed=seed,
+                )
+            right &= all(error <= 1 for error in errors.values())
+            table.add_row(each, *(Text(f"{error:.2f}", "" if error <= 1 else "bold red") for error in errors.values()))
+        console.print(table)
+    if not right:
+        console.print("Not exact: an error is above what is allowed.", style="bold red")
+        raise typer.Exit(1)
+    console.print("Exact: no error is above what is allowed.")
+
+
+@app.command()
+def bench(
+    mask: Mask,
+    sources: Sources = None,
+    batch: Annotated[int, typer.Option(help="Sequences, of a mask that is the same for all.", min=1)] = 1,
+    heads: Heads = 8,
+    kv_heads: KVHeads = None,
+    head_dim: HeadDim = 64,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Of all tensors.", show_default="bf16 on a GPU, fp32 on a CPU")
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(help=f"Comma-separated, of {', '.join(benchmark.PEERS)}; none.", show_default="all that fit"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="To measure each time for.", min=0.01)] = 0.5,
+    device: Device = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+) -> None:
+    """Time attention under a mask beside dense attention and others, after checking that it is exact.
+
+    Medians of warm calls, in milliseconds, host and device together. On a CPU the backend is blockwise, which saves
+    memory and is not made for speed.
+    """
+    found = asked(mask, sources)
+    with short_errors():
+        found = found.to(place(device))
+        precision = DTYPES[dtype or ("bf16" if found.device.type == "cuda" else "fp32")]
+        chosen = benchmark.peers_for(found) if peers is None else peers_of(peers)
+        with console.status("comparing with fp64"):
+            errors = exactness.errors(
+                found, heads=1, kv_heads=None, dim=head_dim, dtype=precision, backend=None, seed=seed
+            )
+        if not all(error <= 1 for error in errors.values()):
+            raise ValueError(f"attention under this mask is not exact here, so its time says nothing: {errors}")
+        inputs = drawn(found, batch=batch, heads=heads, kv_heads=kv_heads, dim=head_dim, dtype=precision, seed=seed)
+        shape = " x ".join(str(size) for size in inputs.q.shape)
+        shapes = f"{shape}, {inputs.k.shape[1]} key heads, {precision}"
+        say(f"{found!r}", f"{where(found)}; {shapes}: ms, and how many times ours that is")
+        table = Table()
+        for column in ("", "forward", "times", "and backward", "times"):
+            table.add_column(column, justify="right" if column else "left")
+        ours: benchmark.Times | None = None
+        with console.status("timing") as status:
+            for times in benchmark.measured(inputs, found, chosen, seconds):
+                ours = ours or times
+                cells = [*cells_of(times.forward, ours.forward), *cells_of(times.both, ours.both)]
+                table.add_row(times.name + (f" ({times.why})" if times.why else ""), *cells)
+                status.update(f"timing: {times.name} done")
+        console.print(table)
+
+
+def say(*lines: str) -> None:
+    """Lines that a narrow terminal wraps, and nothing else changes."""
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def cells_of(ms: float | None, ours: float | None) -> tuple[str, str]:
+    """A time and its ratio to ours."""
+    if ms is None or ours is None:
+        return "-", "-"
+    return f"{ms:.3f}", f"{ms / ours:.2f}"
+
+
+def peers_of(text: str) -> list[str]:
+    """The peers of a comma-separated list, or of "none"."""
+    return [] if text == "none" else named(text, benchmark.PEERS, "--peers")
+
+
+def named(text: str, known: Collection[str], option: str) -> list[str]:
+    """The names in a comma-separated list; raises ValueError where one is not known, or there is none."""
+    chosen = [name.strip() for name in text.split(",")]
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"{option} must be of {', '.join(known)}; got {name!r}")
+    return chosen
+
+
+def asked(text: str, sources: list[str] | None) -> BlockMask:
+    """The mask on the command line; what is wrong with the words is told in a line."""
+    try:
+        return mask_of(text, sources or ())
+    except Refused as error:
+        refuse(error)
+        raise typer.Exit(2) from error
+
+
+def place(device: str | None) -> torch.device:
+    """The device that was named, or the one that is there."""
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device} needs a GPU that PyTorch sees; there is none")
+    return chosen
+
+
+def where(mask: BlockMask) -> str:
+    """The device and the versions that a result belongs to."""
+    name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    if mask.device.type == "cuda":
+        name = torch.cuda.get_device_name(mask.device)
+    return f"{name}, torch {torch.__version__}, sparseflash {__version__}"
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """What the library refuses is told in a line: no code of the user's runs any more."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:
+        refuse(error)
+        raise typer.Exit(2) from error
+
+
+def refuse(error: Exception) -> None:
+    """One line on the standard error."""
+    Console(stderr=True).print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)

@@ -1,0 +1,110 @@
+"""How fast is attention under a mask on this machine? Beside dense attention, and others under the same mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.benchmark import Timer
+
+from sparseflash import BlockMask, attention, interop
+from sparseflash.cli.inputs import Inputs
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+OURS = "sparseflash"
+DENSE = "sparseflash, dense"
+PEERS = {
+    "sdpa": "PyTorch's SDPA, dense",
+    "sdpa-mask": "PyTorch's SDPA, mask in memory",
+    "flex": "FlexAttention, compiled",
+}
+MASK_BYTES = 2**28  # of a mask in memory, one byte a score
+SAME = 3e-2  # relative to all of the output: rounding stays well below, a wrong mask does not
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds, medians; None where it was not measured, and why."""
+
+    name: str
+    forward: float | None = None
+    both: float | None = None  # forward and backward
+    why: str = ""
+
+
+def peers_for(mask: BlockMask) -> list[str]:
+    """Those that can serve here, of PEERS."""
+    fits = mask.shape[0] * mask.shape[1] * mask.q_len * mask.k_len <= MASK_BYTES
+    return ["sdpa", *(["sdpa-mask"] if fits else []), *(["flex"] if mask.device.type == "cuda" else [])]
+
+
+def measured(inputs: Inputs, mask: BlockMask, peers: list[str], seconds: float) -> Iterator[Times]:
+    """Times of ours under the mask, of ours dense, and of peers, as each is known; `seconds` for each."""
+    expected = attention(inputs.q, inputs.k, inputs.v, mask)
+    assert isinstance(expected, Tensor)
+    grouped = inputs.q.shape[1] != inputs.k.shape[1]
+
+    def ours(mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attention(q, k, v, mask)
+        assert isinstance(out, Tensor)
+        return out
+
+    yield times(OURS, partial(ours, mask), inputs, seconds)
+    yield times(DENSE, partial(ours, None), inputs, seconds)
+    for peer in peers:
+        try:
+            if peer == "sdpa":
+                yield times(PEERS[peer], partial(F.scaled_dot_product_attention, enable_gqa=grouped), inputs, seconds)
+                continue
+            call = masked_sdpa(mask, grouped) if peer == "sdpa-mask" else flex(mask, grouped)
+            if (apart := distance(call(inputs.q, inputs.k, inputs.v), expected)) > SAME:
+                yield Times(PEERS[peer], why=f"gives something else: {apart:.2g} of the output apart")
+                continue
+            yield times(PEERS[peer], call, inputs, seconds)
+        except torch.OutOfMemoryError:
+            yield Times(PEERS[peer], why="does not fit into memory")
+
+
+def masked_sdpa(mask: BlockMask, grouped: bool) -> Call:
+    """PyTorch's attention with every score's bit in memory."""
+    return partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense(), enable_gqa=grouped)
+
+
+def flex(mask: BlockMask, grouped: bool) -> Call:
+    """FlexAttention under the same mask."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return partial(torch.compile(flex_attention), block_mask=interop.to_flex(mask), enable_gqa=grouped)
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """How far apart two outputs are, relative to all of the second; queries without a live key, NaN for some, apart."""
+    live = expected.any(-1) & got.isfinite().all(-1)
+    got, expected = got[live].float(), expected[live].float()
+    return float((got - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def times(name: str, call: Call, inputs: Inputs, seconds: float) -> Times:
+    """Both times of a call."""
+    leaves = inputs.leaves()
+
+    def forward() -> None:
+        with torch.no_grad():
+            call(inputs.q, inputs.k, inputs.v)
+
+    def both() -> None:
+        torch.autograd.grad(call(*leaves), leaves, inputs.dout)
+
+    return Times(name, milliseconds(forward, seconds), milliseconds(both, seconds))
+
+
+def milliseconds(run: Callable[[], None], seconds: float) -> float:
+    """The median time of a call, once it has compiled what it needs; of a GPU's work, too."""
+    run()
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return float(1e3 * timer.blocked_autorange(min_run_time=seconds).median)

@@ -1,0 +1,110 @@
+"""From the words on the command line to a mask."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sparseflash import BlockMask, masks
+
+
+class Refused(ValueError):
+    """The words on the command line give no mask."""
+
+
+HELP = (
+    "A Python expression of sparseflash.masks, 'local(4096, 512) | butterfly(4096)' say, or a file that BlockMask.save "
+    "has written."
+)
+_EXPRESSION = "<mask>"  # the file name of the expression's code
+
+
+def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
+    """The mask that an expression gives, or that a file holds.
+
+    text: of the functions of sparseflash.masks, `BlockMask`, `torch` and the names in `sources`; or a path.
+    sources: files of Python, or modules, whose public names the expression may use.
+    Raises Refused where it gives no mask; errors inside the user's own functions are left as they are.
+
+    >>> mask_of("local(1024, 256) & causal(1024)")
+    BlockMask(1024 x 1024, blocks of 128, 15 tiles: 0 full + 15 partial (2 distinct), density 11.8 %)
+    """
+    if Path(text).is_file():
+        return BlockMask.load(text)
+    names = {"BlockMask": BlockMask, "torch": torch, "masks": masks, **public(masks)}
+    for source in sources:
+        names |= public(loaded(source))
+    try:
+        code = compile(text, _EXPRESSION, "eval")
+    except SyntaxError:
+        raise Refused(f"the mask must be an expression, as local(4096, 512) is, or a file; got {text!r}") from None
+    try:
+        found = eval(code, names)
+    except NameError as error:
+        if not raised_here(error):
+            raise
+        near = get_close_matches(str(error.name), names, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(sorted(public(masks)))}"
+        raise Refused(f"no pattern is called {error.name}{hint}") from None
+    except (TypeError, ValueError) as error:
+        if not raised_here(error):
+            raise
+        raise Refused(f"{text}: {error}") from None
+    if callable(found) and not isinstance(found, BlockMask):
+        raise Refused(f"{text} must be called, with {inspect.signature(found)}")
+    if not isinstance(found, BlockMask):
+        raise Refused(f"{text} must give a BlockMask; got {type(found).__name__}")
+    return found
+
+
+def public(module: ModuleType) -> dict[str, Any]:
+    """The names of a module that are meant for others."""
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    return {name: getattr(module, name) for name in names}
+
+
+def loaded(source: str) -> ModuleType:
+    """A file of Python, or a module by its name."""
+    path = Path(source)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise Refused(f"there is no file {source}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)  # for dataclasses and pickles in it
+        spec.loader.exec_module(module)
+        return module
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # an installed command does not look where it is called
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        # A module that exists and itself lacks something is the user's own error, shown as it is.
+        if error.name is None or not f"{source}.".startswith(f"{error.name}."):
+            raise
+        raise Refused(f"there is no module {source}; a file of Python ends with .py") from None
+
+
+def raised_here(error: Exception) -> bool:
+    """Whether an error is of the expression or of the library, and not of the user's own code."""
+    trace = error.__traceback__
+    library = (
+        str(Path(torch.__file__).parent),
+        str(Path(masks.__file__).resolve().parent),
+        str(Path(__file__).parents[1]),
+    )
+    files = []
+    while trace is not None:
+        files.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    return all(file == _EXPRESSION or str(Path(file).resolve()).startswith(library) for file in files)

@@ -1,0 +1,57 @@
+"""Random tensors for a mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparseflash import BlockMask
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What attention and its backward pass take.
+
+    q, dout  [B, Hq, Nq, D]
+    k, v     [B, Hkv, Nk, D]
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same numbers in another precision."""
+        return Inputs(*(x.to(dtype) for x in (self.q, self.k, self.v, self.dout)))
+
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, to ask gradients for."""
+        q, k, v = (x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v))
+        return q, k, v
+
+
+def drawn(
+    mask: BlockMask, *, batch: int, heads: int, kv_heads: int | None, dim: int, dtype: torch.dtype, seed: int
+) -> Inputs:
+    """Normally distributed tensors on the mask's device.
+
+    batch, heads: of a mask that is the same for all; one with elements or heads of its own has its own number.
+    kv_heads: None for as many as query heads. Raises ValueError where they do not divide the query heads.
+    """
+    batch = mask.shape[0] if mask.shape[0] > 1 else batch
+    heads = mask.shape[1] if mask.shape[1] > 1 else heads
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"--kv-heads must divide the {heads} heads; got {kv_heads}")
+    generator = torch.Generator(mask.device).manual_seed(seed)
+    shapes = ((heads, mask.q_len), (kv_heads, mask.k_len), (kv_heads, mask.k_len), (heads, mask.q_len))
+    q, k, v, dout = (
+        torch.randn(batch, *shape, dim, generator=generator, device=mask.device, dtype=torch.float32).to(dtype)
+        for shape in shapes
+    )
+    return Inputs(q, k, v, dout)

@@ -1,0 +1,46 @@
+"""What a mask costs and what it reaches, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sparseflash import BlockMask, analysis
+from sparseflash.analysis.relation import TooManyTiles
+
+Line = tuple[str, str]  # what, and how much
+
+
+def facts(mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dtype, causal: bool) -> Iterator[Line]:
+    """All lines of `show`, one by one: the last ones may take long.
+
+    heads: of a mask that is the same for all; causal: reach counts earlier keys only.
+    """
+    heads = heads if mask.shape[1] == 1 else None
+    yield "scores", str(analysis.density(mask))
+    yield "forward", str(analysis.flops(mask, head_dim, dtype=dtype, heads=heads))
+    yield "backward", str(analysis.flops(mask, head_dim, dtype=dtype, backward=True, heads=heads))
+    yield "memory traffic", f"forward, {analysis.bytes_moved(mask, head_dim, dtype=dtype, heads=heads)}"
+    balances = analysis.balance(mask)
+    for number, balance in enumerate(balances):
+        of = f" of pattern {number}" if len(balances) > 1 else ""
+        yield f"block rows{of}", str(balance.rows)
+        yield f"block columns{of}", str(balance.columns)
+    for number, other in enumerate(analysis.coarsening(mask)):
+        yield "" if number else "in other blocks", str(other)
+    yield "reach", reach(mask, causal)
+
+
+def reach(mask: BlockMask, causal: bool) -> str:
+    """After how many layers every token has seen every other, in words."""
+    if mask.q_len != mask.k_len:
+        return "of masks with as many queries as keys"
+    whom = "every earlier token" if causal else "every other token"
+    try:
+        layers = analysis.layers_to_full_reach(mask, causal=causal)
+    except TooManyTiles as error:
+        return str(error)
+    if layers is None:
+        return f"no number of layers lets every token see {whom}"
+    return f"every token has seen {whom} after {layers} layer{'s' if layers != 1 else ''}"

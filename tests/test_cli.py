@@ -1,0 +1,273 @@
+"""The command line: `sparseflash show | check | bench`."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sparseflash import BlockMask, analysis, masks
+from sparseflash import cli as command_line
+from sparseflash.cli import bench, check
+from sparseflash.cli.app import app
+from sparseflash.cli.expression import Refused, mask_of
+from sparseflash.cli.inputs import drawn
+
+CPU = ("--device", "cpu")
+OWN = """
+from sparseflash import BlockMask, masks
+
+def beacons(q_len, *, block=32):
+    return masks.local(q_len, 64, block=block) | BlockMask.from_function(lambda q, k: k % 97 == 0, q_len, block=block)
+
+def broken(q_len):
+    raise ValueError("my own mistake")
+
+def nothing(q_len):
+    return q_len
+"""
+
+
+def run(*arguments, code=0):
+    """The output of a command that ends with `code`, and what it says on the standard error."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def unwrapped(output):
+    """Without the line ends of a narrow terminal."""
+    return " ".join(output.split())
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own_patterns.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+# What is asked for.
+
+
+def test_a_mask_is_an_expression_a_file_or_a_function_of_ones_own(tmp_path, own, monkeypatch):
+    both = masks.local(512, 128) | masks.butterfly(512, block=128)
+    assert mask_of("local(512, 128) | butterfly(512, block=128)") == both
+    assert mask_of("masks.per_head([local(512, 128), causal(512)]).select(heads=1)") == masks.causal(512)
+    both.save(tmp_path / "both.mask")
+    assert mask_of(str(tmp_path / "both.mask")) == both
+    assert mask_of("beacons(200)", [own]).to_dense()[0, 0, 150, 97]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert mask_of("beacons(200)", ["own_patterns"]) == mask_of("beacons(200)", [own])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("butterly(512)", r"no pattern is called butterly; did you mean butterfly"),
+        ("zzz(512)", r"no pattern is called zzz; there are a_shape, .*axial"),
+        ("local", r"local must be called, with \(q_len"),
+        ("3 + 4", r"3 \+ 4 must give a BlockMask; got int"),
+        ("local(512", r"the mask must be an expression, as local\(4096, 512\) is, or a file; got 'local\(512'"),
+        ("local(512, 128, wide=True)", r"local\(512, 128, wide=True\): .*wide"),
+        ("local(512, 128, block=100)", r"block"),
+        ("local(512, 128) | butterfly(256)", r"512.*256"),
+    ],
+)
+def test_what_is_no_mask_is_told_in_a_line(text, words):
+    with pytest.raises(Refused, match=words):
+        mask_of(text)
+    output = run("show", text, code=2)
+    assert output.startswith("Error: ") and "Traceback" not in output
+
+
+def test_errors_in_ones_own_code_are_left_as_they_are(own):
+    with pytest.raises(ValueError, match="my own mistake") as caught:
+        mask_of("broken(512)", [own])
+    assert not isinstance(caught.value, Refused)
+    with pytest.raises(Refused, match=r"nothing\(512\) must give a BlockMask; got int"):
+        mask_of("nothing(512)", [own])
+    with pytest.raises(Refused, match=r"there is no file .*missing.py"):
+        mask_of("nothing(512)", ["missing.py"])
+    with pytest.raises(Refused, match=r"there is no module missing; a file of Python ends with .py"):
+        mask_of("nothing(512)", ["missing"])
+
+
+# show
+
+
+def test_show_says_what_analysis_says(tmp_path):
+    mask = masks.local(1024, 256) & masks.causal(1024)
+    picture, kept = tmp_path / "mask.png", tmp_path / "mask.mask"
+    output = run(
+        "show", "local(1024, 256) & causal(1024)", "--heads", "8", "--head-dim", "128", "--width", "8", "--causal",
+        "--picture", str(picture), "--save", str(kept),
+    )  # fmt: skip
+    for words in (
+        analysis.density(mask),
+        analysis.flops(mask, 128, heads=8),
+        analysis.flops(mask, 128, heads=8, backward=True),
+        analysis.bytes_moved(mask, 128, heads=8),
+        analysis.balance(mask)[0].rows,
+        analysis.balance(mask)[0].columns,
+        *analysis.coarsening(mask),
+        *analysis.lint(mask, causal=True),
+    ):
+        assert str(words) in unwrapped(output)
+    assert f"every earlier token after {analysis.layers_to_full_reach(mask, causal=True)} layers" in output
+    assert mask.to_string(8) in output
+    assert picture.stat().st_size > 1000 and BlockMask.load(kept) == mask
+
+
+def test_show_finds_what_is_wrong_with_a_mask():
+    assert "future-leak" in run("show", "local(256, 64)", "--causal")
+    assert "future-leak" not in run("show", "local(256, 64)")
+    assert "no number of layers lets every token see every other token" in run("show", "chunked(256, 64)")
+    assert "of masks with as many queries as keys" in run("show", "causal(1, 256)", "--width", "0")
+
+
+def test_show_of_heads_with_patterns_of_their_own():
+    output = run("show", "masks.per_head([local(256, 64), causal(256)])", "--heads", "8")
+    assert "block rows of pattern 0" in output and "block columns of pattern 1" in output
+    mask = masks.per_head([masks.local(256, 64), masks.causal(256)])
+    assert str(analysis.flops(mask, 64)) in unwrapped(output)  # its own number of heads, not eight
+
+
+# check
+
+RAGGED = masks.per_head([masks.local(200, 60, block=32), masks.causal(200, block=32)])
+HOLES = BlockMask.from_function(lambda q, k: (q % 5 > 0) & (k % 7 > 0) & (q // 40 == k // 40), 200, block=32)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (masks.butterfly(256, block=32), {}),
+        (masks.causal(100, 170, block=32), {"dim": 16}),
+        (RAGGED, {"kv_heads": 1}),
+        (HOLES, {"heads": 1}),
+        (masks.causal(200, block=32).with_lengths([150, 0, 200]), {}),
+        (masks.local(200, 60, block=32), {"dtype": torch.bfloat16}),
+    ],
+)
+def test_attention_is_exact_by_its_yardstick(mask, options):
+    chosen = {"heads": 2, "kv_heads": None, "dim": 32, "dtype": torch.float32, "backend": None, "seed": 0, **options}
+    errors = check.errors(mask, **chosen)
+    assert list(errors) == ["out", "lse", "dq", "dk", "dv"]
+    assert all(0 <= error <= 1 for error in errors.values()) and max(errors.values()) > 0
+
+
+def test_the_reference_is_the_same_some_rows_at_a_time(monkeypatch):
+    inputs = drawn(RAGGED, batch=1, heads=2, kv_heads=1, dim=16, dtype=torch.float64, seed=0)
+    whole = check.results(inputs, RAGGED, "reference")
+    monkeypatch.setattr(check, "SCORES_AT_ONCE", 2 * 200 * 40)
+    assert check.rows_at_once(inputs) == 40
+    for part, all_at_once in zip(check.plain(inputs, RAGGED), whole, strict=True):
+        torch.testing.assert_close(part, all_at_once, rtol=1e-12, atol=1e-12)
+    monkeypatch.undo()
+    size = check.largest_score(inputs)
+    monkeypatch.setattr(check, "SCORES_AT_ONCE", 1)
+    assert check.largest_score(inputs) == pytest.approx(size)
+
+
+def test_check_tells_errors_and_ends_with_one_where_attention_is_wrong(monkeypatch):
+    output = run("check", "local(100, 30, block=32)", "--dtype", "fp32,bf16", "--head-dim", "16", *CPU)
+    assert re.search(r"fp32 │ +0\.\d\d │", output) and "bf16" in output and "Exact: no error" in output
+
+    def wrong(*inputs, return_lse, backend):
+        out, lse = right(*inputs, return_lse=True, backend=backend)
+        return (out if backend == "reference" else out * 1.001), lse
+
+    right = check.attention
+    monkeypatch.setattr(check, "attention", wrong)
+    assert "Not exact" in run("check", "local(100, 30, block=32)", "--head-dim", "16", *CPU, code=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--kv-heads", "3"), "--kv-heads must divide the 2 heads; got 3"),
+        (("--dtype", "fp8"), "--dtype must be of bf16, fp16, fp32; got 'fp8'"),
+        (("--dtype", ""), "--dtype must be of bf16, fp16, fp32; got ''"),
+        (("--device", "nowhere"), "nowhere"),
+    ],
+)
+def test_check_refuses_what_it_cannot_do(options, words):
+    device = () if "--device" in options else CPU
+    output = run("check", "local(100, 30, block=32)", *options, *device, code=2)
+    assert "Error: " in output and words in output
+
+
+def test_the_backend_is_the_one_that_is_named():
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    quick = ("check", "local(100, 30, block=32)", "--head-dim", "16", "--backend", "triton", *CPU)
+    output = run(*quick, code=0 if interpreted else 2)
+    assert ("Exact: no error" if interpreted else "TRITON_INTERPRET=1") in output
+
+
+# bench
+
+
+def test_bench_gives_times_beside_dense_attention():
+    output = run("bench", "local(100, 30, block=32)", "--heads", "2", "--head-dim", "16", "--seconds", "0.01", *CPU)
+    rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in output.splitlines() if line.count("│") > 3}
+    assert list(rows) == [bench.OURS, bench.DENSE, bench.PEERS["sdpa"], bench.PEERS["sdpa-mask"]]
+    assert all(float(cell) > 0 for row in rows.values() for cell in row)
+    assert [float(rows[bench.OURS][i]) for i in (1, 3)] == [1, 1]
+
+
+def test_bench_of_ours_alone_and_of_unknown_peers():
+    quick = ("bench", "local(100, 30, block=32)", "--heads", "2", "--head-dim", "16", "--seconds", "0.01", *CPU)
+    assert "SDPA" not in run(*quick, "--peers", "none")
+    assert "--peers must be of sdpa, sdpa-mask, flex; got 'fa9'" in run(*quick, "--peers", "fa9", code=2)
+
+
+def test_a_peer_that_computes_something_else_is_not_timed(monkeypatch):
+    """Queries without a live key apart, which are NaN for some."""
+    right = bench.masked_sdpa
+    inputs = drawn(HOLES, batch=1, heads=2, kv_heads=None, dim=16, dtype=torch.float32, seed=0)
+    ours, dense, fair = bench.measured(inputs, HOLES, ["sdpa-mask"], 0.01)
+    assert fair.forward > 0 and fair.why == "" and ours.both > ours.forward * 0.5 and dense.forward > 0
+    monkeypatch.setattr(bench, "masked_sdpa", lambda mask, grouped: right(masks.causal(200), grouped))
+    *_, other = bench.measured(inputs, HOLES, ["sdpa-mask"], 0.01)
+    assert other.forward is None and "gives something else" in other.why
+
+
+def test_what_is_not_exact_is_not_timed(monkeypatch):
+    monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("it was timed"))
+    monkeypatch.setattr(check, "errors", lambda *_, **__: {"out": 1.5})
+    assert "is not exact here, so its time says nothing" in run("bench", "local(100, 30, block=32)", *CPU, code=2)
+
+
+def test_peers_are_those_that_fit():
+    small, large = masks.local(256, 64), masks.local(65536, 64)
+    assert bench.peers_for(small) == ["sdpa", "sdpa-mask"] and bench.peers_for(large) == ["sdpa"]
+
+
+@pytest.mark.gpu
+def test_all_commands_on_a_gpu():
+    mask = "masks.per_head([local(1024, 256), butterfly(1024)])"
+    assert "Exact: no error" in run("check", mask, "--kv-heads", "1")
+    rows = run("bench", mask, "--seconds", "0.05", "--batch", "2")
+    assert all(name in rows for name in (bench.OURS, *bench.PEERS.values())) and "something else" not in rows
+
+
+# The command itself.
+
+
+def test_it_runs_as_a_module_and_lists_its_commands():
+    whole = subprocess.run([sys.executable, "-m", "sparseflash", "--help"], capture_output=True, text=True, check=True)
+    assert all(name in whole.stdout for name in ("show", "check", "bench"))
+
+
+def test_what_it_needs_is_said_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sparseflash.cli.app", None)
+    with pytest.raises(ModuleNotFoundError):  # of our own: a broken installation, which is shown as it is
+        command_line.main()
+    monkeypatch.delitem(sys.modules, "sparseflash.cli.app")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"the command line needs typer: pip install 'sparseflash\[cli\]'"):
+        command_line.main()
