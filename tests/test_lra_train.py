@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from experiments.lra import checkpoint, clock, step, train
-from experiments.lra.config import Config, resumed
+from experiments.lra.config import Config, configure, resumed
 from experiments.lra.generate import Settings, generate
+from experiments.lra.presets import PRESETS
 from experiments.lra.ranks import find_device
 from experiments.lra.runlog import RunLog, read
 from experiments.lra.tasks import load
@@ -188,10 +189,29 @@ def test_the_best_validation_survives_a_pause(data, tmp_path, stop):
 
 
 def test_a_run_that_keeps_its_best_is_validated_alike_to_its_end():
-    with pytest.raises(ValueError, match="must be validated alike to its end: --eval-examples was 8, got 16"):
+    with pytest.raises(ValueError, match="must keep its settings: --eval-examples was 8, got 16"):
         resumed(KEEPS_BEST, {"eval_examples": 16})
+    with pytest.raises(ValueError, match="must keep its settings: --eval-every was 3, got 2"):
+        resumed(KEEPS_BEST, {"eval_every": 2})
     assert resumed(KEEPS_BEST, {"eval_examples": 8, "steps": 20}).steps == 20
     assert resumed(TINY, {"eval_examples": 16}).eval_examples == 16
+
+
+def test_the_best_is_not_chosen_by_the_test_split(data, tmp_path):
+    with pytest.raises(ValueError, match="keep=best would choose the weights by the test split: listops has no other"):
+        Run(KEEPS_BEST, replace(data, val=data.test), tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert all(configure(name, {"task": "text"}).keep == "last" for name in PRESETS if "text" in PRESETS[name])
+
+
+def test_what_was_chosen_is_told_without_the_log(data, tmp_path):
+    metrics = Run(KEEPS_BEST, data, tmp_path).train()
+    (tmp_path / "log.jsonl").unlink()
+    longer = Run(replace(KEEPS_BEST, steps=12), data, tmp_path, resume=True)
+    longer.best.accuracy = metrics["validation_accuracy"] = 1.0  # better than what comes
+    again = longer.train()
+    assert (again["tested_step"], again["validation_accuracy"]) == (metrics["tested_step"], 1.0)
+    assert longer.log.of_kind("test")[-1]["tested_step"] == metrics["tested_step"]
 
 
 def test_a_run_ends_with_its_time(data, tmp_path):

@@ -210,6 +210,9 @@ FREE_ON_RESUME = (
     "log_every",
 )
 
+# What chooses the weights of a run with keep=best, and touches none of another's.
+VALIDATION = ("eval_every", "eval_examples")
+
 
 def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
     """The defaults, changed by a preset for the task, changed by what the user chose."""
@@ -219,12 +222,8 @@ def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
     """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
-    if saved.keep == "best" and chosen.get("eval_examples", saved.eval_examples) != saved.eval_examples:
-        raise ValueError(
-            f"a run with --keep best must be validated alike to its end: --eval-examples was {saved.eval_examples}, "
-            f"got {chosen['eval_examples']}"
-        )
-    return resume.resumed(saved, chosen, FREE_ON_RESUME)
+    free = FREE_ON_RESUME if saved.keep != "best" else [name for name in FREE_ON_RESUME if name not in VALIDATION]
+    return resume.resumed(saved, chosen, free)
 
 
 def from_saved(saved: dict[str, Any]) -> Config:

@@ -81,6 +81,7 @@ def judge(
         "kinds": None if data.kinds is None else by_kind(data.kinds(), right),
         "weights": tensorfile.sha256(*tensorfile.files(path)),
         "steps": about["cost"]["steps"],
+        "tested_step": about["cost"].get("tested_step", about["cost"]["steps"]),
         "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),
         "device": device_name(device),
         "versions": versions(),

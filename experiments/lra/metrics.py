@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 def final_metrics(run: Run) -> dict[str, Any]:
     """Plain values for a JSON file. Losses are mean cross-entropies in nats, times in seconds."""
     trained, test = run.log.of_kind("train"), run.log.of_kind("test")[-1]
-    validated = {record["step"]: record["accuracy"] for record in run.log.of_kind("val")}
     denoises = run.config.objective == "denoise"
     guessing = frequency_baseline(run.data, run.shape) if denoises else majority(run.data)
     rules = [guessing] if denoises else baselines(run.data)
@@ -51,7 +50,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
         "steps": run.step,
         "tested_step": run.tested_step,  # of the weights that were tested
-        "validation_accuracy": validated.get(run.tested_step),  # of those weights; None where they were not validated
+        "validation_accuracy": validation_accuracy(run),  # of those weights; None where they were not validated
         "training_seconds": run.seconds,
         "startup_seconds": run.startup_seconds,  # none of the training's
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # padding not counted
@@ -63,6 +62,14 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "processes": run.ranks.count,
         "versions": versions(),
     }
+
+
+def validation_accuracy(run: Run) -> float | None:
+    """Of the weights that were tested; None where they were not validated."""
+    if run.best is not None:
+        return run.best.accuracy
+    of_last = [record["accuracy"] for record in run.log.of_kind("val") if record["step"] == run.step]
+    return of_last[-1] if of_last else None
 
 
 def plateau_left_at(trained: list[Record], guessing: float) -> int | None:

@@ -77,7 +77,10 @@ def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None
         table.add_column(column, justify="left" if not column else "right")
     for run in summary["runs"]:
         left = "never" if run["plateau_left_at"] is None else str(run["plateau_left_at"])
-        table.add_row(f"seed {run['seed']}", f"{run['test_accuracy']:.3f}", f"{run['test_loss']:.3f}", left)
+        name = f"seed {run['seed']}"
+        if summary["config"].get("keep") == "best":
+            name += f", weights of step {run['tested_step']}"
+        table.add_row(name, f"{run['test_accuracy']:.3f}", f"{run['test_loss']:.3f}", left)
     table.add_section()
     spread = "" if summary["test_accuracy_std"] is None else f" ± {summary['test_accuracy_std']:.3f}"
     table.add_row("mean ± std", f"{summary['test_accuracy_mean']:.3f}{spread}", "", "", style="bold")

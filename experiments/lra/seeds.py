@@ -153,12 +153,20 @@ def summed_up(runs: Sequence[Metrics]) -> Metrics:
         "parameters",
     )
     of_a_run = ("test_accuracy", "test_loss", "plateau_left_at", "steps", "training_seconds", "tokens_per_s", "device")
+    since = ("tested_step", "validation_accuracy")  # which finished runs may be from before
     accuracies = [metrics["test_accuracy"] for metrics in runs]
     return {
         **{name: first.get(name) for name in same},
         "test_accuracy_mean": statistics.fmean(accuracies),
         "test_accuracy_std": statistics.stdev(accuracies) if len(runs) > 1 else None,
-        "runs": [{"seed": each["config"]["seed"], **{name: each[name] for name in of_a_run}} for each in runs],
+        "runs": [
+            {
+                "seed": each["config"]["seed"],
+                **{name: each[name] for name in of_a_run},
+                **{name: each.get(name) for name in since},
+            }
+            for each in runs
+        ],
         "pixel_labels": first.get("pixel_labels", False),
         "config": {name: value for name, value in first["config"].items() if name != "seed"},
         "versions": first["versions"],

@@ -55,7 +55,8 @@ class Run:
 
     report: called with every record of the log as it is written.
     ranks: the processes that train it together; the first one writes, and reports.
-    Raises FileExistsError where the folder holds a run and neither `resume` nor `overwrite` is set.
+    Raises FileExistsError where the folder holds a run and neither `resume` nor `overwrite` is set; ValueError where
+    the processes cannot share the batch, or the best weights would be chosen by the test split.
     """
 
     def __init__(
@@ -74,6 +75,11 @@ class Run:
             raise ValueError(
                 f"the batch must be a multiple of the number of processes, {ranks.count}, which share it; "
                 f"got {config.batch}"
+            )
+        if config.keep == "best" and data.val is data.test:
+            raise ValueError(
+                f"keep=best would choose the weights by the test split: {config.task} has no other to validate on; "
+                "choose --keep last"
             )
         self.device = find_device(config.device)
         self.shape = config.shape
@@ -274,7 +280,8 @@ class Run:
             score = evaluate(self.model, batches, self.config, self.device, self.ranks)
             if not test and self.best is not None:
                 self.best.offer(self.step, score.accuracy)
-        self._record({"kind": kind, "step": self.step, **vars(score)})
+        chosen = {"tested_step": self.tested_step} if test and self.best is not None else {}
+        self._record({"kind": kind, "step": self.step, **vars(score), **chosen})
 
     def _averaged(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that would be the run's result if it ended now."""

@@ -1,4 +1,4 @@
-"""The weights that a run ends with, in safetensors files below 15 MiB, and a model that begins with them."""
+"""The weights that a run was tested with, in safetensors files below 15 MiB, and a model that begins with them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEADS = ("head.", "namer.", "tracer.")  # what answers with the encoder's featu
 def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], seen: Sequence[dict[str, str]]) -> None:
     """Write the weights, with the settings, what they cost, and what they were trained on.
 
-    cost: plain values that say how much training the weights have seen; seen: the identities of the data of this run
+    cost: plain values that say how much training it took to have them; seen: the identities of the data of this run
     and of those that it began with, see identity.py.
     """
     about = {"kind": KIND, "config": as_dict(config), "cost": cost, "seen": list(seen)}

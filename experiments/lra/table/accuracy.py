@@ -11,13 +11,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from experiments.lra.config import GENERATOR
+from experiments.lra.config import GENERATOR, VALIDATION
 from experiments.lra.runlog import read
 
 _LINES = 20  # of a log, at the end of a run: a single one is a few hundred examples
 # What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
 _APART = ("seed", "device", "checkpoint_every", "log_every")
-_VALIDATION = ("eval_every", "eval_examples")  # which chooses the weights with keep=best, and touches none otherwise
 # What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
 _NOTHING = ("objective", "hidden", "initial")
 # What runs from before there was a setting did.
@@ -86,7 +85,7 @@ def collect(folder: Path) -> list[Accuracy]:
 def key(metrics: dict[str, Any]) -> str:
     """A short name of a run's settings and data; the same for runs that differ in their luck alone."""
     config = {**_BEFORE, **metrics["config"]}
-    left_out = (*_APART, *_NOTHING, *(() if config["keep"] == "best" else _VALIDATION))
+    left_out = (*_APART, *_NOTHING, *(() if config["keep"] == "best" else VALIDATION))
     kept = {name: value for name, value in sorted(config.items()) if name not in left_out}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
     if (data := metrics.get("data")) is not None:
@@ -144,7 +143,7 @@ def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | No
     validations = [record["accuracy"] for record in records if record["kind"] == "val"]
     trainings = [record["accuracy"] for record in records if record["kind"] == "train"][-_LINES:]
     validation = metrics.get("validation_accuracy")
-    if validation is None and validations:
+    if validation is None and validations:  # the last weights were tested, and not validated
         validation = validations[-1]
     return validation, statistics.fmean(trainings) if trainings else None
 
@@ -178,4 +177,5 @@ def described(initial: dict[str, Any] | None) -> str:
     """
     if initial is None:
         return "nothing"
-    return f"{initial['objective']} {initial['steps']}" + (", pixel labels" if initial.get("pixel_labels") else "")
+    steps = initial.get("tested_step", initial["steps"])
+    return f"{initial['objective']} {steps}" + (", pixel labels" if initial.get("pixel_labels") else "")
