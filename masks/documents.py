@@ -27,7 +27,9 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
 
     `lengths`: tokens of each document, in order (list of ints or 1-D integer tensor or array); an empty document is
     allowed. The mask is over `sum(lengths)` queries and `sum(k_lengths)` keys (`k_lengths` defaults to `lengths`).
-    `block` in tokens. Running sums are no lengths: of `cu_seqlens` give the differences, `cu_seqlens.diff()`. Padding
+    `block` in tokens. Running sums are no lengths: of `cu_seqlens` give the differences, `cu_seqlens.diff()`; and of
+    every token's document number, as FlexAttention's examples have it, `ids.unique_consecutive(return_counts=True)[1]`.
+    (Documents whose tokens do not lie together: `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) Padding
     up to a fixed number of tokens is a last document, to be cut off: `documents([100, 150, 50]).with_lengths([250])`.
 
     Raises TypeError or ValueError if lengths are not integers, one is negative, or all are 0.

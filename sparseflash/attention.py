@@ -221,7 +221,10 @@ def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         if (mask.q_len, mask.k_len) == (q.shape[1], k.shape[1]):
             advice = " q looks like [batch, tokens, heads, head dim]: q.transpose(1, 2), and k and v, too."
         elif mask.q_len >= q.shape[2] and mask.k_len >= k.shape[2]:
-            advice = " The part of a longer sequence's mask is mask.crop(q=(start, stop), k=(start, stop))."
+            advice = (
+                " The part of a longer sequence's mask is mask.crop(q=(start, stop), k=(start, stop)); masks.documents "
+                "takes lengths, of running sums (cu_seqlens) their differences."
+            )
         raise ValueError(
             f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
             f"got {q.shape[2]} and {k.shape[2]}.{advice}"
@@ -230,7 +233,13 @@ def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     if batch not in (1, q.shape[0]):
         raise ValueError(f"mask must be for 1 or {q.shape[0]} batch elements, as q has; it is for {batch}.")
     if heads not in (1, q.shape[1]):
-        raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.")
+        advice = ""
+        if heads == k.shape[1]:
+            advice = (
+                f" One pattern for each key head is mask.select(heads=[h // {q.shape[1] // heads} for h in "
+                f"range({q.shape[1]})])."
+            )
+        raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.{advice}")
     if mask.lengths is not None and mask.lengths.shape[0] not in (1, q.shape[0]):
         raise ValueError(
             f"mask must have 1 or {q.shape[0]} lengths, as q has batch elements; it has {mask.lengths.shape[0]}."

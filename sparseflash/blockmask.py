@@ -281,7 +281,8 @@ class BlockMask:
 
         One number cuts both queries and keys, each counted from its own start, so with `q_len != k_len` this is seldom
         what is meant: it cuts the queries of cross-attention by the lengths of its keys, and it does not move the
-        diagonal of a causal mask, which stays aligned at the bottom right of `q_len x k_len`. Keys alone are padded by
+        diagonal of a causal mask, which stays aligned at the bottom right of `q_len x k_len`. It serves one query that
+        sees all of a cache, `masks.dense(1, k_len).with_lengths(lengths)`. Keys alone are padded by
         `interop.from_sdpa`, and caches of several lengths are masks of their own, as below.
 
         Raises TypeError for what is not of integers, ValueError for another shape, device or batch size.
@@ -506,6 +507,20 @@ class BlockMask:
             live = live & (torch.arange(self.q_len, device=device).view(-1, 1) < stop)
             live = live & (torch.arange(self.k_len, device=device) < stop)
         return live
+
+    def to_layout(self) -> Tensor:
+        """Bool `[B or 1, Hq or 1, Mq, Mk]`, True where a score of the tile is live: what `from_layout` takes.
+
+        >>> layout = torch.eye(4, dtype=torch.bool)
+        >>> BlockMask.from_layout(layout, block=32).to_layout()[0, 0].equal(layout)
+        True
+        """
+        mask = self.bake_lengths()
+        (row_blocks, col_blocks), patterns = mask.blocks, pattern_count(mask)
+        layout = torch.zeros(patterns * row_blocks, col_blocks, dtype=torch.bool, device=self.device)
+        rows, cols, _ = stored_tiles(mask)
+        layout[rows, cols] = True
+        return layout.view(patterns, row_blocks, col_blocks)[mask.pattern.long()]
 
     def to_string(
         self,

@@ -16,6 +16,16 @@ from sparseflash.numbering import distinct, number_by_first_appearance
 SCORES_AT_ONCE = 1 << 21  # predicates are evaluated on this many scores at a time: about 25 MB of temporaries
 _PAIRS_AT_ONCE = 1 << 22  # block pairs a candidate function sees at a time
 
+# What PyTorch says where Python wants one number of a tensor that has many.
+_ONE_NUMBER = (
+    "Boolean value of Tensor",
+    "cannot be converted to Scalar",
+    "only one element tensors can be converted",
+    "only integer tensors of a single element can be converted",
+    "only 0-dimensional arrays can be converted",
+    "only length-1 arrays can be converted",
+)
+
 Live = Callable[[Tensor, Tensor], Tensor]
 # A block layout, a function of block indices, or a list of tiles: block rows and block columns.
 Candidates = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor, Tensor], Tensor]
@@ -126,14 +136,17 @@ def _answer(rule: Live, name: str, q: Tensor, k: Tensor) -> Tensor:
     """What a rule says of many pairs at once."""
     try:
         answer = rule(q, k)
-    except RuntimeError as error:
-        if "Boolean value of Tensor" not in str(error):
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not any(words in str(error) for words in _ONE_NUMBER):
             raise
         raise TypeError(
             f"{name} must answer for many pairs at once: with &, | and ~ instead of and, or and not, "
             "(0 <= q - k) & (q - k < 64) instead of 0 <= q - k < 64, torch.minimum, torch.maximum and torch.where "
-            f"instead of min, max and if; got a tensor where Python asks for one answer ({error})."
+            "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead of "
+            f"lists that are indexed; got a tensor where Python asks for one number ({error})."
         ) from error
+    if answer is None:
+        raise TypeError(f"{name} must return bools, True where a score is live; got None: is a `return` missing?")
     return boolean(answer, f"what {name} returns")
 
 

@@ -40,6 +40,12 @@ def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
 
 def integer(value: Any, name: str, unit: str) -> int:
     """A plain int of an integer of Python, NumPy or PyTorch; `unit` in the plural, "" if it has none."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
+        raise TypeError(
+            f"{name} must be one integer{f' number of {unit}' if unit else ''}; got a {described(value)} of shape "
+            f"{list(value.shape)}. For a mask of its own in each batch element build them all, and put them together "
+            "with masks.per_batch."
+        )
     if isinstance(value, bool) or not _is_index(value):
         raise TypeError(f"{name} must be an integer{f' number of {unit}' if unit else ''}; got {value!r}.")
     return operator.index(value)

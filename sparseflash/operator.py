@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sparseflash import flop_counter
+
 # A mask as the operator sees it, in the order of the arguments. All None: dense attention.
 _MASK_ARRAYS = "Tensor? indptr, Tensor? indices, Tensor? tile, Tensor? words, Tensor? pattern, Tensor? lengths"
 _NUMBERS = "SymInt block_q, SymInt block_k, float scale"
@@ -105,12 +107,16 @@ def register(
     # Without this PyTorch would take the gradients for constants, and say so in a warning only.
     torch.library.register_autograd(f"sparseflash::{name}_backward", refuse, lib=_LIBRARY)
 
+    packets = getattr(torch.ops.sparseflash, name), getattr(torch.ops.sparseflash, f"{name}_backward")
+
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         _refuse_transforms(name, q, k, v)
         wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if not wanted and nobody_watches(q, k, v):
             out, lse, kept = forward(q, k, v, *rest)
             return out, lse, kept
+        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
+            flop_counter.tell((packets[0], flop_counter.forward_flops), (packets[1], flop_counter.backward_flops))
         if forward_ad._current_level < 0:
             return forward_op(q, k, v, *rest)
         _asked.tangents = True

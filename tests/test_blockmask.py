@@ -185,6 +185,17 @@ def test_a_layout_gives_the_same_mask_as_its_scores(drawn, data, seed):
     dense = layout.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)[:, :, :q_len, :k_len]
     assert_same(mask, BlockMask.from_dense(dense, block=block))
     assert_same(mask, BlockMask.from_layout(layout.numpy(), block=block, q_len=q_len, k_len=k_len))
+    assert mask.to_layout().expand(layout.shape).equal(layout)
+
+
+@given(block_masks(most_tokens=100, batch=2, heads=2))
+def test_the_layout_of_a_mask_has_the_tiles_with_a_live_score(mask):
+    dense = mask.to_dense()
+    pad = [-size % block for size, block in zip(dense.shape[-2:], (mask.block_q, mask.block_k))]
+    padded = torch.nn.functional.pad(dense, (0, pad[1], 0, pad[0]))
+    grid = padded.unflatten(-1, (-1, mask.block_k)).unflatten(-3, (-1, mask.block_q))
+    layout = mask.to_layout()
+    assert layout.expand(*dense.shape[:2], -1, -1).equal(grid.any(-1).any(-2))
 
 
 def test_a_layout_without_lengths_is_of_whole_blocks():
@@ -335,6 +346,11 @@ def test_a_predicate_runs_on_the_device_asked_for():
         lambda q, k: not k <= q,
         lambda q, k: max(q, k) < 64,
         lambda q, k: k <= q if q < 64 else k < 64,
+        lambda q, k: q.item() > 3,
+        lambda q, k: int(q) > 3,
+        lambda q, k: math.sqrt(q) > k,
+        lambda q, k: ([0] * 256)[q] == k,
+        lambda q, k: np.arange(256)[int(k)] < q,
     ],
 )
 def test_a_rule_for_one_pair_at_a_time_is_refused_with_advice(live):
@@ -342,6 +358,11 @@ def test_a_rule_for_one_pair_at_a_time_is_refused_with_advice(live):
         BlockMask.from_function(live, 256)
     with pytest.raises(TypeError, match=r"^candidates must answer for many pairs at once"):
         BlockMask.from_function(lambda q, k: k <= q, 256, block=16, candidates=live)
+
+
+def test_a_rule_that_returns_nothing_is_told_apart():
+    with pytest.raises(TypeError, match=r"^live must return bools, .*; got None: is a `return` missing\?"):
+        BlockMask.from_function(lambda q, k: None, 256)
 
 
 def test_other_errors_of_a_rule_are_its_own():

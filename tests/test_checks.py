@@ -23,6 +23,13 @@ def called(function, value):
     return function(value, **needed)
 
 
+@pytest.mark.parametrize("value", [torch.tensor([1, 2]), torch.tensor([[3]]).numpy()])
+def test_several_numbers_are_not_taken_for_one(value):
+    with pytest.raises(TypeError, match=r"^prefix must be one integer number of tokens; got a .* of shape .*per_batch"):
+        masks.prefix_lm(32, value)
+    assert masks.prefix_lm(32, torch.tensor(3)) == masks.prefix_lm(32, 3)
+
+
 def test_the_functions_are_found():
     assert {"sparseflash.analysis.density", "sparseflash.draw.plot", "sparseflash.interop.to_flex"} <= OF_A_MASK.keys()
     assert len(OF_A_MASK) == 9 + 6 + 8

@@ -7,7 +7,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    and_masks,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+    noop_mask,
+    or_masks,
+)
 
 from sparseflash import BlockMask, attention, masks
 from sparseflash.interop import from_flex, to_flex
@@ -117,6 +124,63 @@ def test_a_mask_mod_of_the_batch_element_is_a_mask_for_each():
     each = [BlockMask.from_function(lambda q, k, b=b: mod(b, 0, q, k), 50, block=16) for b in range(2)]
     assert from_flex(flex) == masks.per_batch(each)
     assert each[0] != each[1]
+
+
+WINDOWS = torch.tensor([30, 3])
+
+
+def window_of_head(b, h, q, k):
+    return (k <= q) & (q - k < WINDOWS[h])
+
+
+def window_of_element(b, h, q, k):
+    return (k <= q) & (q - k < WINDOWS[b])
+
+
+@pytest.mark.parametrize("mod", [window_of_head, window_of_element])
+def test_a_mask_mod_of_the_head_is_not_taken_for_that_of_head_0(mod):
+    """FlexAttention asks it with the real number, even if the lists are one for all."""
+    name = "heads" if mod is window_of_head else "batch"
+    flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=64)
+    with pytest.raises(ValueError, match=f"mask_mod asks for the .*: say {name}=, how many the attention has"):
+        from_flex(flex)
+    mask = from_flex(flex, **{name: 2})
+    sizes = {"batch": 1, "heads": 1, name: 2}
+    assert mask == BlockMask.from_dense(create_mask(mod, *sizes.values(), 60, 60, device="cpu"), block=64)
+    q = torch.randn(sizes["batch"], sizes["heads"], 60, 16)
+    torch.testing.assert_close(attention(q, q, q, mask), flex_attention(q, q, q, block_mask=flex))
+    assert from_flex(flex, **{name: 1}) == BlockMask.from_function(lambda q, k: mod(0, 0, q, k), 60, block=64)
+
+
+def test_numbers_must_be_those_of_the_lists_and_change_nothing_where_nobody_asks():
+    flex = create_block_mask(window_of_head, None, 2, 60, 60, device="cpu", BLOCK_SIZE=64)
+    assert from_flex(flex, heads=2, batch=5) == from_flex(flex)
+    with pytest.raises(ValueError, match="heads must be 2, as block_mask has, or left out; got 3"):
+        from_flex(flex, heads=3)
+    with pytest.raises(ValueError, match="batch must be 1, as block_mask has, or left out; got 0"):
+        from_flex(flex, batch=0)
+    with pytest.raises(TypeError, match="heads must be an integer"):
+        from_flex(flex, heads=2.5)
+
+
+def test_combined_rules_ask_for_no_number_by_making_a_tensor_like_it():
+    rules = [lambda b, h, q, k: k <= q, lambda b, h, q, k: q - k < 9]
+    for combined in (and_masks(*rules), or_masks(*rules), noop_mask):
+        flex = create_block_mask(combined, None, None, 60, 60, device="cpu", BLOCK_SIZE=16)
+        assert from_flex(flex).shape == (1, 1, 60, 60)
+    with pytest.raises(ValueError, match="asks for the head"):
+        from_flex(
+            create_block_mask(and_masks(rules[0], window_of_head), None, None, 60, 60, device="cpu", BLOCK_SIZE=16)
+        )
+
+
+def test_a_slice_is_told_from_a_mask():
+    whole = create_block_mask(lambda b, h, q, k: k <= q, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    part = whole[:, :, 2:]
+    part.mask_mod = lambda b, h, q, k: k <= q + 32
+    with pytest.raises(ValueError, match=r"it has 2 block rows of 16, as a slice has, .* from_flex\(whole\).crop"):
+        from_flex(part)
+    assert from_flex(whole).crop(q=(32, 64)) == masks.causal(32, 64, block=16)
 
 
 def test_a_mask_mod_is_never_asked_past_the_end():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import BLOCKS, checked_mask
+from sparseflash.checks import BLOCKS, checked_mask, integer
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.lists import Lists, mask_of_lists, padded_lists
-from sparseflash.interop.lookup import mask_mod, tile_lookup
+from sparseflash.interop.lookup import READS, MaskMod, mask_mod, tile_lookup
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.fx import Node
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 
@@ -52,18 +56,21 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
     )
 
 
-def from_flex(block_mask: FlexBlockMask) -> BlockMask:
+def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int | None = None) -> BlockMask:
     """The mask of FlexAttention's `BlockMask`, in its blocks, as the compiled kernels read it.
 
     A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` says so; `mask_mod` is
-    evaluated in those blocks alone, for the batch elements and heads that the lists tell apart (those of index 0 where
-    their size is 1). In eager mode FlexAttention asks `mask_mod` everywhere and ignores the lists: masks made by
-    `create_block_mask` mean the same either way. Because `mask_mod` may be anything, a thousand partial blocks of
-    128 x 128 take about a second on a CPU (full ones nothing): keep a long mask itself (`BlockMask.save`) rather than
-    what `to_flex` made of it.
+    evaluated in those blocks alone, for the batch elements and heads that the lists tell apart. Where the lists are one
+    for all (B or H of `create_block_mask` was None or 1) and `mask_mod` asks for the number nevertheless, its answers
+    are others for each, and how many there are must be said: `batch`, `heads`, those of the attention. In eager mode
+    FlexAttention asks `mask_mod` everywhere and ignores the lists: masks made by `create_block_mask` with the real B
+    and H mean the same either way. Because `mask_mod` may be anything, a thousand partial blocks of 128 x 128 take
+    about a second on a CPU (full ones nothing): keep a long mask itself (`BlockMask.save`) rather than what `to_flex`
+    made of it.
 
-    Raises TypeError for anything else; ValueError for blocks that a mask cannot have (powers of two from 16 to 256) and
-    lists that name a block twice or out of range; whatever `mask_mod` raises, as that of a sliced `BlockMask` does.
+    Raises TypeError for anything else; ValueError for blocks that a mask cannot have (powers of two from 16 to 256),
+    lists that name a block twice or out of range, and numbers of batch elements or heads that are needed and not given,
+    or others than the lists have; whatever `mask_mod` raises, as that of a sliced `BlockMask` does.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> from_flex(create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu", BLOCK_SIZE=64))
@@ -85,7 +92,75 @@ def from_flex(block_mask: FlexBlockMask) -> BlockMask:
     full = None
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _four_dimensional(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    rows = partial[0].shape[-1]
+    if rows != -(-q_len // block_q) and rows * block_q < q_len:
+        raise ValueError(
+            f"block_mask must have lists for all {q_len} queries; it has {rows} block rows of {block_q}, as a slice "
+            "has, which FlexAttention leaves the lengths of the whole: from_flex(whole).crop(q=(start, stop))."
+        )
+    asked = numbers_asked(block_mask.mask_mod, partial[0].device)
+    sizes = [
+        _size(name, given, listed, uses)
+        for name, given, listed, uses in zip(("batch", "heads"), (batch, heads), partial[0].shape, asked)
+    ]
+    partial = _for_each(partial, sizes)
+    full = None if full is None else _for_each(full, sizes)
     return mask_of_lists(q_len, k_len, block_q, block_k, partial, full, block_mask.mask_mod)
+
+
+def numbers_asked(mask_mod: MaskMod | None, device: torch.device) -> tuple[bool, bool]:
+    """Whether a `mask_mod` makes use of the number of the batch element, and of the head.
+
+    What cannot be traced, as a rule cannot that asks for its arguments' values, is taken to use neither: no
+    `create_block_mask` takes it.
+
+    >>> numbers_asked(lambda b, h, q, k: (k <= q) & (q - k < h), torch.device("cpu"))
+    (False, True)
+    """
+    if mask_mod is None:
+        return False, False
+    if (reads := getattr(mask_mod, READS, None)) is not None:
+        return bool(reads[0]), bool(reads[1])
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+    try:
+        graph = make_fx(torch.vmap(mask_mod))(
+            *numbers
+        ).graph  # by vmap, as FlexAttention does, a number may be an index
+    except Exception:
+        return False, False
+    graph.eliminate_dead_code()
+    b, h, *_ = graph.find_nodes(op="placeholder")
+    return any(map(_reads, b.users)), any(map(_reads, h.users))
+
+
+def _reads(node: Node) -> bool:
+    """Whether an operation looks at a number, and does not only make another tensor like it, as `and_masks` does."""
+    name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    return not (name.startswith("new_") or name.endswith("_like"))
+
+
+def _size(name: str, given: int | None, listed: int, asked: bool) -> int:
+    """How many batch elements or heads the mask tells apart."""
+    if given is not None:
+        given = integer(given, name, "")
+        if given < 1 or listed not in (1, given):
+            raise ValueError(f"{name} must be {listed}, as block_mask has, or left out; got {given}.")
+        return given if asked else listed
+    if listed == 1 and asked:
+        what = "batch element" if name == "batch" else "head"
+        raise ValueError(
+            f"mask_mod asks for the {what}, and block_mask has one list for all: say {name}=, how many the attention "
+            f"has (1, if there is one), or give create_block_mask the real {'B' if name == 'batch' else 'H'}."
+        )
+    return listed
+
+
+def _for_each(lists: Lists, sizes: Sequence[int]) -> Lists:
+    """Lists that are one for all, once for each."""
+    counts, indices = lists
+    return counts.expand(*sizes, -1), indices.expand(*sizes, -1, -1)
 
 
 def _four_dimensional(counts: Tensor, indices: Tensor) -> Lists:

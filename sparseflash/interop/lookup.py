@@ -14,6 +14,7 @@ from sparseflash.checks import checked_mask
 from sparseflash.csr import row_of_entry
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+READS = "_sparseflash_reads"  # of a mask_mod made here: whether it tells batch elements apart, and heads
 
 
 class TileLookup(NamedTuple):
@@ -58,4 +59,5 @@ def mask_mod(lookup: TileLookup, block_q: int, block_k: int) -> MaskMod:
         word = words[t, q_idx % block_q, kv_idx % block_k // bits]
         return ((word >> (kv_idx % bits)) & 1) == 1
 
+    setattr(live, READS, (batch_stride > 0, head_stride > 0))
     return live
