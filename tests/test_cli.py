@@ -242,6 +242,13 @@ def test_what_is_not_exact_is_not_timed(monkeypatch):
     assert "is not exact here, so its time says nothing" in run("bench", "local(100, 30, block=32)", *CPU, code=2)
 
 
+def test_of_a_long_mask_the_end_is_compared():
+    short, long = masks.local(256, 64), masks.causal(128, 10_000)
+    assert bench.corner(short) is short
+    assert bench.corner(long) == masks.causal(128, 4096)  # which has live scores, whatever the alignment
+    assert bench.corner(masks.causal(5000)) == masks.causal(5000).crop(q=(904, 5000), k=(904, 5000))
+
+
 def test_peers_are_those_that_fit():
     small, large = masks.local(256, 64), masks.local(65536, 64)
     assert bench.peers_for(small) == ["sdpa", "sdpa-mask"] and bench.peers_for(large) == ["sdpa"]

@@ -24,6 +24,7 @@ PEERS = {
     "flex": "FlexAttention, compiled",
 }
 MASK_BYTES = 2**28  # of a mask in memory, one byte a score
+COMPARED, COMPARED_ON_CPU = 16384, 4096  # tokens that are compared with fp64, before anything is timed
 SAME = 3e-2  # relative to all of the output: rounding stays well below, a wrong mask does not
 
 
@@ -41,6 +42,14 @@ def peers_for(mask: BlockMask) -> list[str]:
     """Those that can serve here, of PEERS."""
     fits = mask.shape[0] * mask.shape[1] * mask.q_len * mask.k_len <= MASK_BYTES
     return ["sdpa", *(["sdpa-mask"] if fits else []), *(["flex"] if mask.device.type == "cuda" else [])]
+
+
+def corner(mask: BlockMask) -> BlockMask:
+    """The mask, or its last queries and keys, of which comparing all scores takes seconds."""
+    most = COMPARED if mask.device.type == "cuda" else COMPARED_ON_CPU
+    if max(mask.q_len, mask.k_len) <= most:
+        return mask
+    return mask.crop(q=(max(0, mask.q_len - most), mask.q_len), k=(max(0, mask.k_len - most), mask.k_len))
 
 
 def measured(inputs: Inputs, mask: BlockMask, peers: list[str], seconds: float) -> Iterator[Times]:
