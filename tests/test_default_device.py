@@ -135,6 +135,7 @@ METHODS = {
     "shape": lambda mask, folder: mask.shape,
     "to": lambda mask, folder: mask.to("cpu"),
     "to_dense": lambda mask, folder: mask.to_dense(),
+    "to_layout": lambda mask, folder: mask.to_layout(),
     "to_string": lambda mask, folder: mask.to_string(40),
     "transpose": lambda mask, folder: mask.transpose(),
     "validate": lambda mask, folder: mask.validate(),
