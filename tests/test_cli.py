@@ -64,6 +64,15 @@ def test_a_mask_is_an_expression_a_file_or_a_function_of_ones_own(tmp_path, own,
     assert mask_of("beacons(200)", ["own_patterns"]) == mask_of("beacons(200)", [own])
 
 
+def test_a_file_of_ones_own_may_be_called_as_a_module_is(tmp_path):
+    (tmp_path / "fractions.py").write_text(OWN)
+    sys.modules.pop("fractions", None)
+    assert mask_of("beacons(100)", [str(tmp_path / "fractions.py")]).q_len == 100
+    import fractions
+
+    assert fractions.Fraction(1, 2) == 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

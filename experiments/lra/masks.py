@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from sparseflash import BlockMask, masks
+from sparseflash.cli.sources import Missing, module_of
 
 NAMES = ("dense", "local", "butterfly")
 
@@ -44,16 +41,12 @@ def load_function(name: str) -> Callable[..., object]:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ValueError(f"the mask must be given as module:function or file.py:function; got {name!r}")
-    if place.endswith(".py"):
-        module = load_file(Path(place))
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            # A module that exists and itself lacks something is the user's own error, shown as it is.
-            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise
-            raise ValueError(f"the mask's module {place!r} was not found; got {name!r}") from None
+    try:
+        module = module_of(place)
+    except Missing:
+        if place.endswith(".py"):
+            raise ValueError(f"the mask's file {place} does not exist") from None
+        raise ValueError(f"the mask's module {place!r} was not found; got {name!r}") from None
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"{place} must define a function {attribute}(q_len, *, block); it has none")
@@ -74,14 +67,3 @@ def check_signature(function: Callable[..., object], name: str, length: int, blo
             f"{name} must take the number of tokens, and the block size by name, as function(q_len, *, block) does; "
             f"got a function of {signature}: {error}"
         ) from None
-
-
-def load_file(path: Path) -> object:
-    """Run a Python file as a module."""
-    spec = importlib.util.spec_from_file_location(f"mask_file_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"the mask's file {path} does not exist")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look a module up by its name
-    spec.loader.exec_module(module)
-    return module

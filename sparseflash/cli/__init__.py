@@ -1,7 +1,8 @@
 """The command line, `sparseflash show | check | bench`: what a mask costs and reaches, whether attention under it is
 exact on this machine, and how fast it is there.
 
-app.py has the options, expression.py finds the mask that is asked for, and each command is a file of its own.
+app.py has the options, expression.py and sources.py find the mask that is asked for, and each command is a file of its
+own.
 """
 
 

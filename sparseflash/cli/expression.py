@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 
 from sparseflash import BlockMask, masks
+from sparseflash.cli.sources import Missing, module_of
 
 
 class Refused(ValueError):
@@ -42,7 +40,10 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
         return BlockMask.load(text)
     names = {"BlockMask": BlockMask, "torch": torch, "masks": masks, **public(masks)}
     for source in sources:
-        names |= public(loaded(source))
+        try:
+            names |= public(module_of(source))
+        except Missing as error:
+            raise Refused(str(error)) from None
     try:
         code = compile(text, _EXPRESSION, "eval")
     except SyntaxError:
@@ -70,29 +71,6 @@ def public(module: ModuleType) -> dict[str, Any]:
     """The names of a module that are meant for others."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     return {name: getattr(module, name) for name in names}
-
-
-def loaded(source: str) -> ModuleType:
-    """A file of Python, or a module by its name."""
-    path = Path(source)
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise Refused(f"there is no file {source}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)  # for dataclasses and pickles in it
-        spec.loader.exec_module(module)
-        return module
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # an installed command does not look where it is called
-    try:
-        return importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        # A module that exists and itself lacks something is the user's own error, shown as it is.
-        if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-            raise
-        raise Refused(f"there is no module {source}; a file of Python ends with .py") from None
 
 
 def raised_here(error: Exception) -> bool:
