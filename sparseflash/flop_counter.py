@@ -24,7 +24,7 @@ def tell(*operators: tuple[Any, Formula]) -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     counting = [
-        getattr(getattr(mode, "counter", None), "flop_registry", None) for mode in _get_current_dispatch_mode_stack()
+        getattr(getattr(mode, "counter", mode), "flop_registry", None) for mode in _get_current_dispatch_mode_stack()
     ]
     for operator, formula in operators:
         if operator not in module.flop_registry:
