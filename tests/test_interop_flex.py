@@ -221,6 +221,13 @@ def doubled():
     return flex
 
 
+def of_other_heads():
+    flex = create_block_mask(lambda b, h, q, k: k <= q + h, 1, 2, 32, 32, device="cpu", BLOCK_SIZE=16)
+    flex.full_kv_num_blocks = flex.full_kv_num_blocks.repeat(1, 2, 1)[:, :3]
+    flex.full_kv_indices = flex.full_kv_indices.repeat(1, 2, 1, 1)[:, :3]
+    return flex
+
+
 @pytest.mark.parametrize(
     ("flex", "error", "message"),
     [
@@ -232,6 +239,7 @@ def doubled():
         (lambda: with_lists([1, 1], [[0, 0], [5, 1]]), ValueError, "cols must lie in 0..1; got 0..5."),
         (lambda: with_lists([1, 2], [[0, 0], [1, 1]]), ValueError, "a tile must not be listed twice."),
         (doubled, ValueError, "a tile must not be listed twice."),
+        (of_other_heads, ValueError, "the lists of full and of partial blocks must have one shape [B, H, M]; got"),
         (lambda: with_lists([1, 1, 1], [[0, 0], [1, 0], [1, 0]], seq_lengths=(32, 32)), ValueError,
          "the lists of partial blocks must have shapes [B, H, 2] and [B, H, 2, width]; got [1, 1, 3] and"),
         (lambda: with_lists([1, 1], [[0, 0], [1, 0]], mask_mod=lambda b, h, q, k: q - k), TypeError,

@@ -124,10 +124,8 @@ def numbers_asked(mask_mod: MaskMod | None, device: torch.device) -> tuple[bool,
     from torch.fx.experimental.proxy_tensor import make_fx
 
     numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
-    try:
-        graph = make_fx(torch.vmap(mask_mod))(
-            *numbers
-        ).graph  # by vmap, as FlexAttention does, a number may be an index
+    try:  # through vmap, as FlexAttention asks it: then a number may be an index
+        graph = make_fx(torch.vmap(mask_mod))(*numbers).graph
     except Exception:
         return False, False
     graph.eliminate_dead_code()
@@ -160,7 +158,8 @@ def _size(name: str, given: int | None, listed: int, asked: bool) -> int:
 def _for_each(lists: Lists, sizes: Sequence[int]) -> Lists:
     """Lists that are one for all, once for each."""
     counts, indices = lists
-    return counts.expand(*sizes, -1), indices.expand(*sizes, -1, -1)
+    shape = [size if own == 1 else own for own, size in zip(counts.shape, sizes)]
+    return counts.expand(*shape, -1), indices.expand(*shape, -1, -1)
 
 
 def _four_dimensional(counts: Tensor, indices: Tensor) -> Lists:
