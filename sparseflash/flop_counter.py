@@ -51,12 +51,15 @@ def scores(
     q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor,
     lengths: Tensor | None, block_q: int, block_k: int, *rest: Any,
 ) -> int:  # fmt: skip
-    """Scores of all live tiles, of all heads. What `lengths` cut off is counted; of fake tensors, the mean."""
+    """Scores of all live tiles, of all heads; what `lengths` cut off is counted.
+
+    Of fake tensors, whose numbers nobody knows: the mean of the patterns, and of a loose mask all it has room for.
+    """
     (batch, heads, q_len), k_len = q.shape[:3], k.shape[2]
     if indptr is None:
         return batch * heads * q_len * k_len
     rows = -(-q_len // block_q)
-    if isinstance(indptr, FakeTensor) or indptr.is_meta:
+    if any(isinstance(x, FakeTensor) or x.is_meta for x in (q, indptr)):
         return batch * heads * indices.shape[0] * block_q * block_k * rows // max(1, indptr.shape[0] - 1)
     tiles = indptr[rows::rows].long() - indptr[:-1:rows].long()  # of each pattern
     own_batch, own_heads = pattern.shape

@@ -74,6 +74,12 @@ def register(
     ) -> tuple[Tensor, Tensor, Tensor]:
         return empty_gradient(q), empty_gradient(k), empty_gradient(v)
 
+    packets = getattr(torch.ops.sparseflash, name), getattr(torch.ops.sparseflash, f"{name}_backward")
+
+    def let_count() -> None:
+        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
+            flop_counter.tell((packets[0], flop_counter.forward_flops), (packets[1], flop_counter.backward_flops))
+
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         q, k, v, *rest, seed, dropped = inputs
         ctx.set_materialize_grads(False)
@@ -93,6 +99,7 @@ def register(
         if dout is None:
             dout = torch.zeros_like(saved[3])
         *numbers, dropped = ctx.numbers
+        let_count()  # the forward may have been called before anybody counted
         dq, dk, dv = backward_op(dout, dlse, *saved, *ctx.mask_arrays, *numbers, seed, dropped)
         return dq, dk, dv, *(None,) * (_MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
 
@@ -107,16 +114,13 @@ def register(
     # Without this PyTorch would take the gradients for constants, and say so in a warning only.
     torch.library.register_autograd(f"sparseflash::{name}_backward", refuse, lib=_LIBRARY)
 
-    packets = getattr(torch.ops.sparseflash, name), getattr(torch.ops.sparseflash, f"{name}_backward")
-
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         _refuse_transforms(name, q, k, v)
         wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if not wanted and nobody_watches(q, k, v):
             out, lse, kept = forward(q, k, v, *rest)
             return out, lse, kept
-        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
-            flop_counter.tell((packets[0], flop_counter.forward_flops), (packets[1], flop_counter.backward_flops))
+        let_count()
         if forward_ad._current_level < 0:
             return forward_op(q, k, v, *rest)
         _asked.tangents = True

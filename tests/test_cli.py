@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from sparseflash import BlockMask, analysis, masks
 from sparseflash import cli as command_line
-from sparseflash.cli import bench, check
+from sparseflash.cli import bench, check, expression
 from sparseflash.cli.app import app
 from sparseflash.cli.expression import Refused, mask_of
 from sparseflash.cli.inputs import drawn
@@ -84,6 +85,11 @@ def test_a_file_of_ones_own_may_be_called_as_a_module_is(tmp_path):
         ("local(512, 128, wide=True)", r"local\(512, 128, wide=True\): .*wide"),
         ("local(512, 128, block=100)", r"block"),
         ("local(512, 128) | butterfly(256)", r"512.*256"),
+        ("masks.loca(512)", r"masks\.loca\(512\): .*loca"),
+        ("butterfly.mask", r"butterfly\.mask: .*mask"),
+        ("BlockMask.load('nope')", r"nope"),
+        ("torch.arange", r"torch\.arange must give a BlockMask"),
+        (" | ".join(["local(64, 8)"] * 40) + " | 3", r"local\(64, 8\) .*: "),
     ],
 )
 def test_what_is_no_mask_is_told_in_a_line(text, words):
@@ -101,8 +107,27 @@ def test_errors_in_ones_own_code_are_left_as_they_are(own):
         mask_of("nothing(512)", [own])
     with pytest.raises(Refused, match=r"there is no file .*missing.py"):
         mask_of("nothing(512)", ["missing.py"])
-    with pytest.raises(Refused, match=r"there is no module missing; a file of Python ends with .py"):
-        mask_of("nothing(512)", ["missing"])
+    for source in ("missing", "./missing", ""):
+        with pytest.raises(Refused, match=f"there is no module {source}; a file of Python ends with .py"):
+            mask_of("nothing(512)", [source])
+
+
+def test_a_file_that_is_no_mask_is_told_in_a_line(tmp_path):
+    (tmp_path / "no.mask").write_text("no mask")
+    assert run("show", str(tmp_path / "no.mask"), code=2).startswith("Error: ")
+
+
+def test_ones_own_code_may_lie_beside_the_library(tmp_path, monkeypatch):
+    """Folders are compared, not the beginnings of their names; through links, too."""
+    library = Path(masks.__file__).resolve().parents[1] / "sparseflash"
+    assert not str(tmp_path).startswith(str(library))
+    own = tmp_path / "sparseflash_own.py"
+    own.write_text(OWN)
+    (tmp_path / "sparseflash").mkdir()
+    monkeypatch.setattr(expression, "_PACKAGE", tmp_path / "sparseflash")
+    with pytest.raises(ValueError, match="my own mistake") as caught:
+        mask_of("broken(512)", [str(own)])
+    assert not isinstance(caught.value, Refused)
 
 
 # show
@@ -160,6 +185,7 @@ HOLES = BlockMask.from_function(lambda q, k: (q % 5 > 0) & (k % 7 > 0) & (q // 4
         (HOLES, {"heads": 1}),
         (masks.causal(200, block=32).with_lengths([150, 0, 200]), {}),
         (masks.local(200, 60, block=32), {"dtype": torch.bfloat16}),
+        (masks.causal(2), {"dim": 16, "seed": 33}),  # whose plain result is right by luck in four draws
     ],
 )
 def test_attention_is_exact_by_its_yardstick(mask, options):
@@ -243,6 +269,20 @@ def test_a_peer_that_computes_something_else_is_not_timed(monkeypatch):
     monkeypatch.setattr(bench, "masked_sdpa", lambda mask, grouped: right(masks.causal(200), grouped))
     *_, other = bench.measured(inputs, HOLES, ["sdpa-mask"], 0.01)
     assert other.forward is None and "gives something else" in other.why
+
+
+def test_a_peer_that_fails_or_gives_nan_takes_no_others_times_away(monkeypatch):
+    inputs = drawn(HOLES, batch=1, heads=2, kv_heads=None, dim=16, dtype=torch.float32, seed=0)
+
+    def fails(mask, grouped):
+        raise RuntimeError("no tiles for\nthis block")
+
+    monkeypatch.setattr(bench, "flex", fails)
+    monkeypatch.setattr(bench, "masked_sdpa", lambda mask, grouped: lambda q, k, v: q * torch.nan)
+    ours, _, failed, wrong, dense = bench.measured(inputs, HOLES, ["flex", "sdpa-mask", "sdpa"], 0.01)
+    assert (failed.forward, failed.why) == (None, "no tiles for")
+    assert wrong.forward is None and "gives something else: nan" in wrong.why
+    assert ours.forward > 0 and dense.forward > 0
 
 
 def test_what_is_not_exact_is_not_timed(monkeypatch):

@@ -41,6 +41,28 @@ def test_forward_and_backward_are_counted_as_the_analysis_does(backend):
     assert counted(lambda: attention(q, k, v, mask, backend=backend).sum().backward()) == forward + backward
 
 
+def test_a_backward_is_counted_whose_forward_was_not():
+    script = """if True:
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+        from sparseflash import attention
+        q = torch.randn(1, 1, 32, 16, requires_grad=True)
+        out = attention(q, q, q)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        print(counter.get_total_flops())"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 5 * 2 * 32 * 32 * 16
+
+
+def test_fake_inputs_under_a_real_mask_are_counted():
+    mask = masks.butterfly(128, block=16)
+    q, k, v = qkv(mask)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, FlopCounterMode(display=False) as counter:
+        attention(*(fakes.from_tensor(x) for x in (q, k, v)), mask)
+    assert counter.get_total_flops() == analysis.flops(mask, 16, heads=2).computed
+
+
 def test_dense_attention_counts_as_pytorchs_own():
     q, k, v = qkv(BlockMask.dense(48), kv_heads=2)
     ours = counted(lambda: attention(q, k, v).sum().backward())

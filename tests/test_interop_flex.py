@@ -142,7 +142,7 @@ def test_a_mask_mod_of_the_head_is_not_taken_for_that_of_head_0(mod):
     """FlexAttention asks it with the real number, even if the lists are one for all."""
     name = "heads" if mod is window_of_head else "batch"
     flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=64)
-    with pytest.raises(ValueError, match=f"mask_mod asks for the .*: say {name}=, how many the attention has"):
+    with pytest.raises(ValueError, match=f"mask_mod asks for the .*: say {name}=, how many the attention"):
         from_flex(flex)
     mask = from_flex(flex, **{name: 2})
     sizes = {"batch": 1, "heads": 1, name: 2}
@@ -172,6 +172,30 @@ def test_combined_rules_ask_for_no_number_by_making_a_tensor_like_it():
         from_flex(
             create_block_mask(and_masks(rules[0], window_of_head), None, None, 60, 60, device="cpu", BLOCK_SIZE=16)
         )
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, k: (q - k < int(WINDOWS[0])) & (k < WINDOWS[b]),
+        lambda b, h, q, k: (q - k < WINDOWS[0].item()) & (k < WINDOWS[b]),
+        lambda b, h, q, k: (k < WINDOWS[b]) if WINDOWS[0] > 3 else k <= q,
+    ],
+)
+def test_a_mask_mod_that_nobody_can_trace_may_ask_for_a_number(mod):
+    flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=64)
+    with pytest.raises(ValueError, match=r"asks for the batch element, or may do, .*: say batch="):
+        from_flex(flex)
+    mask = from_flex(flex, batch=2, heads=1)
+    assert mask == BlockMask.from_dense(create_mask(mod, 2, 1, 60, 60, device="cpu"), block=64)
+
+
+def test_exported_rules_ask_for_the_numbers_that_tell_something():
+    shared, of_heads = masks.local(60, 9, block=16), masks.per_head([masks.local(60, 9, block=16)] * 2)
+    for mask, batch, heads in ((shared, None, None), (of_heads, None, 2)):
+        mod = and_masks(to_flex(mask).mask_mod, lambda b, h, q, k: k <= q)
+        flex = create_block_mask(mod, batch, heads, 60, 60, device="cpu", BLOCK_SIZE=16)
+        assert from_flex(flex) == mask & masks.causal(60, block=16)
 
 
 def test_a_slice_is_told_from_a_mask():

@@ -73,10 +73,10 @@ def show(
             figure = found.plot()
             assert not isinstance(figure, tuple)
             figure.savefig(picture)
-            console.print(f"Drawn: {picture}", soft_wrap=True)
+            say(f"Drawn: {picture}")
         if save is not None:
             found.save(save)
-            console.print(f"Kept: {save}", soft_wrap=True)
+            say(f"Kept: {save}")
 
 
 @app.command()
@@ -182,7 +182,7 @@ def bench(
             for times in benchmark.measured(inputs, found, chosen, seconds):
                 ours = ours or times
                 cells = [*cells_of(times.forward, ours.forward), *cells_of(times.both, ours.both)]
-                table.add_row(times.name + (f" ({times.why})" if times.why else ""), *cells)
+                table.add_row(Text(times.name + (f" ({times.why})" if times.why else "")), *cells)
                 status.update(f"timing: {times.name} done")
         console.print(table)
 
@@ -228,6 +228,8 @@ def place(device: str | None) -> torch.device:
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device} needs a GPU that PyTorch sees; there is none")
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)  # the one that timers wait for
     return chosen
 
 

@@ -40,7 +40,8 @@ def errors(
     got = results(inputs, mask, backend)
     sticks = [largest_error(x, exact) for x, exact in zip(plain(inputs, mask), truth)]
     # One draw of few values would be a yardstick of random length: a plain result is sometimes right to the last bit.
-    for number in range(1, 4 if inputs.q[..., 0].numel() * mask.k_len <= _FEW else 1):
+    queries = inputs.q[..., 0].numel()
+    for number in range(1, 16 if queries < 256 else 4 if queries * mask.k_len <= _FEW else 1):
         other = draw(number)
         pairs = zip(plain(other, mask), plain(other.to(torch.float64), mask))
         sticks = [max(stick, largest_error(x, exact)) for stick, (x, exact) in zip(sticks, pairs)]
@@ -53,7 +54,8 @@ def results(inputs: Inputs, mask: BlockMask, backend: Backend | None) -> list[Te
     """What NAMES says, of one call and its backward pass."""
     leaves = inputs.leaves()
     out, lse = attention(*leaves, mask, return_lse=True, backend=backend)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, inputs.dout)]
+    gradients = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse.to(lse.dtype)))
+    return [out.detach(), lse.detach(), *gradients]
 
 
 def plain(inputs: Inputs, mask: BlockMask) -> list[Tensor]:
@@ -63,7 +65,7 @@ def plain(inputs: Inputs, mask: BlockMask) -> list[Tensor]:
     dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (inputs.k, inputs.v))
     for first in range(0, mask.q_len, step):
         rows = slice(first, min(first + step, mask.q_len))
-        part = Inputs(inputs.q[:, :, rows], inputs.k, inputs.v, inputs.dout[:, :, rows])
+        part = Inputs(inputs.q[:, :, rows], inputs.k, inputs.v, inputs.dout[:, :, rows], inputs.dlse[:, :, rows])
         out, lse, *gradients = results(part, mask.crop(q=(rows.start, rows.stop)), "reference")
         outs.append(out)
         lses.append(lse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +25,7 @@ HELP = (
     "has written."
 )
 _EXPRESSION = "<mask>"  # the file name of the expression's code
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
@@ -36,8 +38,11 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
     >>> mask_of("local(1024, 256) & causal(1024)")
     BlockMask(1024 x 1024, blocks of 128, 15 tiles: 0 full + 15 partial (2 distinct), density 11.8 %)
     """
-    if Path(text).is_file():
-        return BlockMask.load(text)
+    if is_file(text):
+        try:
+            return BlockMask.load(text)
+        except (ValueError, OSError) as error:
+            raise Refused(str(error)) from None
     names = {"BlockMask": BlockMask, "torch": torch, "masks": masks, **public(masks)}
     for source in sources:
         try:
@@ -56,15 +61,23 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
         near = get_close_matches(str(error.name), names, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(sorted(public(masks)))}"
         raise Refused(f"no pattern is called {error.name}{hint}") from None
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         if not raised_here(error):
             raise
         raise Refused(f"{text}: {error}") from None
-    if callable(found) and not isinstance(found, BlockMask):
+    if inspect.isfunction(found):
         raise Refused(f"{text} must be called, with {inspect.signature(found)}")
     if not isinstance(found, BlockMask):
         raise Refused(f"{text} must give a BlockMask; got {type(found).__name__}")
     return found
+
+
+def is_file(text: str) -> bool:
+    """Whether the words name a file; an expression may be longer than a name can be."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
 
 
 def public(module: ModuleType) -> dict[str, Any]:
@@ -74,15 +87,14 @@ def public(module: ModuleType) -> dict[str, Any]:
 
 
 def raised_here(error: Exception) -> bool:
-    """Whether an error is of the expression or of the library, and not of the user's own code."""
+    """Whether an error is of the expression or of a library, and not of the user's own code."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {Path(sysconfig.get_path(name)).resolve() for name in names}
+    folders |= {Path(torch.__file__).resolve().parent, Path(masks.__file__).resolve().parent, _PACKAGE}
     trace = error.__traceback__
-    library = (
-        str(Path(torch.__file__).parent),
-        str(Path(masks.__file__).resolve().parent),
-        str(Path(__file__).parents[1]),
-    )
-    files = []
     while trace is not None:
-        files.append(trace.tb_frame.f_code.co_filename)
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith("<") and not any(Path(file).resolve().is_relative_to(folder) for folder in folders):
+            return False
         trace = trace.tb_next
-    return all(file == _EXPRESSION or str(Path(file).resolve()).startswith(library) for file in files)
+    return True

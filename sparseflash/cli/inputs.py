@@ -18,16 +18,18 @@ class Inputs:
 
     q, dout  [B, Hq, Nq, D]
     k, v     [B, Hkv, Nk, D]
+    dlse     [B, Hq, Nq]
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+    dlse: Tensor
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same numbers in another precision."""
-        return Inputs(*(x.to(dtype) for x in (self.q, self.k, self.v, self.dout)))
+        return Inputs(*(x.to(dtype) for x in (self.q, self.k, self.v, self.dout, self.dlse)))
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, to ask gradients for."""
@@ -54,4 +56,5 @@ def drawn(
         torch.randn(batch, *shape, dim, generator=generator, device=mask.device, dtype=torch.float32).to(dtype)
         for shape in shapes
     )
-    return Inputs(q, k, v, dout)
+    dlse = torch.randn(batch, heads, mask.q_len, generator=generator, device=mask.device, dtype=torch.float32)
+    return Inputs(q, k, v, dout, dlse.to(dtype))

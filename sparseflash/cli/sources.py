@@ -20,6 +20,8 @@ def module_of(source: str) -> ModuleType:
     """
     if source.endswith(".py"):
         return _run(Path(source))
+    if not all(part.isidentifier() for part in source.split(".")):
+        raise Missing(f"there is no module {source}; a file of Python ends with .py")
     if "" not in sys.path:
         sys.path.insert(0, "")  # an installed command does not look where it is called
     try:

@@ -11,7 +11,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.checks import BLOCKS, checked_mask, integer
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.lists import Lists, mask_of_lists, padded_lists
-from sparseflash.interop.lookup import READS, MaskMod, mask_mod, tile_lookup
+from sparseflash.interop.lookup import MaskMod, mask_mod, tile_lookup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,28 +109,34 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
 
 
 def numbers_asked(mask_mod: MaskMod | None, device: torch.device) -> tuple[bool, bool]:
-    """Whether a `mask_mod` makes use of the number of the batch element, and of the head.
+    """Whether a `mask_mod` makes use of the number of the batch element, and of the head, or may do.
 
-    What cannot be traced, as a rule cannot that asks for its arguments' values, is taken to use neither: no
-    `create_block_mask` takes it.
+    What FlexAttention can ask, and nobody can trace, as a rule that reads a number from a tensor in Python, may use
+    both. What FlexAttention cannot ask uses neither: what it raises comes when it is asked.
 
     >>> numbers_asked(lambda b, h, q, k: (k <= q) & (q - k < h), torch.device("cpu"))
     (False, True)
     """
     if mask_mod is None:
         return False, False
-    if (reads := getattr(mask_mod, READS, None)) is not None:
-        return bool(reads[0]), bool(reads[1])
     from torch.fx.experimental.proxy_tensor import make_fx
 
     numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
     try:  # through vmap, as FlexAttention asks it: then a number may be an index
         graph = make_fx(torch.vmap(mask_mod))(*numbers).graph
     except Exception:
-        return False, False
+        return (_can_be_asked(mask_mod, numbers),) * 2
     graph.eliminate_dead_code()
     b, h, *_ = graph.find_nodes(op="placeholder")
     return any(map(_reads, b.users)), any(map(_reads, h.users))
+
+
+def _can_be_asked(mask_mod: MaskMod, numbers: Sequence[Tensor]) -> bool:
+    try:
+        torch.vmap(mask_mod)(*numbers)
+    except Exception:
+        return False
+    return True
 
 
 def _reads(node: Node) -> bool:
@@ -149,8 +155,8 @@ def _size(name: str, given: int | None, listed: int, asked: bool) -> int:
     if listed == 1 and asked:
         what = "batch element" if name == "batch" else "head"
         raise ValueError(
-            f"mask_mod asks for the {what}, and block_mask has one list for all: say {name}=, how many the attention "
-            f"has (1, if there is one), or give create_block_mask the real {'B' if name == 'batch' else 'H'}."
+            f"mask_mod asks for the {what}, or may do, and block_mask has one list for all: say {name}=, how many the "
+            f"attention has (1, if there is one), or give create_block_mask the real {'B' if name == 'batch' else 'H'}."
         )
     return listed
 
