@@ -190,12 +190,11 @@ def test_a_mask_mod_that_nobody_can_trace_may_ask_for_a_number(mod):
     assert mask == BlockMask.from_dense(create_mask(mod, 2, 1, 60, 60, device="cpu"), block=64)
 
 
-def test_exported_rules_ask_for_the_numbers_that_tell_something():
-    shared, of_heads = masks.local(60, 9, block=16), masks.per_head([masks.local(60, 9, block=16)] * 2)
-    for mask, batch, heads in ((shared, None, None), (of_heads, None, 2)):
-        mod = and_masks(to_flex(mask).mask_mod, lambda b, h, q, k: k <= q)
-        flex = create_block_mask(mod, batch, heads, 60, 60, device="cpu", BLOCK_SIZE=16)
-        assert from_flex(flex) == mask & masks.causal(60, block=16)
+def test_exported_rules_may_be_combined():
+    mask = masks.local(60, 9, block=16)
+    mod = and_masks(to_flex(mask).mask_mod, lambda b, h, q, k: k <= q)  # which takes both numbers, times 0
+    flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=16)
+    assert from_flex(flex, batch=1, heads=1) == mask & masks.causal(60, block=16)
 
 
 def test_a_slice_is_told_from_a_mask():

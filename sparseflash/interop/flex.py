@@ -11,7 +11,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.checks import BLOCKS, checked_mask, integer
 from sparseflash.csr import row_of_entry
 from sparseflash.interop.lists import Lists, mask_of_lists, padded_lists
-from sparseflash.interop.lookup import MaskMod, mask_mod, tile_lookup
+from sparseflash.interop.lookup import READS, MaskMod, mask_mod, tile_lookup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +119,8 @@ def numbers_asked(mask_mod: MaskMod | None, device: torch.device) -> tuple[bool,
     """
     if mask_mod is None:
         return False, False
+    if (reads := getattr(mask_mod, READS, None)) is not None:
+        return bool(reads[0]), bool(reads[1])
     from torch.fx.experimental.proxy_tensor import make_fx
 
     numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
