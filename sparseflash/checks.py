@@ -40,7 +40,8 @@ def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
 
 def integer(value: Any, name: str, unit: str) -> int:
     """A plain int of an integer of Python, NumPy or PyTorch; `unit` in the plural, "" if it has none."""
-    if isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
+    # int first, as below: what a tensor is takes longer to ask than all else here.
+    if not isinstance(value, int) and isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
         raise TypeError(
             f"{name} must be one integer{f' number of {unit}' if unit else ''}; got a {described(value)} of shape "
             f"{list(value.shape)}. For a mask of its own in each batch element build them all, and put them together "

@@ -60,7 +60,7 @@ def show(
     """Show what a mask costs and reaches, and what is probably wrong with it."""
     found = asked(mask, sources)
     with short_errors():
-        console.print(found.to_string(width) if width else repr(found), highlight=False, soft_wrap=True, markup=False)
+        say(found.to_string(width) if width else repr(found))
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
@@ -70,9 +70,7 @@ def show(
         for finding in analysis.lint(found, causal=causal):
             say(str(finding))
         if picture is not None:
-            figure = found.plot()
-            assert not isinstance(figure, tuple)
-            figure.savefig(picture)
+            found.plot().savefig(picture)
             say(f"Drawn: {picture}")
         if save is not None:
             found.save(save)
