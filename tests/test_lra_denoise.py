@@ -245,6 +245,23 @@ def test_rotary_positions_do_not_see_where_the_first_token_stands(data, tmp_path
     assert Run(config, data, tmp_path / "second").train()["initial"]["seen"] == [first.seen]
 
 
+def test_what_all_runs_before_have_cost_is_told(pretrained, data, tmp_path):
+    other = load("listops", generate(Settings(10, 60, 32, 8, 24, seed=1), tmp_path, workers=1))
+    first, metrics = pretrained
+    between = Run(replace(SHORT, objective="classify", initial=str(first.folder), keep="best"), other, tmp_path / "a")
+    of_between = between.train()
+    last = Run(replace(between.config, initial=str(between.folder), steps=1), data, tmp_path / "b").train()
+    initial = last["initial"]
+    (before,) = initial["before"]
+    assert (before["objective"], before["steps"], before["seconds"]) == ("denoise", 4, metrics["training_seconds"])
+    assert (initial["objective"], initial["seconds"]) == ("classify", of_between["training_seconds"])
+    assert [each["hash"] for each in initial["seen"]] == [first.seen["hash"], between.seen["hash"]]
+    rows = {row.folder: row.initial for row in accuracy.collect(tmp_path)}
+    assert rows == {"a": "denoise 4", "b": f"denoise 4, classify {of_between['tested_step']}"}
+    told = accuracy.described(initial, "else")
+    assert told == f"denoise 4 (ListOps), classify {of_between['tested_step']} (ListOps)"
+
+
 def test_weights_that_have_seen_another_split_are_refused(pretrained, data, tmp_path):
     """Two sets of one seed begin with the same expressions, so the tests of one are trained on in the other."""
     smaller = load("listops", generate(Settings(10, 60, 32, 8, 24), tmp_path, workers=1))

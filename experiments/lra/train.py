@@ -208,6 +208,7 @@ class Run:
                     "tested_step": self.tested_step,
                     "seconds": self.seconds,
                     "pixel_labels": self.pixel_labels,
+                    "before": weights.runs_before(self.before),
                 },
                 [*((self.before or {}).get("seen") or ()), self.seen],
             )

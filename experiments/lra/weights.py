@@ -27,6 +27,7 @@ _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         config["pool"] == "cls" and config["positions"] in ("learned", "sinusoidal")
     ),
 }
+_COSTS = ("objective", "steps", "tested_step", "seconds", "pixel_labels")  # of one run
 _HEADS = ("head.", "namer.", "tracer.")  # what answers with the encoder's features
 
 
@@ -68,6 +69,14 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
         "objective": about["config"]["objective"],
         **about["cost"],
     }
+
+
+def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What `begin_from` returned as costs of the runs that the weights come from, the first one first."""
+    if initial is None:
+        return []
+    last = {name: initial[name] for name in _COSTS if name in initial}
+    return [*initial.get("before", []), last]
 
 
 def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:

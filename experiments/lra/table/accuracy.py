@@ -44,7 +44,7 @@ class Accuracy:
     best_rule: str  # the best of the rules that avoid the task
     best_rule_accuracy: float
     seeds: str
-    initial: str  # what the weights had learned before: nothing, or what for how many steps
+    initial: str  # what the weights had learned before: nothing, or what for how many steps, by all runs before
     inputs: str  # what was done to the inputs that the arena's models do not have
     steps: int  # of the longest run
     tested_steps: str  # of the weights that were tested, of each seed; empty where all are the last
@@ -120,7 +120,7 @@ def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder:
         best_rule=best,
         best_rule_accuracy=rules[best],
         seeds=" ".join(str(metrics["config"]["seed"]) for metrics in runs),
-        initial=described(first.get("initial")),
+        initial=described(first.get("initial"), first.get("data", {}).get("origin", "")),
         inputs=changed_inputs({**_BEFORE, **first["config"]}),
         steps=max(metrics["steps"] for metrics in runs),
         tested_steps=" ".join(tested_steps(runs)),
@@ -169,13 +169,32 @@ def changed_inputs(config: dict[str, Any]) -> str:
     return ", ".join(name for name, holds in parts.items() if holds) or "as they are"
 
 
-def described(initial: dict[str, Any] | None) -> str:
-    """What weights had learned, in words.
+def described(initial: dict[str, Any] | None, origin: str = "") -> str:
+    """What weights had learned, in words; on which data, where these were others than the run's own, from `origin`.
 
     >>> described({"objective": "denoise", "steps": 5000})
-    'denoise 5000'
+    'denoise 5,000'
+    >>> described({"objective": "classify", "steps": 9000, "seen": [{"origin": "pathfinder32-cl6, generated, seed 0"}]})
+    'classify 9,000 (pathfinder32-cl6)'
+    >>> described({"objective": "classify", "steps": 9, "seen": [{"origin": "a, seed 0"}, {"origin": "b, seed 0"}]})
+    'classify 9 (a and b)'
     """
     if initial is None:
         return "nothing"
-    steps = initial.get("tested_step", initial["steps"])
-    return f"{initial['objective']} {steps}" + (", pixel labels" if initial.get("pixel_labels") else "")
+    seen = [name_of(each["origin"]) for each in initial.get("seen") or ()]
+    before = initial.get("before", [])
+    if len(seen) != len(before) + 1:  # from when only the last run's costs were kept: they follow all runs' data
+        before, seen = [], [" and ".join(dict.fromkeys(seen))]
+    told = zip([*before, initial], seen, strict=True)
+    return ", ".join(stage(each) + (f" ({name})" if name not in ("", name_of(origin)) else "") for each, name in told)
+
+
+def name_of(origin: str) -> str:
+    """The data without their seed."""
+    return origin.split(",")[0]
+
+
+def stage(run: dict[str, Any]) -> str:
+    """What one run has given the weights."""
+    steps = run.get("tested_step", run["steps"])
+    return f"{run['objective']} {steps:,}" + (", pixel labels" if run.get("pixel_labels") else "")
