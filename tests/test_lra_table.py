@@ -252,6 +252,19 @@ def test_runs_on_other_data_are_other_rows(tmp_path):
     assert sorted(each.seeds for each in collect(tmp_path)) == ["0 1", "1"]
 
 
+def test_easier_paths_are_another_task(tmp_path):
+    """Their accuracies, and the rules that avoid the task, are others: 80 % of paths of 6 dashes need no tracing."""
+    finished_run(tmp_path / "hard", task="pathfinder32", accuracy=0.7, difficulty="hard")
+    finished_run(tmp_path / "easy", task="pathfinder32", accuracy=0.9, difficulty="easy")
+    results = Results(accuracies=collect(tmp_path))
+    assert {each.task: each.mean for each in results.accuracies} == {"pathfinder32": 0.7, "pathfinder32, easy": 0.9}
+    assert summary(results)[0] == ["", "pathfinder32", "geometric mean"] and summary(results)[1][1] == "70.0 % (n=1)"
+    axes = Figure().subplots()
+    plot._accuracies(results, axes)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["pathfinder32", "pathfinder32,\neasy"]
+    assert "| pathfinder32, easy | released | dense | 90.0 % (n=1) |" in report.page(results)
+
+
 def test_the_picture_has_a_dot_for_every_setting(tmp_path):
     finished_run(tmp_path / "a", steps=1, accuracy=0.31)
     finished_run(tmp_path / "b", steps=2, accuracy=0.42)

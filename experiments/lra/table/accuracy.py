@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.lra.config import GENERATOR, VALIDATION
 from experiments.lra.runlog import read
+from experiments.lra.tasks.task import Options
 
 _LINES = 20  # of a log, at the end of a run: a single one is a few hundred examples
 # What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
@@ -30,7 +31,7 @@ _BEFORE = {
 class Accuracy:
     """Runs of one setting, which differ in their seed. Accuracies are of the test split, 0 to 1."""
 
-    task: str
+    task: str  # with the difficulty of Pathfinder's easier paths, which are other tasks
     attention: str
     mask: str
     data: str  # released or generated
@@ -106,7 +107,7 @@ def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder:
     rules = {rule["rule"]: rule["accuracy"] for rule in first["baselines"]}
     best = max(rules, key=rules.__getitem__)
     return Accuracy(
-        task=first["task"],
+        task=name_of_task(first["config"]),
         attention=first["config"].get("attention", "sparseflash"),
         mask=first["mask"],
         data="generated" if first["generated_data"] else "released",
@@ -130,6 +131,16 @@ def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder:
         device=first["device"],
         folder=Path(os.path.commonpath(places)).as_posix(),
     )
+
+
+def name_of_task(config: dict[str, Any]) -> str:
+    """The task, and how hard it is where that is not what the arena's results are of.
+
+    >>> name_of_task({"task": "pathfinder32", "difficulty": "easy"})
+    'pathfinder32, easy'
+    """
+    difficulty = config.get("difficulty", Options.difficulty)
+    return str(config["task"]) + (f", {difficulty}" if difficulty != Options.difficulty else "")
 
 
 def tested_steps(runs: list[dict[str, Any]]) -> list[str]:

@@ -83,7 +83,7 @@ def _accuracies(results: Results, axes: Axes) -> None:
         "o",
         color="grey",
         markerfacecolor="white",
-        label="other inputs than the arena's models have, see table.md",
+        label="other inputs, or other training before,\nthan the arena's models have: table.md",
     )
     axes.spines[["top", "right"]].set_visible(False)
     for group, task in enumerate(tasks):
@@ -92,6 +92,6 @@ def _accuracies(results: Results, axes: Axes) -> None:
         axes.plot(
             [group - 0.45, group + 0.45], [100 * best] * 2, color="black", linestyle="--", linewidth=1, label=label
         )
-    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_xticks(range(len(tasks)), [task.replace(", ", ",\n") for task in tasks])
     axes.set_ylabel("test accuracy, %")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
