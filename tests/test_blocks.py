@@ -21,8 +21,10 @@ def test_a_kernel_is_timed_in_the_tiles_of_the_mask_in_the_chosen_and_in_all_oth
     assert min(rows, key=lambda row: row.predicted).way in (CHOSEN, OWN)
     for row in rows:
         assert row.config[0] == min(row.tiling.held, 64)
-        assert row.ms > 0 and row.difference < 0.01
-    assert rows[0].difference == 0 and any(row.difference > 0 for row in rows)
+        assert (
+            row.ms > 0 and row.difference < 0.01
+        )  # none at all on some processors, where NumPy sums alike in all tiles
+    assert rows[0].difference == 0
 
 
 def test_a_configuration_of_ones_own_is_timed_in_the_tiles_that_fit_it():
