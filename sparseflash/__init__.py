@@ -12,7 +12,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name):
         """`sparseflash.masks` and the like without an import of their own: loaded when they are first asked for."""
-        if name not in ("analysis", "draw", "interop", "masks"):
+        if name not in ("analysis", "draw", "huggingface", "interop", "masks"):
             raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
         from importlib import import_module
 

@@ -1,0 +1,348 @@
+"""Hugging Face Transformers: its models with this attention, and with a pattern over what they mask themselves.
+
+A model asks twice: once for each forward what its masks are, in rules (causal, sliding, packed, padded), and once a
+layer for the attention. The first answer is `ModelMask`, which makes no mask yet, because a layer may have a pattern
+that leaves most of the rule's scores out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseflash.algebra.stack import stack_batch
+from sparseflash.attention import attention
+from sparseflash.blockmask import BlockMask
+from sparseflash.checks import Block, block_pair, checked_mask
+from sparseflash.interop.sdpa import from_sdpa
+
+Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
+Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as FlexAttention's mask_mod
+
+_KEPT = 64  # masks without padding: some lengths by some patterns
+_RULES = "transformers.masking_utils"
+_UNKNOWN = {
+    "softcap": "a soft cap of the scores",
+    "position_bias": "a bias of the scores",
+    "cache": "a paged cache",
+}
+
+
+def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Block = 128) -> None:
+    """Make `attn_implementation=name` of Hugging Face Transformers this attention.
+
+    What a model masks itself stays masked: the future, what lies outside a sliding window or in another packed
+    sequence, and the padding of `attention_mask`. Grouped heads, dropout, attention sinks and caches work as they do
+    with its own implementations; every layer gives the same numbers as `"eager"` up to rounding, but that padded
+    queries, whose results are nobody's, may give 0.
+
+    Args:
+        pattern: a mask of which scores may be live besides. Query i and key j of it are the tokens i and j of a row of
+            the batch, padding and what a cache holds counted, so it must be as long as any row will be (generated
+            tokens too); what is shorter sees the beginning of it. Or a function that is given a layer's attention
+            module (`module.layer_idx` is its number) and returns its mask, one and the same for a layer each time, or
+            None for one without a pattern. None: the models' own masks.
+        name: how models are told to use it. Registered again, a name stands for the new pattern in models that use it.
+        block: tokens along the sides of a tile, in masks without a pattern; those with one have its blocks.
+
+    Raises ValueError for the name of another implementation, or one that Transformers would read as something else,
+    ImportError where Transformers is missing or too old (5.0 asks models for masks in another way). Models raise
+    ValueError where a layer needs what is no mask: a soft cap or a bias of the scores, an additive `attention_mask` of
+    four dimensions with finite values, a paged cache, weights of the attention as an output.
+
+    Needs `pip install transformers`, 5.23 or newer.
+
+        from sparseflash import huggingface, masks
+        huggingface.register(masks.local(32_768, 1024, causal=True) | masks.strided(32_768, 128))
+        model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="block_sparse")
+    """
+    attentions, rules = _interfaces()
+    if not name.isidentifier() or "flash" in name:
+        raise ValueError(
+            "name must be a word without the letters flash, by which Transformers would look for a FlashAttention or a "
+            f"kernel to load; got {name!r}."
+        )
+    if name == "eager" or (name in attentions and not isinstance(attentions[name], Attention)):
+        raise ValueError(f"name must not be that of another implementation; got {name!r}.")
+    block_pair(block)
+    if pattern is not None and not callable(pattern):
+        checked_mask(pattern)
+    type(attentions).register(name, Attention(pattern, block))
+    type(rules).register(name, partial(_model_mask, block=block))
+
+
+def _interfaces() -> tuple[Any, Any]:
+    """Transformers' tables of attention functions and of functions that make masks."""
+    try:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(f"huggingface.register needs Transformers 5.23 or newer ({error}).") from error
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+
+
+@dataclass
+class ModelMask:
+    """The scores that a model's own rules leave live, of one forward.
+
+    rule: of token positions; batch: how many rows; padding: bool `[B, >= k_stop]`, True for tokens, or None.
+    queries, keys: the tokens that the attention sees, from and to.
+    """
+
+    rule: Rule
+    batch: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    padding: Tensor | None
+    is_mapped: bool  # the rule knows single numbers only
+    block: Block
+    device: torch.device
+    made: dict[int, tuple[BlockMask | None, BlockMask]] = field(default_factory=dict)
+
+    def within(self, pattern: BlockMask | None) -> BlockMask:
+        """The mask of the scores that are live by these rules and by a pattern, made once for all layers with it."""
+        if id(pattern) not in self.made:  # whose number nobody else gets, for it is kept beside the mask
+            self.made[id(pattern)] = pattern, self._padded(self._without_padding(pattern))
+        return self.made[id(pattern)][1]
+
+    def contiguous(self) -> ModelMask:
+        """Asked where masks are made before the forward, of tensors."""
+        raise NotImplementedError("generate with the default cache: masks of a static one have to be tensors.")
+
+    def _without_padding(self, pattern: BlockMask | None) -> BlockMask:
+        print_of_rule = fingerprint(self.rule)
+        if print_of_rule is None:
+            return self._made(pattern)
+        # Not this forward's padding, nor what it has made: a kept mask would keep them.
+        return _kept(_Question(replace(self, padding=None, made={}), pattern, print_of_rule))
+
+    def _made(self, pattern: BlockMask | None) -> BlockMask:
+        if pattern is not None:
+            pattern = cropped(pattern, self.queries, self.keys).to(self.device)
+        own = rule_mask(self, pattern)
+        return own if pattern is None else own & pattern
+
+    def _padded(self, mask: BlockMask) -> BlockMask:
+        """The mask without padded keys."""
+        if self.padding is None:
+            return mask
+        live = self.padding[:, self.keys[0] : self.keys[1]]
+        if bool(live.all()):
+            return mask
+        counts = live.sum(-1)
+        at_the_end = bool((live == (torch.arange(live.shape[1], device=live.device) < counts[:, None])).all())
+        if at_the_end and self.queries == self.keys:
+            return mask.with_lengths(counts)  # which the mask's own plans serve
+        return mask & from_sdpa(live[:, None, None, :], q_len=mask.q_len, block=(mask.block_q, mask.block_k))
+
+
+class _Question:
+    """A mask that is asked for, told apart by what decides it."""
+
+    def __init__(self, asked: ModelMask, pattern: BlockMask | None, print_of_rule: Hashable) -> None:
+        self.asked, self.pattern = asked, pattern
+        self.key = (print_of_rule, asked.queries, asked.keys, asked.block, asked.device, id(pattern))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Question) and self.key == other.key
+
+
+@lru_cache(_KEPT)
+def _kept(question: _Question) -> BlockMask:
+    """A mask without padding, kept for the next forwards, with the plans that the kernels derive from it."""
+    return question.asked._made(question.pattern)
+
+
+def fingerprint(rule: Any) -> Hashable | None:
+    """What makes two rules the same, of rules that Transformers has put together from numbers and other rules; None for
+    those that see tensors, and for a user's own."""
+    if isinstance(rule, int | float | str | bool | None):
+        return (type(rule), rule)
+    if isinstance(rule, tuple):
+        parts = tuple(map(fingerprint, rule))
+        return None if None in parts else parts
+    if not isinstance(rule, FunctionType) or rule.__module__ != _RULES or rule.__defaults__ or rule.__kwdefaults__:
+        return None
+    cells = fingerprint(tuple(cell.cell_contents for cell in rule.__closure__ or ()))
+    return None if cells is None else (rule.__code__, cells)
+
+
+class _NoBatch:
+    """Stands for a batch element where a rule is asked for all: what depends on it cannot be computed."""
+
+    def __index__(self) -> int:
+        raise TypeError("the rule asks for the batch element")
+
+
+def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
+    """The mask of a model's rule, `[B or 1, 1]` heads, looked at where a pattern has tiles."""
+    q_len, k_len = asked.queries[1] - asked.queries[0], asked.keys[1] - asked.keys[0]
+    block = asked.block if pattern is None else (pattern.block_q, pattern.block_k)
+    candidates = None if pattern is None else pattern.to_layout().any(1).any(0)
+
+    def of(batch: Any) -> BlockMask:
+        def live(q: Tensor, k: Tensor) -> Tensor:
+            q, k = q + asked.queries[0], k + asked.keys[0]
+            if not asked.is_mapped:
+                return torch.as_tensor(asked.rule(batch, 0, q, k), device=q.device)
+            return mapped(asked.rule, q.new_tensor(batch), q, k)
+
+        return BlockMask.from_function(live, q_len, k_len, block=block, candidates=candidates, device=asked.device)
+
+    if asked.batch == 1:
+        return of(0)
+    if not asked.is_mapped:
+        try:
+            return of(_NoBatch())
+        except (TypeError, IndexError, RuntimeError, ValueError, AttributeError):
+            pass  # it does ask, or it fails, which it will again
+    return stack_batch([of(number) for number in range(asked.batch)])
+
+
+def mapped(rule: Rule, batch: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A rule of single positions, asked about many; see Transformers' `sdpa_mask`."""
+    from transformers.masking_utils import TransformGetItemToIndex
+
+    q, k = torch.broadcast_tensors(q, k)
+    head = q.new_zeros(())
+    with TransformGetItemToIndex():  # else no tensor can be indexed with one of vmap's numbers
+        live: Tensor = torch.vmap(lambda q, k: rule(batch, head, q, k))(q.flatten(), k.flatten())
+    return live.view(q.shape)
+
+
+def cropped(pattern: BlockMask, queries: tuple[int, int], keys: tuple[int, int]) -> BlockMask:
+    """The part of a pattern that these tokens see."""
+    for name, length, stop in (("queries", pattern.q_len, queries[1]), ("keys", pattern.k_len, keys[1])):
+        if stop > length:
+            raise ValueError(
+                f"the pattern must be as long as a row of the batch, with its cache and padding, {stop} tokens; it has "
+                f"{length} {name}."
+            )
+    whole = (queries, keys) == ((0, pattern.q_len), (0, pattern.k_len))
+    return pattern if whole else pattern.crop(q=queries, k=keys)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _model_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Rule | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    use_vmap: bool = False,
+    *,
+    block: Block,
+    **others: Any,
+) -> ModelMask:
+    """What Transformers calls once a forward; see its `sdpa_mask`."""
+    if mask_function is None:
+        raise ValueError("Transformers must say what the model masks; got no mask_function.")
+    q_start = int(q_offset)
+    if attention_mask is not None and (missing := kv_length + kv_offset - attention_mask.shape[-1]) > 0:
+        attention_mask = nn.functional.pad(attention_mask, (0, missing))  # room in a cache for what comes
+    return ModelMask(
+        mask_function, batch_size, (q_start, q_start + q_length), (kv_offset, kv_offset + kv_length),
+        None if attention_mask is None else attention_mask.bool(), use_vmap, block, torch.device(device),
+    )  # fmt: skip
+
+
+class Attention:
+    """What Transformers calls once a layer; see its `sdpa_attention_forward`."""
+
+    def __init__(self, pattern: Pattern, block: Block) -> None:
+        self.pattern, self.block = pattern, block
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: ModelMask | Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention `[B, N, H, D]` of query `[B, H, N, D]`, key and value `[B, Hkv, Nk, D]`.
+
+        s_aux: attention sinks, a score for each head that takes part in the softmax and has no value.
+        """
+        for name, what in _UNKNOWN.items():
+            if others.get(name) is not None:
+                raise ValueError(f"sparseflash has masks only; {type(module).__name__} asks for {what} ({name}).")
+        if others.get("output_attentions"):
+            raise ValueError("sparseflash never has the weights of the attention: output_attentions must be False.")
+        mask = self.mask_for(module, query, key, attention_mask, is_causal)
+        if s_aux is None:
+            out = attention(query, key, value, mask, scale=scaling, dropout_p=dropout)
+        else:
+            out, lse = attention(query, key, value, mask, scale=scaling, dropout_p=dropout, return_lse=True)
+            # exp(lse) / (exp(lse) + exp(sink)); without a live key lse is -inf, and the sink takes all.
+            out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1).to(lse.dtype))[..., None].to(out.dtype)
+        return out.transpose(1, 2).contiguous(), None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def mask_for(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: ModelMask | Tensor | None,
+        is_causal: bool | None,
+    ) -> BlockMask | None:
+        """The mask of one layer."""
+        pattern = self.pattern if self.pattern is None or isinstance(self.pattern, BlockMask) else self.pattern(module)
+        if pattern is not None:
+            checked_mask(pattern)
+        if isinstance(attention_mask, ModelMask):
+            return attention_mask.within(pattern).to(query.device)
+        q_len, k_len = query.shape[2], key.shape[2]
+        if q_len != k_len and (pattern is not None or (attention_mask is None and _is_causal(module, is_causal))):
+            raise ValueError(
+                f"{type(module).__name__} must say where its {q_len} queries stand among {k_len} keys: call the model "
+                "with an attention_mask of two dimensions, or none, instead of a finished one."
+            )
+        if attention_mask is not None:
+            own = from_sdpa(_live(attention_mask[..., :k_len]), q_len=q_len, block=self.block)
+            return own if pattern is None else own & cropped(pattern, (0, q_len), (0, k_len)).to(query.device)
+        if pattern is None and not _is_causal(module, is_causal):
+            return None
+        rule = _causal if _is_causal(module, is_causal) else _everything
+        asked = ModelMask(rule, 1, (0, q_len), (0, k_len), None, False, self.block, query.device)
+        return asked.within(pattern)
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _causal(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+    return k <= q
+
+
+def _everything(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+    return q >= 0
+
+
+def _live(attention_mask: Tensor) -> Tensor:
+    """A finished mask of four dimensions as bools: Transformers' dead scores are the least number of the dtype."""
+    if attention_mask.dtype == torch.bool:
+        return attention_mask
+    live = attention_mask == 0
+    if bool((~live & (attention_mask > torch.finfo(attention_mask.dtype).min)).any()):
+        raise ValueError("attention_mask must hold 0 and the least number of its dtype, or -inf: a bias is no mask.")
+    return live

@@ -1,0 +1,367 @@
+"""Models of Hugging Face Transformers give what they give with their own attention, or with a pattern in their mask."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask, huggingface, masks
+from sparseflash.huggingface import Attention, ModelMask, fingerprint
+from strategies import block_masks
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+rules = pytest.importorskip("transformers.masking_utils")
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+LLAMA = transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES)
+MISTRAL = transformers.MistralForCausalLM, transformers.MistralConfig(**SIZES, sliding_window=16)
+GPT_OSS = (
+    transformers.GptOssForCausalLM,
+    transformers.GptOssConfig(**SIZES, sliding_window=16, num_local_experts=2, num_experts_per_tok=1),
+)
+BERT = transformers.BertModel, transformers.BertConfig(**{**SIZES, "pad_token_id": 0})
+VIT = (
+    transformers.ViTModel,
+    transformers.ViTConfig(
+        **{name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+        num_attention_heads=4, image_size=32, patch_size=4,
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    huggingface.register(block=16)
+
+
+def pair(model, own="eager", ours="block_sparse"):
+    """A model with its own attention, and the same with this one."""
+    kind, config = model
+    torch.manual_seed(0)
+    theirs = kind(copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "sink" in name:
+                parameter.normal_()  # they begin empty
+    other = copy.deepcopy(theirs)
+    theirs.set_attn_implementation(own)
+    other.set_attn_implementation(ours)
+    return theirs, other
+
+
+def ids(length, batch=2, seed=0):
+    return torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def compared(theirs, ours, kept=None, **inputs):
+    """Results and gradients of both; `kept`: of which tokens."""
+    results = []
+    for model in (theirs, ours):
+        model.zero_grad()
+        out = model(**inputs)[0]
+        out = out if kept is None else out[kept]
+        out.square().mean().backward()
+        results.append([out.detach(), *(each.grad for each in model.parameters() if each.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 10
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, BERT], ids=lambda model: model[0].__name__)
+@pytest.mark.parametrize("padding", ["none", "right", "left", "scattered"])
+def test_a_model_gives_what_it_gives_with_its_own_attention(model, padding):
+    tokens = torch.ones(2, 70, dtype=torch.long)
+    if padding == "right":
+        tokens[0, 50:] = 0
+    elif padding == "left":
+        tokens[0, :20] = 0
+    elif padding == "scattered":
+        tokens[0, ::7] = 0
+    given = {} if padding == "none" else {"attention_mask": tokens}
+    compared(*pair(model), kept=tokens.bool(), input_ids=ids(70), **given)
+
+
+def test_a_model_without_masks_sees_everything():
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    compared(*pair(VIT), pixel_values=images)
+
+
+def test_packed_sequences_see_themselves():
+    places = torch.cat([torch.arange(30), torch.arange(40)])[None].expand(2, -1)
+    compared(*pair(LLAMA), input_ids=ids(70), position_ids=places, use_cache=False)
+
+
+def additive(live):
+    return torch.where(live, 0.0, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("kind", ["additive", "bool"])
+def test_a_pattern_is_what_it_is_in_a_dense_mask(kind):
+    pattern = masks.local(100, 9, block=16) | masks.butterfly(100, block=16)
+    huggingface.register(pattern)
+    theirs, ours = pair(LLAMA, own="sdpa" if kind == "bool" else "eager")
+    live = (pattern & masks.causal(100, block=16)).crop(q=(0, 70), k=(0, 70)).to_dense().expand(2, 1, -1, -1)
+    finished = live if kind == "bool" else additive(live)
+    with torch.no_grad():
+        want = theirs(ids(70), attention_mask=finished).logits
+        torch.testing.assert_close(ours(ids(70)).logits, want, **CLOSE)
+        torch.testing.assert_close(ours(ids(70), attention_mask=finished).logits, want, **CLOSE)
+        every = theirs(ids(70)).logits
+    assert not torch.allclose(want, every, **CLOSE)
+
+
+def test_each_layer_may_have_a_pattern_of_its_own():
+    patterns = [masks.local(70, 9, block=16), None]
+    huggingface.register(lambda module: patterns[module.layer_idx], block=16)
+    theirs, ours = pair(LLAMA)
+    theirs.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": every}), with_kwargs=True
+    )
+    causal = masks.causal(70, block=16)
+    near, every = (additive(mask.to_dense()) for mask in (patterns[0] & causal, causal))
+    with torch.no_grad():
+        want = theirs(ids(70, batch=1), attention_mask=near).logits
+        torch.testing.assert_close(ours(ids(70, batch=1)).logits, want, **CLOSE)
+
+
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS], ids=lambda model: model[0].__name__)
+@pytest.mark.parametrize("left", [0, 4])
+def test_generated_tokens_are_those_of_its_own_attention(model, left):
+    theirs, ours = pair(model)
+    tokens = torch.ones(2, 9, dtype=torch.long)
+    tokens[0, :left] = 0
+    options = {"attention_mask": tokens, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(theirs.generate(ids(9), **options), ours.generate(ids(9), **options))
+
+
+def test_a_cache_changes_nothing():
+    """Token by token behind a cache, in parts, and all at once."""
+    huggingface.register(masks.local(100, 9, block=16) | masks.strided(100, 8, block=16))
+    _, ours = pair(LLAMA)
+    with torch.no_grad():
+        whole, cache, found = ours(ids(70)).logits, None, []
+        for begin, end in [(0, 9), (9, 40), *((i, i + 1) for i in range(40, 70))]:
+            out = ours(ids(70)[:, begin:end], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits)
+    torch.testing.assert_close(torch.cat(found, 1), whole, **CLOSE)
+
+
+def test_a_static_cache_is_seen_as_far_as_it_is_filled():
+    _, ours = pair(LLAMA)
+    cache = transformers.StaticCache(ours.config, max_cache_len=64)
+    with torch.no_grad():
+        want = ours(ids(30)).logits
+        found = [ours(ids(30)[:, i : i + 10], past_key_values=cache).logits for i in (0, 10, 20)]
+        torch.testing.assert_close(torch.cat(found, 1), want, **CLOSE)
+    with pytest.raises(NotImplementedError, match="generate with the default cache"):
+        ours.generate(ids(9), max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+
+
+def test_dropout_is_that_of_training():
+    _, ours = pair((LLAMA[0], transformers.LlamaConfig(**SIZES, attention_dropout=0.5)))
+    with torch.no_grad():
+        plain = ours(ids(70)).logits
+        assert torch.equal(ours(ids(70)).logits, plain)
+        assert not torch.allclose(ours.train()(ids(70)).logits, plain, **CLOSE)
+
+
+def test_a_compiled_model_gives_the_same():
+    _, ours = pair(LLAMA)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(ours, backend="eager")(ids(70)).logits, ours(ids(70)).logits, **CLOSE)
+
+
+# ---------------------------------------------------------------------- the masks, score by score
+
+
+def user_rule(batch, head, q, k):
+    """Of single positions: what it indexes with them has no place for many."""
+    return torch.arange(3)[q % 3] == torch.arange(3)[k % 3]
+
+
+def rule_of(name, number, batch, length, seed):
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "causal": rules.causal_mask_function,
+        "everything": rules.bidirectional_mask_function,
+        "window": rules.sliding_window_causal_mask_function(number),
+        "window both ways": rules.sliding_window_bidirectional_mask_function(number),
+        "chunks": rules.chunked_causal_mask_function(number, torch.randint(0, 3, (batch,), generator=random)),
+        "packed": rules.and_masks(
+            rules.causal_mask_function,
+            rules.packed_sequence_mask_function(torch.randint(0, 3, (batch, length), generator=random)),
+        ),
+        "a user's": rules.or_masks(user_rule, rules.causal_mask_function),
+    }[name]  # fmt: skip
+
+
+@given(
+    name=st.sampled_from(["causal", "everything", "window", "window both ways", "chunks", "packed", "a user's"]),
+    number=st.integers(1, 40),
+    batch=st.integers(1, 3),
+    queries=st.integers(1, 60),
+    before=st.integers(0, 30),
+    room=st.integers(0, 20),
+    first=st.integers(0, 20),
+    padding=st.sampled_from(["none", "right", "left", "any"]),
+    pattern=st.one_of(st.none(), block_masks(130, blocks=(16, 32))),
+    seed=st.integers(0, 1000),
+)
+@example("causal", 1, 2, 40, 0, 0, 0, "right", None, 0)
+@example("window", 5, 3, 1, 20, 9, 4, "left", masks.local(130, 9, block=16), 0)
+def test_the_masks_are_transformers_own_within_the_pattern(
+    name, number, batch, queries, before, room, first, padding, pattern, seed
+):
+    """first: keys that a sliding cache has dropped; room: of a static cache."""
+    q_offset, kv_length = first + before, before + queries + room
+    stop = first + kv_length
+    if pattern is not None:
+        pattern = BlockMask.from_dense(enlarged(pattern.to_dense()[:1, :1], stop), block=pattern.block_q)
+    tokens = None
+    if padding != "none":
+        random = torch.Generator().manual_seed(seed)
+        counts = torch.randint(0, stop + 1, (batch, 1), generator=random)
+        tokens = {
+            "right": torch.arange(stop) < counts,
+            "left": torch.arange(stop) >= counts,
+            "any": torch.rand(batch, stop, generator=random) < 0.7,
+        }[padding]
+    rule = rule_of(name, number, batch, stop, seed)
+    asked = {
+        "batch_size": batch, "q_length": queries, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": first,
+        "mask_function": rule, "attention_mask": tokens, "use_vmap": name == "a user's",
+    }  # fmt: skip
+    want = rules.sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    mask = rules.ALL_MASK_ATTENTION_FUNCTIONS["block_sparse"](**asked).within(pattern)
+    live = mask.to_dense().expand(batch, 1, queries, kv_length)
+    if pattern is not None:
+        want = want & pattern.to_dense()[:, :, q_offset : q_offset + queries, first:stop]
+    if mask.lengths is not None:  # then padded queries see nothing, too
+        want = want & tokens[:, None, q_offset : q_offset + queries, None]
+    assert torch.equal(live, want)
+
+
+def enlarged(dense, length):
+    """At least so many queries and keys."""
+    repeats = [-(-length // n) for n in dense.shape[2:]]
+    return dense.repeat(1, 1, *repeats)
+
+
+def test_masks_of_known_rules_are_kept():
+    _, ours = pair(MISTRAL)
+    seen = []
+    attention = ours.model.layers[0].self_attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"].within(None)), with_kwargs=True
+    )
+    with torch.no_grad():
+        for length in (40, 40, 41):
+            ours(ids(length))
+    assert seen[0] is seen[1] is not seen[2]
+    assert fingerprint(rules.sliding_window_causal_mask_function(3)) == fingerprint(
+        rules.sliding_window_causal_mask_function(3)
+    )
+    assert fingerprint(rules.sliding_window_causal_mask_function(3)) != fingerprint(
+        rules.sliding_window_causal_mask_function(4)
+    )
+    assert fingerprint(rules.and_masks(user_rule, rules.causal_mask_function)) is None
+    assert fingerprint(rules.packed_sequence_mask_function(torch.zeros(1, 3))) is None
+
+
+def test_what_is_kept_does_not_hold_a_batch():
+    huggingface._kept.cache_clear()
+    padding = torch.ones(2, 40, dtype=torch.bool)
+    asked = rules.ALL_MASK_ATTENTION_FUNCTIONS["block_sparse"](
+        batch_size=2, q_length=40, kv_length=40, mask_function=rules.causal_mask_function, attention_mask=padding
+    )
+    assert isinstance(asked, ModelMask)
+    asked.within(None)
+    import gc
+
+    assert not [each for each in gc.get_referrers(asked.padding) if isinstance(each, ModelMask) and each is not asked]
+
+
+# ---------------------------------------------------------------------- what cannot be
+
+
+@pytest.mark.parametrize("name", ["sparseflash", "a|b", "user/repository", ""])
+def test_names_that_transformers_would_read_are_refused(name):
+    with pytest.raises(ValueError, match="name must be a word without the letters flash"):
+        huggingface.register(name=name)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
+def test_names_of_others_are_refused(name):
+    with pytest.raises(ValueError, match="must not be that of another"):
+        huggingface.register(name=name)
+
+
+def test_patterns_that_are_none_are_refused():
+    with pytest.raises(TypeError, match="BlockMask"):
+        huggingface.register(torch.ones(3, 3))
+    huggingface.register(lambda module: torch.ones(3, 3))
+    with pytest.raises(TypeError, match="BlockMask"):
+        pair(LLAMA)[1](ids(10))
+
+
+def test_a_pattern_that_is_too_short_is_refused():
+    huggingface.register(masks.local(60, 9, block=16))
+    _, ours = pair(LLAMA)
+    with pytest.raises(ValueError, match=r"as long as a row of the batch, .* 70 tokens; it has 60 queries"):
+        ours(ids(70))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ((transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SIZES)), "Gemma2Attention asks for a soft cap"),
+        (
+            (
+                transformers.T5EncoderModel,
+                transformers.T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4),
+            ),
+            "T5Attention asks for a bias",
+        ),
+    ],
+)
+def test_what_is_no_mask_is_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        pair(model)[1](ids(10))
+
+
+def test_finished_masks_that_are_none_are_refused():
+    _, ours = pair(LLAMA)
+    with pytest.raises(ValueError, match="a bias is no mask"):
+        ours(ids(10), attention_mask=torch.full((2, 1, 10, 10), -1.0))
+    huggingface.register(masks.local(60, 9, block=16))
+    with torch.no_grad():
+        cache = ours(ids(10), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="must say where its 3 queries stand among 13 keys"):
+            ours(ids(3), past_key_values=cache, attention_mask=torch.ones(2, 1, 3, 13, dtype=torch.bool))
+
+
+def test_weights_of_the_attention_are_refused():
+    q = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        Attention(None, 16)(torch.nn.Identity(), q, q, q, None, output_attentions=True)
+
+
+def test_without_transformers_the_error_says_what_to_install():
+    program = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from sparseflash import huggingface\n"
+        "try:\n    huggingface.register()\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "needs Transformers 5.23 or newer" in done.stdout
