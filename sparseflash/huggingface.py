@@ -9,29 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from sparseflash.algebra.stack import stack_batch
 from sparseflash.attention import attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.checks import Block, block_pair, checked_mask
+from sparseflash.derived import once
 from sparseflash.interop.sdpa import from_sdpa
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
 Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as FlexAttention's mask_mod
 
-_KEPT = 64  # masks without padding: some lengths by some patterns
 _RULES = "transformers.masking_utils"
+_KEPT = 64  # masks without padding: of some lengths and patterns
+_masks: dict[Hashable, Any] = {}  # kept for the next forwards, with the plans that the kernels derive from them
+# What models hand over that changes results and is no mask.
 _UNKNOWN = {
     "softcap": "a soft cap of the scores",
     "position_bias": "a bias of the scores",
+    "sinks": "a sink of each query",
+    "indices": "keys that it chooses itself",
+    "block_indices": "blocks that it chooses itself",
     "cache": "a paged cache",
 }
+_DEAD = -1e4  # what models add to scores that are to be dead, or less: no softmax has a weight that small
 
 
 def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Block = 128) -> None:
@@ -39,22 +47,28 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
 
     What a model masks itself stays masked: the future, what lies outside a sliding window or in another packed
     sequence, and the padding of `attention_mask`. Grouped heads, dropout, attention sinks and caches work as they do
-    with its own implementations; every layer gives the same numbers as `"eager"` up to rounding, but that padded
-    queries, whose results are nobody's, may give 0.
+    with its own implementations; every layer gives the numbers of `"eager"` up to rounding, but that a query without
+    any live key gives 0.
 
     Args:
         pattern: a mask of which scores may be live besides. Query i and key j of it are the tokens i and j of a row of
             the batch, padding and what a cache holds counted, so it must be as long as any row will be (generated
-            tokens too); what is shorter sees the beginning of it. Or a function that is given a layer's attention
-            module (`module.layer_idx` is its number) and returns its mask, one and the same for a layer each time, or
-            None for one without a pattern. None: the models' own masks.
+            tokens too); what is shorter sees the beginning of it. Or a function that is given an attention module
+            (`getattr(module, "layer_idx", None)` is its number, in most models) and returns its mask, one and the same
+            for a module each time, or None for one without a pattern. None: the models' own masks.
         name: how models are told to use it. Registered again, a name stands for the new pattern in models that use it.
         block: tokens along the sides of a tile, in masks without a pattern; those with one have its blocks.
 
+    One pattern is that of every attention which the model computes by this name: also of a vision tower (for the text
+    alone: `attn_implementation={"text_config": name}`) and, where both sides have equally many tokens, of
+    cross-attention (a function can tell them apart; with other lengths it is an error). Models whose code has an
+    attention of its own ignore the name, at most with a warning of Transformers: DeBERTa, Falcon, GPT-J, XLNet.
+
     Raises ValueError for the name of another implementation, or one that Transformers would read as something else,
-    ImportError where Transformers is missing or too old (5.0 asks models for masks in another way). Models raise
-    ValueError where a layer needs what is no mask: a soft cap or a bias of the scores, an additive `attention_mask` of
-    four dimensions with finite values, a paged cache, weights of the attention as an output.
+    ImportError where Transformers is missing or too old. Models raise ValueError where a layer needs what is no mask
+    (a soft cap or a bias of the scores, an additive `attention_mask` with finite values, keys that it chooses itself, a
+    paged cache), TypeError or AttributeError where they compute with their masks themselves. `torch.compile` takes them
+    without `fullgraph`. Weights of the attention (`output_attentions`) there are none.
 
     Needs `pip install transformers`, 5.23 or newer.
 
@@ -87,9 +101,11 @@ def _interfaces() -> tuple[Any, Any]:
     return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 
-@dataclass
-class ModelMask:
+@dataclass(eq=False, repr=False)
+class ModelMask(FlexMask):
     """The scores that a model's own rules leave live, of one forward.
+
+    A FlexAttention mask by name only: those, and tensors of four dimensions, Transformers takes for finished.
 
     rule: of token positions; batch: how many rows; padding: bool `[B, >= k_stop]`, True for tokens, or None.
     queries, keys: the tokens that the attention sees, from and to.
@@ -101,65 +117,96 @@ class ModelMask:
     keys: tuple[int, int]
     padding: Tensor | None
     is_mapped: bool  # the rule knows single numbers only
+    may_cross: bool  # the keys may be another sequence's
     block: Block
     device: torch.device
-    made: dict[int, tuple[BlockMask | None, BlockMask]] = field(default_factory=dict)
+    made: dict[Hashable, tuple[BlockMask | None, BlockMask | None]] = field(default_factory=dict)
 
-    def within(self, pattern: BlockMask | None) -> BlockMask:
-        """The mask of the scores that are live by these rules and by a pattern, made once for all layers with it."""
-        if id(pattern) not in self.made:  # whose number nobody else gets, for it is kept beside the mask
-            self.made[id(pattern)] = pattern, self._padded(self._without_padding(pattern))
-        return self.made[id(pattern)][1]
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, 1, self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+
+    def __repr__(self) -> str:
+        return f"ModelMask(queries {self.queries}, keys {self.keys}, batch {self.batch})"
 
     def contiguous(self) -> ModelMask:
-        """Asked where masks are made before the forward, of tensors."""
-        raise NotImplementedError("generate with the default cache: masks of a static one have to be tensors.")
+        return self
 
-    def _without_padding(self, pattern: BlockMask | None) -> BlockMask:
-        print_of_rule = fingerprint(self.rule)
-        if print_of_rule is None:
+    def to(self, *arguments: Any, **others: Any) -> ModelMask:
+        return self
+
+    def __getitem__(self, index: Any) -> ModelMask:
+        """Of some queries, `[:, :, start:stop, :]`."""
+        whole = slice(None)
+        if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
+            start, stop, step = index[2].indices(self.shape[2])
+            if (index[0], index[1], index[3]) == (whole, whole, whole) and step == 1 and start < stop:
+                first = self.queries[0]
+                return replace(self, queries=(first + start, first + stop), made={})
+        raise TypeError(_computes("[...]"))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_computes(f".{name}"))
+
+    def __add__(self, other: Any) -> Any:
+        raise TypeError(_computes("+"))
+
+    __radd__ = __add__
+
+    def within(self, pattern: BlockMask | None, device: torch.device) -> BlockMask | None:
+        """The mask of the scores that are live by these rules and by a pattern, made once for all layers with it; None
+        where all are."""
+        key = id(pattern), device  # whose number nobody else gets, for it is kept beside the mask
+        if key not in self.made:
+            mask = self._padded(self._without_padding(pattern))
+            self.made[key] = pattern, None if mask is None else mask.to(device)
+        return self.made[key][1]
+
+    def _without_padding(self, pattern: BlockMask | None) -> BlockMask | None:
+        if pattern is None and self._sees_everything():
+            return None
+        rule = fingerprint(self.rule)
+        if rule is None or self.shape[2] == 1:  # generating, every token has a mask of its own
             return self._made(pattern)
-        # Not this forward's padding, nor what it has made: a kept mask would keep them.
-        return _kept(_Question(replace(self, padding=None, made={}), pattern, print_of_rule))
+        key = rule, self.queries, self.keys, self.block, self.device, id(pattern)
+        if key not in _masks and len(_masks) >= _KEPT:
+            _masks.clear()
+        mask: BlockMask = once(_masks, key, lambda: (pattern, self._made(pattern)))[1]
+        return mask
+
+    def _sees_everything(self) -> bool:
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+        if self.rule is bidirectional_mask_function:
+            return True
+        return self.rule is causal_mask_function and self.keys[1] <= self.queries[0] + 1
 
     def _made(self, pattern: BlockMask | None) -> BlockMask:
         if pattern is not None:
+            if self.may_cross and self.queries != self.keys:
+                raise ValueError(
+                    f"a pattern is for self-attention; got {self.shape[2]} queries and {self.shape[3]} keys of another "
+                    "sequence: register a function that returns None for the modules of cross-attention."
+                )
             pattern = cropped(pattern, self.queries, self.keys).to(self.device)
         own = rule_mask(self, pattern)
         return own if pattern is None else own & pattern
 
-    def _padded(self, mask: BlockMask) -> BlockMask:
-        """The mask without padded keys."""
+    def _padded(self, mask: BlockMask | None) -> BlockMask | None:
+        """The mask without padded keys. Not its lengths: they would cut the queries of padding, too, which some models
+        read, and those of cross-attention."""
         if self.padding is None:
             return mask
         live = self.padding[:, self.keys[0] : self.keys[1]]
         if bool(live.all()):
             return mask
-        counts = live.sum(-1)
-        at_the_end = bool((live == (torch.arange(live.shape[1], device=live.device) < counts[:, None])).all())
-        if at_the_end and self.queries == self.keys:
-            return mask.with_lengths(counts)  # which the mask's own plans serve
-        return mask & from_sdpa(live[:, None, None, :], q_len=mask.q_len, block=(mask.block_q, mask.block_k))
+        block = self.block if mask is None else (mask.block_q, mask.block_k)
+        seen = from_sdpa(live[:, None, None, :], q_len=self.shape[2], block=block)
+        return seen if mask is None else mask & seen
 
 
-class _Question:
-    """A mask that is asked for, told apart by what decides it."""
-
-    def __init__(self, asked: ModelMask, pattern: BlockMask | None, print_of_rule: Hashable) -> None:
-        self.asked, self.pattern = asked, pattern
-        self.key = (print_of_rule, asked.queries, asked.keys, asked.block, asked.device, id(pattern))
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Question) and self.key == other.key
-
-
-@lru_cache(_KEPT)
-def _kept(question: _Question) -> BlockMask:
-    """A mask without padding, kept for the next forwards, with the plans that the kernels derive from it."""
-    return question.asked._made(question.pattern)
+def _computes(how: str) -> str:
+    return f"this model computes with its masks ({how}), and sparseflash has none before the attention."
 
 
 def fingerprint(rule: Any) -> Hashable | None:
@@ -254,7 +301,8 @@ def _model_mask(
         attention_mask = nn.functional.pad(attention_mask, (0, missing))  # room in a cache for what comes
     return ModelMask(
         mask_function, batch_size, (q_start, q_start + q_length), (kv_offset, kv_offset + kv_length),
-        None if attention_mask is None else attention_mask.bool(), use_vmap, block, torch.device(device),
+        None if attention_mask is None else attention_mask.bool(), use_vmap, "allow_is_bidirectional_skip" in others,
+        block, torch.device(device),
     )  # fmt: skip
 
 
@@ -284,8 +332,6 @@ class Attention:
         for name, what in _UNKNOWN.items():
             if others.get(name) is not None:
                 raise ValueError(f"sparseflash has masks only; {type(module).__name__} asks for {what} ({name}).")
-        if others.get("output_attentions"):
-            raise ValueError("sparseflash never has the weights of the attention: output_attentions must be False.")
         mask = self.mask_for(module, query, key, attention_mask, is_causal)
         if s_aux is None:
             out = attention(query, key, value, mask, scale=scaling, dropout_p=dropout)
@@ -309,9 +355,10 @@ class Attention:
         if pattern is not None:
             checked_mask(pattern)
         if isinstance(attention_mask, ModelMask):
-            return attention_mask.within(pattern).to(query.device)
+            return attention_mask.within(pattern, query.device)
         q_len, k_len = query.shape[2], key.shape[2]
-        if q_len != k_len and (pattern is not None or (attention_mask is None and _is_causal(module, is_causal))):
+        is_causal = attention_mask is None and q_len > 1 and _is_causal(module, is_causal)
+        if q_len != k_len and (pattern is not None or is_causal):
             raise ValueError(
                 f"{type(module).__name__} must say where its {q_len} queries stand among {k_len} keys: call the model "
                 "with an attention_mask of two dimensions, or none, instead of a finished one."
@@ -319,30 +366,27 @@ class Attention:
         if attention_mask is not None:
             own = from_sdpa(_live(attention_mask[..., :k_len]), q_len=q_len, block=self.block)
             return own if pattern is None else own & cropped(pattern, (0, q_len), (0, k_len)).to(query.device)
-        if pattern is None and not _is_causal(module, is_causal):
-            return None
-        rule = _causal if _is_causal(module, is_causal) else _everything
-        asked = ModelMask(rule, 1, (0, q_len), (0, k_len), None, False, self.block, query.device)
-        return asked.within(pattern)
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+        rule = causal_mask_function if is_causal else bidirectional_mask_function
+        asked = ModelMask(rule, 1, (0, q_len), (0, k_len), None, False, False, self.block, query.device)
+        return asked.within(pattern, query.device)
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-
-
-def _causal(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
-    return k <= q
-
-
-def _everything(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
-    return q >= 0
+    """Of a model that masks nothing: what it says of the call, or of the module; in "eager" nothing is masked then."""
+    return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 
 def _live(attention_mask: Tensor) -> Tensor:
-    """A finished mask of four dimensions as bools: Transformers' dead scores are the least number of the dtype."""
+    """A finished mask of four dimensions as bools."""
     if attention_mask.dtype == torch.bool:
         return attention_mask
+    if not attention_mask.is_floating_point():
+        raise TypeError(
+            f"an attention_mask of four dimensions must be bool or floating point; got {attention_mask.dtype}."
+        )
     live = attention_mask == 0
-    if bool((~live & (attention_mask > torch.finfo(attention_mask.dtype).min)).any()):
-        raise ValueError("attention_mask must hold 0 and the least number of its dtype, or -inf: a bias is no mask.")
+    if bool((~live & ~(attention_mask <= _DEAD)).any()):
+        raise ValueError(f"attention_mask must hold 0, and {_DEAD:g} or less where scores are dead: a bias is no mask.")
     return live

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, huggingface, masks
-from sparseflash.huggingface import Attention, ModelMask, fingerprint
+from sparseflash.huggingface import ModelMask, fingerprint
 from strategies import block_masks
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -29,6 +30,36 @@ GPT_OSS = (
     transformers.GptOssConfig(**SIZES, sliding_window=16, num_local_experts=2, num_experts_per_tok=1),
 )
 BERT = transformers.BertModel, transformers.BertConfig(**{**SIZES, "pad_token_id": 0})
+BART = (
+    transformers.BartModel,
+    transformers.BartConfig(
+        vocab_size=64, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, init_std=0.2,
+    ),
+)  # fmt: skip
+LLAMA4 = (
+    transformers.Llama4ForCausalLM,
+    transformers.Llama4TextConfig(
+        **SIZES, intermediate_size_mlp=64, num_local_experts=2, num_experts_per_tok=1, attention_chunk_size=16
+    ),
+)
+GEMMA4 = (
+    transformers.Gemma4ForCausalLM,
+    transformers.Gemma4TextConfig(
+        **{**SIZES, "num_hidden_layers": 4}, global_head_dim=16, sliding_window=8, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=16,
+    ),
+)  # fmt: skip
+MINIMAX = (
+    transformers.MiniMaxM3VLForCausalLM,
+    transformers.MiniMaxM3VLTextConfig(
+        **SIZES, dense_intermediate_size=64, shared_intermediate_size=64, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense", "dense"], index_n_heads=2,
+        index_head_dim=16, index_block_size=4, index_topk_blocks=2, index_local_blocks=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    ),
+)  # fmt: skip
 VIT = (
     transformers.ViTModel,
     transformers.ViTConfig(
@@ -76,18 +107,70 @@ def compared(theirs, ours, kept=None, **inputs):
         torch.testing.assert_close(a, b, **CLOSE)
 
 
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, BERT], ids=lambda model: model[0].__name__)
+def name_of(model):
+    return model[0].__name__
+
+
+def padded(where, length=70):
+    """Which of the tokens of two rows are no padding."""
+    tokens = torch.ones(2, length, dtype=torch.long)
+    tokens[0] = {
+        "right": torch.arange(length) < length - 20,
+        "left": torch.arange(length) >= 20,
+        "scattered": torch.arange(length) % 7 > 0,
+    }[where]
+    return tokens
+
+
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, LLAMA4, GEMMA4, BERT], ids=name_of)
 @pytest.mark.parametrize("padding", ["none", "right", "left", "scattered"])
 def test_a_model_gives_what_it_gives_with_its_own_attention(model, padding):
-    tokens = torch.ones(2, 70, dtype=torch.long)
-    if padding == "right":
-        tokens[0, 50:] = 0
-    elif padding == "left":
-        tokens[0, :20] = 0
-    elif padding == "scattered":
-        tokens[0, ::7] = 0
-    given = {} if padding == "none" else {"attention_mask": tokens}
-    compared(*pair(model), kept=tokens.bool(), input_ids=ids(70), **given)
+    tokens = None if padding == "none" else padded(padding)
+    # Of queries that see no key, those before padding on the left or far past its beginning on the right, each
+    # implementation says something else; of all others it is what is compared.
+    everywhere = tokens is None or (padding == "right" and model in (LLAMA, BERT))
+    kept = None if everywhere else tokens.bool()
+    compared(*pair(model), kept=kept, input_ids=ids(70), attention_mask=tokens)
+
+
+@pytest.mark.parametrize("target", [39, 40])
+def test_cross_attention_sees_all_but_the_padding_of_the_source(target):
+    """Also from where the source, of as many tokens, has its padding."""
+    inputs = {"input_ids": ids(40), "attention_mask": padded("right", 40), "decoder_input_ids": ids(40)[:, :target]}
+    compared(*pair(BART), **inputs)
+
+
+def test_cross_attention_has_no_pattern():
+    pattern = masks.local(64, 9, block=16)
+    huggingface.register(pattern)
+    theirs, ours = pair(BART)
+    inputs = {"input_ids": ids(40), "decoder_input_ids": ids(20)}
+    with pytest.raises(ValueError, match="a pattern is for self-attention; got 20 queries and 40 keys"):
+        ours(**inputs)
+    crossing = ours.decoder.layers[0].encoder_attn
+    huggingface.register(lambda module: None if module is crossing else masks.local(64, 127, block=16), block=16)
+    compared(theirs, ours, **inputs)
+
+
+def test_a_prompt_that_is_seen_by_all_of_it():
+    """PaliGemma makes a rule of its own, and hands the masks on as finished ones."""
+    vision = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.PaliGemmaConfig(
+        vision_config={
+            "model_type": "siglip_vision_model", **vision, "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
+            "vision_use_head": False, "projection_dim": 64,
+        },
+        text_config={"model_type": "gemma", **SIZES}, image_token_index=63, vocab_size=64, projection_dim=64,
+        hidden_size=64,
+    )  # fmt: skip
+    tokens = ids(40).clamp(max=62)
+    tokens[:, :4] = 63
+    images = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    prompt = torch.arange(40).expand(2, -1) >= 15
+    compared(
+        *pair((transformers.PaliGemmaForConditionalGeneration, config)), input_ids=tokens, pixel_values=images,
+        token_type_ids=prompt.long(),
+    )  # fmt: skip
 
 
 def test_a_model_without_masks_sees_everything():
@@ -104,13 +187,13 @@ def additive(live):
     return torch.where(live, 0.0, torch.finfo(torch.float32).min)
 
 
-@pytest.mark.parametrize("kind", ["additive", "bool"])
+@pytest.mark.parametrize("kind", ["additive", "bool", "-10000"])
 def test_a_pattern_is_what_it_is_in_a_dense_mask(kind):
     pattern = masks.local(100, 9, block=16) | masks.butterfly(100, block=16)
     huggingface.register(pattern)
     theirs, ours = pair(LLAMA, own="sdpa" if kind == "bool" else "eager")
     live = (pattern & masks.causal(100, block=16)).crop(q=(0, 70), k=(0, 70)).to_dense().expand(2, 1, -1, -1)
-    finished = live if kind == "bool" else additive(live)
+    finished = live if kind == "bool" else additive(live) if kind == "additive" else (~live) * -1e4
     with torch.no_grad():
         want = theirs(ids(70), attention_mask=finished).logits
         torch.testing.assert_close(ours(ids(70)).logits, want, **CLOSE)
@@ -133,13 +216,17 @@ def test_each_layer_may_have_a_pattern_of_its_own():
         torch.testing.assert_close(ours(ids(70, batch=1)).logits, want, **CLOSE)
 
 
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS], ids=lambda model: model[0].__name__)
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, GEMMA4], ids=name_of)
 @pytest.mark.parametrize("left", [0, 4])
-def test_generated_tokens_are_those_of_its_own_attention(model, left):
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generated_tokens_are_those_of_its_own_attention(model, left, cache):
     theirs, ours = pair(model)
     tokens = torch.ones(2, 9, dtype=torch.long)
     tokens[0, :left] = 0
-    options = {"attention_mask": tokens, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    options = {
+        "attention_mask": tokens, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0,
+        "cache_implementation": cache,
+    }  # fmt: skip
     assert torch.equal(theirs.generate(ids(9), **options), ours.generate(ids(9), **options))
 
 
@@ -163,8 +250,6 @@ def test_a_static_cache_is_seen_as_far_as_it_is_filled():
         want = ours(ids(30)).logits
         found = [ours(ids(30)[:, i : i + 10], past_key_values=cache).logits for i in (0, 10, 20)]
         torch.testing.assert_close(torch.cat(found, 1), want, **CLOSE)
-    with pytest.raises(NotImplementedError, match="generate with the default cache"):
-        ours.generate(ids(9), max_new_tokens=2, cache_implementation="static", pad_token_id=0)
 
 
 def test_dropout_is_that_of_training():
@@ -242,13 +327,16 @@ def test_the_masks_are_transformers_own_within_the_pattern(
         "mask_function": rule, "attention_mask": tokens, "use_vmap": name == "a user's",
     }  # fmt: skip
     want = rules.sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    mask = rules.ALL_MASK_ATTENTION_FUNCTIONS["block_sparse"](**asked).within(pattern)
-    live = mask.to_dense().expand(batch, 1, queries, kv_length)
+    made = rules.ALL_MASK_ATTENTION_FUNCTIONS["block_sparse"](**asked)
+    mask = made.within(pattern, torch.device("cpu"))
     if pattern is not None:
         want = want & pattern.to_dense()[:, :, q_offset : q_offset + queries, first:stop]
-    if mask.lengths is not None:  # then padded queries see nothing, too
-        want = want & tokens[:, None, q_offset : q_offset + queries, None]
-    assert torch.equal(live, want)
+    live = torch.ones(()).bool() if mask is None else mask.to_dense()
+    assert torch.equal(live.expand(batch, 1, queries, kv_length), want)
+    # Of some queries, as Gemma 4 asks.
+    some = made[:, :, queries // 2 :, :].within(pattern, torch.device("cpu"))
+    live = torch.ones(()).bool() if some is None else some.to_dense()
+    assert torch.equal(live.expand(batch, 1, -(-queries // 2), kv_length), want[:, :, queries // 2 :])
 
 
 def enlarged(dense, length):
@@ -262,7 +350,8 @@ def test_masks_of_known_rules_are_kept():
     seen = []
     attention = ours.model.layers[0].self_attn
     attention.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["attention_mask"].within(None)), with_kwargs=True
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"].within(None, torch.device("cpu"))),
+        with_kwargs=True,
     )
     with torch.no_grad():
         for length in (40, 40, 41):
@@ -278,17 +367,24 @@ def test_masks_of_known_rules_are_kept():
     assert fingerprint(rules.packed_sequence_mask_function(torch.zeros(1, 3))) is None
 
 
-def test_what_is_kept_does_not_hold_a_batch():
-    huggingface._kept.cache_clear()
-    padding = torch.ones(2, 40, dtype=torch.bool)
-    asked = rules.ALL_MASK_ATTENTION_FUNCTIONS["block_sparse"](
-        batch_size=2, q_length=40, kv_length=40, mask_function=rules.causal_mask_function, attention_mask=padding
-    )
-    assert isinstance(asked, ModelMask)
-    asked.within(None)
-    import gc
+def test_images_with_a_pattern_make_it_once():
+    """Their models ask for no mask, and each layer begins anew."""
+    huggingface.register(masks.local(65, 9, block=16))
+    _, ours = pair(VIT)
+    with mock.patch.object(huggingface, "rule_mask", side_effect=huggingface.rule_mask) as made:
+        for _ in range(3):
+            ours(pixel_values=torch.zeros(1, 3, 32, 32))
+    assert made.call_count == 1
 
-    assert not [each for each in gc.get_referrers(asked.padding) if isinstance(each, ModelMask) and each is not asked]
+
+def test_what_is_kept_is_bounded():
+    huggingface._masks.clear()
+    for length in range(1, 3 * huggingface._KEPT):
+        asked = ModelMask(
+            rules.causal_mask_function, 1, (0, length), (0, length), None, False, False, 16, torch.device("cpu")
+        )
+        asked.within(None, torch.device("cpu"))
+        assert len(huggingface._masks) <= huggingface._KEPT
 
 
 # ---------------------------------------------------------------------- what cannot be
@@ -324,6 +420,7 @@ def test_a_pattern_that_is_too_short_is_refused():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (MINIMAX, "asks for blocks that it chooses itself"),
         ((transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SIZES)), "Gemma2Attention asks for a soft cap"),
         (
             (
@@ -343,6 +440,8 @@ def test_finished_masks_that_are_none_are_refused():
     _, ours = pair(LLAMA)
     with pytest.raises(ValueError, match="a bias is no mask"):
         ours(ids(10), attention_mask=torch.full((2, 1, 10, 10), -1.0))
+    with pytest.raises(TypeError, match="must be bool or floating point"):
+        ours(ids(10), attention_mask=torch.ones(2, 1, 10, 10, dtype=torch.int64))
     huggingface.register(masks.local(60, 9, block=16))
     with torch.no_grad():
         cache = ours(ids(10), use_cache=True).past_key_values
@@ -350,10 +449,13 @@ def test_finished_masks_that_are_none_are_refused():
             ours(ids(3), past_key_values=cache, attention_mask=torch.ones(2, 1, 3, 13, dtype=torch.bool))
 
 
-def test_weights_of_the_attention_are_refused():
-    q = torch.zeros(1, 1, 4, 16)
-    with pytest.raises(ValueError, match="output_attentions must be False"):
-        Attention(None, 16)(torch.nn.Identity(), q, q, q, None, output_attentions=True)
+def test_masks_that_a_model_computes_with_are_told():
+    asked = ModelMask(rules.causal_mask_function, 1, (0, 9), (0, 9), None, False, False, 16, torch.device("cpu"))
+    for call in (lambda: asked + 1, lambda: torch.ones(()) + asked, lambda: asked[0], lambda: asked[:, :, ::2, :]):
+        with pytest.raises(TypeError, match="this model computes with its masks"):
+            call()
+    with pytest.raises(AttributeError, match=r"computes with its masks \(\.dtype\)"):
+        _ = asked.dtype
 
 
 def test_without_transformers_the_error_says_what_to_install():
