@@ -224,10 +224,14 @@ def fingerprint(rule: Any) -> Hashable | None:
 
 
 class _NoBatch:
-    """Stands for a batch element where a rule is asked for all: what depends on it cannot be computed."""
+    """Stands for a batch element where a rule is asked for all: whatever depends on it fails."""
 
-    def __index__(self) -> int:
+    def _refuse(self, *others: Any) -> Any:
         raise TypeError("the rule asks for the batch element")
+
+    # The other operators fail by themselves; these would compare objects.
+    __eq__ = __ne__ = __bool__ = __index__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
 
 
 def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:

@@ -345,6 +345,19 @@ def enlarged(dense, length):
     return dense.repeat(1, 1, *repeats)
 
 
+@pytest.mark.parametrize(
+    "asks",
+    [lambda b: b == 1, lambda b: b != 0, lambda b: b in (1,), lambda b: b > 0, lambda b: bool(b), lambda b: 0 + b],
+)
+def test_a_rule_may_ask_for_the_row_in_any_way(asks):
+    def rule(batch, head, q, k):
+        return (k <= q) | torch.as_tensor(asks(batch)).bool()
+
+    asked = ModelMask(rule, 2, (0, 40), (0, 40), None, False, False, 16, torch.device("cpu"))
+    live = asked.within(None, torch.device("cpu")).to_dense()
+    assert torch.equal(live[0, 0], torch.ones(40, 40).tril().bool()) and live[1].all()
+
+
 def test_masks_of_known_rules_are_kept():
     _, ours = pair(MISTRAL)
     seen = []
