@@ -62,7 +62,8 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     One pattern is that of every attention which the model computes by this name: also of a vision tower (for the text
     alone: `attn_implementation={"text_config": name}`) and, where both sides have equally many tokens, of
     cross-attention (a function can tell them apart; with other lengths it is an error). Models whose code has an
-    attention of its own ignore the name, at most with a warning of Transformers: DeBERTa, Falcon, GPT-J, XLNet.
+    attention of its own ignore the name, at most with a warning of Transformers: DeBERTa, Falcon, GPT-J, XLNet, all of
+    which `model._can_set_attn_implementation()` is False.
 
     Raises ValueError for the name of another implementation, or one that Transformers would read as something else,
     ImportError where Transformers is missing or too old. Models raise ValueError where a layer needs what is no mask
@@ -70,11 +71,17 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     paged cache), TypeError or AttributeError where they compute with their masks themselves. `torch.compile` takes them
     without `fullgraph`. Weights of the attention (`output_attentions`) there are none.
 
-    Needs `pip install transformers`, 5.23 or newer.
+    Needs `pip install transformers`, 5.23 or newer. A trained model takes it by
+    `from_pretrained(..., attn_implementation=name)`, one that is there by `set_attn_implementation`:
 
-        from sparseflash import huggingface, masks
-        huggingface.register(masks.local(32_768, 1024, causal=True) | masks.strided(32_768, 128))
-        model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="block_sparse")
+    >>> from sparseflash import masks
+    >>> register(masks.local(512, 64, causal=True), name="near")
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+    >>> model.set_attn_implementation("near")
+    >>> model(torch.zeros(1, 100, dtype=torch.int64)).logits.shape
+    torch.Size([1, 100, 10])
     """
     attentions, rules = _interfaces()
     if not name.isidentifier() or "flash" in name:
