@@ -230,24 +230,13 @@ def fingerprint(rule: Any) -> Hashable | None:
     return None if cells is None else (rule.__code__, cells)
 
 
-class _NoBatch:
-    """Stands for a batch element where a rule is asked for all: whatever depends on it fails."""
-
-    def _refuse(self, *others: Any) -> Any:
-        raise TypeError("the rule asks for the batch element")
-
-    # The other operators fail by themselves; these would compare objects.
-    __eq__ = __ne__ = __bool__ = __index__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
-
-
 def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
     """The mask of a model's rule, `[B or 1, 1]` heads, looked at where a pattern has tiles."""
     q_len, k_len = asked.queries[1] - asked.queries[0], asked.keys[1] - asked.keys[0]
     block = asked.block if pattern is None else (pattern.block_q, pattern.block_k)
     candidates = None if pattern is None else pattern.to_layout().any(1).any(0)
 
-    def of(batch: Any) -> BlockMask:
+    def of(batch: int) -> BlockMask:
         def live(q: Tensor, k: Tensor) -> Tensor:
             q, k = q + asked.queries[0], k + asked.keys[0]
             if not asked.is_mapped:
@@ -256,13 +245,9 @@ def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
 
         return BlockMask.from_function(live, q_len, k_len, block=block, candidates=candidates, device=asked.device)
 
-    if asked.batch == 1:
+    # What is made of numbers alone has nothing to look up for a row, and is kept for batches of any size.
+    if asked.batch == 1 or fingerprint(asked.rule) is not None:
         return of(0)
-    if not asked.is_mapped:
-        try:
-            return of(_NoBatch())
-        except (TypeError, IndexError, RuntimeError, ValueError, AttributeError):
-            pass  # it does ask, or it fails, which it will again
     return stack_batch([of(number) for number in range(asked.batch)])
 
 

@@ -380,6 +380,15 @@ def test_masks_of_known_rules_are_kept():
     assert fingerprint(rules.packed_sequence_mask_function(torch.zeros(1, 3))) is None
 
 
+def test_what_is_kept_serves_batches_of_any_size():
+    """Also where Transformers' own rules are asked about single positions, as those are that a model adds."""
+    rule = rules.and_masks(rules.bidirectional_mask_function, rules.sliding_window_bidirectional_overlay(5))
+    for batch in (3, 2, 1):
+        asked = ModelMask(rule, batch, (0, 40), (0, 40), None, True, False, 16, torch.device("cpu"))
+        live = asked.within(None, torch.device("cpu")).to_dense()
+        assert torch.equal(live, masks.local(40, 11, block=16).to_dense()), batch
+
+
 def test_images_with_a_pattern_make_it_once():
     """Their models ask for no mask, and each layer begins anew."""
     huggingface.register(masks.local(65, 9, block=16))
