@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparseflash.checks import Block, block_pair, flag
+from sparseflash.blockmask.arguments import Block, block_pair, flag
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import check_queries_and_keys
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, Integers, block_pair
+from sparseflash.blockmask.arguments import Block, Integers, block_pair
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, grid_shape, strides
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.listing import entries, incidence

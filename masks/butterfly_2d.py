@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair, integer, token_counts
+from sparseflash.blockmask.arguments import Block, block_pair, integer, token_counts
+from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.butterfly import partners, powers
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.kinds import by_kind
-from sparseflash.numbering import distinct
 
 Pair = int | tuple[int, int]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
+from sparseflash.blockmask.arguments import Block
 from sparseflash.masks.tiling.arguments import with_cache
 from sparseflash.masks.tiling.band import band
 

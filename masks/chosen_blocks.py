@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair, check_block_count, flag, token_counts
+from sparseflash.blockmask.arguments import Block, block_pair, check_block_count, flag, token_counts
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least
-from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame, as_heads, frame, loose_mask, mask_of_blocks
+from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame, as_heads, dynamic_mask, frame, mask_of_blocks
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def top_k_blocks(
     query heads share what one head of `scores` chooses. `q_len`, `k_len` (by default `q_len`) and `block` in tokens,
     `k`, `sink_blocks` and `local_blocks` in blocks. The choice passes no gradient on.
 
-    The mask is loose (see `BlockMask`) and lies on the device of `scores`, with room for k tiles a row: nothing waits
+    The mask is dynamic (see `BlockMask`) and lies on the device of `scores`, with room for k tiles a row: nothing waits
     for the device, so it can be made at every step. The same scores give the same mask, also when activation
     checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call, and kept.
     `torch.compile(fullgraph=True)` traces scores, choice and attention as one graph, for each length anew (but not with
@@ -141,7 +141,7 @@ def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: in
     if scores.dtype in fused.DTYPES and fused.serves(scores, rows, cols):
         from sparseflash.masks.fused.rows import tiles_of_rows  # imports Triton
 
-        return loose_mask(of, *tiles_of_rows(scores, of, most, mass), of.bits, (batch, heads), group)
+        return dynamic_mask(of, *tiles_of_rows(scores, of, most, mass), of.bits, (batch, heads), group)
     order, clean, usable = _ranked(scores, of)
     best = order[..., :most]
     if mass is None:

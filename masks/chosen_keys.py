@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair, flag, token_counts
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, block_pair, flag, token_counts
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least
-from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, frame, full_words, kind_of, loose_mask
+from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, dynamic_mask, frame, full_words, kind_of
 
 _AT_ONCE = 1 << 24  # chosen words, or scores, that are looked at together
 
@@ -38,7 +37,7 @@ def selected_keys(
     save time only where neighbouring queries agree, or where K and `span` are such that the K runs of `block_q` queries
     meet few tiles. `mask.density` against live tiles says which (`repr(mask)` shows both).
 
-    The mask is loose and made without waiting for the device, in memory for the tiles that there may be: a block row
+    The mask is dynamic and made without waiting for the device, in memory for the tiles that there may be: a block row
     meets at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; 17 MB a head at 16,384 tokens
     if causal. `most` bounds the tiles of a row, which bounds memory and work; a row that meets more **loses** those
     with the fewest chosen keys (of equals, the later ones). Working memory is bounded, too: choices are packed about 16
@@ -126,14 +125,14 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
     patterns = batch * heads
     most = min(cols if most is None else at_least(1, most, "most", "tiles"), cols)
-    width = tiles.words_per_row(block_k)
+    width = bitmask.words_per_row(block_k)
     table = patterns * rows * block_q * cols * block_k // span
-    if most == cols and min(block_k, tiles.WORD) <= span <= block_k and table <= _AT_ONCE:
+    if most == cols and min(block_k, bitmask.WORD) <= span <= block_k and table <= _AT_ONCE:
         if fused.serves(indices, rows, cols):
             from sparseflash.masks.fused.runs import tiles_of_runs  # imports Triton
 
             room = patterns * of.rooms[min(cols, choices * block_q)]
-            return loose_mask(of, *tiles_of_runs(indices, of, span, room), (batch, heads), group)
+            return dynamic_mask(of, *tiles_of_runs(indices, of, span, room), (batch, heads), group)
         return _selected_by_table(indices, of, span, group)
 
     if not distinct:
@@ -142,7 +141,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
     def words() -> Iterable[tuple[Tensor, Tensor, Tensor]]:
         return _words(indices, of, span)
 
-    once = list(words()) if indices.numel() * max(1, span // min(block_k, tiles.WORD)) <= _AT_ONCE else None
+    once = list(words()) if indices.numel() * max(1, span // min(block_k, bitmask.WORD)) <= _AT_ONCE else None
     named = torch.zeros(patterns * rows * cols, dtype=torch.int32, device=indices.device)
     for tile, _, value in once or words():
         named.scatter_add_(0, tile, (value != 0).to(torch.int32))
@@ -192,9 +191,9 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
 
 def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
     """The mask of found tiles with these bits; where neighbours agree tiles are full, and no kernel looks at those."""
-    full = (bits == tiles.full_word(of.block[1])).flatten(1).all(1)
+    full = (bits == bitmask.full_word(of.block[1])).flatten(1).all(1)
     number = torch.arange(1, len(bits) + 1, dtype=torch.int32, device=bits.device)
-    return loose_mask(of, found.indptr, found.indices, number.masked_fill_(full, 0), bits, heads, group)
+    return dynamic_mask(of, found.indptr, found.indices, number.masked_fill_(full, 0), bits, heads, group)
 
 
 def _without_repetitions(indices: Tensor) -> Tensor:
@@ -215,7 +214,7 @@ def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tens
     batch, heads, q_len, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
     device = indices.device
-    in_word, width = min(block_k, tiles.WORD), tiles.words_per_row(block_k)
+    in_word, width = min(block_k, bitmask.WORD), bitmask.words_per_row(block_k)
     runs, words_in_run = -(-of.k_len // span), max(1, span // in_word)
     pattern = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
     step = torch.arange(words_in_run, device=device)
@@ -227,7 +226,7 @@ def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tens
         exists = (some >= 0) & (some < runs)
         start = some.masked_fill(~exists, 0) * span
         if span >= in_word:
-            value = exists.to(torch.int32) * tiles.full_word(block_k)
+            value = exists.to(torch.int32) * bitmask.full_word(block_k)
         else:
             value = (exists.to(torch.int32) * ((1 << span) - 1)) << (start % in_word).to(torch.int32)
         word = (start // in_word).unsqueeze(-1) + step  # [B, H, some, K, words_in_run], of the row of all keys

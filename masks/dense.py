@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block
+from sparseflash.blockmask.arguments import Block
 
 
 def dense(q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, Integers, block_pair
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, Integers, block_pair
 from sparseflash.masks.tiling.grid import checked_order, coordinates, cut, grid_shape, per_axis, strides
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.listing import entries, incidence
@@ -57,8 +56,8 @@ def dilated_grid(
     count, groups = math.prod(sides), math.prod(steps)
     places = coordinates(sides, checked_order(order, count)).long()
     group = (places % places.new_tensor(steps) * places.new_tensor(strides(steps))).sum(1).to(torch.int32)
-    queries, query = tiles.deduplicate(cut(group, block_q)[:, :, None])
-    keys, key = tiles.deduplicate(cut(group, block_k)[:, :, None])
+    queries, query = bitmask.deduplicate(cut(group, block_q)[:, :, None])
+    keys, key = bitmask.deduplicate(cut(group, block_k)[:, :, None])
     # Blocks with the same sequence of groups are alike, and see one another if they have a group in common.
     meet = incidence(queries[:, :, 0], groups) @ incidence(keys[:, :, 0], groups).T
     rows, cols = entries(incidence(query[:, None], len(queries)) @ meet @ incidence(key[:, None], len(keys)).T)

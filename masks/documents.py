@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, flag, integers
+from sparseflash.blockmask.arguments import Block, flag, integers
 from sparseflash.masks.tiling.spans import spans
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer
+from sparseflash.blockmask.arguments import integer
 from sparseflash.masks.tiling.arguments import square_blocks
 from sparseflash.masks.tiling.listing import of_blocks
 

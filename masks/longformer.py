@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, flag, token_counts
+from sparseflash.blockmask.arguments import Block, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least, is_list, positions
 from sparseflash.masks.tiling.spans import spans
 

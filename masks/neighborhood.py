@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, Integers
+from sparseflash.blockmask.arguments import Block, Integers
 from sparseflash.masks.tiling.grid import grid_shape, per_axis
 from sparseflash.masks.tiling.ranges import Range, within_ranges
 

@@ -45,7 +45,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparseflash.checks import Integers, integer_tensor
+from sparseflash.blockmask.arguments import Integers, integer_tensor
 from sparseflash.masks.tiling.grid import checked_order, coordinates, grid_shape, per_axis, strides
 
 

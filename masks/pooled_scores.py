@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparseflash.checks import Block, block_pair
+from sparseflash.blockmask.arguments import Block, block_pair
 from sparseflash.masks.tiling.chosen import check_queries_and_keys
 
 

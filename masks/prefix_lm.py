@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, token_counts
+from sparseflash.blockmask.arguments import Block, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.spans import spans
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparseflash.algebra.stack import stack_batch, stack_heads
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.ops.stack import stack_batch, stack_heads
 
 
 def per_head(masks: Sequence[BlockMask]) -> BlockMask:

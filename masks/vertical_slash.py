@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import arrays_of
-from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, block_pair, token_counts
+from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import is_list, positions
 from sparseflash.masks.tiling.diagonals import tiles_at, words_at
 from sparseflash.masks.tiling.listing import between
 from sparseflash.masks.tiling.spans import WORDS_AT_ONCE, below
-from sparseflash.numbering import distinct
 
 
 def vertical_slash(q_len: int, vertical: Any, slash: Any, *, block: Block = 128) -> BlockMask:
@@ -81,7 +80,7 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     row_blocks, col_blocks = -(-q_len // block_q), -(-q_len // block_k)
     cols = torch.zeros(col_blocks * block_k, dtype=torch.bool, device="cpu")
     cols[marked_keys] = True
-    of_key = tiles.pack(cols.view(col_blocks, block_k))  # [Mk, W]
+    of_key = bitmask.pack(cols.view(col_blocks, block_k))  # [Mk, W]
     has_cols = cols.view(col_blocks, block_k).any(1)
     marked = has_cols.nonzero()[:, 0]
     first_q = torch.arange(row_blocks, device="cpu") * block_q
@@ -114,7 +113,7 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     for some in own.split(max(1, WORDS_AT_ONCE // (block_q * of_key.shape[1]))):
         past = below(corner[some][:, None] + torch.arange(1, block_q + 1, device="cpu"), block_k)
         made = slashed_words.index_select(0, slash[some]) | (of_key[j[some]][:, None, :] & past)
-        made, inverse = tiles.deduplicate(made)
+        made, inverse = bitmask.deduplicate(made)
         words.append(made)
         kind[some] = inverse + 1 + offset
         offset += len(made)

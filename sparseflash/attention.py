@@ -8,14 +8,16 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from sparseflash import blockwise, dropout, reference, repeats
+from sparseflash import dropout
+from sparseflash.backends import blockwise, reference
+from sparseflash.backends.triton import call_cache
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import described
+from sparseflash.blockmask.arguments import described
 
 BACKENDS = ("triton", "blockwise", "reference")
 Backend = Literal["triton", "blockwise", "reference"]
 _DENSE_BLOCK = 128
-_KEPT_BACKENDS = (None, "triton")  # whose calls may be kept, see repeats.py
+_KEPT_BACKENDS = (None, "triton")  # whose calls may be kept, see call_cache.py
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -96,8 +98,8 @@ def attention(
     """
     place = None
     if type(dropout_p) is float and dropout_p == 0.0 and backend in _KEPT_BACKENDS:
-        place = repeats.place_of(q, k, v, mask, scale, default=backend is None)
-        if place is not None and (call := repeats.found(place)) is not None:
+        place = call_cache.place_of(q, k, v, mask, scale, default=backend is None)
+        if place is not None and (call := call_cache.found(place)) is not None:
             out, lse = call(q, k, v)
             return (out, lse) if return_lse else out
     _check_tensors(q, k, v)
@@ -118,7 +120,9 @@ def attention(
     if backend == "blockwise":
         operator = blockwise.attention
     elif backend == "triton":
-        from sparseflash.kernels import triton_attention  # only here: the library works where Triton is missing
+        from sparseflash.backends.triton.api import (
+            attention as triton_attention,  # only here: the library works where Triton is missing
+        )
 
         operator = triton_attention
         if scale < 0:  # the kernel takes the maximum before it scales, which only a positive scale allows
@@ -135,9 +139,9 @@ def attention(
         block_q, block_k = mask.block_q, mask.block_k
     out, lse, _ = operator(q, k, v, *arrays, block_q, block_k, scale, *dropping)
     if place is not None and backend == "triton" and out.numel() and k.numel():
-        from sparseflash.kernels import repeated
+        from sparseflash.backends.triton.api import repeated
 
-        repeats.keep(place, repeated(q, k, v, out, arrays[:5], (block_q, block_k), scale))
+        call_cache.keep(place, repeated(q, k, v, out, arrays[:5], (block_q, block_k), scale))
     return (out, lse) if return_lse else out
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-from sparseflash.algebra.stack import stack_batch
 from sparseflash.attention import attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair, checked_mask
-from sparseflash.derived import once
+from sparseflash.blockmask.arguments import Block, block_pair, checked_mask
+from sparseflash.blockmask.cache import once
+from sparseflash.blockmask.ops.stack import stack_batch
 from sparseflash.interop.sdpa import from_sdpa
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparseflash.closeness import error_in_yardsticks
+from sparseflash.testing import error_in_yardsticks
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 

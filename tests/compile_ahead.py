@@ -3,7 +3,7 @@
 Every kernel is compiled for an H100 as the test would launch it, and not started; nothing is computed or compared. A
 test fails where a kernel does not compile, asks for more shared memory than there is, or reads one address under two
 layouts. What is compiled stays in Triton's cache, so that the same Triton on a machine with a GPU need not compile it
-again. Tests that compare in other ways than `test_exactness.check` are left out.
+again. Tests that compare in other ways than `exactness.check` are left out.
 """
 
 from contextlib import ExitStack
@@ -18,14 +18,14 @@ _checked = set()  # the code that has been looked at
 
 
 def compiling(modules):
-    """While this context lasts, `check` of test_exactness compiles, wherever a module has imported it."""
+    """While this context lasts, `check` of exactness.py compiles, wherever a module has imported it."""
+    from exactness import results
     from experiments.compile.report import compiling_for
-    from sparseflash.kernels import op
-    from test_exactness import results
+    from sparseflash.backends.triton import api
 
     with ExitStack() as stack:
         compiled = stack.enter_context(compiling_for(ARCH))
-        stack.enter_context(mock.patch.object(op, "_check", lambda *tensors: None))  # that they lie on a GPU
+        stack.enter_context(mock.patch.object(api, "_check", lambda *tensors: None))  # that they lie on a GPU
 
         def check(problem, backend, device="cpu", arithmetic=None):
             compiled.clear()

@@ -89,7 +89,7 @@ _LONG = (
     "test_exactness.py",
     "test_compile.py",
     "test_launch.py",
-    "test_operator.py",
+    "test_registration.py",
     "test_lra_train.py",
     "test_lra_ranks.py",
 )
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
 
     items.sort(key=place)
     if config.getoption("compile_ahead"):
-        from test_exactness import check
+        from exactness import check
 
         def is_compiled_only(item):  # others of these modules need a GPU for what they look at
             in_module = getattr(getattr(item, "module", None), "check", None)

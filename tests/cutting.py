@@ -3,8 +3,8 @@
 import contextlib
 from unittest import mock
 
-from sparseflash.kernels import splits
-from sparseflash.kernels.plan import dense_plan
+from sparseflash.backends.triton.schedule import splits
+from sparseflash.backends.triton.schedule.plan import dense_plan
 
 EVERYTHING = {"multiprocessors": 1 << 40, "far": 0.0, "worth": 1.0, "worth_alike": 1.0}
 

@@ -3,8 +3,9 @@
 import contextlib
 from unittest import mock
 
-from sparseflash.kernels import launch, retiled
-from sparseflash.kernels.plan import Plan
+from sparseflash.backends.triton import launch
+from sparseflash.backends.triton.schedule import retiling
+from sparseflash.backends.triton.schedule.plan import Plan
 
 # Which of the candidates a kernel takes: the mask's own, the largest, the gathered ones that hold most and fewest.
 WAYS = {
@@ -24,7 +25,7 @@ def tilings_taken_by(way):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "_PRODUCTS_FOR_TILINGS", 0))
         if way is not None:
-            stack.enter_context(mock.patch.object(retiled, "choose", lambda tilings, *rest: WAYS[way](tilings)))
+            stack.enter_context(mock.patch.object(retiling, "choose", lambda tilings, *rest: WAYS[way](tilings)))
         yield
 
 

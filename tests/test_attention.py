@@ -365,7 +365,7 @@ except RuntimeError as error:
 
 
 def test_a_gpu_that_is_too_old_is_refused(monkeypatch):
-    from sparseflash.kernels.op import _check_device
+    from sparseflash.backends.triton.api import _check_device
 
     _check_device.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from closeness import Results, assert_exact
-from sparseflash.closeness import error_in_yardsticks, largest_error
+from sparseflash.testing import error_in_yardsticks, largest_error
 
 TRUTH = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
 EPS = torch.finfo(torch.float32).eps

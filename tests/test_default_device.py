@@ -88,7 +88,7 @@ def many():
 
 
 def chosen():
-    """A loose mask."""
+    """A dynamic mask."""
     scores = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 4)))
     return masks.top_k_blocks(scores, 2, q_len=128, block=32, causal=True)
 
@@ -189,7 +189,7 @@ NEIGHBOURS = {
 def plain(value):
     """`value` in what `==` compares, with the device of each tensor."""
     if isinstance(value, BlockMask):
-        return value.device, value.loose, plain(value._arrays())
+        return value.device, value.dynamic, plain(value._arrays())
     if isinstance(value, torch.Tensor):
         return value.device, value.dtype, value.shape, value.to_dense().tolist()
     if isinstance(value, (list, tuple)):
@@ -222,6 +222,6 @@ def public(names, of):
 def test_every_public_function_is_tried_here():
     constructors = {name.split(",")[0] for name in CONSTRUCTORS}
     mine = {name for name in vars(BlockMask) if not name.startswith("_")}
-    assert mine - METHODS.keys() - constructors - {"loose", "lengths", "words"} == set()  # defaults
+    assert mine - METHODS.keys() - constructors - {"dynamic", "lengths", "words"} == set()  # defaults
     assert public(analysis.__all__, analysis) == ANALYSES.keys()
     assert public(interop.__all__, interop) == {f"{way}_{name}" for way in ("to", "from") for name in NEIGHBOURS}

@@ -16,8 +16,8 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from experiments.tune.space import parse
-from sparseflash.kernels.configs import config_for, held_first
-from sparseflash.kernels.tilings import HALF, Cost, Tiling, cheapest
+from sparseflash.backends.triton.configs import config_for, held_first
+from sparseflash.backends.triton.schedule.tilings import HALF, Cost, Tiling, cheapest
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=120)
@@ -37,7 +37,7 @@ def main(
         typer.Option("--shipped", help="Leave out tiles and warps other than those that Hopper's tables have now."),
     ] = False,
 ) -> None:
-    """Fit the constants of `sparseflash.kernels.tilings.Cost`, and say how well they choose.
+    """Fit the constants of `sparseflash.backends.triton.schedule.tilings.Cost`, and say how well they choose.
 
     scatter: standard deviation of the logarithm of time over cost. choice: time of the chosen tiling over that of the
     fastest, averaged over all masks and kernels for which more than one was timed.

@@ -13,10 +13,10 @@ import torch
 from experiments.speed import timing
 from experiments.speed.patterns import block_mask, pattern
 from experiments.tune.kernel_call import fresh_problem, kernel_call
-from sparseflash.kernels import launch
-from sparseflash.kernels.configs import Config, Kernel, arithmetic_of, config_for, held_first
-from sparseflash.kernels.retiled import Retiled
-from sparseflash.kernels.tilings import HALF, Tiling
+from sparseflash.backends.triton import launch
+from sparseflash.backends.triton.configs import Config, Kernel, arithmetic_of, config_for, held_first
+from sparseflash.backends.triton.schedule.retiling import Retiled
+from sparseflash.backends.triton.schedule.tilings import HALF, Tiling
 
 KINDS = ("butterfly", "local", "bigbird", "random12")
 BLOCKS = (128, 64, 32, 16)

@@ -48,7 +48,7 @@ def main(
         raise typer.BadParameter(f"--arithmetic must be from {', '.join(ARITHMETIC)}; got {', '.join(unknown)}.")
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported, which is below
     from experiments.compile.report import compile_all
-    from sparseflash.checks import BLOCKS
+    from sparseflash.blockmask.arguments import BLOCKS
 
     if block not in BLOCKS:
         raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")

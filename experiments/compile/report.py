@@ -19,10 +19,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sparseflash import masks
-from sparseflash.kernels import launch, retiled, splits
-from sparseflash.kernels.configs import Kernel
-from sparseflash.kernels.plan import plan_of
-from sparseflash.kernels.tilings import Tiling
+from sparseflash.backends.triton import launch
+from sparseflash.backends.triton.configs import Kernel
+from sparseflash.backends.triton.schedule import retiling, splits
+from sparseflash.backends.triton.schedule.plan import plan_of
+from sparseflash.backends.triton.schedule.tilings import Tiling
 
 TOKENS = 1024
 
@@ -143,7 +144,7 @@ def _gathering(gathered: bool) -> Iterator[None]:
 
     with (
         mock.patch.object(launch, "_PRODUCTS_FOR_TILINGS", 0 if gathered else 1 << 62),
-        mock.patch.object(retiled, "choose", choose),
+        mock.patch.object(retiling, "choose", choose),
     ):
         yield
 

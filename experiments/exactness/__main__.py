@@ -1,6 +1,6 @@
 """`python -m experiments.exactness RECORDS`: how exact the cases of a test run were.
 
-SPARSEFLASH_EXACTNESS=records pytest -m gpu tests/test_exactness.py
+SPARSEFLASH_EXACTNESS=records pytest -m gpu tests/backends/test_exactness.py
 python -m experiments.exactness records --about "one H100" --out experiments/results/exactness.md
 """
 

@@ -1,6 +1,6 @@
 """Reads the records of an exactness run and condenses them.
 
-With `SPARSEFLASH_EXACTNESS=FOLDER` set, every case that `tests/test_exactness.py` checks appends a line of JSON to a
+With `SPARSEFLASH_EXACTNESS=FOLDER` set, every case that `tests/exactness.py` checks appends a line of JSON to a
 file in FOLDER: what was drawn, and for out, lse, dq, dk and dv the error in units of what is allowed (see
 `tests/closeness.py`).
 """

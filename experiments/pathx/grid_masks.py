@@ -10,7 +10,8 @@ import torch
 from experiments.pathx.listing import Blocks, listed
 from experiments.pathx.orders import pixels_in
 from experiments.pathx.relations import Relation
-from sparseflash import BlockMask, masks, tiles
+from sparseflash import BlockMask, masks
+from sparseflash.blockmask import bitmask
 
 
 @lru_cache(maxsize=32)
@@ -65,7 +66,7 @@ def with_registers(mask: BlockMask, registers: int) -> BlockMask:
     known = len(mask.bits)
     others, zero = torch.arange(1, rows + 1), torch.zeros(rows, dtype=torch.int64)
     corner = torch.zeros(1, dtype=torch.int64)
-    live = torch.cat([tiles.unpack(mask.bits, block), torch.stack([first, first.T, first & first.T])])
+    live = torch.cat([bitmask.unpack(mask.bits, block), torch.stack([first, first.T, first & first.T])])
     return BlockMask.from_tiles(
         torch.cat([corner, zero, others, row]),
         torch.cat([corner, others, zero, mask.indices.long() + 1]),

@@ -1,7 +1,7 @@
 """The masks of a packed batch, completed on its device: which scores of the listed tiles are live.
 
-Nothing here waits for the device. The masks are loose (sparseflash.loose): made at every step, equal tiles are not
-looked for.
+Nothing here waits for the device. The masks are dynamic (sparseflash.blockmask.dynamic): made at every step, so nobody
+looks for equal tiles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from experiments.pathx.relations import Relation
-from sparseflash import BlockMask, tiles
+from sparseflash import BlockMask
+from sparseflash.blockmask import bitmask
 
 _SCORES_AT_ONCE = 1 << 26  # 64 MB a temporary
 
@@ -43,7 +44,7 @@ def packed_mask(
             token = pixel | register
             live = live | (register[q][:, :, None] & token[k][:, None, :])
             live = live | (token[q][:, :, None] & register[k][:, None, :])
-        words.append(tiles.pack(live))
-    bits = torch.cat(words) if words else indptr.new_zeros(0, block, tiles.words_per_row(block))
+        words.append(bitmask.pack(live))
+    bits = torch.cat(words) if words else indptr.new_zeros(0, block, bitmask.words_per_row(block))
     pattern = indptr.new_zeros(1, 1)
-    return BlockMask(length, length, block, block, indptr, indices, tile, bits, pattern, loose=True)
+    return BlockMask(length, length, block, block, indptr, indices, tile, bits, pattern, dynamic=True)

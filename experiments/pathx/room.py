@@ -2,9 +2,9 @@
 
 Packings of a stage differ in three numbers: images, blocks of the fullest image, and tiles of the masks. So there is
 room for more of each, and what is in the room is harmless: an image without blocks and without a label is in no loss,
-and tiles past the last row's belong to none (sparseflash.loose). Images and blocks have as much room as any batch can
-fill, so that the same sums are formed whatever came before; tiles, which change no sum, have what the first packing
-needs and half as much again.
+and tiles past the last row's belong to none (sparseflash.blockmask.dynamic). Images and blocks have as much room as any
+batch can fill, so that the same sums are formed whatever came before; tiles, which change no sum, have what the first
+packing needs and half as much again.
 """
 
 from __future__ import annotations

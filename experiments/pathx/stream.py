@@ -31,7 +31,7 @@ AHEAD = 3  # batches that each process may be ahead of the loop
 _FULLEST = 3300  # tokens that images of 128 and 256 pixels have at most, about
 _FEWEST = 256  # tokens of an image, on average over a batch; those of 32 pixels and 6 dashes have 284
 
-Made = TypeVar("Made")
+ReadyEvent = TypeVar("ReadyEvent")
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,13 @@ class Stream:
         """The batches of the steps from `first_step` on, without end. Closing it drops what is made ahead."""
         return self.in_order(make, ((recipe, step) for step in count(first_step)))
 
-    def in_order(self, function: Callable[..., Made], calls: Iterator[tuple[Any, ...]]) -> Iterator[Made]:
+    def in_order(self, function: Callable[..., ReadyEvent], calls: Iterator[tuple[Any, ...]]) -> Iterator[ReadyEvent]:
         """What the function gives for each of some arguments, made ahead by a bounded number."""
         if self._pool is None:
             for arguments in calls:
                 yield function(*arguments)
             return
-        waiting: deque[Future[Made]] = deque()
+        waiting: deque[Future[ReadyEvent]] = deque()
         try:
             while True:
                 for arguments in islice(calls, AHEAD * self.workers - len(waiting)):

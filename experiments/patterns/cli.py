@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.patterns import flex, gallery, table
 from experiments.patterns.catalogue import PATTERNS, Pattern, select
 from experiments.patterns.measure import AT, BLOCK, Row, measure
-from sparseflash.checks import BLOCKS
+from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(
     help="The pattern library as one page of pictures and one table of numbers.",

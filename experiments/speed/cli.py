@@ -21,7 +21,7 @@ from experiments.speed.environment import environment
 from experiments.speed.peers import DEFAULT_PEERS, PEERS, ours
 from experiments.speed.rows import FAILED, OURS, WRONG, Row, write_csv
 from experiments.speed.run import Options, run_cases
-from sparseflash.checks import BLOCKS
+from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 console = Console()

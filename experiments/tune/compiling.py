@@ -11,8 +11,8 @@ from experiments.compile.report import Report, compile_all
 from experiments.lra.generate import available_cores
 from experiments.lra.workers import worker_pool
 from experiments.tune.space import Target
-from sparseflash.kernels import launch
-from sparseflash.kernels.configs import Config
+from sparseflash.backends.triton import launch
+from sparseflash.backends.triton.configs import Config
 
 # Bytes that a limit of registers may cost: outside the loop over full tiles, which the times will tell.
 _SPILLED_FOR_A_PROGRAM = 160

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sparseflash import BlockMask
-from sparseflash.kernels import launch
-from sparseflash.kernels.configs import Kernel
-from sparseflash.kernels.plan import plan_of
+from sparseflash.backends.triton import launch
+from sparseflash.backends.triton.configs import Kernel
+from sparseflash.backends.triton.schedule.plan import plan_of
 
 
 class KernelCall(NamedTuple):

@@ -17,8 +17,8 @@ from experiments.speed.precision import products_in_tf32
 from experiments.tune.kernel_call import fresh_problem, kernel_call
 from experiments.tune.space import Target
 from sparseflash import attention
-from sparseflash.kernels import configs, launch
-from sparseflash.kernels.configs import Config
+from sparseflash.backends.triton import configs, launch
+from sparseflash.backends.triton.configs import Config
 
 KINDS = ("dense", "causal", "butterfly", "local", "bigbird", "random12")
 SHIPPED = "shipped"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import typer
 
 from experiments.tune.space import parse
-from sparseflash.kernels.configs import Config
+from sparseflash.backends.triton.configs import Config
 
 
 def check_choices(name: str, given: Collection[object] | None, allowed: Collection[object]) -> None:

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from experiments.tune.space import Target
-from sparseflash.kernels import configs
-from sparseflash.kernels.configs import Config
+from sparseflash.backends.triton import configs
+from sparseflash.backends.triton.configs import Config
 
 SOURCE = Path(configs.__file__)
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from sparseflash.prepared import OLDEST
+from sparseflash.backends.triton.launcher import OLDEST
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A row is ranked by comparing each block with each other one; longer ones are sorted faster than that.

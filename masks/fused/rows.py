@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseflash.backends.triton.launcher import Prepared
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame
-from sparseflash.prepared import Prepared
 
 _PAIRS_AT_ONCE = 8192
 _SHARE_UNITS = tl.constexpr(SHARE_UNITS)

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash import tiles
+from sparseflash.backends.triton.launcher import Prepared
+from sparseflash.blockmask import bitmask
 from sparseflash.masks.tiling.chosen import Frame
-from sparseflash.prepared import Prepared
 
 _QUERIES = tl.constexpr(16)
 _CHOICES = tl.constexpr(32)
@@ -26,7 +26,7 @@ def tiles_of_runs(indices: Tensor, of: Frame, span: int, room: int) -> tuple[Ten
     indices = indices.contiguous()
     patterns, (q_len, choices) = indices.shape[0] * indices.shape[1], indices.shape[2:]
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
-    device, lists, in_tile, words = indices.device, patterns * rows, block_k // span, tiles.words_per_row(block_k)
+    device, lists, in_tile, words = indices.device, patterns * rows, block_k // span, bitmask.words_per_row(block_k)
     table = torch.zeros(lists * block_q * cols * in_tile, dtype=torch.uint8, device=device)
     kept = torch.empty(lists * cols, dtype=torch.uint8, device=device)
     counts = torch.empty(lists + 1, dtype=torch.int32, device=device)
@@ -45,7 +45,7 @@ def tiles_of_runs(indices: Tensor, of: Frame, span: int, room: int) -> tuple[Ten
     indptr = counts.cumsum(0, dtype=torch.int32)
     writing.run(
         table, kept, of.kind, of.bits, indptr, found, tile, bits, rows, cols, lists, room, -(-room // (lists * cols)),
-        block_q, in_tile, words, tiles.full_word(block_k), max(16, 1 << (cols - 1).bit_length()),
+        block_q, in_tile, words, bitmask.full_word(block_k), max(16, 1 << (cols - 1).bit_length()),
     )  # fmt: skip
     return indptr, found, tile, bits
 

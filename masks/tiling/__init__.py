@@ -12,7 +12,7 @@ A family checks its arguments, then hands the rule to the first of these that ca
   of tokens: `ranges.within_ranges`.
 - **anything else whose tiles are of few kinds**, if the pattern can list the tiles and name the kinds: `kinds.by_kind`
   asks about one tile of each kind.
-- **chosen at every step, on the device, without waiting for it**: `chosen.frame` and `chosen.loose_mask`.
+- **chosen at every step, on the device, without waiting for it**: `chosen.frame` and `chosen.dynamic_mask`.
 
 Where tiles are listed but all differ, `BlockMask.from_function(candidates=(rows, cols))` asks about each one.
 Heads of different patterns are put together by `sparseflash.masks.per_head`.
@@ -23,5 +23,5 @@ What these and the families share:
 - `grid`: shapes, coordinates and orders of the tokens of images and video; blocks of them that are translates.
 - `listing.between`: the tiles from a first to a last column of each block row.
 - `draws`: random choices that are the same on every machine.
-- `sparseflash.numbering`, `sparseflash.tiles`: numbers for equal keys; packing and deduplicating of bits.
+- `sparseflash.blockmask`: `unique`, numbers for equal keys; `bitmask`, packing and deduplicating of bits.
 """

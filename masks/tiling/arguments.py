@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from sparseflash.checks import block_pair, integer, integers, token_counts
+from sparseflash.blockmask.arguments import block_pair, integer, integers, token_counts
 
 
 def at_least(least: int, value: Any, name: str, unit: str) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.blockmask.arguments import Block, block_pair, token_counts
+from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.tiling.listing import between
-from sparseflash.numbering import distinct
 
 
 def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int = 0, block: Block = 128) -> BlockMask:

@@ -1,4 +1,4 @@
-"""What every choice at run time shares: the tiles there are to choose from, and the loose mask of those kept.
+"""What every choice at run time shares: the tiles there are to choose from, and the dynamic mask of those kept.
 
 Nothing here waits for the device: what depends on lengths and blocks alone is made on the CPU once, and what depends on
 the choice lies in arrays whose size is known beforehand.
@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.checks import integer_tensor
-from sparseflash.csr import row_of_entry
-from sparseflash.streams import Made
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import integer_tensor
+from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.streams import ReadyEvent
 
 # Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
 SHARE_UNITS = float(1 << 40)
@@ -47,7 +46,7 @@ def frame(
     Made once and kept; a constant to torch.compile, which need not, and could not, trace how it is made.
     """
     made, when = _frame(q_len, k_len, block, causal, sink, local, device)
-    when.read_here()
+    when.wait()
     return made
 
 
@@ -58,7 +57,7 @@ frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=32)
 def _frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
-) -> tuple[Frame, Made]:
+) -> tuple[Frame, ReadyEvent]:
     block_q, block_k = block
     shift = k_len - q_len
     i, j = (torch.arange(-(-n // b), device="cpu") for n, b in ((q_len, block_q), (k_len, block_k)))
@@ -85,7 +84,7 @@ def _frame(
         q_len, k_len, block, causal, there(open_), there(forced), there(kind.view(-1)), there(edges.bits),
         (0, *_longer_than(open_.sum(1), open_.shape[1]).cumsum(0).tolist()), int(forced.sum(1).max()),
     )  # fmt: skip
-    return made, Made(made)
+    return made, ReadyEvent(made)
 
 
 def _longer_than(counts: Tensor, stop: int) -> Tensor:
@@ -113,21 +112,21 @@ def compact(kept: Tensor, room: int) -> Kept:
     return Kept(indptr, (place % cols).to(torch.int32), place, running)
 
 
-def loose_mask(
+def dynamic_mask(
     frame: Frame, indptr: Tensor, indices: Tensor, tile: Tensor, bits: Tensor, heads: tuple[int, int], group: int
 ) -> BlockMask:
     """The mask of kept tiles: pattern b * H + h is that of `group` query heads, for `heads = (B, H)`."""
     pattern = pattern_of(*heads, group, tile.device)
     # Detached, constants are values of a graph that torch.compile traces, and it can return the mask made of them.
     return BlockMask(
-        frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits.detach(), pattern.detach(), loose=True
+        frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits.detach(), pattern.detach(), dynamic=True
     )
 
 
 def pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tensor:
     """`BlockMask.pattern` where each of `heads` choices is that of `group` query heads."""
     made, when = _pattern_of(batch, heads, group, device)
-    when.read_here()
+    when.wait()
     return made
 
 
@@ -135,17 +134,17 @@ pattern_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=32)
-def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> tuple[Tensor, Made]:
+def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> tuple[Tensor, ReadyEvent]:
     pattern = torch.arange(batch * heads, dtype=torch.int32, device="cpu").view(batch, heads, 1)
     pattern = pattern.expand(-1, -1, group).reshape(batch, heads * group).contiguous().to(device, non_blocking=True)
-    return pattern, Made(pattern)
+    return pattern, ReadyEvent(pattern)
 
 
 def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:
     """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` a row, each with what the frame lets live."""
     batch, heads = kept.shape[:2]
     found = compact(kept, batch * heads * frame.rooms[most])
-    return loose_mask(frame, found.indptr, found.indices, kind_of(frame, found), frame.bits, (batch, heads), group)
+    return dynamic_mask(frame, found.indptr, found.indices, kind_of(frame, found), frame.bits, (batch, heads), group)
 
 
 def kind_of(frame: Frame, kept: Kept) -> Tensor:
@@ -190,5 +189,5 @@ def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | Sequence[int]
 
 def full_words(frame: Frame) -> Tensor:
     """The bits of every kind, the full one (0) included: int32 `[1 + T, block_q, words]`."""
-    full = frame.bits.new_full((1, *frame.bits.shape[1:]), tiles.full_word(frame.block[1]))
+    full = frame.bits.new_full((1, *frame.bits.shape[1:]), bitmask.full_word(frame.block[1]))
     return torch.cat([full, frame.bits])

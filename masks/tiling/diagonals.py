@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import arrays_of
-from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, block_pair, token_counts
+from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.tiling.listing import between
-from sparseflash.numbering import distinct
 
 
 def diagonals(offsets: Tensor, q_len: int, *, block: Block = 128) -> BlockMask:
@@ -48,7 +47,7 @@ def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[T
 
 def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Tensor:
     """Words `[C, block_q, W]` of the tiles whose first scores are `corners` `[C]` apart."""
-    words_per_row, bits = tiles.words_per_row(block_k), min(tiles.WORD, block_k)
+    words_per_row, bits = bitmask.words_per_row(block_k), min(bitmask.WORD, block_k)
     if len(corners) == 0:
         return torch.zeros(0, block_q, words_per_row, dtype=torch.int32, device="cpu")
     # Row r of a tile is a window on the set of distances, read backwards; so are its words.
@@ -57,7 +56,7 @@ def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Te
     backwards = torch.zeros(high - low + 1, dtype=torch.bool, device="cpu")
     backwards[high - inside] = True
     windows = backwards.unfold(0, bits, 1)
-    word_from = torch.cat([tiles.pack(some)[:, 0] for some in windows.split(1 << 16)])  # its first bit: high - index
+    word_from = torch.cat([bitmask.pack(some)[:, 0] for some in windows.split(1 << 16)])  # its first bit: high - index
     # In portions, because the numbers that are looked up take twice the memory of the words.
     row = torch.arange(block_q, device="cpu")[:, None] - torch.arange(words_per_row, device="cpu") * bits
     words = [word_from[high - (some[:, None, None] + row)] for some in corners.split(1 << 10)]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.checks import Integers, integer, integer_tensor, token_counts
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.arguments import Integers, integer, integer_tensor, token_counts
 
 
 def grid_shape(shape: Any) -> tuple[int, ...]:
@@ -86,5 +86,5 @@ def block_shapes(places: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     blocks = cut(places, block)
     corners = blocks[:, 0]
-    shapes, which = tiles.deduplicate((blocks - corners[:, None]).contiguous())
+    shapes, which = bitmask.deduplicate((blocks - corners[:, None]).contiguous())
     return shapes, which, corners

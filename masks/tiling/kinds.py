@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import SCORES_AT_ONCE, arrays_of
-from sparseflash.checks import Block, block_pair, token_counts
-from sparseflash.numbering import number_combinations
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, block_pair, token_counts
+from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of
+from sparseflash.blockmask.unique import number_combinations
 
 
 def by_kind(
@@ -30,11 +29,11 @@ def by_kind(
     # The first tile of each kind, so that the same one is asked about on every machine.
     every = torch.arange(len(rows), device="cpu")
     first = every.new_full((count_of_kinds,), len(rows)).scatter_reduce_(0, kind, every, "amin")
-    words = [torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32, device="cpu")]
+    words = [torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")]
     found, count = [torch.zeros(0, dtype=torch.int64, device="cpu")], 0
     portions = first.split(max(1, SCORES_AT_ONCE // (block_q * block_k))) if len(first) else ()
     for some in portions:
-        distinct, number = tiles.deduplicate(tiles.pack(live(some)))
+        distinct, number = bitmask.deduplicate(bitmask.pack(live(some)))
         words.append(distinct)
         found.append(number + count)
         count += len(distinct)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import arrays_of
-from sparseflash.checks import flag
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import flag
+from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.tiling.draws import Integers
-from sparseflash.numbering import distinct
 
 if TYPE_CHECKING:
     from scipy import sparse
@@ -68,7 +67,7 @@ def of_blocks(
     those with j > i, and cuts the diagonal tiles to `k <= q`.
     """
     count, causal = -(-q_len // block), flag(causal, "causal")
-    triangle = tiles.pack(torch.ones(1, block, block, dtype=torch.bool, device="cpu").tril())
+    triangle = bitmask.pack(torch.ones(1, block, block, dtype=torch.bool, device="cpu").tril())
     parts = []
     for rows, cols in layouts:
         edge = distinct(torch.as_tensor(rows, device="cpu") * count + torch.as_tensor(cols, device="cpu"))[0]

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.checks import Block, Integers, block_pair
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, Integers, block_pair
+from sparseflash.blockmask.unique import number_combinations
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, strides
 from sparseflash.masks.tiling.kinds import by_kind
-from sparseflash.numbering import number_combinations
 
 _BOXES_AT_ONCE = 1 << 22  # listed at a time: some 100 MB of temporaries
 
@@ -49,7 +48,7 @@ def within_ranges(
     )
     query_corners = cut(places, block_q)[:, 0]
     relative = cut(sees, block_q) - query_corners[:, None, :, None]
-    windows, window = tiles.deduplicate(relative.flatten(2))
+    windows, window = bitmask.deduplicate(relative.flatten(2))
     windows = windows.unflatten(2, (len(shape), 2))
     steps = [r.step for r in ranges]
     rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)

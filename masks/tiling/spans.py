@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import arrays_of
-from sparseflash.checks import Block, block_pair, token_counts
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, block_pair, token_counts
+from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.unique import number_by_first_appearance, number_combinations
 from sparseflash.masks.tiling.listing import between
-from sparseflash.numbering import number_by_first_appearance, number_combinations
 
 WORDS_AT_ONCE = 1 << 20  # words made at a time: about 50 MB of temporaries
 
@@ -80,8 +79,8 @@ def spans(
     # the rest is looked at tile by tile.
     i, j = (torch.cat(column) for column in zip(*listed, strict=True))
     kind = torch.cat(kinds)
-    full_word = tiles.full_word(block_k)
-    of_key = tiles.pack(cols)  # [Mk, W]
+    full_word = bitmask.full_word(block_k)
+    of_key = bitmask.pack(cols)  # [Mk, W]
     words_per_row = of_key.shape[1]
     words = [
         of_key[marked][:, None, :].expand(-1, block_q, -1),
@@ -95,8 +94,8 @@ def spans(
     nearest = torch.arange(row_blocks, device="cpu") * block_q // block_k
     ends = [start, stop] if no_limit else [start, stop, limit]
     relative = [(x - nearest[:, None] * block_k).to(torch.int32) for x in ends]
-    profile = tiles.deduplicate(torch.stack([*relative, rows.to(torch.int32)], 1))[1]
-    marks = tiles.deduplicate(of_key[:, None, :])[1]
+    profile = bitmask.deduplicate(torch.stack([*relative, rows.to(torch.int32)], 1))[1]
+    marks = bitmask.deduplicate(of_key[:, None, :])[1]
     number, first = number_by_first_appearance(number_combinations([profile[r], c - nearest[r], marks[c]])[0])
     found = []
     for some in first.split(max(1, WORDS_AT_ONCE // (block_q * words_per_row))):
@@ -105,7 +104,7 @@ def spans(
         made = until & ~before
         seen = torch.where(rows[a][:, :, None], full_word, of_key[c[some]][:, None, :])
         made |= seen if no_limit else seen & below(limit[a] - corner, block_k)
-        made, inverse = tiles.deduplicate(made)
+        made, inverse = bitmask.deduplicate(made)
         words.append(made)
         found.append(inverse + 1 + offset)
         offset += len(made)
@@ -116,6 +115,6 @@ def spans(
 
 def below(stop: Tensor, block_k: int) -> Tensor:
     """Words `[..., W]` of tile rows whose first `stop` keys are live, for `stop` `[...]` of any value."""
-    table = tiles.pack(torch.arange(block_k, device="cpu") < torch.arange(block_k + 1, device="cpu")[:, None])
+    table = bitmask.pack(torch.arange(block_k, device="cpu") < torch.arange(block_k + 1, device="cpu")[:, None])
     # Whole rows of the table: a twentieth of the time of looking up word by word.
     return table.index_select(0, stop.clamp(0, block_k).reshape(-1)).view(*stop.shape, table.shape[1])

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
 from sparseflash.analysis.walks import Walk, walks
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import SCORES_AT_ONCE
-from sparseflash.checks import BLOCKS, Block, block_pair
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import BLOCKS, Block, block_pair
+from sparseflash.blockmask.build import SCORES_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def live_parts(walk: Walk, part_q: int, part_k: int) -> Tensor:
     block_q, block_k = walk.block_q, walk.block_k
     found = [torch.ones(1, block_q // part_q, block_k // part_k, dtype=torch.bool, device="cpu")]
     for words in walk.bits.split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
-        live = tiles.unpack(words, block_k)
+        live = bitmask.unpack(words, block_k)
         found.append(live.view(-1, block_q // part_q, part_q, block_k // part_k, part_k).any(4).any(2))
     return torch.cat(found)
 

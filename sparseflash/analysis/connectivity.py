@@ -9,15 +9,14 @@ import torch
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from sparseflash import tiles
 from sparseflash.analysis import bitrows
 from sparseflash.analysis.bitrows import Index
 from sparseflash.analysis.layers import Element
 from sparseflash.analysis.relation import Relation, compose, multiply, tiles_of
 from sparseflash.analysis.tokens import see_previous
 from sparseflash.analysis.walks import words_of
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import SCORES_AT_ONCE
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.build import SCORES_AT_ONCE
 
 _MOST_EDGES = 1 << 25
 
@@ -42,7 +41,7 @@ def gap(element: Element) -> Gap | None:
         return None
     if _blocks_are_connected(union):
         return _gap_of_graph(*bitrows.pairs(union.live(), union.count), union.count, union.block)
-    live = tiles.live_scores(union.words).numpy()[union.kind - 1].sum()
+    live = bitmask.live_scores(union.words).numpy()[union.kind - 1].sum()
     if bitrows.count(union.full, union.count) * union.block**2 + live <= _MOST_EDGES:
         return _gap_of_graph(*_token_edges(union, element.stop), element.stop, 1)
     closure = _closure(union)
@@ -84,7 +83,7 @@ def _token_edges(union: Relation, stop: int) -> tuple[Index, Index]:
     i, j, kind, bits = tiles_of(union, stop)
     queries, keys = [], []
     for some in torch.arange(len(i), device="cpu").split(max(1, SCORES_AT_ONCE // union.block**2)):
-        live = tiles.unpack(words_of(kind[some], bits, union.block), union.block)
+        live = bitmask.unpack(words_of(kind[some], bits, union.block), union.block)
         tile, a, b = live.nonzero(as_tuple=True)
         queries.append(i[some][tile] * union.block + a)
         keys.append(j[some][tile] * union.block + b)
@@ -98,7 +97,7 @@ def _blocks_are_connected(union: Relation) -> bool:
         words, one = union.words[kind - 1 : kind], torch.zeros(1, dtype=torch.int64, device="cpu")
         for _ in range(union.block.bit_length()):
             words = multiply(words, words, one, one, union.block)
-        if not (words == tiles.full_word(union.block)).all():
+        if not (words == bitmask.full_word(union.block)).all():
             return False
     return True
 
@@ -114,7 +113,7 @@ def _first_gap(reached: BlockMask) -> Gap:
     live = torch.zeros(reached.blocks[0], dtype=torch.int64, device="cpu")
     rows = torch.repeat_interleave(torch.arange(reached.blocks[0], device="cpu"), reached.indptr.diff().long())
     choices = torch.cat(
-        [torch.tensor([reached.block_q * reached.block_k], device="cpu"), tiles.live_scores(reached.bits)]
+        [torch.tensor([reached.block_q * reached.block_k], device="cpu"), bitmask.live_scores(reached.bits)]
     )
     live.index_add_(0, rows, choices[reached.tile.long()])
     starts = torch.arange(reached.blocks[0] + 1, device="cpu") * reached.block_q
@@ -123,7 +122,7 @@ def _first_gap(reached: BlockMask) -> Gap:
     strip = torch.zeros(reached.block_q, reached.blocks[1] * reached.block_k, dtype=torch.bool, device="cpu")
     for e in range(int(reached.indptr[row]), int(reached.indptr[row + 1])):
         first, tile = int(reached.indices[e]) * reached.block_k, int(reached.tile[e])
-        patch = tiles.unpack(reached.bits[tile - 1], reached.block_k) if tile else torch.tensor(True, device="cpu")
+        patch = bitmask.unpack(reached.bits[tile - 1], reached.block_k) if tile else torch.tensor(True, device="cpu")
         strip[:, first : first + reached.block_k] = patch
     inside = strip[: reached.q_len - row * reached.block_q, : reached.k_len]
     a, k = (~inside).nonzero()[0].tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import checked_mask, integer
+from sparseflash.blockmask.arguments import checked_mask, integer
 
 
 def repeats(mask: BlockMask, batch: int | None, heads: int | None) -> int:

@@ -19,7 +19,7 @@ from sparseflash.analysis.relation import TooManyTiles
 from sparseflash.analysis.tokens import blind_queries, future_scores, unseen_keys
 from sparseflash.analysis.walks import Walk, walks
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import BLOCKS, flag, integer
+from sparseflash.blockmask.arguments import BLOCKS, flag, integer
 
 Severity = Literal["error", "warning", "note"]
 

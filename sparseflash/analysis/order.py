@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
 from sparseflash.analysis.walks import walks, words_of
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import SCORES_AT_ONCE
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.build import SCORES_AT_ONCE
 
 _MOST_TILES = 1 << 28  # a byte a tile
 
@@ -31,7 +30,7 @@ def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
         live = torch.zeros(row_blocks * col_blocks, dtype=torch.bool, device="cpu")
         each = torch.arange(len(walk.rows), device="cpu").split(max(1, SCORES_AT_ONCE // (mask.block_q * mask.block_k)))
         for some in each:
-            patch = tiles.unpack(words_of(walk.kind[some], walk.bits, mask.block_k), mask.block_k)
+            patch = bitmask.unpack(words_of(walk.kind[some], walk.bits, mask.block_k), mask.block_k)
             tile, a, b = patch.nonzero(as_tuple=True)
             row = place[walk.rows[some][tile] * mask.block_q + a] // mask.block_q
             live[row * col_blocks + place[walk.cols[some][tile] * mask.block_k + b] // mask.block_k] = True

@@ -9,8 +9,8 @@ from sparseflash.analysis import bitrows
 from sparseflash.analysis.layers import Element, Masks, block_of, check_size, checked, elements
 from sparseflash.analysis.relation import Relation, TooManyTiles, compose, tiles_of
 from sparseflash.blockmask import BlockMask
-from sparseflash.building import Part
-from sparseflash.checks import flag, integer
+from sparseflash.blockmask.arguments import flag, integer
+from sparseflash.blockmask.build import Part
 
 MOST_TILES = 1 << 24
 

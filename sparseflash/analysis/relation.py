@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparseflash import tiles
 from sparseflash.analysis import bitrows
 from sparseflash.analysis.bitrows import Bits, Index
 from sparseflash.analysis.walks import Walk, cut, words_of
-from sparseflash.building import SCORES_AT_ONCE, Part
-from sparseflash.numbering import number_by_first_appearance
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
+from sparseflash.blockmask.unique import number_by_first_appearance
 
 MOST_PARTIAL = 1 << 24
 _TARGETS_AT_ONCE = 1 << 14
@@ -82,7 +82,7 @@ class Relation:
     def fills_columns(self) -> NDArray[np.bool_]:
         """The kinds of tile in which each key is seen by some query: bool `[T]`."""
         seen = np.bitwise_or.reduce(self.words.numpy(), axis=1)
-        return np.asarray((seen == tiles.full_word(self.block)).all(1), np.bool_)
+        return np.asarray((seen == bitmask.full_word(self.block)).all(1), np.bool_)
 
     def kind_at(self, key: Index) -> Index:
         """The kinds of tiles that are live: 0 for a full one."""
@@ -108,14 +108,14 @@ class Relation:
             return False
         diagonal = np.unique(self.kind_at(np.arange(self.count) * (self.count + 1)))
         words = words_of(torch.from_numpy(diagonal), self.words, self.block)
-        wanted = tiles.pack(torch.ones(1, self.block, self.block, dtype=torch.bool, device="cpu").tril())
+        wanted = bitmask.pack(torch.ones(1, self.block, self.block, dtype=torch.bool, device="cpu").tril())
         return bool(((words & wanted) == wanted).all())
 
 
 def of_walks(found: Iterable[Walk], block: int, stop: int) -> Relation:
     """What a token of a sequence of `stop` tokens sees in any of these walks, or is: the union, and the identity."""
     count = -(-stop // block)
-    identity = tiles.pack(torch.eye(block, dtype=torch.bool, device="cpu").unsqueeze(0))
+    identity = bitmask.pack(torch.eye(block, dtype=torch.bool, device="cpu").unsqueeze(0))
     diagonal = torch.arange(count, device="cpu")
     parts: list[Part] = [(diagonal, diagonal, torch.ones_like(diagonal), identity)]
     for walk in found:
@@ -148,10 +148,10 @@ def split(walk: Walk, block: int) -> Part:
         return walk.rows[keep], walk.cols[keep], walk.kind[keep], walk.bits
     found = []
     for words in walk.bits.split(max(1, SCORES_AT_ONCE // (walk.block_q * walk.block_k))):
-        live = tiles.unpack(words, walk.block_k).view(-1, down, block, across, block).transpose(2, 3)
-        found.append(tiles.pack(live))
-    words = torch.cat(found).flatten(0, 2) if found else walk.bits.new_zeros(0, block, tiles.words_per_row(block))
-    dead, full = (words == 0).all(-1).all(-1), (words == tiles.full_word(block)).all(-1).all(-1)
+        live = bitmask.unpack(words, walk.block_k).view(-1, down, block, across, block).transpose(2, 3)
+        found.append(bitmask.pack(live))
+    words = torch.cat(found).flatten(0, 2) if found else walk.bits.new_zeros(0, block, bitmask.words_per_row(block))
+    dead, full = (words == 0).all(-1).all(-1), (words == bitmask.full_word(block)).all(-1).all(-1)
     number = torch.where(full, 0, torch.arange(1, len(words) + 1, device="cpu"))
     number[dead] = -1
     table = torch.cat([number.new_zeros(1, down, across), number.view(-1, down, across)])[walk.kind]
@@ -170,11 +170,11 @@ def with_clones(rows: Tensor, cols: Tensor, kind: Tensor, bits: Tensor, count: i
     pairs, which = torch.unique(kind[chosen] * 4 + end[chosen], return_inverse=True)
     found = []
     for some in pairs.split(max(1, SCORES_AT_ONCE // block**2)):
-        patch = tiles.unpack(words_of(some // 4, bits, block), block)
+        patch = bitmask.unpack(words_of(some // 4, bits, block), block)
         at_q, at_k = some % 4 % 2 == 1, some % 4 >= 2
         patch[at_q, live:] = patch[at_q, live - 1 : live]
         patch[at_k, :, live:] = patch[at_k, :, live - 1 : live]
-        found.append(tiles.pack(patch))
+        found.append(bitmask.pack(patch))
     kind = kind.clone()
     kind[chosen] = which + len(bits) + 1
     return kind, torch.cat([bits, *found])
@@ -251,8 +251,8 @@ def multiply(a: Tensor, b: Tensor, which_a: Tensor, which_b: Tensor, block: int)
         # Each factor is unpacked once a batch. Sums of at most 256 products of 0 and 1 are exact in fp32.
         left, at_left = torch.unique(which_a[some], return_inverse=True)
         right, at_right = torch.unique(which_b[some], return_inverse=True)
-        of_a, of_b = tiles.unpack(a[left], block).float(), tiles.unpack(b[right], block).float()
-        found.append(tiles.pack(torch.bmm(of_a[at_left], of_b[at_right]) > 0))
+        of_a, of_b = bitmask.unpack(a[left], block).float(), bitmask.unpack(b[right], block).float()
+        found.append(bitmask.pack(torch.bmm(of_a[at_left], of_b[at_right]) > 0))
     return torch.cat(found)
 
 
@@ -268,13 +268,13 @@ def union(
     starts = np.cumsum(sizes) - sizes
     groups = np.arange(len(sizes))
     result = np.full(len(sizes), -1, np.int64)
-    emitted = [torch.zeros(0, block, tiles.words_per_row(block), dtype=torch.int32, device="cpu")]
+    emitted = [torch.zeros(0, block, bitmask.words_per_row(block), dtype=torch.int32, device="cpu")]
     offset = 1
     distinct, state = np.unique(ids(starts), return_inverse=True) if len(sizes) else (starts, starts)
     words = look_up(distinct)
     taken = 1
     while len(groups):
-        full = (words == tiles.full_word(block)).all(-1).all(-1).numpy()
+        full = (words == bitmask.full_word(block)).all(-1).all(-1).numpy()
         done = full[state] | (sizes[groups] == taken)
         if done.any():
             used, where = np.unique(state[done], return_inverse=True)
@@ -288,7 +288,7 @@ def union(
         pair, which = np.unique(state * len(new) + member, return_inverse=True)
         members = look_up(new)
         joined = words[torch.from_numpy(pair // len(new))] | members[torch.from_numpy(pair % len(new))]
-        words, inverse = tiles.deduplicate(joined)
+        words, inverse = bitmask.deduplicate(joined)
         state = inverse.numpy()[which]
         taken += 1
     every = torch.cat(emitted)
@@ -300,7 +300,7 @@ def union(
 def _settled(block: int, count: int, full: Bits, found: list[tuple[Index, Index, Tensor]]) -> Relation:
     """The relation with these full tiles, and the unions found for others: `(key, kind, words)`, as `union` has it."""
     keys, kinds = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    words = [torch.zeros(0, block, tiles.words_per_row(block), dtype=torch.int32, device="cpu")]
+    words = [torch.zeros(0, block, bitmask.words_per_row(block), dtype=torch.int32, device="cpu")]
     offset = 0
     for key, kind, some in found:
         now_full = key[kind == 0]
@@ -313,7 +313,7 @@ def _settled(block: int, count: int, full: Bits, found: list[tuple[Index, Index,
     order = np.argsort(key, kind="stable")
     key, kind = key[order], kind[order]
     used, which = np.unique(kind, return_inverse=True)
-    distinct, inverse = tiles.deduplicate(torch.cat(words)[torch.from_numpy(used - 1)])
+    distinct, inverse = bitmask.deduplicate(torch.cat(words)[torch.from_numpy(used - 1)])
     number, first = number_by_first_appearance(inverse[torch.from_numpy(which)])
     chosen = inverse[torch.from_numpy(which)][first]
     return Relation(block, count, full, key, number.numpy() + 1, distinct[chosen])

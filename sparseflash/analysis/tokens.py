@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
 from sparseflash.analysis.walks import Walk, words_of
-from sparseflash.building import SCORES_AT_ONCE
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.build import SCORES_AT_ONCE
 
 _TILES_AT_ONCE = 1 << 16
 
@@ -22,7 +22,9 @@ def blind_queries(walk: Walk) -> Tensor:
 def unseen_keys(walk: Walk) -> Tensor:
     """The keys with no live query: int64, increasing."""
     united = torch.from_numpy(np.bitwise_or.reduce(walk.bits.numpy(), axis=1))
-    seen = torch.cat([torch.ones(1, walk.block_k, dtype=torch.bool, device="cpu"), tiles.unpack(united, walk.block_k)])
+    seen = torch.cat(
+        [torch.ones(1, walk.block_k, dtype=torch.bool, device="cpu"), bitmask.unpack(united, walk.block_k)]
+    )
     return _uncovered(walk.cols, walk.kind, seen, walk.k_stop)
 
 
@@ -53,7 +55,7 @@ def future_scores(walk: Walk, shift: int) -> tuple[int, tuple[int, int] | None]:
     inside = torch.arange(walk.block_k, device="cpu") - torch.arange(walk.block_q, device="cpu")[:, None]
     leaks = [torch.zeros(0, dtype=torch.int64, device="cpu")]
     for some in pairs.split(max(1, SCORES_AT_ONCE // (walk.block_q * walk.block_k))):
-        live = tiles.unpack(words_of(some // span, walk.bits, walk.block_k), walk.block_k)
+        live = bitmask.unpack(words_of(some // span, walk.bits, walk.block_k), walk.block_k)
         leaks.append((live & (inside > -(some % span + lowest)[:, None, None])).sum((1, 2)))
     count = torch.cat(leaks)[which]
     guilty = count.nonzero().squeeze(1)
@@ -62,7 +64,7 @@ def future_scores(walk: Walk, shift: int) -> tuple[int, tuple[int, int] | None]:
     # Tiles are listed by rows, so the first leak is in one of the tiles of the first guilty block row.
     best: tuple[int, int] | None = None
     for tile in guilty[rows[guilty] == rows[guilty[0]]].tolist():
-        live = tiles.unpack(words_of(kind[tile : tile + 1], walk.bits, walk.block_k), walk.block_k)[0]
+        live = bitmask.unpack(words_of(kind[tile : tile + 1], walk.bits, walk.block_k), walk.block_k)[0]
         a, b = (live & (inside > -corner[tile])).nonzero()[0].tolist()
         found = int(rows[tile]) * walk.block_q + a, int(cols[tile]) * walk.block_k + b
         best = found if best is None else min(best, found)
@@ -75,7 +77,7 @@ def see_previous(walk: Walk) -> Tensor:
     first_q, first_k = walk.rows * walk.block_q, walk.cols * walk.block_k
     near = ((first_k + 1 < first_q + walk.block_q) & (first_k + walk.block_k >= first_q)).nonzero().squeeze(1)
     a = torch.arange(walk.block_q, device="cpu")
-    bits = min(walk.block_k, tiles.WORD)
+    bits = min(walk.block_k, bitmask.WORD)
     for some in near.split(_TILES_AT_ONCE):
         q = first_q[some, None] + a
         k = q - 1 - first_k[some, None]

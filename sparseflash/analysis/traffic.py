@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sparseflash import tiles
 from sparseflash.analysis.heads import dims, repeats
 from sparseflash.analysis.walks import walks
-from sparseflash.blockmask import BlockMask
-from sparseflash.checks import checked_mask, integer
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import checked_mask, integer
 
 _LEAST = 16  # queries and keys of the smallest tile that tensor cores multiply
 _WORK_ITEM = 32  # bytes of a program's entry in the plan
@@ -122,7 +121,7 @@ def bytes_moved(
         partial = walk.tile > 0
         keys_read += used * int((programs * (k_len - walk.cols * block_k).clamp(max=block_k)).sum())
         index += used * _INT32 * int((programs * (1 + partial)).sum())
-        bits += used * _INT32 * tiles.words_per_row(block_k) * held * int(programs[partial].sum())
+        bits += used * _INT32 * bitmask.words_per_row(block_k) * held * int(programs[partial].sum())
     programs_a_head = -(-q_len // held)
     statistics = _FP32 * q_len * (3 if dtype == torch.float32 else 1)
     a_head = e * q_len * (head_dim + v_dim) + statistics + _WORK_ITEM * programs_a_head

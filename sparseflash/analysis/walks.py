@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.checks import checked_mask
-from sparseflash.csr import row_of_entry
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.csr import row_of_entry
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Walk:
 
     def per_kind(self) -> Tensor:
         """Live scores of each kind: int64 `[1 + T]`."""
-        return torch.cat([torch.tensor([self.block_q * self.block_k], device="cpu"), tiles.live_scores(self.bits)])
+        return torch.cat([torch.tensor([self.block_q * self.block_k], device="cpu"), bitmask.live_scores(self.bits)])
 
 
 def walks(mask: BlockMask) -> Iterator[Walk]:
@@ -92,7 +91,7 @@ def cut(kind: Tensor, at_end: Tensor, bits: Tensor, live_q: int, live_k: int, bl
     pairs, which = torch.unique(kind[chosen] * 4 + at_end[chosen], return_inverse=True)
     ends = torch.stack(
         [
-            tiles.rectangle(
+            bitmask.rectangle(
                 block_q, block_k, live_q if end & 1 else block_q, live_k if end & 2 else block_k, bits.device
             )
             for end in range(4)
@@ -106,6 +105,6 @@ def cut(kind: Tensor, at_end: Tensor, bits: Tensor, live_q: int, live_k: int, bl
 
 def words_of(kind: Tensor, bits: Tensor, block_k: int) -> Tensor:
     """The words of these kinds: int32 `[E, block_q, words_per_row(block_k)]`."""
-    words = bits.new_full((len(kind), *bits.shape[1:]), tiles.full_word(block_k))
+    words = bits.new_full((len(kind), *bits.shape[1:]), bitmask.full_word(block_k))
     words[kind > 0] = bits[kind[kind > 0] - 1]
     return words

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash import BlockMask, attention
 from sparseflash.attention import Backend
 from sparseflash.cli.inputs import Inputs, drawn
-from sparseflash.closeness import error_in_yardsticks, largest_error
+from sparseflash.testing import error_in_yardsticks, largest_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SCORES_AT_ONCE = 2**25  # 256 MiB in fp64, of which an operation holds several

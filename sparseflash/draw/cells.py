@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.checks import checked_mask
-from sparseflash.counting import pattern_count
-from sparseflash.csr import row_of_entry
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.stats import pattern_count
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -98,9 +98,9 @@ def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
 
 def _live_scores(mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
     """Live scores of each tile, int64 `[E]`, and whether that is the whole tile."""
-    words = tiles.choices(mask.bits.cpu(), mask.block_k)
+    words = bitmask.choices(mask.bits.cpu(), mask.block_k)
     if length is None:
-        live = tiles.live_scores(words)[tile]
+        live = bitmask.live_scores(words)[tile]
         return live, live == mask.block_q * mask.block_k
     # Padding leaves of a tile its first rows and columns: all of them, or those of the one row or column it cuts.
     left_q = (length - i * mask.block_q).clamp(0, mask.block_q)
@@ -108,8 +108,8 @@ def _live_scores(mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, length: in
     ends, which = torch.unique(torch.stack([left_q, left_k], 1), dim=0, return_inverse=True)
     live = torch.zeros_like(tile)
     for number, (end_q, end_k) in enumerate(ends.tolist()):
-        inside = tiles.rectangle(mask.block_q, mask.block_k, end_q, end_k, words.device)
+        inside = bitmask.rectangle(mask.block_q, mask.block_k, end_q, end_k, words.device)
         here = which == number
         used, kind = torch.unique(tile[here], return_inverse=True)
-        live[here] = tiles.live_scores(words[used] & inside)[kind]
+        live[here] = bitmask.live_scores(words[used] & inside)[kind]
     return live, live == mask.block_q * mask.block_k

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparseflash.checks import checked_mask, integer
+from sparseflash.blockmask.arguments import checked_mask, integer
 from sparseflash.draw.cells import Shares, shares
 from sparseflash.draw.colours import DEAD_SCORE, EMPTY, FULL, GRID, PARTIAL, colours, hexadecimal
 from sparseflash.draw.panels import Choice, Panel, panels

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsIndex
 
-from sparseflash.checks import checked_mask
+from sparseflash.blockmask.arguments import checked_mask
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask

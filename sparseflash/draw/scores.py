@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparseflash import tiles
-from sparseflash.checks import checked_mask
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.draw.cells import tile_list
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def kinds(mask: BlockMask, pattern: int = 0, *, length: int | None = None) -> ND
     """
     (row_blocks, col_blocks), block_q, block_k = checked_mask(mask).blocks, mask.block_q, mask.block_k
     i, j, tile = tile_list(mask, pattern)
-    bits = tiles.unpack(mask.bits.cpu(), block_k).to(torch.uint8)
+    bits = bitmask.unpack(mask.bits.cpu(), block_k).to(torch.uint8)
     choices = torch.cat([torch.full((1, block_q, block_k), 3, dtype=torch.uint8, device="cpu"), 1 + bits])
     grid = torch.zeros(row_blocks, block_q, col_blocks, block_k, dtype=torch.uint8, device="cpu")
     grid[i, :, j] = choices[tile]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from sparseflash.checks import integer
+from sparseflash.blockmask.arguments import integer
 from sparseflash.draw.cells import Shares, shares
 from sparseflash.draw.panels import Choice, panels
 

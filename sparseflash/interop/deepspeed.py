@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import checked_mask, integer
+from sparseflash.blockmask.arguments import checked_mask, integer
 from sparseflash.interop.heads import no_parts, pattern_of_mask, whole_blocks
 
 

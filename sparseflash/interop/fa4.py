@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.checks import checked_mask
-from sparseflash.csr import row_of_entry
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.interop.lists import mask_of_lists, padded_lists
 from sparseflash.interop.lookup import MaskMod, TileLookup, tile_lookup
 
@@ -108,7 +107,7 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
 def _whole(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor) -> Tensor:
     """Bool `[E]`: which entries have every score that lies inside the lengths."""
     live_q, live_k = mask.q_len - (mask.blocks[0] - 1) * mask.block_q, mask.k_len - (mask.blocks[1] - 1) * mask.block_k
-    counts = torch.cat([tile.new_tensor([mask.block_q * mask.block_k]).long(), tiles.live_scores(mask.bits)])
+    counts = torch.cat([tile.new_tensor([mask.block_q * mask.block_k]).long(), bitmask.live_scores(mask.bits)])
     height = torch.where(rows == mask.blocks[0] - 1, live_q, mask.block_q)
     width = torch.where(cols == mask.blocks[1] - 1, live_k, mask.block_k)
     return counts[tile.long()] == height * width

@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import SCORES_AT_ONCE, Part
-from sparseflash.checks import Block, block_pair, checked_mask, integer, token_counts
-from sparseflash.counting import pattern_count
-from sparseflash.csr import row_of_entry
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, integer, token_counts
+from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
+from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.stats import pattern_count
+from sparseflash.blockmask.unique import number_by_first_appearance
 from sparseflash.interop.heads import mask_of_patterns
-from sparseflash.numbering import number_by_first_appearance
 
 _MOST_RUNS = 3  # live runs of a column between at most two dead ones and the ends
 
@@ -165,7 +164,7 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
     span = slice(int(indptr[0]), int(indptr[-1]))
     rows, tile = indices[span].long(), tile[span].long()
     cols = row_of_entry(indptr - indptr[0], len(rows))
-    words = tiles.choices(mask.bits, mask.block_k)  # [T + 2, block_q, W]
+    words = bitmask.choices(mask.bits, mask.block_k)  # [T + 2, block_q, W]
     # A score begins a run if the one above it is dead, and ends one if the one below is. Inside a tile that is the
     # tile's own affair; its first and last row look at the tiles that touch it.
     joined = (cols.diff() == 0) & (rows.diff() == 1)
@@ -179,10 +178,10 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
 
     most = mask.k_len
     counts = torch.zeros(col_blocks, mask.block_k, dtype=torch.int64, device=device)
-    inner = tiles.unpack(begins, mask.block_k).sum(1)  # [T + 2, block_k]
+    inner = bitmask.unpack(begins, mask.block_k).sum(1)  # [T + 2, block_k]
     some = inner.any(-1)[tile] | (begins_at_edge != 0).any(-1)
     for e in some.nonzero()[:, 0].split(max(1, SCORES_AT_ONCE // mask.block_k)):
-        counts.index_add_(0, cols[e], inner[tile[e]] + tiles.unpack(begins_at_edge[e], mask.block_k))
+        counts.index_add_(0, cols[e], inner[tile[e]] + bitmask.unpack(begins_at_edge[e], mask.block_k))
     many = (counts.view(-1)[: mask.k_len] > _MOST_RUNS).nonzero()
     if len(many):
         most = int(many[0])
@@ -213,14 +212,14 @@ def _places(
 ) -> tuple[Tensor, Tensor]:
     """Query and key of the bits of all tiles before key `stop`: those inside a tile (which are the same wherever it
     stands), `inside` `[T + 2, block_q, W]`, and those of one row at its edge, `edge` `[E, W]`."""
-    t, q, k = tiles.unpack(inside, mask.block_k).nonzero(as_tuple=True)
+    t, q, k = bitmask.unpack(inside, mask.block_k).nonzero(as_tuple=True)
     count = torch.bincount(t, minlength=len(inside))
     before = count.cumsum(0) - count
     entry = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), count[tile])
     nth = torch.arange(len(entry), device=rows.device) - (count[tile].cumsum(0) - count[tile])[entry]
     bit = before[tile[entry]] + nth
     on_edge = (edge != 0).any(-1).nonzero()[:, 0]
-    which, edge_k = tiles.unpack(edge[on_edge], mask.block_k).nonzero(as_tuple=True)
+    which, edge_k = bitmask.unpack(edge[on_edge], mask.block_k).nonzero(as_tuple=True)
     entry, q, k = (
         torch.cat([entry, on_edge[which]]),
         torch.cat([q[bit], torch.full_like(edge_k, edge_row)]),
@@ -317,7 +316,7 @@ def _cut_tiles(intervals: list[tuple[Tensor, Tensor]], rows: Tensor, cols: Tenso
     Tiles that the bounds cut alike, seen from their first row, are evaluated once.
     """
     block_k, device = keys.shape[1], rows.device
-    no_words = torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32, device=device)
+    no_words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device=device)
     kinds, found, offset = [rows[:0]], [no_words], 0
     query = torch.arange(block_q, device=device)[:, None]
     for e in torch.arange(len(rows), device=device).split(max(1, SCORES_AT_ONCE // (2 * len(intervals) * block_k))):
@@ -326,10 +325,10 @@ def _cut_tiles(intervals: list[tuple[Tensor, Tensor]], rows: Tensor, cols: Tenso
         for start, stop in intervals:
             first, last = (start[k] - top).clamp(0, block_q), (stop[k] - top).clamp(0, block_q)
             bounds += [first.where(first < last, 0), last.where(first < last, 0)]
-        distinct, inverse = tiles.deduplicate(torch.stack(bounds, dim=1).to(torch.int32))  # [T, 2 n, block_k]
+        distinct, inverse = bitmask.deduplicate(torch.stack(bounds, dim=1).to(torch.int32))  # [T, 2 n, block_k]
         for some in distinct.split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
             first, last = some[:, 0::2, None], some[:, 1::2, None]
-            found.append(tiles.pack(((query < first) | (query >= last)).all(1)))
+            found.append(bitmask.pack(((query < first) | (query >= last)).all(1)))
         kinds.append(inverse + 1 + offset)
         offset += len(distinct)
     return rows, cols, torch.cat(kinds), torch.cat(found)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.checks import BLOCKS, checked_mask, integer
-from sparseflash.csr import row_of_entry
+from sparseflash.blockmask.arguments import BLOCKS, checked_mask, integer
+from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.interop.lists import Lists, mask_of_lists, padded_lists
 from sparseflash.interop.lookup import READS, MaskMod, mask_mod, tile_lookup
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.building import Part, arrays_of
-from sparseflash.checks import BLOCKS, Block, block_pair, checked_mask
-from sparseflash.csr import row_of_entry
+from sparseflash.blockmask.arguments import BLOCKS, Block, block_pair, checked_mask
+from sparseflash.blockmask.build import Part, arrays_of
+from sparseflash.blockmask.csr import row_of_entry
 
 
 def pattern_of_mask(mask: BlockMask, number: int) -> Part:

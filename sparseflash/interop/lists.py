@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import SCORES_AT_ONCE, Part, tile_list
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.build import SCORES_AT_ONCE, Part, tile_list
 from sparseflash.interop.heads import mask_of_patterns
 from sparseflash.interop.lookup import MaskMod
 
@@ -60,11 +59,11 @@ def mask_of_lists(
         for e in torch.arange(len(rows), device=rows.device).split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
             number = heads[e] // batch[1], heads[e] % batch[1]
             live = _evaluate(mask_mod, *number, rows[e], cols[e], q_len, k_len, block_q, block_k)
-            distinct, inverse = tiles.deduplicate(tiles.pack(live))
+            distinct, inverse = bitmask.deduplicate(bitmask.pack(live))
             found.append(distinct)
             kinds.append(inverse + offset)
             offset += len(distinct)
-    no_words = torch.zeros(0, block_q, tiles.words_per_row(block_k), dtype=torch.int32, device=rows.device)
+    no_words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device=rows.device)
     words = torch.cat([no_words, *found])
     kind = torch.cat([rows[:0], *kinds])
     parts: list[Part] = []

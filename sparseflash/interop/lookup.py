@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.checks import checked_mask
-from sparseflash.csr import row_of_entry
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.csr import row_of_entry
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 READS = "_sparseflash_reads"  # of a mask_mod made here: whether it tells batch elements apart, and heads
@@ -41,7 +40,7 @@ def tile_lookup(mask: BlockMask) -> TileLookup:
 
 
 def _full(mask: BlockMask) -> int:
-    return tiles.full_word(mask.block_k)
+    return bitmask.full_word(mask.block_k)
 
 
 def mask_mod(lookup: TileLookup, block_q: int, block_k: int) -> MaskMod:
@@ -51,7 +50,7 @@ def mask_mod(lookup: TileLookup, block_q: int, block_k: int) -> MaskMod:
     batch_stride = pattern.shape[1] if pattern.shape[0] > 1 else 0
     head_stride = 1 if pattern.shape[1] > 1 else 0
     pattern = pattern.reshape(-1)
-    bits = min(block_k, tiles.WORD)
+    bits = min(block_k, bitmask.WORD)
 
     def live(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         p = pattern[b * batch_stride + h * head_stride]

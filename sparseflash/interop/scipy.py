@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.building import Part, tile_list
-from sparseflash.checks import Block, token_counts
-from sparseflash.csr import row_of_entry
+from sparseflash.blockmask.arguments import Block, token_counts
+from sparseflash.blockmask.build import Part, tile_list
+from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.interop.heads import chosen_block, mask_of_patterns, one_head, whole_blocks
 from sparseflash.interop.scores import blocks_of, part_of_blocks, part_of_scores, scores_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.building import SCORES_AT_ONCE, Part
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
 
 
 def scores_of(part: Part, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
@@ -25,11 +25,11 @@ def blocks_of(part: Part, entries: Tensor, block_q: int, block_k: int) -> Tensor
     # Taking bits apart takes many times the memory of what comes out, so it is done once a distinct tile, and in parts.
     kinds, which = torch.unique(tile, return_inverse=True)
     repeat = len(kinds) < len(tile)
-    packed = tiles.choices(words, block_k)[kinds if repeat else tile]
+    packed = bitmask.choices(words, block_k)[kinds if repeat else tile]
     live = torch.empty(len(packed), block_q, block_k, dtype=torch.bool, device=words.device)
     at_once = max(1, SCORES_AT_ONCE // (block_q * block_k))
     for some, out in zip(packed.split(at_once), live.split(at_once), strict=True):
-        out.copy_(tiles.unpack(some, block_k))
+        out.copy_(bitmask.unpack(some, block_k))
     return live[which] if repeat else live
 
 
@@ -40,9 +40,9 @@ def part_of_scores(q: Tensor, k: Tensor, q_len: int, k_len: int, block_q: int, b
             raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(ids.min())}..{int(ids.max())}.")
     col_blocks = -(-k_len // block_k)
     key, entry = torch.unique((q // block_q) * col_blocks + k // block_k, return_inverse=True)
-    row_words = tiles.words_per_row(block_k)
-    word = (entry * block_q + q % block_q) * row_words + k % block_k // tiles.WORD
-    bit = torch.ones_like(k, dtype=torch.int32) << (k % block_k % tiles.WORD).to(torch.int32)
+    row_words = bitmask.words_per_row(block_k)
+    word = (entry * block_q + q % block_q) * row_words + k % block_k // bitmask.WORD
+    bit = torch.ones_like(k, dtype=torch.int32) << (k % block_k % bitmask.WORD).to(torch.int32)
     words = torch.zeros(len(key) * block_q * row_words, dtype=torch.int32, device=q.device)
     words.index_add_(0, word, bit)  # the sum of distinct bits is their union, also for the sign bit
     tile = torch.arange(1, len(key) + 1, device=q.device)
@@ -52,7 +52,7 @@ def part_of_scores(q: Tensor, k: Tensor, q_len: int, k_len: int, block_q: int, b
 def part_of_blocks(rows: Tensor, cols: Tensor, live: Tensor) -> Part:
     """The tiles with these contents: bool `[E, block_q, block_k]`."""
     tile = torch.arange(1, len(rows) + 1, device=rows.device)
-    return rows, cols, tile, tiles.pack(live)
+    return rows, cols, tile, bitmask.pack(live)
 
 
 def scores_of_blocks(rows: Tensor, cols: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash import tiles
-from sparseflash.blockmask import BlockMask
-from sparseflash.building import arrays_of
-from sparseflash.checks import Block, block_pair, checked_mask, integer, token_counts
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, integer, token_counts
+from sparseflash.blockmask.build import arrays_of
 
 
 def to_sdpa(mask: BlockMask) -> Tensor:
@@ -79,6 +78,6 @@ def _seen_by_all_queries(keys: Tensor, q_len: int, block: Block) -> BlockMask:
         i = torch.arange(row_blocks, device=live.device).repeat_interleave(len(some))
         # Tile t + 1 holds the live keys of block column `some[t]`, for as many queries as a tile has.
         kind = torch.arange(1, len(some) + 1, device=live.device).repeat(row_blocks)
-        words = tiles.pack(live[some][:, None, :].expand(-1, block_q, -1))
+        words = bitmask.pack(live[some][:, None, :].expand(-1, block_q, -1))
         parts.append((i, some.repeat(row_blocks), kind, words))
     return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, batch, heads))

@@ -1,0 +1,261 @@
+"""The CPU backend: PyTorch over the live tiles only, with gradients, in fp16, bf16, fp32 and fp64.
+
+Block rows with the same number of tiles are computed together: their tiles' keys and values are gathered side by
+side, and the rest is an ordinary softmax attention over those. Scores exist a bounded number at a time, but those of
+one block row together, and are recomputed in the backward, so memory grows with the inputs and the mask, not with
+`Nq * Nk`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash import dropout
+from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out, register
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.cache import mask_cache, once
+from sparseflash.blockmask.csr import row_of_entry
+
+_SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32: stays near the cache, and larger chunks were not faster
+
+
+class _Rows(NamedTuple):
+    """Block rows with the same number c of tiles, of one pattern, for the heads that use it."""
+
+    heads: Tensor  # [n], number of (batch element, query head)
+    rows: Tensor  # [R], block rows
+    cols: Tensor  # [R, c], block columns
+    tile: Tensor  # [R, c]
+    stop: int | None  # the sequence's length, where the mask has lengths
+
+
+def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps autocast out: the inputs are cast before, and what is computed in fp32 here must stay so."""
+
+    @wraps(function)
+    def run(q: Tensor, *rest: Any) -> Any:
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *rest)
+
+    return run
+
+
+@_as_given
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
+    words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int, scale: float,
+    seed: Tensor | None = None, dropped: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if q.numel() == 0 or k.numel() == 0:
+        return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
+    mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
+    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, block_k), mask.cut(v, block_k)
+    out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, height, Dv]
+    maximum, total = q_tiles.new_zeros(q_tiles.shape[:-1]), q_tiles.new_zeros(q_tiles.shape[:-1])
+    for part in mask.parts():
+        scores, _, keys = mask.scores(part, q_tiles, k_tiles, scale)
+        highest = scores.amax(-1)  # [n, R, height]
+        # A query without keys has -inf, and -inf - -inf is NaN; 0 gives exp(-inf) = 0.
+        highest = highest.masked_fill(highest == -torch.inf, 0.0)
+        weights = torch.exp(scores - highest.unsqueeze(-1))
+        where = part.heads[:, None], part.rows[None, :]
+        maximum[where], total[where] = highest, weights.sum(-1)
+        if seed is not None:
+            weights *= mask.kept(part, seed, dropped)
+        out[where] = (weights @ mask.gather(v_tiles, keys, part.cols)) / _or_one(total[where]).unsqueeze(-1)
+    lse = empty_lse(q).copy_(mask.join(maximum + torch.log(total), q))
+    kept = _empty_kept(q)
+    kept[0], kept[1] = mask.join(maximum, q), mask.join(total, q)
+    return empty_out(q, v).copy_(mask.join(out, q)), lse, kept
+
+
+@_as_given
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
+    indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
+    pattern: Tensor | None, lengths: Tensor | None,
+    block_q: int, block_k: int, scale: float,
+    seed: Tensor | None = None, dropped: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
+    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, block_k), mask.cut(v, block_k)
+    dout_tiles = mask.cut(dout, mask.height)
+    maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)
+    # A query without keys has weights 0, whatever its dlse (which may be NaN) says.
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
+    dlse_tiles = mask.cut(dlse.unsqueeze(-1), mask.height).squeeze(-1)
+    dq, dk, dv = torch.zeros_like(q_tiles), torch.zeros_like(k_tiles), torch.zeros_like(v_tiles)
+    for part in mask.parts():
+        scores, queries, keys = mask.scores(part, q_tiles, k_tiles, scale)
+        where = part.heads[:, None], part.rows[None, :]
+        weights = torch.exp(scores - maximum[where].unsqueeze(-1))  # [n, R, height, c * block_k]
+        weights /= _or_one(total[where]).unsqueeze(-1)
+        dout_rows = dout_tiles[where]
+        dweights = dout_rows @ mask.gather(v_tiles, keys, part.cols).transpose(-1, -2)
+        passed = weights
+        if seed is not None:
+            kept_weights = mask.kept(part, seed, dropped)
+            dweights *= kept_weights
+            passed = weights * kept_weights
+        delta = (weights * dweights).sum(-1)
+        # dlse is added last: where one key has all the weight, the rest cancels without any error.
+        dscores = weights * (dweights - delta.unsqueeze(-1) + dlse_tiles[where].unsqueeze(-1)) * scale
+        dq[where] = dscores @ mask.gather(k_tiles, keys, part.cols)
+        mask.scatter_add(dv, keys, part.cols, passed.transpose(-1, -2) @ dout_rows)
+        mask.scatter_add(dk, keys, part.cols, dscores.transpose(-1, -2) @ queries)
+    return (
+        empty_gradient(q).copy_(mask.join(dq, q)),
+        empty_gradient(k).copy_(mask.join(dk, k)),
+        empty_gradient(v).copy_(mask.join(dv, v)),
+    )
+
+
+def _empty_kept(q: Tensor) -> Tensor:
+    """The maximum and the sum of exponentials of every query: `[2, B, Hq, Nq]`."""
+    return q.new_empty((2, *q.shape[:-1]), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+attention = register("blockwise", _forward, _backward, _empty_kept)
+
+
+class _Mask:
+    """The mask's arrays and the shapes they are used with: cutting tensors into tiles, and the rows to compute."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
+        words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int,
+    ) -> None:  # fmt: skip
+        self.batch, self.heads, self.q_len = q.shape[:3]
+        self.kv_heads, self.k_len = k.shape[1:3]
+        if indptr is None or indices is None or tile is None or words is None or pattern is None:
+            dense = _dense(self.q_len, self.k_len, block_q, block_k, q.device)
+            indptr, indices, tile, words, pattern = dense.indptr, dense.indices, dense.tile, dense.words, dense.pattern
+        self.indptr, self.indices, self.tile = indptr, indices, tile
+        self.pattern = pattern.expand(self.batch, self.heads).reshape(-1)
+        self.lengths = lengths
+        self.block_q, self.block_k = block_q, block_k
+        self.row_blocks = -(-self.q_len // block_q)
+        # Queries a tile. A few queries to many keys, as in decoding, are no more than there are.
+        self.height = self.q_len if self.row_blocks == 1 else block_q
+        self.bits = words.view(-1, block_q, bitmask.words_per_row(block_k))[:, : self.height]
+        self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in single
+
+    def cut(self, x: Tensor, block: int) -> Tensor:
+        """`[B, H, N, D]` to tiles `[B * H, ceil(N / block), block, D]`, zeros past the end."""
+        batch, heads, length, dim = x.shape
+        count = -(-length // block)
+        padded = x.new_zeros(batch * heads, count * block, dim, dtype=self.dtype)
+        padded[:, :length] = x.reshape(batch * heads, length, dim)
+        return padded.view(batch * heads, count, block, dim)
+
+    def join(self, x: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `cut`, for the lengths of `like`: `[B * H, M, block, ...]` to `[B, H, N, ...]`."""
+        batch, heads, length = like.shape[:3]
+        return x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :length]
+
+    def scores(self, part: _Rows, q_tiles: Tensor, k_tiles: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores `[n, R, height, c * block_k]` with -inf where dead, the queries, and the key heads `[n]`."""
+        keys = part.heads // self.heads * self.kv_heads + part.heads % self.heads // (self.heads // self.kv_heads)
+        queries = q_tiles[part.heads[:, None], part.rows[None, :]]  # [n, R, height, D]
+        scores = (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale
+        live = self.live(part)
+        return scores if live is None else scores.masked_fill_(~live, -torch.inf), queries, keys
+
+    def live(self, part: _Rows) -> Tensor | None:
+        """Bool `[R, height, c * block_k]`, or None if every score of these rows is live."""
+        rows, count = part.cols.shape
+        live = None
+        if bool((part.tile > 0).any()):
+            words = bitmask.choices(self.bits, self.block_k)
+            live = bitmask.unpack(words[part.tile], self.block_k)  # [R, c, height, block_k]
+            live = live.transpose(1, 2).reshape(rows, self.height, count * self.block_k)
+        if part.stop is not None:
+            device = part.rows.device
+            k = part.cols[:, :, None] * self.block_k + torch.arange(self.block_k, device=device)
+            q = part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)
+            inside = (q < part.stop)[:, :, None] & (k < part.stop).reshape(rows, 1, -1)
+            live = inside if live is None else live & inside
+        return live
+
+    def kept(self, part: _Rows, seed: Tensor, dropped: int) -> Tensor:
+        """What dropout multiplies the weights by, `[n, R, height, c * block_k]`: 0, or one over what is left."""
+        rows, device = len(part.cols), part.cols.device
+        per_block = self.block_k // dropout.GROUP
+        group = (part.cols[:, :, None] * per_block + torch.arange(per_block, device=device)).reshape(rows, 1, -1)
+        query = (part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)).unsqueeze(-1)
+        keep = dropout.kept(seed, dropped, part.heads.view(-1, 1, 1, 1), query, group)
+        return keep.to(self.dtype) * dropout.amplification(dropped)
+
+    def gather(self, x_tiles: Tensor, heads: Tensor, cols: Tensor) -> Tensor:
+        """The tokens of the tiles `cols [R, c]`, side by side: `[n, R, c * block, D]`."""
+        chosen = x_tiles[heads[:, None, None], cols[None]]  # [n, R, c, block, D]
+        return chosen.reshape(len(heads), len(cols), -1, x_tiles.shape[-1])
+
+    def scatter_add(self, into: Tensor, heads: Tensor, cols: Tensor, values: Tensor) -> None:
+        """The transpose of `gather`."""
+        slots = (heads[:, None, None] * into.shape[1] + cols[None]).reshape(-1)
+        into.view(-1, *into.shape[2:]).index_add_(0, slots, values.reshape(-1, *into.shape[2:]))
+
+    def parts(self) -> Iterator[_Rows]:
+        """What to compute, a bounded number of scores at a time."""
+        for number, heads, stop in self._patterns():
+            for rows, cols, tile in self._rows_by_count(number, stop):
+                count = cols.shape[1]
+                if count == 0:
+                    continue  # these queries have no key
+                a_row = self.block_q * self.block_k * count
+                some_heads = max(1, min(len(heads), _SCORES_AT_ONCE // a_row))
+                some_rows = max(1, _SCORES_AT_ONCE // (a_row * some_heads))
+                for h in heads.split(some_heads):
+                    for r in range(0, len(rows), some_rows):
+                        here = slice(r, r + some_rows)
+                        yield _Rows(h, rows[here], cols[here], tile[here], stop)
+
+    def _patterns(self) -> Iterator[tuple[int, Tensor, int | None]]:
+        """Each pattern in use, the (batch element, head) numbers that use it, and their length where there is one."""
+        lengths = None if self.lengths is None else self.lengths.repeat_interleave(self.heads)
+        keys = self.pattern.long() if lengths is None else torch.stack([self.pattern.long(), lengths.long()], 1)
+        kinds, which = torch.unique(keys, dim=0, return_inverse=True)
+        for kind, values in enumerate(kinds.tolist()):
+            number, stop = (values, None) if lengths is None else values
+            yield number, (which == kind).nonzero().squeeze(1), stop
+
+    def _rows_by_count(self, number: int, stop: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The block rows of a pattern, grouped by their number of tiles; tiles past `stop` left out."""
+        if stop is not None:
+            return self._counted_rows(number, stop)
+        return once(mask_cache(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))
+
+    def _counted_rows(self, number: int, stop: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        indptr = self.indptr[number * self.row_blocks : (number + 1) * self.row_blocks + 1].long()
+        first, last = int(indptr[0]), int(indptr[-1])
+        cols, tile = self.indices[first:last].long(), self.tile[first:last].long()
+        rows = row_of_entry(indptr - first, last - first)
+        if stop is not None:
+            inside = (rows * self.block_q < stop) & (cols * self.block_k < stop)
+            rows, cols, tile = rows[inside], cols[inside], tile[inside]
+        counts = torch.bincount(rows, minlength=self.row_blocks)
+        groups = []
+        for count in counts.unique().tolist():
+            chosen = counts == count
+            entries = chosen[rows]
+            shape = (int(chosen.sum()), count)
+            groups.append((chosen.nonzero().squeeze(1), cols[entries].view(shape), tile[entries].view(shape)))
+        return groups
+
+
+def _or_one(total: Tensor) -> Tensor:
+    """The sums, but 1 for queries without keys, whose weights are 0 anyway."""
+    return total.masked_fill(total == 0, 1.0)
+
+
+@lru_cache(maxsize=16)
+def _dense(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.device) -> BlockMask:
+    return BlockMask.dense(q_len, k_len, block=(block_q, block_k)).to(device)

@@ -1,0 +1,67 @@
+"""What PyTorch's `FlopCounterMode` counts for our operators: the products over live tiles, as `analysis.flops` does.
+
+The counter knows no operator that it was not told of, and counts 0 for it. Its module takes a third of a second to
+import, so it is told where somebody counts, at the first call that is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+Formula = Callable[..., int]
+
+
+def tell(*operators: tuple[Any, Formula]) -> None:
+    """Tells PyTorch's counter, and those that are counting now, the formulas of operators (`torch.ops.x.y`)."""
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:  # then nobody counts
+        return
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    counting = [
+        getattr(getattr(mode, "counter", mode), "flop_registry", None) for mode in _get_current_dispatch_mode_stack()
+    ]
+    for operator, formula in operators:
+        if operator not in module.flop_registry:
+            module.register_flop_formula(operator, get_raw=True)(formula)
+        for registry in counting:  # copies of it, from before
+            if isinstance(registry, dict):
+                registry.setdefault(operator, formula)
+
+
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, *mask: Any, out_val: Any = None) -> int:
+    """Two products over the scores of the live tiles. mask: as the operator takes it."""
+    return 2 * scores(q, k, *mask) * (q.shape[-1] + v.shape[-1])
+
+
+def backward_flops(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
+    *mask: Any, out_val: Any = None,
+) -> int:  # fmt: skip
+    """Five products, of which one computes the scores again: as many as PyTorch counts for its own attention."""
+    return 2 * scores(q, k, *mask) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def scores(
+    q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor,
+    lengths: Tensor | None, block_q: int, block_k: int, *rest: Any,
+) -> int:  # fmt: skip
+    """Scores of all live tiles, of all heads; what `lengths` cut off is counted.
+
+    Of fake tensors, whose numbers nobody knows: the mean of the patterns, and of a dynamic mask all it has room for.
+    """
+    (batch, heads, q_len), k_len = q.shape[:3], k.shape[2]
+    if indptr is None:
+        return batch * heads * q_len * k_len
+    rows = -(-q_len // block_q)
+    if any(isinstance(x, FakeTensor) or x.is_meta for x in (q, indptr)):
+        return batch * heads * indices.shape[0] * block_q * block_k * rows // max(1, indptr.shape[0] - 1)
+    tiles = indptr[rows::rows].long() - indptr[:-1:rows].long()  # of each pattern
+    own_batch, own_heads = pattern.shape
+    walked = int(tiles[pattern.long()].sum()) * (batch // own_batch) * (heads // own_heads)
+    return walked * block_q * block_k

@@ -1,0 +1,44 @@
+"""Dropout in the kernels: which weights of a tile are kept. `sparseflash/dropout.py` is the definition."""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.portable.loads import token_numbers
+
+GROUP = tl.constexpr(16)
+ROUNDS = tl.constexpr(7)
+
+
+@triton.jit
+def kept_weights(
+    seed_ptr, dropped, row, first_q, first_k,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Bools `[TILE_M, TILE_N]`, or `[TILE_N, TILE_M]` if TRANSPOSED, of the tile at (first_q, first_k).
+
+    `row` is batch element * Hq + query head. One of the two firsts may be the numbers of all tokens of a gathered tile
+    (see tile.py). A counter makes 16 bytes, which are spread over 16 keys as the words of a mask's tile are over 32.
+    """
+    GROUPS: tl.constexpr = TILE_N // GROUP
+    seed = tl.load(seed_ptr)
+    q = token_numbers(first_q, TILE_M)
+    if first_k.type.is_block():
+        group = tl.min(first_k.reshape(GROUPS, GROUP), 1) // GROUP
+    else:
+        group = first_k // GROUP + tl.arange(0, GROUPS)
+    if TRANSPOSED:
+        c0, c1 = tl.broadcast(group[:, None], q[None, :])
+    else:
+        c0, c1 = tl.broadcast(group[None, :], q[:, None])
+    zero = tl.zeros_like(c0)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + row, zero, ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., .., 2, 2]: in the order of the words
+    shift = 8 * tl.arange(0, 4)
+    if TRANSPOSED:
+        words = words.permute(0, 2, 3, 1).reshape(GROUPS * 4, TILE_M)
+        draws = (words[:, None, :] >> shift[None, :, None]) & 0xFF
+        return draws.reshape(TILE_N, TILE_M) >= dropped
+    else:
+        words = words.reshape(TILE_M, GROUPS * 4)
+        draws = (words[:, :, None] >> shift[None, None, :]) & 0xFF
+        return draws.reshape(TILE_M, TILE_N) >= dropped

@@ -1,0 +1,86 @@
+"""Lists whose tiles are gathered: several blocks of a row side by side in one tile, wherever in the row they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import Lists
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.ops.tilelist import in_chunks
+
+
+def gathered_keys(mask: BlockMask, streamed: int) -> Lists:
+    """Rows of tiles of `mask.block_q x streamed` scores, each of the next few blocks of keys that the row has."""
+    parts, narrow = streamed // mask.block_k, mask.block_k < bitmask.WORD
+    known = bitmask.choices(mask.bits, mask.block_k)
+
+    def joined(some: Tensor) -> Tensor:
+        words = known[some].transpose(1, 2)  # [C, block_q, parts, W]
+        if narrow:  # two pieces of 16 keys a word
+            words = words[..., 0::2, :] | (words[..., 1::2, :] << 16)
+        return words.flatten(1)
+
+    grouped = _group(mask.indptr, mask.indices, mask.tile, parts, past=mask.blocks[1], dead=len(known) - 1)
+    return _lists(grouped, joined, known[0].numel() * parts, Tiling(mask.block_q, streamed, mask.block_k))
+
+
+def gathered_queries(mask: BlockMask, streamed: int) -> Lists:
+    """Columns of tiles of `streamed x mask.block_k` scores, each of the next few blocks of queries in the column."""
+    parts = streamed // mask.block_q
+    known = bitmask.choices(mask.bits, mask.block_k)
+    grouped = _group(*mask.columns, parts, past=mask.blocks[0], dead=len(known) - 1)
+    tiling = Tiling(mask.block_k, streamed, mask.block_q)
+    return _lists(grouped, lambda some: known[some].flatten(1), known[0].numel() * parts, tiling)
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """The blocks of every row in groups of `parts`, those groups first whose every block is full."""
+
+    start: Tensor  # int32 [rows]
+    full: Tensor  # int32 [rows]
+    count: Tensor  # int32 [rows]
+    index: Tensor  # int32 [tiles + 1, parts]
+    kinds: Tensor  # int64 [tiles + 1, parts], the tile number of each block; where there is none, `dead`
+
+
+def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int, dead: int) -> _Grouped:
+    """Full blocks make groups as long as they last; what is left of them goes with the partial ones.
+
+    Each of the two parts of a list increases, as sequence lengths want it.
+    """
+    rows = row_of_entry(indptr, len(index))
+    is_full = tile == 0
+    full_before = torch.cat([indptr.new_zeros(1), is_full.cumsum(0, dtype=torch.int32)])
+    starts = full_before[indptr.long()]
+    full = starts.diff() // parts  # groups
+    among_full = full_before[:-1] - starts[rows]
+    in_full_group = is_full & (among_full < (full * parts)[rows])
+    _, order = torch.sort(rows * 2 + ~in_full_group, stable=True)  # the row of each entry stays
+
+    count = -(-indptr.diff() // parts)
+    start = count.cumsum(0) - count
+    place = torch.arange(len(index), device=index.device) - indptr[rows]
+    at = (start[rows] + place // parts, place % parts)
+    total = int(count.sum())
+    blocks = torch.full((total + 1, parts), past, dtype=torch.int32, device=index.device)
+    blocks[at] = index[order]
+    kinds = torch.full((total + 1, parts), dead, dtype=torch.int64, device=index.device)
+    kinds[at] = tile[order].long()
+    return _Grouped(start.to(torch.int32), full.to(torch.int32), count.to(torch.int32), blocks, kinds)
+
+
+def _lists(grouped: _Grouped, joined: Callable[[Tensor], Tensor], words_each: int, tiling: Tiling) -> Lists:
+    """`joined`: the words of tiles, [C, words], from the kinds of their blocks, [C, parts]."""
+    partial = (grouped.kinds != 0).any(1)
+    recipes, number = bitmask.deduplicate(grouped.kinds[partial].unsqueeze(-1))
+    tile = torch.zeros(len(partial), dtype=torch.int32, device=partial.device)
+    tile[partial] = (number + 1).to(torch.int32)
+    index, words = grouped.index.view(-1), in_chunks(joined, recipes.squeeze(-1), words_each).reshape(-1)
+    return Lists(grouped.start, grouped.full, grouped.count, index, tile, words, tiling)

@@ -1,0 +1,88 @@
+"""The lists of one mask in other tiles than its own, each made when it is first asked for, and how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton.schedule.gather import gathered_keys, gathered_queries
+from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, candidates, choose, usual_warps
+from sparseflash.backends.triton.schedule.worklists import Lists, full_first
+from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.cache import once
+from sparseflash.blockmask.csr import row_of_entry
+
+
+class Retiled:
+    """`axis` is 0 for lists over rows, which hold queries and stream keys, 1 for those over columns.
+
+    Kept with the indices of the mask, for all plans.
+    """
+
+    def __init__(
+        self, indptr: Tensor, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor, lengths: tuple[int, int],
+        block: tuple[int, int],
+    ) -> None:  # fmt: skip
+        self._arrays = indptr, indices.detach(), tile  # not what this is kept with, which could not be freed then
+        self._words, self._pattern = words, pattern
+        self._lengths, self._block = lengths, block
+        self._kept: dict[Any, Any] = {}
+
+    def lists(self, axis: int, tiling: Tiling) -> Lists:
+        """The lists of that tiling, with exactly the live scores of the mask."""
+        made: Lists = self._once(("lists", axis, tiling), lambda: self._lists(axis, tiling))
+        return made
+
+    def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling:
+        """The tiling to walk; see `choose`."""
+        found = self.candidates(axis, whole, gathered)
+        if len(found) == 1:
+            return found[0]
+        return choose(found, lambda each: self.count(axis, each), self.held(axis), whole, gathered, cost, warps)
+
+    def candidates(self, axis: int, whole: Tile, gathered: Tile) -> list[Tiling]:
+        """What there is to choose from, the mask's own tiling first."""
+        return candidates((self._block[axis], self._block[1 - axis]), whole, gathered)
+
+    def held(self, axis: int) -> int:
+        """How many tokens programs over this axis hold together, over all patterns."""
+        patterns = (len(self._arrays[0]) - 1) // -(-self._lengths[0] // self._block[0])
+        return patterns * self._lengths[axis]
+
+    def count(self, axis: int, tiling: Tiling) -> int:
+        """How many tiles there are, over all patterns, without making them."""
+        counted: int = self._once(("count", axis, tiling), lambda: self._count(axis, tiling))
+        return counted
+
+    def _count(self, axis: int, tiling: Tiling) -> int:
+        indptr, indices, _ = self._arrays
+        blocks = [-(-n // b) for n, b in zip(self._lengths, self._block, strict=True)]
+        rows = row_of_entry(indptr, len(indices))
+        place = rows % blocks[0], indices.long()
+        held = rows // blocks[0] * blocks[axis] + place[axis] // (tiling.held // self._block[axis])
+        streamed = place[1 - axis] // ((tiling.gathered or tiling.streamed) // self._block[1 - axis])
+        found = torch.unique(held * blocks[1 - axis] + streamed)
+        if not tiling.gathered:
+            return len(found)
+        each = torch.bincount(found // blocks[1 - axis])
+        return int((-(-each // (tiling.streamed // tiling.gathered))).sum())
+
+    def _lists(self, axis: int, tiling: Tiling) -> Lists:
+        streamed = tiling.gathered or tiling.streamed
+        block = (tiling.held, streamed) if axis == 0 else (streamed, tiling.held)
+        mask: BlockMask = self._once(("mask", block), lambda: self._mask().reblock(block))
+        if tiling.gathered:
+            return (gathered_keys, gathered_queries)[axis](mask, tiling.streamed)
+        arrays = (mask.indptr, mask.indices, mask.tile) if axis == 0 else mask.columns
+        return full_first(*arrays, mask.words, tiling)
+
+    def _mask(self) -> BlockMask:
+        (block_q, block_k), words = self._block, self._words
+        bits = words.view(-1, block_q, bitmask.words_per_row(block_k))[:-1]
+        return BlockMask(*self._lengths, block_q, block_k, *self._arrays, bits, self._pattern)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        return once(self._kept, key, make)

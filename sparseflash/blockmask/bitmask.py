@@ -1,0 +1,142 @@
+"""The bits of partial tiles: packing, unpacking, and storing each distinct tile once.
+
+A tile is a `block_q x block_k` patch of the score matrix. A partly live tile is kept as one bit a score: score
+`(q, k)` of a tile is bit `k % 32` of word `k // 32` of row `q`. Blocks of 16 keys use the low half of their word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask.unique import number_by_first_appearance
+
+WORD = 32  # scores a word
+WORDS_AT_ONCE = 1 << 22  # bits are worked on this many words at a time: 16 MB, and a few times that of temporaries
+_SERIAL = (1 << 15) - 1  # the most words on which one thread works alone: at::internal::GRAIN_SIZE - 1
+
+
+def words_per_row(block_k: int) -> int:
+    """Number of int32 words that hold one row of a tile."""
+    return max(block_k // WORD, 1)
+
+
+def full_word(block_k: int) -> int:
+    """The word whose scores are all live (blocks of 16 keys use the low half only)."""
+    return -1 if block_k >= WORD else (1 << block_k) - 1
+
+
+def pack(live: Tensor) -> Tensor:
+    """Packs bool `[..., block_q, block_k]` into int32 `[..., block_q, words_per_row(block_k)]`.
+
+    >>> live = torch.zeros(1, 16, 16, dtype=torch.bool)
+    >>> live[0, 0, :3] = True
+    >>> pack(live)[0, 0].tolist()
+    [7]
+    """
+    shape = (*live.shape[:-1], words_per_row(live.shape[-1]))
+    flat = live.reshape(-1).contiguous()
+    if flat.storage_offset() % 8:
+        flat = flat.clone()  # so that eight scores are an aligned number
+    # Eight scores are eight bytes, 0 or 1, of one number, lowest first. The factor's bits 7, 14, ..., 56 move byte i to
+    # the bits 8 i + 7 j, one of which is 56 + i. No two of all these are equal, so nothing carries.
+    octets = (flat.view(torch.int64) * 0x0102_0408_1020_4080 >> 56).to(torch.uint8)
+    if live.shape[-1] < WORD:
+        return (octets.view(torch.int16).to(torch.int32) & full_word(live.shape[-1])).view(shape)
+    return octets.view(torch.int32).view(shape)
+
+
+def unpack(words: Tensor, block_k: int) -> Tensor:
+    """The inverse of `pack`: int32 `[..., block_q, words]` to bool `[..., block_q, block_k]`."""
+    bits = min(WORD, block_k)
+    shifts = torch.arange(bits, dtype=torch.int32, device=words.device)
+    live = ((words.unsqueeze(-1) >> shifts) & 1).to(torch.bool)
+    return live.reshape(*words.shape[:-1], block_k)
+
+
+def choices(words: Tensor, block_k: int) -> Tensor:
+    """The words of each kind of tile, the full one (0) first and a dead one last: int32 `[T + 2, block_q, W]`.
+
+    >>> choices(torch.tensor([3]).view(1, 1, 1).expand(1, 16, 1).to(torch.int32), 16)[:, 0, 0].tolist()
+    [65535, 3, 0]
+    """
+    full = words.new_full((1, *words.shape[1:]), full_word(block_k))
+    return torch.cat([full, words, torch.zeros_like(full)])
+
+
+def live_scores(words: Tensor) -> Tensor:
+    """Number of live scores of each tile: int32 `[T, block_q, words]` to int64 `[T]`."""
+    # The usual population count in parallel; masking after each arithmetic shift discards the copied sign bits.
+    v = words
+    v = v - ((v >> 1) & 0x55555555)
+    v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
+    v = (v + (v >> 4)) & 0x0F0F0F0F
+    v = (v & 0xFF) + ((v >> 8) & 0xFF) + ((v >> 16) & 0xFF) + ((v >> 24) & 0xFF)
+    return v.sum(dim=(-2, -1), dtype=torch.int64)
+
+
+def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct tiles in order of first appearance, and for each tile the number of its distinct one.
+
+    `words` int32 `[E, block_q, W]` -> (`[T, block_q, W]`, int64 `[E]`), with `unique[inverse] == words`.
+    """
+    count = words.shape[0]
+    if count <= 1:
+        return words, torch.zeros(count, dtype=torch.int64, device=words.device)
+    flat = words.flatten(1)
+    # Sorting 64-bit fingerprints is far cheaper than sorting rows of hundreds of words. The fingerprint only proposes
+    # equal tiles; they are compared below, and a collision takes the slow road.
+    generator = torch.Generator("cpu").manual_seed(0x5F)
+    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(words.device) | 1
+    # On a CPU, portions that stay in its caches take a sixth of the time of large ones. They are also below the size
+    # from which PyTorch shares an operation among threads, which wait for one another: on a busy machine for long.
+    rows_at_once = max(1, (_SERIAL if words.device.type == "cpu" else WORDS_AT_ONCE) // max(1, flat.shape[1]))
+    fingerprint = torch.cat([(some.to(torch.int64) * factors).sum(1) for some in flat.split(rows_at_once)])
+    inverse, representative = number_by_first_appearance(fingerprint)
+    proposed = zip(flat.split(rows_at_once), representative[inverse].split(rows_at_once), strict=True)
+    # index_select copies rows as they are: a tenth of the time of indexing.
+    if not all(torch.equal(some, flat.index_select(0, same)) for some, same in proposed):
+        _, inverse = torch.unique(flat, dim=0, return_inverse=True)
+        inverse, representative = number_by_first_appearance(inverse)
+    # Where no two are equal they are spared a copy: these arrays can be most of the memory.
+    return words if len(representative) == count else words.index_select(0, representative), inverse
+
+
+def classify(
+    words_of: Callable[[Tensor], Tensor], recipes: Tensor, block_q: int, block_k: int
+) -> tuple[Tensor, Tensor]:
+    """Which tiles are dead, full or partial, and the bits of the partial ones, each distinct one once.
+
+    `words_of(recipes[...])`: the words int32 `[C, block_q, W]` of some of the tiles, asked for a bounded number at a
+    time. Returns `(kind, distinct)`: kind int64 `[C]` is -1 for a dead tile, 0 for a full one, t for `distinct[t - 1]`.
+
+    >>> words = torch.tensor([0, 3, 0xFFFF, 3]).view(4, 1, 1).expand(4, 16, 1).to(torch.int32)
+    >>> kind, distinct = classify(lambda some: words[some], torch.arange(4), 16, 16)
+    >>> kind.tolist(), distinct[:, 0, 0].tolist()
+    ([-1, 1, 0, 1], [3])
+    """
+    kinds, found, count = [], [], 0
+    for some in recipes.split(max(1, WORDS_AT_ONCE // (block_q * words_per_row(block_k)))):
+        words = words_of(some)
+        live = (words != 0).flatten(1).any(1)
+        partial = live & (words != full_word(block_k)).flatten(1).any(1)
+        distinct, inverse = deduplicate(words[partial])
+        kind = live.to(torch.int64) - 1
+        kind[partial] = inverse + 1 + count
+        kinds.append(kind)
+        found.append(distinct)
+        count += len(distinct)
+    if len(kinds) == 1:
+        return kinds[0], found[0]
+    kind, (distinct, inverse) = torch.cat(kinds), deduplicate(torch.cat(found))
+    kind[kind > 0] = inverse[kind[kind > 0] - 1] + 1
+    return kind, distinct
+
+
+def rectangle(block_q: int, block_k: int, live_q: int, live_k: int, device: torch.device) -> Tensor:
+    """Words `[block_q, W]` of the tile whose first `live_q` rows and first `live_k` columns are live."""
+    live = torch.zeros(block_q, block_k, dtype=torch.bool, device=device)
+    live[:live_q, :live_k] = True
+    return pack(live)

@@ -1,0 +1,57 @@
+"""Compressed sparse rows: whose entries are whose, and the transpose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask.cache import mask_cache, once
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
+
+
+def row_of_entry(indptr: Tensor, count: int) -> Tensor:
+    """The row of each entry: int64 `[count]`, without asking the device for anything.
+
+    `indptr` starts at 0. Entries at or past `indptr[-1]`, the room of a dynamic mask, get the number past the last row.
+    """
+    rows = torch.arange(len(indptr), device=indptr.device)
+    return torch.repeat_interleave(rows, indptr.diff(append=indptr.new_full((1,), count)).long(), output_size=count)
+
+
+def stored_tiles(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
+    """`(row, column, tile)` of every stored tile, int64 `[nnz]`, with `row = p * Mq + i`; waits for a dynamic mask."""
+    count = int(mask.indptr[-1]) if mask.dynamic else len(mask.indices)
+    return row_of_entry(mask.indptr, count), mask.indices[:count].long(), mask.tile[:count].long()
+
+
+def columns_of(
+    indptr: Tensor, indices: Tensor, tile: Tensor, row_blocks: int, col_blocks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`BlockMask.columns` from the arrays, cached with the indices."""
+
+    def transposed() -> tuple[Tensor, Tensor, Tensor]:
+        rows = row_of_entry(indptr, len(indices))
+        patterns = (len(indptr) - 1) // row_blocks
+        column = rows // row_blocks * col_blocks + indices
+        column, order = torch.sort(column, stable=True)
+        starts = torch.arange(patterns * col_blocks + 1, device=indptr.device)
+        return (
+            torch.searchsorted(column, starts).to(torch.int32),
+            (rows % row_blocks)[order].to(torch.int32),
+            tile[order],
+        )
+
+    return once(mask_cache(indices), "columns", transposed)
+
+
+def may_vary_in_size(array: Tensor) -> None:
+    """Tells torch.compile that another mask may have another number of tiles, so that it need not compile again.
+
+    The same marks as `torch._dynamo.maybe_mark_dynamic(array, 0)`, without the second that importing it costs.
+    """
+    array._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+    array._has_dynamo_dim_marking = True  # type: ignore[attr-defined]

@@ -1,0 +1,850 @@
+"""`BlockMask`: which scores of an attention exist, as data.
+
+Block structure in compressed sparse rows (CSR), plus one bit a score for the tiles that are only partly live. The
+type, its invariants, its constructors and the way back to a dense matrix; nothing here runs attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
+from sparseflash.blockmask.build import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
+from sparseflash.blockmask.cache import belong_together, keep_with, mask_cache, once
+from sparseflash.blockmask.csr import columns_of, may_vary_in_size, stored_tiles
+from sparseflash.blockmask.dynamic import canonical_arrays_of
+from sparseflash.blockmask.stats import live_scores, pattern_count
+from sparseflash.blockmask.validate import check_arrays, validate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """The set of live scores of an attention over `q_len` queries and `k_len` keys.
+
+    The score matrix is cut into tiles of `block_q x block_k` tokens, `Mq = ceil(q_len / block_q)` rows of them and
+    `Mk = ceil(k_len / block_k)` columns. With P distinct patterns, nnz stored tiles and T distinct partial ones:
+
+    - `indptr`   int32 `[P * Mq + 1]`: the tiles of block row i of pattern p are `indptr[p*Mq + i] : indptr[p*Mq + i+1]`
+    - `indices`  int32 `[nnz]`: their block columns, strictly increasing in a row
+    - `tile`     int32 `[nnz]`: 0: every score is live; t > 0: `bits[t - 1]` says which
+    - `bits`     int32 `[T, block_q, max(block_k // 32, 1)]`: bit `k % 32` of word `k // 32` of row q is score (q, k)
+    - `pattern`  int32 `[B or 1, Hq or 1]`: the pattern of each batch element and query head; 1 means shared
+    - `lengths`  int32 `[B or 1]` or None: tokens of each sequence; queries and keys at or past it are dead (padding)
+
+    Build one with `from_dense`, `from_layout`, `from_function`, `from_tiles`, `dense`, or a function of
+    `sparseflash.masks`; call the class itself only with arrays that keep these rules (`validate()` checks them all).
+
+    Empty tiles are not stored, full ones have `tile == 0`, equal partial tiles and equal patterns are stored once, in
+    order of first appearance, and ragged ends are partial tiles. So equal masks have equal arrays, and `==` and `hash`
+    compare those, wherever they lie (`lengths` included). A mask is immutable: never write to its arrays.
+
+    `dynamic`: a mask made on the GPU at every step cannot be canonical, because counting waits for the device. Its
+    arrays are safe to run, no more (see `blockmask/dynamic.py`); `canonical()` gives the mask whose arrays keep all
+    of the rules.
+
+    Example, a window of three keys over 40 tokens in blocks of 16 (two distinct partial tiles on each side of the
+    diagonal, one on it, and the ragged last row and column):
+
+    >>> mask = BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, 40, block=16)
+    >>> mask
+    BlockMask(40 x 40, blocks of 16, 7 tiles: 0 full + 7 partial (4 distinct), density 7.38 %)
+    >>> mask.indptr.tolist(), mask.indices.tolist(), mask.tile.tolist()
+    ([0, 2, 5, 7], [0, 1, 0, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3, 4])
+
+    and the dense matrix from the arrays, in four lines:
+
+    >>> dense = torch.zeros(48, 48, dtype=torch.bool)
+    >>> for i in range(3):
+    ...     for e in range(mask.indptr[i], mask.indptr[i + 1]):
+    ...         j, words = int(mask.indices[e]), mask.bits[mask.tile[e] - 1]  # none is full here
+    ...         dense[16*i:16*i+16, 16*j:16*j+16] = (words >> torch.arange(16)) & 1 == 1
+    >>> torch.equal(dense[:40, :40], mask.to_dense()[0, 0])
+    True
+    """
+
+    q_len: int
+    k_len: int
+    block_q: int
+    block_k: int
+    indptr: Tensor
+    indices: Tensor
+    tile: Tensor
+    bits: Tensor
+    pattern: Tensor
+    lengths: Tensor | None = None
+    dynamic: bool = field(default=False, kw_only=True)
+    # The bits as one row with a dead tile behind them. The operator gets this form: its size never is 0 or 1, the
+    # sizes for which torch.compile would specialise. Made of the bits, whatever is given: an argument for
+    # `dataclasses.replace`, by which FSDP rebuilds what is passed to a module.
+    words: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        check_arrays(self)
+        if self.words is not None and belong_together(self.indices, self._others()):
+            return  # a mask made anew of all that it consisted of stays what it is, and keeps what is derived from it
+        # What is derived from all arrays is kept with the indices. Another mask may be given the same indices beside
+        # other arrays, so each has a tensor of its own for them (of the same memory).
+        object.__setattr__(self, "indices", self.indices.detach())
+        words_a_tile = self.block_q * bitmask.words_per_row(self.block_k)
+        object.__setattr__(self, "words", torch.cat([self.bits.reshape(-1), self.bits.new_zeros(words_a_tile)]))
+        for array in (self.indptr, self.indices, self.tile, self.words):
+            may_vary_in_size(array)
+        keep_with(self.indices, countable=not self.dynamic, others=self._others())
+
+    # ------------------------------------------------------------------ constructors
+
+    @classmethod
+    def from_dense(cls, dense: Any, *, block: Block = 128) -> BlockMask:
+        """The mask with the live scores of a dense boolean one.
+
+        `dense`: bool tensor or array `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq, Nk]` (True: live; a leading 1 is
+        shared). `block`: tokens a tile, a power of two from 16 to 256, or `(block_q, block_k)`. Takes memory and time
+        in proportion to the dense matrix.
+
+        Raises TypeError if `dense` is not boolean, ValueError for another rank, an empty matrix or a bad block.
+
+        >>> BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool).tril(), block=32)
+        BlockMask(64 x 64, blocks of 32, 3 tiles: 1 full + 2 partial (1 distinct), density 50.8 %)
+        """
+        block_q, block_k = block_pair(block)
+        dense = boolean(dense, "dense")
+        if dense.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"dense must have shape [Nq, Nk], [Hq, Nq, Nk] or [B, Hq, Nq, Nk]; got {list(dense.shape)}."
+            )
+        q_len, k_len = token_counts(dense.shape[-2], dense.shape[-1])
+        dense = dense.reshape((1,) * (4 - dense.ndim) + dense.shape)
+        batch, heads = dense.shape[:2]
+        if batch == 0 or heads == 0:
+            raise ValueError(f"dense must have at least one batch element and head; got {list(dense.shape)}.")
+        parts = [tiles_of_dense(head, block_q, block_k) for head in dense.reshape(-1, q_len, k_len)]
+        return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
+
+    @classmethod
+    def from_layout(
+        cls, layout: Any, *, block: Block = 128, q_len: int | None = None, k_len: int | None = None
+    ) -> BlockMask:
+        """The mask whose tiles are wholly live or wholly dead, from a boolean block layout.
+
+        `layout`: bool tensor or array `[Mq, Mk]`, `[Hq, Mq, Mk]` or `[B, Hq, Mq, Mk]`, one entry a tile. `q_len` and
+        `k_len`, in tokens, default to `Mq * block_q` and `Mk * block_k` and need not be multiples of the block; they
+        must need exactly `Mq` and `Mk` blocks.
+
+        >>> BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32, q_len=100, k_len=100)
+        BlockMask(100 x 100, blocks of 32, 4 tiles: 3 full + 1 partial (1 distinct), density 30.9 %)
+        """
+        block_q, block_k = block_pair(block)
+        layout = boolean(layout, "layout")
+        if layout.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"layout must have shape [Mq, Mk], [Hq, Mq, Mk] or [B, Hq, Mq, Mk]; got {list(layout.shape)}."
+            )
+        rows, cols = layout.shape[-2:]
+        q_len, k_len = token_counts(
+            rows * block_q if q_len is None else q_len, cols * block_k if k_len is None else k_len
+        )
+        check_block_count("layout", layout, q_len, k_len, block_q, block_k)
+        layout = layout.reshape((1,) * (4 - layout.ndim) + layout.shape)
+        batch, heads = layout.shape[:2]
+        if batch == 0 or heads == 0:
+            raise ValueError(f"layout must have at least one batch element and head; got {list(layout.shape)}.")
+        no_words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device=layout.device)
+        parts = []
+        for head in layout.reshape(-1, rows, cols):
+            i, j = head.nonzero(as_tuple=True)
+            parts.append((i, j, torch.zeros_like(i), no_words))
+        return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
+
+    @classmethod
+    def from_function(
+        cls,
+        live: Live,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        block: Block = 128,
+        candidates: Candidates | None = None,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
+        """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
+
+        `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
+        with them: it is made of `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`, not of `and`, `or`,
+        `not`, `min`, `max` and `if`, nor of chained comparisons as `0 <= q - k < 64`. It is evaluated tile by tile, on
+        about 2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to
+        the tiles looked at. `k_len` defaults to `q_len`.
+
+        `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
+        block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int
+        tensors `[E]` in any order, each tile once, which makes time go with the live tiles alone. A tile that is no
+        candidate is dead whatever `live` says of it: that the candidates cover every live score is the caller's
+        contract, and is not checked.
+
+        `device`: where the positions lie, and so where `live` runs and the mask is built; the CPU by default.
+
+        >>> BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
+        BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
+        >>> near = BlockMask.from_function(
+        ...     lambda q, k: (q - k).abs() <= 8, 4096, block=64, candidates=lambda i, j: (i - j).abs() <= 1)
+        >>> near == BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 4096, block=64)
+        True
+        """
+        block_q, block_k = block_pair(block)
+        q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+        part = tiles_of_function(live, q_len, k_len, block_q, block_k, candidates, torch.device(device or "cpu"))
+        return cls._of(q_len, k_len, block_q, block_k, [part], 1, 1)
+
+    @classmethod
+    def from_tiles(
+        cls,
+        rows: Any,
+        cols: Any,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        block: Block = 128,
+        tile: Any = None,
+        live: Any = None,
+    ) -> BlockMask:
+        """The mask of a list of tiles, in any order, each at most once: what pattern builders use.
+
+        `rows`, `cols`: integers `[E]`, block row and block column: tensors, arrays or lists. `tile`: integers `[E]`, 0
+        for a full tile, t > 0 for the scores `live[t - 1]`. `live`: bool tensor or array `[T, block_q, block_k]`, need
+        be neither distinct nor partial. Without `tile` entry e has the scores `live[e]`, of which there are then E;
+        without both all tiles are full. Scores past the ends are dropped. Takes time and memory in proportion to E and
+        to `live`.
+
+        Raises TypeError for what is not of integers (`live`: not boolean), ValueError if a tile is out of range or
+        listed twice, or the shapes do not fit.
+
+        >>> i = torch.arange(8192)
+        >>> BlockMask.from_tiles(i, i, 1_048_576)
+        BlockMask(1048576 x 1048576, blocks of 128, 8192 tiles: 8192 full + 0 partial, density 0.0122 %)
+        >>> triangle = torch.ones(64, 64, dtype=torch.bool).tril()
+        >>> BlockMask.from_tiles([0, 1, 1], [0, 0, 1], 128, block=64, tile=[1, 0, 1], live=triangle[None])
+        BlockMask(128 x 128, blocks of 64, 3 tiles: 1 full + 2 partial (1 distinct), density 50.4 %)
+        """
+        block_q, block_k = block_pair(block)
+        q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+        rows, cols = tile_list(rows, cols, -(-q_len // block_q), -(-k_len // block_k))
+        if live is None:
+            live = torch.zeros(0, block_q, block_k, dtype=torch.bool, device=rows.device)
+            tile = torch.zeros_like(rows) if tile is None else tile
+        live = boolean(live, "live")
+        if live.ndim != 3 or live.shape[1:] != (block_q, block_k):
+            raise ValueError(f"live must have shape [T, {block_q}, {block_k}]; got {list(live.shape)}.")
+        if tile is None:
+            if len(live) != len(rows):
+                raise ValueError(
+                    f"live must have one entry a tile, {len(rows)}, unless tile says which tile has which; got "
+                    f"{len(live)}."
+                )
+            tile = torch.arange(1, len(rows) + 1, device=rows.device)
+        tile = integer_tensor(tile, "tile", rows.device)
+        if rows.shape != tile.shape:
+            raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
+        if tile.numel() and not (int(tile.min()) >= 0 and int(tile.max()) <= len(live)):
+            raise ValueError(f"tile must lie in 0..{len(live)}; got {int(tile.min())}..{int(tile.max())}.")
+        return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, bitmask.pack(live))], 1, 1)
+
+    @classmethod
+    def dense(cls, q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
+        """The mask in which every score is live. `attention(q, k, v)` without a mask is the same, with nothing stored.
+
+        >>> BlockMask.dense(300, 200, block=128)
+        BlockMask(300 x 200, blocks of 128, 6 tiles: 2 full + 4 partial (3 distinct), density 100 %)
+        """
+        block_q, block_k = block_pair(block)
+        q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
+        layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool, device="cpu")
+        return cls.from_layout(layout, block=(block_q, block_k), q_len=q_len, k_len=k_len)
+
+    def with_lengths(self, lengths: Tensor | Sequence[int]) -> BlockMask:
+        """The same mask with padding: queries and keys at or past a sequence's length are dead.
+
+        `lengths`: integer tensor `[B]` on the mask's device, tokens; values are clamped to `0 .. max(q_len, k_len)`.
+        Replaces lengths given before. Asks the device nothing, shares the arrays and everything derived from them, so
+        it is cheap enough for every training step. Kernels skip the blocks past the end. A list of ints does as well,
+        but is copied to the device first, for which the CPU waits. A single length makes a mask of one batch element,
+        which serves any number of them, as a shared pattern does.
+
+        One number cuts both queries and keys, each counted from its own start, so with `q_len != k_len` this is seldom
+        what is meant: it cuts the queries of cross-attention by the lengths of its keys, and it does not move the
+        diagonal of a causal mask, which stays aligned at the bottom right of `q_len x k_len`. It serves one query that
+        sees all of a cache, `masks.dense(1, k_len).with_lengths(lengths)`. Keys alone are padded by
+        `interop.from_sdpa`, and caches of several lengths are masks of their own, as below.
+
+        Raises TypeError for what is not of integers, ValueError for another shape, device or batch size.
+
+        >>> mask = BlockMask.dense(64, block=32).with_lengths([40, 64])
+        >>> mask.to_dense().sum((-2, -1)).tolist()
+        [[1600], [4096]]
+
+        Three queries that see four and two of five keys, in a batch of two:
+
+        >>> from sparseflash import interop, masks
+        >>> padding = torch.arange(5) >= torch.tensor([4, 2])[:, None]  # [B, Nk], True: padding
+        >>> mask = interop.from_sdpa(~padding[:, None, None, :], q_len=3)
+        >>> mask.to_dense()[:, 0].sum(-1).tolist()
+        [[4, 4, 4], [2, 2, 2]]
+
+        Four new tokens behind caches that hold, with them, 10 and 6 tokens, in room for ten:
+
+        >>> mask = masks.per_batch([masks.causal(4, 10, offset=length - 4) for length in (10, 6)])
+        >>> mask.to_dense()[:, 0].sum(-1).tolist()
+        [[7, 8, 9, 10], [3, 4, 5, 6]]
+        """
+        # In int64, because small integer types can hold neither the bounds nor, some of them, be clamped at all.
+        lengths = integer_tensor(lengths, "lengths", self.device)
+        batch = self.pattern.shape[0]
+        if lengths.ndim != 1 or (batch != 1 and lengths.shape[0] != batch):
+            want = "B" if batch == 1 else str(batch)
+            raise ValueError(f"lengths must have shape [{want}]; got {list(lengths.shape)}.")
+        if lengths.device != self.device:
+            raise ValueError(f"lengths must be on the mask's device {self.device}; got {lengths.device}.")
+        return self._padded(lengths.clamp(0, max(self.q_len, self.k_len)).to(torch.int32))
+
+    def _padded(self, lengths: Tensor | None) -> BlockMask:
+        """The same mask with these lengths or none, and with all that is derived from the arrays."""
+        mask = BlockMask(
+            self.q_len, self.k_len, self.block_q, self.block_k,
+            self.indptr, self.indices, self.tile, self.bits, self.pattern, lengths, dynamic=self.dynamic,
+            words=self.words,
+        )  # fmt: skip
+        object.__setattr__(mask, "indices", self.indices)
+        return mask
+
+    @classmethod
+    def _of(
+        cls, q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], batch: int, heads: int
+    ) -> BlockMask:
+        return cls(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, batch, heads))
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays lie."""
+        return self.indices.device
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`(B or 1, Hq or 1, q_len, k_len)`: the shape of `to_dense()`."""
+        batch = self.pattern.shape[0] if self.lengths is None else self.lengths.shape[0]
+        return batch, self.pattern.shape[1], self.q_len, self.k_len
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """`(Mq, Mk)`: block rows and block columns."""
+        return -(-self.q_len // self.block_q), -(-self.k_len // self.block_k)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays (what is derived from them later, such as the transpose, not counted)."""
+        arrays = (self.indptr, self.indices, self.tile, self.bits, self.pattern, self.lengths)
+        return sum(a.numel() * a.element_size() for a in arrays if a is not None)
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The transpose: `(indptr [P * Mk + 1], indices [nnz], tile [nnz])` of the block columns, all int32.
+
+        The tiles themselves are not transposed: `bits[tile - 1]` still has queries as rows. Derived once and kept.
+        Those of a dynamic mask have as much room as its rows.
+        """
+        return columns_of(self.indptr, self.indices, self.tile, *self.blocks)
+
+    @property
+    def T(self) -> BlockMask:
+        """`transpose()`: the mask with queries and keys exchanged, as of an array.
+
+        >>> BlockMask.dense(100, 60, block=16).T.shape
+        (1, 1, 60, 100)
+        """
+        return self.transpose()
+
+    @property
+    def density(self) -> float:
+        """Share of live scores, averaged over heads and batch elements (1.0 for dense), `lengths` honoured."""
+        if self.lengths is not None:  # which are no part of what the cache is kept with
+            return live_scores(self) / (self.q_len * self.k_len)
+        cache = mask_cache(self.indices)
+        if "density" not in cache:
+            cache["density"] = live_scores(self) / (self.q_len * self.k_len)
+        return float(cache["density"])
+
+    def __repr__(self) -> str:
+        is_meta = self.device.type == "meta"  # then there is nothing to count
+        if self.dynamic and not is_meta:
+            return f"{repr(self.canonical())[:-1]}, dynamic)"
+        block = f"{self.block_q}" if self.block_q == self.block_k else f"{self.block_q} x {self.block_k}"
+        parts = [f"{self.q_len} x {self.k_len}", f"blocks of {block}"]
+        if is_meta:
+            parts.append(f"{'room for ' if self.dynamic else ''}{len(self.tile)} tiles")
+        else:
+            full = int((self.tile == 0).sum())
+            distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
+            count = f"{len(self.tile)} tile{'' if len(self.tile) == 1 else 's'}"
+            parts.append(f"{count}: {full} full + {len(self.tile) - full} partial{distinct}")
+            parts.append(f"density {100 * self._padded(None).density:.3g} %")
+        if self.pattern.numel() > 1:
+            patterns = pattern_count(self)
+            parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
+        if self.lengths is not None:
+            within = "" if is_meta else f": density {100 * self.density:.3g} %"
+            count = f"{len(self.lengths)} sequence{'' if len(self.lengths) == 1 else 's'}"
+            parts.append(f"cut by the lengths of {count}{within}")
+        if self.device.type != "cpu":
+            parts.append(str(self.device))
+        if self.dynamic:
+            parts.append("dynamic")
+        return f"BlockMask({', '.join(parts)})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if self is other:
+            return True
+        if self._numbers() != other._numbers():
+            return False
+        mine, theirs = self.canonical()._arrays(), other.canonical()._arrays()
+        return all(
+            (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b.to(a.device)))
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        if self.canonical() is not self:
+            return hash(self.canonical())
+        cache = mask_cache(self.indices)
+        if "digest" not in cache:
+            digest = hashlib.blake2b(digest_size=8)
+            for array in (self.indptr, self.indices, self.tile, self.bits, self.pattern):
+                digest.update(repr(tuple(array.shape)).encode())
+                digest.update(array.cpu().numpy().tobytes())
+            cache["digest"] = digest.digest()
+        lengths = None if self.lengths is None else tuple(self.lengths.tolist())
+        return hash((self._numbers(), cache["digest"], lengths))
+
+    def _others(self) -> tuple[Any, ...]:
+        """What, with the indices, decides everything that is derived: all but the lengths of sequences."""
+        return *self._numbers(), self.dynamic, self.indptr, self.tile, self.bits, self.pattern, self.words
+
+    def _numbers(self) -> tuple[int, int, int, int]:
+        return self.q_len, self.k_len, self.block_q, self.block_k
+
+    def _arrays(self) -> tuple[Tensor | None, ...]:
+        return self.indptr, self.indices, self.tile, self.bits, self.pattern, self.lengths
+
+    def __copy__(self) -> BlockMask:
+        return self  # immutable
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
+        return self  # immutable: copying a model shares its masks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what was derived from the arrays, and without the unused capacity of a dynamic mask. The memory is the
+        # mask's own: to start a process PyTorch passes file descriptors, and a copy's would be closed by then.
+        mask = self.canonical() if self.dynamic else self
+        arrays = tuple(None if a is None else _alone(mask.indices, a) for a in mask._arrays())
+        return BlockMask, (*self._numbers(), *arrays)
+
+    # ------------------------------------------------------------------ what one does with it
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask on another device; itself if it is there already."""
+        device = torch.device(device)
+        arrays = tuple(None if a is None else a.to(device) for a in self._arrays())
+        if all(a is b for a, b in zip(arrays, self._arrays(), strict=True)):
+            return self
+        return BlockMask(*self._numbers(), *arrays, dynamic=self.dynamic)  # type: ignore[arg-type]
+
+    def canonical(self) -> BlockMask:
+        """The mask with the same live scores whose arrays keep all rules; itself, unless it is `dynamic`.
+
+        Waits for the device. Derived once and kept, so comparing, hashing and printing a dynamic mask pay once.
+
+        Raises ValueError on the meta device, and so does all that looks at the contents: the algebra, `==`, `hash`.
+
+        >>> scores = torch.tensor([[0.9, 0.0, 0.0], [0.2, 0.8, 0.0], [0.1, -torch.inf, -torch.inf]])
+        >>> from sparseflash import masks
+        >>> chosen = masks.top_k_blocks(scores, 2, q_len=96, block=32, causal=True)
+        >>> chosen.indptr.tolist(), chosen.indices.tolist()  # room for five tiles, the last of which it does not need
+        ([0, 1, 3, 4], [0, 0, 1, 0, 2])
+        >>> chosen.canonical().indices.tolist()
+        [0, 0, 1, 0]
+        """
+        if self.device.type == "meta":
+            raise ValueError("mask must lie on a device that holds its contents; got the meta device, which has none.")
+        if not self.dynamic:
+            return self
+        mask = once(
+            mask_cache(self.indices), "canonical", lambda: BlockMask(*self._numbers(), *canonical_arrays_of(self))
+        )
+        return mask if self.lengths is None else mask.with_lengths(self.lengths)
+
+    def to_dense(self) -> Tensor:
+        """Bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live. For tests, pictures: `N x N` memory."""
+        (row_blocks, col_blocks), device, patterns = self.blocks, self.device, pattern_count(self)
+        dense = torch.zeros(
+            patterns * row_blocks, col_blocks, self.block_q, self.block_k, dtype=torch.bool, device=device
+        )
+        rows, cols, tile = stored_tiles(self)
+        dense[rows, cols] = bitmask.unpack(bitmask.choices(self.bits, self.block_k), self.block_k)[tile]
+        dense = dense.reshape(patterns, row_blocks, col_blocks, self.block_q, self.block_k).transpose(2, 3)
+        dense = dense.reshape(patterns, row_blocks * self.block_q, col_blocks * self.block_k)
+        live = dense[:, : self.q_len, : self.k_len][self.pattern.long()]  # [B or 1, Hq or 1, Nq, Nk]
+        if self.lengths is not None:
+            stop = self.lengths.view(-1, 1, 1, 1)
+            live = live & (torch.arange(self.q_len, device=device).view(-1, 1) < stop)
+            live = live & (torch.arange(self.k_len, device=device) < stop)
+        return live
+
+    def to_layout(self) -> Tensor:
+        """Bool `[B or 1, Hq or 1, Mq, Mk]`, True where a score of the tile is live: what `from_layout` takes.
+
+        >>> layout = torch.eye(4, dtype=torch.bool)
+        >>> BlockMask.from_layout(layout, block=32).to_layout()[0, 0].equal(layout)
+        True
+        """
+        mask = self.bake_lengths()
+        (row_blocks, col_blocks), patterns = mask.blocks, pattern_count(mask)
+        layout = torch.zeros(patterns * row_blocks, col_blocks, dtype=torch.bool, device=self.device)
+        rows, cols, _ = stored_tiles(mask)
+        layout[rows, cols] = True
+        return layout.view(patterns, row_blocks, col_blocks)[mask.pattern.long()]
+
+    def to_string(
+        self,
+        width: int | None = None,
+        *,
+        heads: int | Iterable[int] | None = None,
+        batch: int | Iterable[int] | None = None,
+        ascii: bool = False,
+    ) -> str:
+        """A drawing in characters, at most `width` columns wide (the terminal's width by default) under a summary line.
+
+        Queries run down, keys to the right, a cell two columns wide. Where there are more tiles than fit, a cell is a
+        square of 2 x 2, 4 x 4, ... tiles with their exact mean, from the list of tiles. `█`: nothing but full tiles;
+        `▓`, `▒`, `░`: at least 2/3, at least 1/3, less than 1/3 of the scores live; `·`: none. `ascii` draws with
+        `#*+-.` instead. `heads` and `batch` choose by number; each different pattern is drawn once, at most 16 of them.
+
+        Raises ValueError if width is below 2, or a head or batch element out of range.
+
+        >>> print(BlockMask.from_function(lambda q, k: k <= q, 500, block=64).to_string(40))
+        BlockMask(500 x 500, blocks of 64, 36 tiles: 21 full + 15 partial (3 distinct), density 50.1 %)
+        ▒▒··············
+        ██▒▒············
+        ████▒▒··········
+        ██████▒▒········
+        ████████▒▒······
+        ██████████▒▒····
+        ████████████▒▒··
+        ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▒▒
+        █ full  ▓▒░ partly live: 2/3, 1/3, less  · empty; a cell is 64 x 64 tokens
+        """
+        from sparseflash.draw.text import to_string
+
+        return to_string(self.canonical(), width, heads=heads, batch=batch, ascii=ascii)
+
+    @overload
+    def plot(
+        self, ax: None = None, *, heads: int | Iterable[int] | None = None, batch: int | Iterable[int] | None = None,
+        elements: bool | None = None, cells: int = 512, legend: bool = True,
+    ) -> Figure: ...  # fmt: skip
+
+    @overload
+    def plot(
+        self, ax: Axes, *, heads: int | Iterable[int] | None = None, batch: int | Iterable[int] | None = None,
+        elements: bool | None = None, cells: int = 512, legend: bool = True,
+    ) -> Axes: ...  # fmt: skip
+
+    def plot(
+        self,
+        ax: Axes | None = None,
+        *,
+        heads: int | Iterable[int] | None = None,
+        batch: int | Iterable[int] | None = None,
+        elements: bool | None = None,
+        cells: int = 512,
+        legend: bool = True,
+    ) -> Figure | Axes:
+        """A picture by matplotlib: queries down, keys to the right, both in tokens.
+
+        Without `ax`, returns a new Figure with a panel for each different pattern (at most 16 of them) of the chosen
+        `heads` and `batch` elements, all by default. It belongs to no window and no pyplot state; save it with
+        `figure.savefig("mask.png")`. With `ax`, draws the one pattern chosen there and returns `ax`:
+        `mask.plot(plt.gca())`.
+
+        Full tiles are blue, partial ones orange and paler the fewer of their scores are live. Where there are more
+        than `cells` tiles a side, one cell shows a square of 2 x 2, 4 x 4, ... of them, tinted by the exact share of
+        live scores and with a hue in between where full and partial tiles meet; time goes with the live tiles, so a
+        million tokens are no trouble. `elements=True` draws every single score instead (the default up to 256 tokens;
+        possible up to 4096).
+
+        Needs the extra `plot`. Raises ImportError without matplotlib; ValueError for several patterns on one `ax`, a
+        head or batch element out of range, or `elements` of a long mask.
+
+        >>> figure = BlockMask.dense(4096).plot()
+        >>> figure.axes[0].get_xlabel(), figure.axes[0].get_title()
+        ('key (token)', '100 % live')
+        """
+        from sparseflash.draw.figure import plot
+
+        return plot(self.canonical(), ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
+
+    def _repr_html_(self) -> str:
+        """The summary line and a small drawing, for notebooks; at most 64 KB, and needs no matplotlib."""
+        from sparseflash.draw.html import to_html
+
+        return to_html(self.canonical())
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """`a & b`: the scores live in both.
+
+        The masks need equal `q_len`, `k_len` and device; batch sizes and heads broadcast; with different blocks both
+        are cut to the finer one in each of the two dimensions. Padding stays padding: the smaller length of the two
+        holds. Takes time and memory in proportion to the tiles of the sparser mask, and touches bits once a distinct
+        pair of tiles; `|` and `^` go with the tiles of both, `-` with those of the left one.
+
+        Raises ValueError for masks that do not fit together. The same holds of `|`, `^` and `-`.
+
+        >>> from sparseflash import masks
+        >>> masks.local(256, 65, block=32) & masks.causal(256, block=32) == masks.local(256, 33, causal=True, block=32)
+        True
+        """
+        from sparseflash.blockmask.ops.boolean import intersection
+
+        return intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """`a | b`: the scores live in either. See `&`.
+
+        Equal lengths stay lengths; different ones are written into the tiles first (`bake_lengths`).
+
+        >>> from sparseflash import masks
+        >>> masks.local(4096, 256) | masks.butterfly(4096)
+        BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distinct), density 20.2 %)
+        """
+        from sparseflash.blockmask.ops.boolean import union
+
+        return union(self, other) if isinstance(other, BlockMask) else NotImplemented
+
+    def __xor__(self, other: BlockMask) -> BlockMask:
+        """`a ^ b`: the scores live in just one. See `&`, and of lengths `|`.
+
+        >>> from sparseflash import masks
+        >>> (masks.causal(64, block=32) ^ masks.causal(64, block=32)).density
+        0.0
+        """
+        from sparseflash.blockmask.ops.boolean import symmetric_difference
+
+        return symmetric_difference(self, other) if isinstance(other, BlockMask) else NotImplemented
+
+    def __sub__(self, other: BlockMask) -> BlockMask:
+        """`a - b`: the scores live in a and not in b, `a & ~b` without making `~b`. See `&`.
+
+        The lengths of a stay lengths. Those of b are written into its tiles first, unless they are nowhere shorter:
+        what is padding in b is not in b, so it stays live.
+
+        >>> from sparseflash import masks
+        >>> masks.causal(100, block=32) - masks.local(100, 8, causal=True, block=32) == BlockMask.from_function(
+        ...     lambda q, k: k <= q - 8, 100, block=32)
+        True
+        """
+        from sparseflash.blockmask.ops.boolean import difference
+
+        return difference(self, other) if isinstance(other, BlockMask) else NotImplemented
+
+    def __invert__(self) -> BlockMask:
+        """`~a`: the scores that are dead in a; the opposite of every entry of `to_dense()`.
+
+        So padding is live in it, and has to be written into the tiles first (`bake_lengths`). What lies past `q_len`
+        and `k_len` does not exist and stays dead. The complement of a sparse mask is dense: it takes time and memory in
+        proportion to all `Mq * Mk` tiles. For `a & ~b` say `a - b`.
+
+        >>> from sparseflash import masks
+        >>> ~masks.causal(256, block=64) == BlockMask.from_function(lambda q, k: k > q, 256, block=64)
+        True
+        """
+        from sparseflash.blockmask.ops.boolean import complement
+
+        return complement(self.canonical())
+
+    def reblock(self, block: Block) -> BlockMask:
+        """The same live scores in tiles of another size, finer or coarser in each dimension; itself if it has it.
+
+        `block`: tokens a tile, a power of two from 16 to 256, or `(block_q, block_k)`. Lengths stay. Finer tiles skip
+        more, coarser ones are fewer; no score changes. Takes time and memory in proportion to the tiles before and
+        after.
+
+        >>> from sparseflash import masks
+        >>> masks.local(1024, 64, block=64).reblock(128)
+        BlockMask(1024 x 1024, blocks of 128, 22 tiles: 0 full + 22 partial (3 distinct), density 6.25 %)
+        >>> masks.local(1024, 64, block=64).reblock(128) == masks.local(1024, 64, block=128)
+        True
+        """
+        from sparseflash.blockmask.ops.reblock import reblock
+
+        return reblock(self.canonical(), block)
+
+    def crop(self, *, q: Sequence[int | None] | None = None, k: Sequence[int | None] | None = None) -> BlockMask:
+        """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
+
+        `q`, `k`: `(start, stop)` in tokens, any with `0 <= start < stop <= length`; None for a bound is that end of the
+        sequence, None for a range all of it. Negative numbers do not count from the end: they are refused. A start that
+        is a multiple of the block moves tiles only; any other shifts bits, once a distinct pair of neighbours. Lengths
+        are shifted if both ranges start at one token, else written into the tiles (`bake_lengths`). Takes time and
+        memory in proportion to the tiles of the chosen queries.
+
+        Raises ValueError for an empty range or one that leaves the mask, TypeError for what is no pair of integers.
+
+        >>> from sparseflash import masks
+        >>> masks.causal(1000, block=64).crop(q=(900, 1000)) == masks.causal(100, 1000, block=64)
+        True
+        >>> masks.local(1000, 5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, 5, block=32)
+        True
+        """
+        from sparseflash.blockmask.ops.crop import crop
+
+        return crop(self.canonical(), q, k)
+
+    def select(self, *, batch: Any = None, heads: Any = None) -> BlockMask:
+        """The mask of some batch elements and some heads: `to_dense()[batch][:, heads]`.
+
+        What a rank of a tensor-parallel model, a micro-batch or the last, smaller batch needs. `batch`, `heads`: a
+        slice, a number, or several (a list, a tensor or an array) in any order; None: all. Negative numbers are
+        refused. A mask that is the same for all heads, or all batch elements, stays so, whatever is chosen of them.
+        Lengths are chosen with the batch elements. Takes time in proportion to the tiles of what is chosen.
+
+        Raises ValueError where nothing is chosen or something that the mask lacks, TypeError for what is no number.
+
+        >>> from sparseflash import masks
+        >>> local, causal = masks.local(256, 64, block=64), masks.causal(256, block=64)
+        >>> mask = masks.per_head([local, local, causal, causal])
+        >>> mask.select(heads=slice(2, 4)) == masks.per_head([causal, causal])
+        True
+        >>> mask.with_lengths([256, 100, 7]).select(batch=[1, 2]) == mask.with_lengths([100, 7])
+        True
+        """
+        from sparseflash.blockmask.ops.select import select
+
+        return select(self.canonical(), batch, heads)
+
+    def permute(self, order: Any = None, *, q: Any = None, k: Any = None) -> BlockMask:
+        """The mask for tokens in another order: new token t is old token `order[t]`, on both sides.
+
+        So with `order` applied to q, k and v, `q[:, :, order]` and so on, attention through `mask.permute(order)` is
+        the old result in the new order. `order`: a permutation of the tokens, an integer tensor, array or list `[N]`.
+        `q` and `k` give each side an order of its own (`[q_len]`, `[k_len]`), or one side alone:
+        `to_dense()[:, :, q][..., k]`.
+
+        An order that moves whole blocks moves tiles only; any other makes the bits of each tile anew, in time in
+        proportion to the queries and keys of the live tiles, and may scatter them over many more. Lengths are written
+        into the tiles first (`bake_lengths`), because the padding is not at the end any more.
+
+        Raises ValueError for what is no permutation of the tokens, TypeError for one that is not of integers.
+
+        >>> mask = BlockMask.from_function(lambda q, k: q % 4 == k % 4, 1024, block=64)  # a stride: no tile is full
+        >>> order = torch.arange(1024).reshape(256, 4).T.flatten()  # tokens of one remainder side by side
+        >>> mask
+        BlockMask(1024 x 1024, blocks of 64, 256 tiles: 0 full + 256 partial (1 distinct), density 25 %)
+        >>> mask.permute(order)
+        BlockMask(1024 x 1024, blocks of 64, 64 tiles: 64 full + 0 partial, density 25 %)
+        >>> mask.permute(order).permute(order.argsort()) == mask
+        True
+        """
+        from sparseflash.blockmask.ops.permute import permute
+
+        return permute(self.canonical(), order, q, k)
+
+    def transpose(self) -> BlockMask:
+        """The mask with queries and keys exchanged: `to_dense().transpose(-1, -2)`. Twice is the identity.
+
+        The blocks are exchanged too. Lengths stay: they hold of queries and keys alike. `columns` lists the same tiles
+        without transposing their bits.
+
+        >>> mask = BlockMask.from_function(lambda q, k: k <= q, 100, 60, block=(32, 16))
+        >>> mask.transpose()
+        BlockMask(60 x 100, blocks of 16 x 32, 14 tiles: 5 full + 9 partial (6 distinct), density 70.5 %)
+        >>> mask.transpose().transpose() == mask
+        True
+        """
+        from sparseflash.blockmask.ops.transpose import transpose
+
+        return transpose(self.canonical())
+
+    def bake_lengths(self) -> BlockMask:
+        """The same mask with its padding written into the tiles, and no `lengths` any more; itself if it has none.
+
+        Every `(pattern, length)` that occurs becomes a pattern, so up to B times the tiles. For what knows no lengths:
+        an export, a comparison of live scores. Reads the lengths, so it waits for the device.
+
+        Raises ValueError if the lengths are of no sequence at all.
+
+        >>> padded = BlockMask.dense(64, block=32).with_lengths(torch.tensor([40, 64]))
+        >>> padded.bake_lengths()  # doctest: +ELLIPSIS
+        BlockMask(64 x 64, blocks of 32, 8 tiles: 5 full + 3 partial (3 distinct), ... 2 patterns for 2 x 1 ...)
+        >>> torch.equal(padded.bake_lengths().to_dense(), padded.to_dense())
+        True
+        """
+        from sparseflash.blockmask.ops.padding import bake_lengths
+
+        return bake_lengths(self.canonical())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the mask to one file: an uncompressed npz (no pickle) with a version, the same bytes for equal masks.
+
+        `path` is taken as given: no extension is added. The file appears whole or not at all (it is written beside its
+        place and renamed), and replaces one that is there. Raises OSError with the path if it cannot be written.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     BlockMask.dense(100).save(f"{folder}/dense.mask")
+        ...     BlockMask.load(f"{folder}/dense.mask") == BlockMask.dense(100)
+        True
+        """
+        from sparseflash.blockmask.serialization import save
+
+        save(self.canonical(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> BlockMask:
+        """The mask that `save` wrote to a file, checked whole: a damaged or hostile file is an error, never a mask.
+
+        `device`: where to put it; the CPU by default. Memory is in proportion to the file's size, whatever the file
+        says of itself. Raises ValueError for contents that are not an undamaged mask, OSError for a file that cannot
+        be read; both name the path.
+        """
+        from sparseflash.blockmask.serialization import load
+
+        return load(path, device=device)
+
+    def validate(self) -> BlockMask:
+        """Checks every invariant of the arrays, in O(nnz + T) and with host synchronisation; returns the mask.
+
+        Raises ValueError that names the first invariant broken: a mask from an unknown source that passes is safe to
+        run (no index out of range) and canonical (`==` and `hash` mean what they say); a dynamic one is safe to run.
+        """
+        validate(self)
+        return self
+
+
+def _alone(indices: Tensor, array: Tensor) -> Tensor:
+    """An array of a mask without attributes, in memory that is all its own and lives as long as the indices."""
+    if array.untyped_storage().nbytes() == array.numel() * array.element_size():
+        return array.detach()
+    # With the array itself, whose address would be another's once it is gone.
+    _, copy = once(mask_cache(indices), ("alone", array.data_ptr(), array.shape), lambda: (array, array.clone()))
+    return copy.detach()

@@ -1,0 +1,59 @@
+"""Some of the batch elements and heads of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import integer, integer_tensor
+from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
+from sparseflash.blockmask.unique import number_by_first_appearance
+
+Choice = int | slice | Sequence[int] | Tensor
+
+
+def select(mask: BlockMask, batch: Choice | None, heads: Choice | None) -> BlockMask:
+    """See `BlockMask.select`."""
+    batch_size, head_count = mask.shape[:2]
+    elements = _numbers("batch", batch, batch_size, mask.device)
+    chosen_heads = _numbers("heads", heads, head_count, mask.device)
+    # What has one row or column has it for all.
+    pattern, lengths = mask.pattern.long(), mask.lengths
+    if elements is not None:
+        pattern = pattern[elements] if pattern.shape[0] > 1 else pattern
+        lengths = lengths[elements] if lengths is not None and lengths.shape[0] > 1 else lengths
+    if chosen_heads is not None and pattern.shape[1] > 1:
+        pattern = pattern[:, chosen_heads]
+    number, first = number_by_first_appearance(pattern.reshape(-1))
+    row, entry = take_patterns(mask, pattern.reshape(-1)[first])
+    made = TileList(
+        mask.q_len, mask.k_len, mask.block_q, mask.block_k,
+        row, mask.indices[entry].long(), mask.tile[entry].long(), mask.bits, number.view(pattern.shape), len(first),
+    )  # fmt: skip
+    return mask_of(made, lengths)
+
+
+def _numbers(name: str, given: Choice | None, count: int, device: torch.device) -> Tensor | None:
+    """The chosen ones of `count`, int64; of 1, which stands for any number of them, whatever was chosen is that one."""
+    if given is None:
+        return None
+    if isinstance(given, slice):
+        if count > 1:
+            numbers = torch.arange(count, device=device)[given]
+        else:  # how many it stands for is not known; some slices are empty of any number
+            numbers = torch.zeros(min(1, len(range(2**31)[given])), dtype=torch.int64, device=device)
+    else:
+        if not isinstance(given, Sequence) and getattr(given, "ndim", 0) == 0:
+            given = [integer(given, name, "")]
+        numbers = integer_tensor(given, name, device).to(device)
+        if numbers.ndim != 1:
+            raise ValueError(f"{name} must be a number, a slice or a list of numbers; got shape {list(numbers.shape)}.")
+    if len(numbers) == 0:
+        raise ValueError(f"{name} must choose at least one; got {given!r} of {count}.")
+    if int(numbers.min()) < 0 or (count > 1 and int(numbers.max()) >= count):
+        last = f"{count - 1}" if count > 1 else "its last"
+        raise ValueError(f"{name} must lie in 0..{last}; got {int(numbers.min())}..{int(numbers.max())}.")
+    return numbers

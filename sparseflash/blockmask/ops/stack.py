@@ -1,0 +1,119 @@
+"""Masks of heads, or of batch elements, put together into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.ops.padding import bake_lengths
+from sparseflash.blockmask.ops.reblock import to_one_block
+from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
+from sparseflash.blockmask.stats import pattern_count
+from sparseflash.blockmask.unique import number_by_first_appearance
+
+
+def stack_heads(masks: Sequence[BlockMask]) -> BlockMask:
+    """The heads of the first mask, then those of the second, and so on. See `sparseflash.masks.per_head`."""
+    masks = _checked(masks)
+    batch = _common("batch size", [mask.shape[0] for mask in masks])
+    lengths = masks[0].lengths
+    if any((mask.lengths is None) != (lengths is None) for mask in masks) or any(
+        not torch.equal(mask.lengths.expand(batch), lengths.expand(batch))
+        for mask in masks
+        if mask.lengths is not None and lengths is not None
+    ):
+        masks, lengths = [bake_lengths(mask) for mask in masks], None
+    rows = max(mask.pattern.shape[0] for mask in masks)
+    return _stacked(masks, [mask.pattern.expand(rows, -1) for mask in masks], 1, lengths, batch)
+
+
+def stack_batch(masks: Sequence[BlockMask]) -> BlockMask:
+    """The batch elements of the first mask, then those of the second, and so on. See `sparseflash.masks.per_batch`."""
+    masks = _checked(masks)
+    heads = _common("number of heads", [mask.shape[1] for mask in masks])
+    lengths = None
+    if any(mask.lengths is not None for mask in masks):
+        # A mask without padding is one whose sequences are as long as there is.
+        longest = max(masks[0].q_len, masks[0].k_len)
+        lengths = torch.cat(
+            [
+                mask.pattern.new_full((mask.shape[0],), longest) if mask.lengths is None else mask.lengths
+                for mask in masks
+            ]
+        )
+    patterns = [mask.pattern.expand(mask.shape[0], heads) for mask in masks]
+    return _stacked(masks, patterns, 0, lengths, sum(mask.shape[0] for mask in masks))
+
+
+def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
+    """Masks that may be stacked, canonical and in one block."""
+    if isinstance(masks, BlockMask):
+        raise TypeError("masks must be a list of BlockMasks; got a single one.")
+    if not isinstance(masks, Iterable):
+        raise TypeError(f"masks must be a list of BlockMasks; got {type(masks).__name__}.")
+    masks = list(masks)
+    if not masks:
+        raise ValueError("masks must hold at least one mask; got none.")
+    for mask in masks:
+        if not isinstance(mask, BlockMask):
+            raise TypeError(f"masks must hold BlockMasks; got {type(mask).__name__}.")
+        if (mask.q_len, mask.k_len) != (masks[0].q_len, masks[0].k_len):
+            raise ValueError(
+                f"masks must have the same q_len and k_len to be stacked; got {masks[0].q_len} x {masks[0].k_len} "
+                f"and {mask.q_len} x {mask.k_len}."
+            )
+        if mask.device != masks[0].device:
+            raise ValueError(f"masks must be on one device to be stacked; got {masks[0].device} and {mask.device}.")
+    # Masks that are one object stay one, so that what they share is copied once.
+    once = {id(mask): mask for mask in masks}
+    once = dict(zip(once, to_one_block([mask.canonical() for mask in once.values()]), strict=True))
+    return [once[id(mask)] for mask in masks]
+
+
+def _common(what: str, sizes: list[int]) -> int:
+    """The one size that is not 1."""
+    different = sorted({size for size in sizes if size != 1})
+    if len(different) > 1:
+        raise ValueError(f"masks must have the same {what}, or 1, to be stacked; got {', '.join(map(str, sizes))}.")
+    return different[0] if different else 1
+
+
+def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: Tensor | None, batch: int) -> BlockMask:
+    """One mask with these pattern numbers, each of its own mask, side by side."""
+    first = masks[0]
+    if len(masks) == 1:
+        return first
+    # Number the patterns of all masks one after the other; the same mask given again adds none.
+    offsets: dict[int, tuple[int, int]] = {}
+    distinct = []
+    pattern_total = word_total = 0
+    for mask in masks:
+        if id(mask) not in offsets:
+            offsets[id(mask)] = pattern_total, word_total
+            distinct.append(mask)
+            pattern_total += pattern_count(mask)
+            word_total += len(mask.bits)
+    grid = torch.cat(
+        [pattern.long() + offsets[id(mask)][0] for mask, pattern in zip(masks, patterns, strict=True)], dim=dim
+    )
+    number, appears = number_by_first_appearance(grid.reshape(-1))
+    chosen = grid.reshape(-1)[appears]
+    rows, cols, kinds = [], [], []
+    row_blocks = first.blocks[0]
+    for mask in distinct:
+        start, words_before = offsets[id(mask)]
+        place = ((chosen >= start) & (chosen < start + pattern_count(mask))).nonzero().squeeze(1)
+        row, entry = take_patterns(mask, chosen[place] - start)
+        rows.append(place[row // row_blocks] * row_blocks + row % row_blocks)
+        cols.append(mask.indices[entry].long())
+        kind = mask.tile[entry].long()
+        kinds.append(torch.where(kind > 0, kind + words_before, 0))
+    made = TileList(
+        first.q_len, first.k_len, first.block_q, first.block_k,
+        torch.cat(rows), torch.cat(cols), torch.cat(kinds), torch.cat([mask.bits for mask in distinct]),
+        number.view(grid.shape), len(chosen),
+    )  # fmt: skip
+    return mask_of(made, None if lengths is None else lengths.expand(batch))

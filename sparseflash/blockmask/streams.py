@@ -1,0 +1,63 @@
+"""CUDA streams: what was made on one of them may be read on all.
+
+PyTorch orders the work of one stream and leaves the rest to the user, who cannot know of what is made and kept behind
+a call. So whoever keeps tensors for later calls keeps a `ReadyEvent` with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded on this device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class ReadyEvent:
+    """Something whose tensors have just been made by the current stream of their device; elsewhere than there, nothing.
+
+    `made`: a tensor, or what holds tensors: a tuple, list, dict or dataclass.
+    """
+
+    def __init__(self, made: Any) -> None:
+        self._tensors = [x for x in _tensors_in(made) if x.is_cuda]
+        if self._tensors:
+            self._device = self._tensors[0].device
+            self._captured = is_capturing(self._device)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(self._device))
+            self._streams = {_number_of_stream(self._device.index)}  # that may read it
+
+    def wait(self) -> None:
+        """To be called before the current stream is given work that reads it."""
+        if not self._tensors:
+            return
+        number = _number_of_stream(self._device.index)
+        if number in self._streams:
+            return
+        if self._captured != is_capturing(self._device):
+            return  # a graph must not wait for what it does not record, and is begun and replayed in its user's order
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._event)
+        for tensor in self._tensors:
+            tensor.record_stream(stream)  # or its memory could be given away while this stream still reads it
+        self._streams.add(number)
+
+
+def _number_of_stream(device: int) -> int:
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def _tensors_in(made: Any) -> list[Tensor]:
+    if isinstance(made, Tensor):
+        return [made]
+    if isinstance(made, dict):
+        made = tuple(made.values())
+    elif is_dataclass(made) and not isinstance(made, type):
+        made = tuple(getattr(made, each.name) for each in fields(made))
+    return [tensor for each in made for tensor in _tensors_in(each)] if isinstance(made, (tuple, list)) else []

@@ -1,0 +1,158 @@
+"""The kernels through the real compiler, which needs no GPU: what a tuning must not lose without being noticed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+import compile_ahead
+from uninterpreted import ROOT, python
+
+
+def reports(*arguments):
+    done = python("-m", "experiments.compile", "--json", *arguments)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_on_hopper_nothing_is_spilled_or_serialised_at_head_dim_64():
+    found = reports("--arch", "90", "--dim", "64")
+    assert [(r["kernel"], r["descriptors"]) for r in found] == [
+        (kernel, descriptors) for descriptors in (True, False) for kernel in ("forward", "dq", "dk_dv")
+    ]
+    for r in found:
+        assert r["wgmma"] > 0, r
+        assert r["spilled"] <= allowed_spills(r), r
+        assert not r["serialised"], r
+
+
+@pytest.mark.parametrize("more", ["--lengths", "--dropout"])
+def test_nor_where_kernels_do_more(more):
+    found = reports("--arch", "90", "--dim", "64", more)
+    assert len(found) == 6
+    for r in found:
+        assert r["lengths"] == (more == "--lengths"), r
+        assert r["wgmma"] > 0 and not r["serialised"], r
+        assert r["spilled"] <= 220, r  # outside the loop over full tiles
+
+
+def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
+    found = reports("--arch", "90", "--dim", "64", "--arithmetic", "float32")
+    kernels = ["forward", "dq", "dq", "dk_dv"]  # dq twice: it finds delta first
+    assert [(r["kernel"], r["descriptors"]) for r in found if r["kernel"] != "pieces"] == [
+        (kernel, descriptors) for descriptors in (True, False) for kernel in kernels
+    ]
+    for r in found:
+        if r["kernel"] != "pieces":
+            assert r["wgmma"] > 0 and not r["serialised"] and not r["two_layouts"], r
+            assert r["spilled"] <= (160 if r["kernel"] == "dk_dv" else 0), r
+
+
+def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
+    """As keys that are read once are: see launch.py. What matrix instructions read are the pieces, in bf16."""
+    source = (
+        "from experiments.compile.report import compile_all\n"
+        "from sparseflash.backends.triton import launch\n"
+        "launch._is_read_often = lambda *asked: False\n"
+        "for r in compile_all(90, 'float32', 64, value_dim=16): print(r.kernel, r.wgmma > 0, r.two_layouts)"
+    )
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [f"{kernel} True False" for kernel in ("forward", "dq", "dq", "dk_dv")]
+
+
+@pytest.mark.parametrize(("arch", "block"), [(90, 32), (120, 128)])
+def test_fp32_in_pieces_takes_no_descriptors_where_tiles_come_through_registers(arch, block):
+    found = reports("--arch", str(arch), "--block", str(block), "--dim", "64", "--arithmetic", "float32")
+    assert {r["kernel"] for r in found} == {"pieces", "forward", "dq", "dk_dv"}
+    assert all(not r["descriptors"] and r["spilled"] <= 32 for r in found), found
+
+
+def allowed_spills(report):
+    """Where registers are limited to make room for a program more, some bytes lie outside the loop over full tiles."""
+    return 160 if report["kernel"] == "dk_dv" and report["descriptors"] and report["registers"] == 168 else 0
+
+
+@pytest.mark.parametrize(("arithmetic", "dim"), [("float16", 128), ("float32", 128), ("float32", 256)])
+@pytest.mark.parametrize("arch", [80, 86, 120])
+def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch, arithmetic, dim):
+    found = reports("--arch", str(arch), "--dim", str(dim), "--arithmetic", arithmetic)
+    # And exit status 0: within the limit.
+    assert {r["kernel"] for r in found} - {"pieces"} == {"forward", "dk_dv", "dq"}
+
+
+def test_padding_compiles_too():
+    assert len(reports("--arch", "90", "--dim", "80", "--lengths")) == 6
+
+
+@pytest.mark.parametrize(("dims", "arithmetic"), [((64, 16), "bfloat16"), ((64, 16), "tf32"), ((32, 128), "float16")])
+def test_values_of_another_head_dim_are_laid_out_as_the_rest_is(dims, arithmetic):
+    # ptxas 12.8, which comes with Triton 3.6 and 3.7, compiles some kernels wrong where they are not.
+    found = reports("--arch", "90", "--dim", str(dims[0]), "--value-dim", str(dims[1]), "--arithmetic", arithmetic)
+    assert {(r["kernel"], r["descriptors"]) for r in found} == {
+        (kernel, descriptors) for kernel in ("forward", "dq", "dk_dv") for descriptors in (True, False)
+    }
+    assert all((r["dim"], r["value_dim"]) == dims for r in found)
+    assert all(r["wgmma"] > 0 and not r["two_layouts"] for r in found), found
+
+
+def test_in_chunks_nothing_is_spilled_at_head_dim_64_either():
+    found = reports("--arch", "90", "--dim", "64", "--split")
+    passes = ["forward", "combine_rows", "dq", "combine_gradients", "dk_dv", "combine_gradients"]
+    assert [r["kernel"] for r in found] == passes * 2
+    assert all(r["split"] and r["spilled"] <= allowed_spills(r) and not r["serialised"] for r in found)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_gathered_tiles_spill_nothing_and_feed_the_asynchronous_instructions_at_head_dim_64(block):
+    found = reports("--arch", "90", "--dim", "64", "--block", str(block), "--gathered")
+    assert [r["kernel"] for r in found] == ["forward", "dq", "dk_dv"]
+    for r in found:
+        assert r["gathered"] and not r["descriptors"], r
+        assert r["wgmma"] > 0 and r["spilled"] == 0 and not r["serialised"], r
+
+
+def test_the_kernels_of_gpu_tests_are_compiled_where_there_is_no_gpu(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--compile-ahead"]
+    chosen = ["tests/backends/test_exactness.py", "-k", "other_architectures and 32 and 8 and half"]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([*command, *chosen], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert re.search(r"^[1-9]\d* passed, \d+ deselected", done.stdout, re.MULTILINE), done.stdout
+    assert {path.stem for path in tmp_path.rglob("*.cubin")} == {"forward_kernel", "dq_kernel", "dk_dv_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("shared", "constant", "message"),
+    [
+        (compile_ahead.SHARED_MEMORY, "4611686293305294850", None),
+        (compile_ahead.SHARED_MEMORY + 1, "4611686293305294850", "asks for 232449 bytes"),
+        (1, "-4611685949707911136", "two layouts"),
+    ],
+)
+def test_what_is_compiled_ahead_is_looked_at(monkeypatch, shared, constant, message):
+    monkeypatch.setattr(compile_ahead, "_checked", set())
+    ptx = f"or.b64 %rd5, %rd1, 4611686293305294848;\nadd.s64 %rd6, %rd1, {constant};"
+    kernel = SimpleNamespace(hash="a", metadata=SimpleNamespace(shared=shared), asm={"ptx": ptx})
+    with nullcontext() if message is None else pytest.raises(AssertionError, match=message):
+        compile_ahead.inspect("forward_kernel", kernel)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arithmetic", "foo"], "--arithmetic must be from bfloat16, float16, tf32, float32; got foo."),
+        (["--block", "100"], "--block must be one of 16, 32, 64, 128, 256; got 100."),
+    ],
+)
+def test_options_that_cannot_be_served_are_explained(words, message):
+    command = [sys.executable, "-m", "experiments.compile", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())

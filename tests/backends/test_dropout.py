@@ -1,0 +1,192 @@
+"""Dropout: the generator, what is dropped, and that every backend drops the same. Exactness is in test_exactness."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from sparseflash import attention, dropout, masks
+from sparseflash.blockmask.cache import mask_cache
+
+BACKENDS = ["blockwise", "triton", "reference"]
+
+
+def tensors(batch=1, heads=2, tokens=40, dim=16, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+# From the authors' own list of known answers (Random123, tests/kat_vectors).
+@pytest.mark.parametrize(
+    ("rounds", "word", "want"),
+    [
+        (7, 0x00000000, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+        (7, 0xFFFFFFFF, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
+        (10, 0x00000000, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (10, 0xFFFFFFFF, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    ],
+)
+def test_philox_gives_the_known_answers(rounds, word, want):
+    counter = [torch.tensor([word])] * 4
+    seed = torch.tensor([0 if word == 0 else -1])  # 64 bits set
+    assert [x.item() for x in dropout.philox(seed, counter, rounds)] == want
+
+
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1), p=st.floats(0.01, 0.99), at=st.integers(0, 2**31 - 300),
+    row=st.integers(0, 2**31 - 1),
+)  # fmt: skip
+def test_the_share_that_is_dropped_is_p_wherever_it_is_looked_for(seed, p, at, row):
+    seed, dropped = torch.tensor([seed]), dropout.threshold(p)
+    query = torch.arange(at, at + 256).view(-1, 1)
+    kept = dropout.kept(seed, dropped, torch.tensor(row), query, torch.arange(at // 16, at // 16 + 16))
+    share = dropped / 256
+    five_deviations = 5 * (share * (1 - share) / kept.numel()) ** 0.5
+    assert kept.shape == (256, 256)
+    assert abs((~kept).double().mean().item() - share) < five_deviations
+
+
+def test_seeds_heads_queries_and_keys_are_dropped_independently_of_each_other():
+    keep = torch.stack([dropout.keep_mask(seed, 0.5, 2, 2, 64, 64) for seed in (0, 1, 2**32)]).flatten(0, 2)
+    rows = keep.flatten(0, 1).double() - 0.5  # [3 * 2 * 2 * 64, 64]: each a run of keys
+    correlation = (rows @ rows.T).fill_diagonal_(0.0) * 4 / 64
+    assert correlation.abs().max() < 6 / 64**0.5
+    correlation = (rows.T @ rows).fill_diagonal_(0.0) * 4 / len(rows)
+    assert correlation.abs().max() < 5 / len(rows) ** 0.5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_kept_is_what_keep_mask_says(backend):
+    q, k, _ = tensors(batch=2, tokens=40)
+    v = torch.eye(40).expand(2, 2, 40, 40).contiguous()  # the output is the weights themselves
+    mask = masks.local(40, 25, block=16)
+    weights = attention(q, k, v, mask, dropout_p=0.5, seed=7, backend=backend)
+    plain = attention(q, k, v, mask, backend=backend)
+    keep = dropout.keep_mask(7, 0.5, 2, 2, 40, 40)
+    torch.testing.assert_close(weights, torch.where(keep, 2 * plain, 0.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lse_is_that_without_dropout_and_no_dropout_is_no_change(backend):
+    q, k, v = tensors()
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
+    assert torch.equal(attention(q, k, v, return_lse=True, dropout_p=0.4, seed=1, backend=backend)[1], lse)
+    assert torch.equal(attention(q, k, v, dropout_p=0.0, seed=1, backend=backend), out)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_seed_decides(backend):
+    q, k, v = tensors()
+
+    def run(seed):
+        return attention(q, k, v, dropout_p=0.4, seed=seed, backend=backend)
+
+    assert torch.equal(run(3), run(3))
+    for shape in ((), (1,), (1, 1), (1, 1, 1, 1, 1)):
+        assert torch.equal(run(3), run(torch.full(shape, 3)))
+    assert not torch.equal(run(3), run(4))
+    assert not torch.equal(run(3), run(3 + 2**40))
+    torch.manual_seed(0)
+    first, second = run(None), run(None)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(run(None), first)
+
+
+@pytest.mark.parametrize(
+    ("p", "dropped"), [(0.0, 0), (1e-9, 1), (0.1, 26), (0.5, 128), (0.999999, 255)]
+)  # fmt: skip
+def test_p_goes_in_steps_of_one_in_256_and_never_becomes_none_or_all(p, dropped):
+    assert dropout.threshold(p) == dropped
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_probability_out_of_range_is_an_error(p):
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="dropout_p"):
+        attention(q, k, v, dropout_p=p)
+
+
+def test_a_seed_may_be_of_numpy():
+    q, k, v = tensors()
+    out = attention(q, k, v, dropout_p=0.5, seed=7)
+    assert torch.equal(attention(q, k, v, dropout_p=0.5, seed=np.int64(7)), out)
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"),
+    [(1.5, TypeError), (True, TypeError), (2**63, ValueError), (torch.zeros(2, dtype=torch.int64), ValueError),
+     (torch.zeros(1), ValueError), (torch.zeros(1, dtype=torch.int64, device="meta"), ValueError)],
+    ids=["float", "bool", "too large", "two", "a float tensor", "another device"],
+)  # fmt: skip
+def test_a_seed_that_is_none_is_an_error(seed, error):
+    q, k, v = tensors()
+    with pytest.raises(error, match="seed must"):
+        attention(q, k, v, dropout_p=0.5, seed=seed)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_compiles_into_one_graph_for_every_seed(backend):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(q, k, v, seed):
+        return attention(q, k, v, dropout_p=0.3, seed=seed, backend=backend)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=count, fullgraph=True)
+    q, k, v = (x.detach() for x in tensors())
+    for seed in (torch.tensor([1]), torch.tensor([2])):
+        assert torch.equal(compiled(q, k, v, seed), step(q, k, v, seed))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_a_recomputed_forward_drops_what_the_first_one_dropped(backend):
+    def loss(q, k, v):
+        return attention(q, k, v, dropout_p=0.3, backend=backend).square().sum()
+
+    inputs = tensors()
+    torch.manual_seed(5)
+    want = torch.autograd.grad(loss(*inputs), inputs)
+    torch.manual_seed(5)
+    got = torch.autograd.grad(checkpoint(loss, *inputs, use_reentrant=False), inputs)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_opcheck_passes(backend):
+    import sparseflash.backends.triton  # noqa: F401 - registers the operator
+
+    operator = getattr(torch.ops.sparseflash, backend).default
+    few = (x.detach()[:, :, :20].requires_grad_() for x in tensors())
+    torch.library.opcheck(operator, (*few, *(None,) * 6, 128, 128, 0.25, torch.tensor([3]), 64))
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_a_compiled_step_draws_one_seed_for_forward_and_backward(backend):
+    def step(q, k, v):
+        return attention(q, k, v, dropout_p=0.5, backend=backend)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    q, k, _ = tensors()
+    v = torch.eye(40).expand(1, 2, 40, 40).contiguous().requires_grad_()
+    weights = compiled(q, k, v)  # as the values are the unit matrix
+    weights.sum().backward()
+    torch.testing.assert_close(v.grad, weights.detach().sum(2)[..., None].expand_as(v))
+
+
+def test_a_seed_at_an_odd_address_has_a_kernel_of_its_own():
+    q, k, v = (x.detach() for x in tensors())
+    mask = masks.local(40, 9, block=16)
+    for seed in torch.arange(4).split(1):
+        attention(q, k, v, mask, dropout_p=0.3, seed=seed, backend="triton")
+    (plan,) = (found for key, found in mask_cache(mask.indices).items() if key[0] == "plan")
+    assert len(plan.launches) == 2  # addresses that are multiples of 16, and others

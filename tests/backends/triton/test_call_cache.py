@@ -1,0 +1,178 @@
+"""Inference calls like earlier ones: they skip the checks, give the same, and no other call is taken for one."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparseflash import attention, masks
+from sparseflash.backends import blockwise
+from sparseflash.backends.triton import api, call_cache
+from strategies import SEEDS
+
+TOKENS = 40
+
+
+def tensors(seed=0, heads=2, kv_heads=2, tokens=TOKENS, dim=16, dtype=torch.float16, inside=False):
+    """q, k and v; `inside`: heads inside tokens."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(1, tokens, h, dim) if inside else (1, h, tokens, dim) for h in (heads, kv_heads, kv_heads)]
+    found = [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+    return [x.transpose(1, 2) if inside else x for x in found]
+
+
+def mask_of(tokens=TOKENS):
+    return masks.local(tokens, 16, block=16)
+
+
+def counted():
+    """Counts the calls that pass the checks of the backend: all but those that are repeats."""
+    return mock.patch.object(api, "_check", wraps=api._check)
+
+
+def run(q, k, v, mask=None, **options):
+    return attention(q, k, v, mask, backend="triton", return_lse=True, **options)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    call_cache._dense_calls.clear()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_repeat_skips_the_checks_and_gives_what_a_first_call_gives(masked):
+    mask = mask_of() if masked else None
+    with counted() as checks:
+        run(*tensors(0), mask)
+        got = run(*tensors(1), mask)
+        assert checks.call_count == 1
+    call_cache._dense_calls.clear()
+    expected = run(*tensors(1), mask_of() if masked else None)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, expected, strict=True))
+    assert isinstance(attention(*tensors(1), mask, backend="triton"), torch.Tensor)
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "kv_heads": st.sampled_from([1, 2]),
+                "dim": st.sampled_from([16, 24]),
+                "inside": st.booleans(),
+                "scale": st.sampled_from([None, 0.1, 2.0, -0.5]),
+                "masked": st.booleans(),
+                "seed": SEEDS,
+            }
+        ),
+        min_size=2,
+        max_size=3,
+    )
+)
+def test_calls_of_any_order_do_not_disturb_one_another(calls):
+    call_cache._dense_calls.clear()
+    mask = mask_of()
+    for each in calls:
+        layout = {name: each[name] for name in ("seed", "kv_heads", "dim", "inside")}
+        for _ in range(2):
+            got = run(*tensors(**layout), mask if each["masked"] else None, scale=each["scale"])
+        with mock.patch.object(call_cache, "place_of", return_value=None):
+            expected = run(*tensors(**layout), mask if each["masked"] else None, scale=each["scale"])
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, expected, strict=True))
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        return function(*arguments, **(keywords or {}))
+
+
+def test_only_plain_inference_in_half_precision_is_kept():
+    half, mask = tensors(), mask_of()
+    scores = torch.zeros(3, 3)
+    dynamic = masks.top_k_blocks(scores, 2, q_len=TOKENS, block=16)
+    assert call_cache.place_of(*half, mask, None) is not None and call_cache.place_of(*half, None, 0.5) is not None
+    assert call_cache.place_of(*tensors(dtype=torch.float32), mask, None) is None
+    assert call_cache.place_of(*half, mask.with_lengths([30]), None) is None
+    assert call_cache.place_of(*half, dynamic, None) is None
+    assert call_cache.place_of(*half, mask, torch.tensor(0.5)) is None
+    assert call_cache.place_of(*half, "mask", None) is None
+    assert call_cache.place_of(half[0], half[1], None, mask, None) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call_cache.place_of(*half, mask, None) is None
+    with Watching():
+        assert call_cache.place_of(*half, mask, None) is None
+    learned = [half[0].clone().requires_grad_(), *half[1:]]
+    assert call_cache.place_of(*learned, mask, None) is None
+    with torch.no_grad():
+        assert call_cache.place_of(*learned, mask, None) is not None
+
+
+def test_a_call_that_needs_gradients_or_drops_is_no_repeat():
+    mask = mask_of()
+    q, k, v = tensors()
+    run(q, k, v, mask)
+    with counted() as checks:
+        q = q.clone().requires_grad_()
+        attention(q, k, v, mask, backend="triton").sum().backward()
+        assert q.grad is not None and checks.call_count == 1
+        dropped = attention(q.detach(), k, v, mask, backend="triton", dropout_p=0.5, seed=1)
+        assert checks.call_count == 2
+        assert not torch.equal(dropped, attention(q.detach(), k, v, mask, backend="triton"))
+        assert checks.call_count == 2
+        for backend in ("blockwise", None):  # which is the default on the CPU
+            with mock.patch.object(blockwise, "attention", wraps=blockwise.attention) as called:
+                attention(q.detach(), k, v, mask, backend=backend)
+            assert called.call_count == 1
+
+
+def test_a_repeat_is_told_from_a_mistake():
+    mask = mask_of()
+    q, k, v = tensors()
+    run(q, k, v, mask)
+    with pytest.raises(ValueError, match="the same heads and tokens"):
+        run(q, k, v[:, :, :-1], mask)
+    with pytest.raises(TypeError, match="one dtype"):
+        run(q, k, v.float(), mask)
+    with pytest.raises(ValueError, match="for the lengths of q and k"):
+        run(*tensors(tokens=TOKENS + 1), mask)
+    with pytest.raises(TypeError, match="v must be a tensor"):
+        run(q, k, [v], mask)
+
+
+def test_the_calls_of_a_mask_die_with_it_and_are_bounded():
+    mask = mask_of()
+    for offset in range(call_cache._MOST + 3):
+        place = call_cache.place_of(*tensors(), mask, 0.1 + offset)
+        assert place is not None and call_cache.found(place) is None
+        call_cache.keep(place, lambda q, k, v: (q, q))
+        assert call_cache.found(place) is not None
+    assert len(place[0]) == 3
+    assert call_cache.found(call_cache.place_of(*tensors(), mask_of(), 0.1 + offset)) is None
+
+
+def test_empty_tensors_are_not_kept():
+    q, k, v = tensors()
+    for _ in range(2):
+        out, lse = attention(q[:, :, :0], k, v, backend="triton", return_lse=True)
+        assert out.shape == (1, 2, 0, 16) and lse.shape == (1, 2, 0)
+    assert not call_cache._dense_calls
+
+
+@pytest.mark.gpu
+def test_a_repeat_on_a_gpu_gives_the_same_bits():
+    mask = masks.butterfly(256).to("cuda")
+    q, k, v = (x.cuda() for x in tensors(tokens=256, dim=64))
+    with torch.no_grad():
+        first = attention(q, k, v, mask, return_lse=True)
+        place = call_cache.place_of(q, k, v, mask, None)
+        assert place is not None and call_cache.found(place) is not None
+        again = attention(q, k, v, mask, return_lse=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = attention(q, k, v, mask, return_lse=True)
+        graph.replay()
+    for other in (again, captured):
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -1,0 +1,208 @@
+"""Full fp32 as three pieces of 8 bits: what the pieces are, and that six of their products are enough."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparseflash import BlockMask, attention, masks
+from sparseflash.backends.triton import launch
+from sparseflash.backends.triton.configs import has_room_for_pieces
+from sparseflash.backends.triton.portable import fp32_split as kernels_in_pieces
+from sparseflash.backends.triton.portable.fp32_split import COUNT, in_pieces, six_products
+from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
+from sparseflash.blockmask import streams
+from tensor_cores import summed_as_by_tensor_cores
+
+
+@given(
+    shape=st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 70), st.integers(1, 40)),
+    exponents=st.tuples(st.integers(-60, 60), st.integers(0, 60)),
+    seed=st.integers(0, 2**31),
+)
+def test_the_pieces_sum_to_the_number_and_have_eight_bits_each(shape, exponents, seed):
+    generator = torch.Generator().manual_seed(seed)
+    least, more = exponents
+    scale = torch.randint(least, least + more + 1, shape, generator=generator)
+    x = torch.ldexp(torch.randn(shape, generator=generator), scale)
+    pieces = in_pieces(x, 64).double()
+    assert pieces.shape == (*shape[:3], COUNT, 64)
+    assert torch.equal(pieces, pieces.bfloat16().double())
+    assert not pieces[..., shape[3] :].any()
+    first, second, third = pieces[..., : shape[3]].unbind(-2)
+    assert ((first + second + third - x.double()).abs() <= 2.0**-25 * x.double().abs()).all()
+    assert (second.abs() <= 2.0**-8 * x.abs()).all()
+    assert (third.abs() <= 2.0**-16 * x.abs()).all()
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "expanded", "slice"])
+def test_tensors_of_any_strides_are_split(layout):
+    x = {
+        "tokens first": lambda: torch.randn(2, 40, 3, 24).transpose(1, 2),
+        "expanded": lambda: torch.randn(2, 1, 40, 24).expand(2, 3, 40, 24),
+        "slice": lambda: torch.randn(2, 3, 40, 32)[..., 3:27],
+    }[layout]()
+    assert torch.equal(in_pieces(x, 32), in_pieces(x.contiguous(), 32))
+
+
+def test_the_largest_numbers_are_split_and_what_is_no_number_stays_none():
+    most = torch.finfo(torch.float32).max
+    x = torch.tensor([most, -most, 3.39e38, 3.3900001e38]).view(1, 1, 1, -1)
+    assert torch.equal(in_pieces(x, 16).double().sum(-2)[..., :4], x.double())
+    poison = torch.full((1, 1, 1, 1), -1, dtype=torch.int32).view(torch.float32)  # a NaN of ones alone
+    nothing = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan]).view(1, 1, 1, 3), poison], -1)
+    with np.errstate(invalid="ignore"):  # the interpreter's numpy warns
+        pieces = in_pieces(nothing, 16)
+    assert pieces.double().sum(-2)[..., :4].isnan().all()
+
+
+def plan_of_mask(mask):
+    return plan_of(
+        mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, (1, 1), 1, (mask.q_len, mask.k_len),
+        (mask.block_q, mask.block_k),
+    )  # fmt: skip
+
+
+def test_keys_that_are_read_once_or_never_are_not_split_before():
+    for mask, split in (
+        (masks.streaming(1, 64, 4, k_len=4096, block=32), False),  # one query with a long cache
+        (masks.local(4096, 64, block=32), True),  # each is read by three rows
+        (BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32), False),
+    ):
+        problem = launch.Problem(plan_of_mask(mask), None, (32, 32), 1.0, False)
+        q, k, v = (torch.randn(1, 1, tokens, 16) for tokens in (mask.q_len, mask.k_len, mask.k_len))
+        assert [x.ndim for x in launch.operands(problem, q, k, v)] == [5 if split else 4] * 3
+
+
+def test_a_new_layout_is_refused_while_a_graph_is_recorded(monkeypatch):
+    q, k, v = (torch.randn(1, 2, 96, 16) for _ in range(3))
+    mask = masks.local(96, 64, block=32)
+    attention(q, k, v, mask, backend="triton")
+    monkeypatch.setattr(streams, "is_capturing", lambda device: True)
+    attention(q, k, v, mask, backend="triton")  # as before
+    other = k.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(RuntimeError, match="call it once with the same mask and tensors of the same layout"):
+        attention(q, other, v, mask, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "capability", "dim", "split"),
+    [
+        (torch.float32, False, (9, 0), 256, True),
+        (torch.float32, False, (8, 0), 256, True),
+        (torch.float32, False, (8, 6), 128, True),
+        (torch.float32, False, (8, 6), 256, False),  # too little shared memory
+        (torch.float32, True, (9, 0), 64, False),
+        (torch.float16, False, (9, 0), 64, False),
+    ],
+)
+def test_who_is_split(monkeypatch, dtype, tf32, capability, dim, split):
+    monkeypatch.setattr(launch, "capability_of", lambda device: capability)
+    plan = dense_plan((1, 1), 1, (64, 64), (32, 32), torch.device("cpu"))
+    problem = launch.Problem(plan, None, (32, 32), 1.0, tf32)
+    tensors = [torch.randn(1, 1, 64, dim, dtype=dtype) for _ in range(4)]
+    found = launch.operands(problem, *tensors)
+    assert len(found) == 4
+    assert all((x.ndim == 5) == split for x in found)
+    assert split or all(a is b for a, b in zip(found, tensors))
+
+
+def test_wide_heads_have_no_room_on_consumer_gpus_alone():
+    assert [has_room_for_pieces(each, 256) for each in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))] == [
+        True, False, False, True, True, False,
+    ]  # fmt: skip
+
+
+@triton.jit
+def _product_kernel(x_ptr, y_ptr, out_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, MIRRORED: tl.constexpr):
+    """out = x y^T of pieces [ROWS, 3, DIM]."""
+    at = tl.arange(0, ROWS)[:, None] * (3 * DIM) + tl.arange(0, DIM)[None, :]
+    x = tl.load(x_ptr + at), tl.load(x_ptr + DIM + at), tl.load(x_ptr + 2 * DIM + at)
+    y = tl.load(y_ptr + at).T, tl.load(y_ptr + DIM + at).T, tl.load(y_ptr + 2 * DIM + at).T
+    product = six_products(x, y, MIRRORED)
+    tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], product)
+
+
+def product(x: Tensor, y: Tensor, mirrored: bool) -> Tensor:
+    """Of [rows, dim] each."""
+    rows, dim = x.shape
+    out = x.new_empty(rows, rows)
+    _product_kernel[(1,)](in_pieces(x[None, None], dim), in_pieces(y[None, None], dim), out, rows, dim, mirrored)
+    return out
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dim", [16, 64, 256])
+def test_six_products_are_as_good_as_one_in_fp32(dim, device):
+    generator = torch.Generator().manual_seed(dim)
+    x, y = (torch.randn(64, dim, generator=generator).to(device) for _ in range(2))
+    truth = x.double() @ y.double().T
+    plain = (x @ y.T - truth).abs()
+    found = (product(x, y, False) - truth).abs()
+    assert found.max() <= 2 * plain.max() + torch.finfo(torch.float32).eps
+    assert found.mean() <= 2 * plain.mean()
+    # Without the third pieces of x they are not.
+    pieces = in_pieces(x[None, None], dim)
+    pieces[..., 2, :] = 0
+    fewer = pieces.double().sum(-2)[0, 0] @ y.double().T
+    assert (fewer - truth).abs().max() > 5 * found.max()
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])  # in sums of one sign it adds up
+def test_what_tensor_cores_cut_off_is_made_up_for(draw, dim, monkeypatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", summed_as_by_tensor_cores)
+    generator = torch.Generator().manual_seed(dim)
+    x, y = (draw(64, dim, generator=generator) for _ in range(2))
+    truth = x.double() @ y.double().T
+
+    def errors(cut_off):
+        monkeypatch.setattr(kernels_in_pieces, "_CUT_OFF", tl.constexpr(cut_off))
+        return (product(x, y, False) - truth) * truth.sign() * 2**24
+
+    left_alone, made_up_for = errors(0.0), errors(0.36 * 2**-24)
+    assert left_alone.mean() < 0
+    assert made_up_for.mean().abs() < 0.7 * left_alone.mean().abs()
+    assert made_up_for.square().mean() < 0.85 * left_alone.square().mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 32, 64])  # matrix instructions of one warp, and of four
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_a_product_mirrored_has_the_same_bits(dim, rows):
+    x, y = (torch.randn(rows, dim, device="cuda") for _ in range(2))
+    assert torch.equal(product(x, y, False), product(y, x, True).T)
+
+
+@pytest.mark.gpu
+def test_sums_of_numbers_of_one_sign_are_not_worse_than_in_fp32():
+    """Tensor cores cut off what does not fit, always towards zero."""
+    tokens = 8192
+    q, k = (torch.rand(1, 2, tokens, 64, device="cuda") for _ in range(2))
+    v = torch.rand(1, 2, tokens, 64, device="cuda") + 1
+    truth = attention(*(x.double() for x in (q, k, v)), backend="reference")
+    found, plain = ((attention(q, k, v, backend=name) - truth).abs() for name in ("triton", "reference"))
+    assert found.max() <= 2 * plain.max() + 2 * torch.finfo(torch.float32).eps
+    assert found.mean() <= 2 * plain.mean() + torch.finfo(torch.float32).eps
+
+
+@pytest.mark.gpu
+def test_fp32_needs_memory_in_proportion_to_the_tokens():
+    """The pieces of q, k, v and of the gradient of the output are six bytes a number, and gone afterwards."""
+    peaks = []
+    for tokens in (16_384, 65_536):
+        mask = masks.local(tokens, 256).to("cuda")
+        q, k, v = (torch.randn(1, 2, tokens, 64, device="cuda", requires_grad=True) for _ in range(3))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention(q, k, v, mask).sum().backward()
+        peaks.append((torch.cuda.max_memory_allocated() - before) / q.nbytes)
+        del q, k, v
+    assert peaks[1] < 1.2 * peaks[0]
+    assert max(peaks) < 14  # out and its gradient, three gradients: 5; four times 1.5 in pieces: 6; and some rows

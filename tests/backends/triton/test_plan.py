@@ -1,0 +1,180 @@
+"""The plan: every live tile of every head is walked exactly once, the longest rows first, nothing stored twice."""
+
+import heapq
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.speed import patterns
+from sparseflash import BlockMask, masks
+from sparseflash.backends.triton.configs import config_for
+from sparseflash.backends.triton.schedule.launch_order import start_order
+from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
+from strategies import block_masks
+
+
+def plan(mask, batch, heads, kv_heads):
+    lengths, blocks = (mask.q_len, mask.k_len), (mask.block_q, mask.block_k)
+    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
+    return plan_of(*arrays, (batch, heads), kv_heads, lengths, blocks)
+
+
+def walked(side, heads, count):
+    """What the work items say is live: `{(batch element, head, tile row, member of the group): [(block, tile id)]}`."""
+    found = {}
+    for item in side.work.tolist():
+        for member, (number, start, full, total, first_full, first_masked, first_tile, _) in enumerate(item):
+            at = (number // count // heads, number // count % heads, number % count, member)
+            assert at not in found, "a work item twice"
+            entries = list(zip(side.index.tolist()[start : start + total], side.tile.tolist()[start : start + total]))
+            assert all(t == 0 for _, t in entries[:full])
+            assert all(t > 0 for _, t in entries[full:])
+            if full:
+                assert first_full == entries[0][0]
+            if full < total:
+                assert (first_masked, first_tile) == entries[full]
+            found[at] = entries
+    return found
+
+
+@given(st.data())
+def test_rows_and_columns_walk_every_live_tile_once(data):
+    batch, heads = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 2, 4]))
+    kv_heads = data.draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]))
+    mask = data.draw(block_masks(most_tokens=130, blocks=(16, 32), batch=batch, heads=heads))
+    pattern = mask.pattern.expand(batch, heads)
+    made = plan(mask, batch, heads, kv_heads)
+    tiles_of = {}
+    row_blocks = mask.blocks[0]
+    for p in range((len(mask.indptr) - 1) // row_blocks):
+        for i in range(row_blocks):
+            for e in range(mask.indptr[p * row_blocks + i], mask.indptr[p * row_blocks + i + 1]):
+                tiles_of.setdefault(p, []).append((i, int(mask.indices[e]), int(mask.tile[e])))
+
+    tile = 16
+    count = -(-mask.q_len // tile)
+    rows = walked(made.rows(tile), heads, count)
+    for b in range(batch):
+        for h in range(heads):
+            for t in range(count):
+                live = tiles_of.get(int(pattern[b, h]), [])
+                want = [(j, kind) for i, j, kind in live if i == t * tile // mask.block_q]
+                assert sorted(rows[b, h, t, 0]) == sorted(want)
+    assert len(rows) == batch * heads * count
+
+    count, group = -(-mask.k_len // tile), heads // kv_heads
+    columns = walked(made.columns(tile), kv_heads, count)
+    for b in range(batch):
+        for h in range(heads):
+            for t in range(count):
+                live = tiles_of.get(int(pattern[b, h]), [])
+                want = [(i, kind) for i, j, kind in live if j == t * tile // mask.block_k]
+                assert sorted(columns[b, h // group, t, h % group]) == sorted(want)
+    assert len(columns) == batch * heads * count
+
+
+@given(block_masks(most_tokens=200, blocks=(16,), heads=4))
+def test_work_is_sorted_over_all_heads_longest_first(mask):
+    made = plan(mask, 1, 4, 2)
+    for side in (made.rows(16), made.columns(16)):
+        lengths = side.work[..., 3].sum(1)
+        assert (lengths.diff() <= 0).all()
+
+
+def test_work_of_equal_length_stays_in_the_order_of_heads():
+    work = plan(masks.causal(64, block=16), 1, 3, 3).rows(16).work
+    assert work[:, 0, 0].tolist() == [3, 7, 11, 2, 6, 10, 1, 5, 9, 0, 4, 8]
+
+
+def test_of_many_programs_those_of_similar_length_stay_in_the_order_of_heads():
+    lengths = torch.tensor([16, 300, 0, 17, 1]).repeat(400)
+    order = start_order(lengths)
+    of_16_and_17 = [i for i in range(2000) if i % 5 in (0, 3)]
+    assert order[:400].tolist() == list(range(1, 2000, 5)) and order[400:1200].tolist() == of_16_and_17
+    few = start_order(lengths[:1000])
+    assert few[200:400].tolist() == list(range(3, 1000, 5))  # to the tile
+
+
+@pytest.mark.parametrize("kind", ["random12", "causal", "bigbird"])
+def test_programs_of_similar_length_first_come_end_with_the_others(kind):
+    lengths = patterns.block_mask(kind, 16384, 128).indptr.diff().repeat_interleave(2).repeat(32)
+    busy = [0] * 396
+    for length in lengths[start_order(lengths)].tolist():
+        heapq.heapreplace(busy, busy[0] + length)
+    assert max(busy) <= 1.03 * int(lengths.sum()) / 396
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (128, 256), (200, 300), (129, 128), (127, 640)])
+def test_the_dense_plan_is_that_of_the_dense_mask(q_len, k_len):
+    mask = BlockMask.dense(q_len, k_len)
+    stored, listed = plan(mask, 2, 4, 2), dense_plan((2, 4), 2, (q_len, k_len), (128, 128), torch.device("cpu"))
+    for side in ("rows", "columns"):
+        ours, theirs = getattr(listed, side)(64), getattr(stored, side)(64)
+        length, heads = (q_len, 4) if side == "rows" else (k_len, 2)
+        count = -(-length // 64)
+        a, b = (walked(x, heads, count) for x in (ours, theirs))
+
+        def live(x, entries):
+            words = x.words.view(-1, 128, 4)
+            return {j: None if t == 0 else words[t - 1].tolist() for j, t in entries}
+
+        assert {at: live(ours, e) for at, e in a.items()} == {at: live(theirs, e) for at, e in b.items()}
+
+
+def test_a_forward_alone_plans_no_columns():
+    mask = masks.causal(300, block=64)
+    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
+    shape = (1, 2), 2, (300, 300), (64, 64)
+    made = plan_of(*arrays, *shape, columns=False)
+    made.rows(64)
+    with pytest.raises(RuntimeError, match="without columns"):
+        made.columns(64)
+    assert plan_of(*arrays, *shape) is made
+    assert len(made.columns(64).work) == 2 * 5
+
+
+def test_the_dense_plan_stores_nothing_that_grows_with_the_matrix():
+    made = dense_plan((1, 1), 1, (1 << 20, 1 << 20), (128, 128), torch.device("cpu"))
+    arrays = [made.rows(128).work, made.rows(128).index, made.rows(128).tile, made.columns(128).work]
+    assert sum(a.numel() for a in arrays) < 40 * (1 << 13)
+
+
+def test_more_work_items_than_an_int_counts_are_refused():
+    with pytest.raises(ValueError, match=r"batch x heads x tiles must be below 2\^31; got 70000 x 64 x 512"):
+        dense_plan((70_000, 64), 64, (8192, 16), (128, 128), torch.device("meta")).rows(16)
+
+
+# ---------------------------------------------------------------------- configurations
+
+
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("arithmetic", ["half", "tf32", "fp32"])
+def test_every_head_dim_and_block_has_a_configuration_that_its_mask_can_be_cut_into(capability, arithmetic):
+    for kernel in ("forward", "dk_dv", "dq"):
+        for padded in (16, 32, 64, 128, 256):
+            for block_q in (16, 32, 64, 128, 256):
+                for block_k in (16, 32, 64, 128, 256):
+                    for descriptors in (False, True):
+                        config = config_for(kernel, capability, arithmetic, padded, (block_q, block_k), descriptors)
+                        assert block_q % config.block_m == 0
+                        assert block_k % config.block_n == 0
+                        assert min(config.block_m, config.block_n) >= 16
+                        assert config.block_n in (16, 32, 64, 128, 256)  # parts of a word of bits, or whole words
+                        assert config.num_warps in (1, 2, 4, 8)
+                        assert config.num_stages >= 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dim", "warps"),
+    [("forward", 64, 1), ("dq", 64, 1), ("dk_dv", 64, 2), ("forward", 128, 2), ("dq", 128, 2), ("dk_dv", 128, 4)],
+)
+def test_tiles_of_32_are_walked_by_as_many_warps_as_took_least_on_an_h100(kernel, dim, warps):
+    assert config_for(kernel, (9, 0), "half", dim, (32, 32), True).num_warps == warps
+    assert config_for(kernel, (9, 0), "half", dim, (64, 64), True).num_warps == 4
+    fp32 = config_for(kernel, (9, 0), "fp32", dim, (32, 32), False)
+    assert fp32.num_warps == 4  # pieces want many registers

@@ -1,0 +1,177 @@
+"""What is derived from a mask is kept with it, and with nothing that might become another."""
+
+import dataclasses
+import pickle
+import threading
+from unittest import mock
+
+import pytest
+import torch
+
+from sparseflash import BlockMask, attention, masks
+from sparseflash.backends.triton.schedule.plan import Plan, plan_of
+from sparseflash.blockmask.cache import is_countable, mask_cache, once
+
+N = 64
+BACKENDS = ["blockwise", "triton"]
+
+
+def tensors(requires_grad=False):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 1, N, 16, generator=generator, requires_grad=requires_grad) for _ in range(3)]
+
+
+def plans_made():
+    return mock.patch.object(Plan, "__init__", autospec=True, side_effect=Plan.__init__)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_kept_with_indices_that_no_mask_owns(backend):
+    """Inductor gives one tensor of a compiled graph the memory, and the Python object, of another that is done with."""
+    q, k, v = tensors()
+    few, many = masks.local(N, 9, block=16), masks.local(N, 25, block=16)
+    buffer = torch.zeros(len(many.indices), dtype=torch.int32)
+    for mask in (few, many, few):
+        indices = buffer[: len(mask.indices)] if mask is few else buffer
+        indices.copy_(mask.indices)
+        operator = getattr(torch.ops.sparseflash, backend)
+        out, *_ = operator(
+            q, k, v, mask.indptr, indices, mask.tile, mask.words, mask.pattern, None, 16, 16, 16**-0.5, None, 0
+        )
+        torch.testing.assert_close(out, attention(q, k, v, mask, backend="reference"))
+        assert mask_cache(indices) == {} and not is_countable(indices)
+
+
+def test_nothing_is_kept_with_a_mask_that_a_compiled_graph_has_returned():
+    """The memory of its arrays may be the graph's, and hold another mask after the next call."""
+
+    def chosen(scores):
+        return masks.top_k_blocks(scores, 2, q_len=N, block=16)
+
+    torch.compiler.reset()
+    scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.compile(chosen, backend="aot_eager", fullgraph=True)(scores)
+    assert mask == chosen(scores)
+    assert mask_cache(mask.indices) == {}
+    q, k, v = tensors()
+    out = attention(q, k, v, mask)
+    assert mask_cache(mask.indices) == {}
+    assert torch.equal(out, attention(q, k, v, chosen(scores)))
+
+
+def test_a_chosen_mask_may_cross_a_graph_break():
+    def step(q, k, v):
+        mask = masks.top_k_blocks(q[0, 0, :4, :4], 2, q_len=N, block=16)
+        torch._dynamo.graph_break()
+        return attention(q, k, v, mask)
+
+    torch.compiler.reset()
+    q, k, v = tensors()
+    assert torch.equal(torch.compile(step, backend="aot_eager")(q, k, v), step(q, k, v))
+
+
+def rebuilt(mask, **changed):
+    """As FSDP rebuilds a dataclass that is passed to a module: of all of its fields."""
+    parts = {each.name: getattr(mask, each.name) for each in dataclasses.fields(mask)}
+    return dataclasses.replace(mask, **{**parts, **changed})
+
+
+@pytest.mark.parametrize("lengths", [None, [40]])
+def test_a_mask_rebuilt_of_its_own_fields_keeps_what_is_derived(lengths):
+    mask = masks.local(N, 9, block=16)
+    if lengths is not None:
+        mask = mask.with_lengths(lengths)
+    again = rebuilt(mask)
+    assert again == mask and again.indices is mask.indices and again.words is mask.words
+    q, k, v = tensors()
+    with plans_made() as made:
+        for each in (mask, again, rebuilt(again)):
+            attention(q, k, v, each, backend="triton")
+    assert made.call_count == 1
+
+
+def test_a_mask_rebuilt_of_other_arrays_derives_its_own():
+    mask, other = masks.local(N, 9, block=16), masks.local(N, 5, block=16)
+    mask.columns  # noqa: B018  derived, and kept
+    made = rebuilt(mask, bits=other.bits)
+    assert made == other
+    assert made.indices is not mask.indices and made.words is not mask.words
+
+
+def test_a_mask_rebuilt_for_other_numbers_of_tokens_derives_its_own():
+    mask = masks.local(60, 9, block=128)
+    q, k, v = tensors()
+    attention(q[:, :, :60], k[:, :, :60], v[:, :, :60], mask, backend="triton")
+    assert 0 < mask.density < 1
+    again = dataclasses.replace(rebuilt(mask), q_len=N, k_len=N)
+    assert again.indices is not mask.indices and again.density < mask.density
+    want = attention(q, k, v, again, backend="reference")
+    torch.testing.assert_close(attention(q, k, v, again, backend="triton"), want)
+
+
+def test_a_mask_made_in_compiled_code_that_outlives_it_is_planned_once():
+    kept, made = {}, masks.local(N, 9, block=16)
+
+    def step(q, k, v):
+        if "mask" not in kept:
+            kept["mask"] = BlockMask(N, N, 16, 16, made.indptr, made.indices, made.tile, made.bits, made.pattern)
+        return attention(q, k, v, kept["mask"], backend="triton")
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager")
+    compiled(*tensors())
+    with plans_made() as plans:
+        for _ in range(3):
+            compiled(*tensors())
+        attention(*tensors(), kept["mask"], backend="triton")
+    assert plans.call_count <= 1  # in the first call the mask was the graph's own
+    assert is_countable(kept["mask"].indices)
+
+
+def test_lengths_are_pickled_as_they_are_wherever_they_lay():
+    mask = masks.local(N, 9, block=16)
+    for length in range(20):  # each at the address of the one before
+        padded = dataclasses.replace(mask, lengths=torch.tensor([length, 99], dtype=torch.int32)[:1])
+        assert pickle.loads(pickle.dumps(padded)).lengths.tolist() == [length]
+        del padded
+
+
+def test_masks_that_differ_in_lengths_have_one_copy_of_the_bits():
+    mask = masks.local(N, 9, block=16)
+    assert mask.with_lengths([40]).words is mask.words
+
+
+def test_what_is_kept_is_made_once():
+    kept, made = {}, []
+    for _ in range(2):
+        assert once(kept, "key", lambda: made.append(None) or [1]) == [1]
+    assert len(made) == 1
+
+
+def test_plans_of_one_mask_may_be_made_by_many_threads():
+    mask = masks.local(N, 9, block=16)
+    failures = []
+
+    def work():
+        try:
+            for batch in range(1, 6):
+                plan_of(
+                    mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, (batch, 1), 1, (N, N), (16, 16)
+                ).rows(16)
+        except Exception as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    with mock.patch("sparseflash.backends.triton.schedule.plan._MOST_PLANS", 2):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def test_a_pickled_mask_keeps_with_indices_of_its_own():
+    mask = masks.local(N, 9, block=16)
+    again = pickle.loads(pickle.dumps(mask))
+    assert isinstance(again, BlockMask) and is_countable(again.indices)
+    assert mask_cache(again.indices) is not mask_cache(mask.indices)

@@ -1,0 +1,372 @@
+"""`&`, `|`, `^`, `-`, `~`, padding as bits, stacking: each equals the same on dense matrices, score by score."""
+
+import operator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from algebra_checks import assert_is, peak_of
+from dynamic_masks import made_dynamic
+from sparseflash import BlockMask, masks
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.ops import boolean
+from strategies import SEEDS, block_masks, blocks, dense_masks, lengths
+
+MOST = 130
+BINARY = {
+    "and": (operator.and_, operator.and_),
+    "or": (operator.or_, operator.or_),
+    "xor": (operator.xor, operator.xor),
+    "minus": (operator.sub, lambda a, b: a & ~b),
+}
+EACH = pytest.mark.parametrize("name", BINARY)
+
+
+@st.composite
+def mask_groups(draw, count, most=MOST):
+    """Masks that can be combined: equal lengths; blocks, heads, batch sizes and padding of their own."""
+    q_len = draw(lengths(most))
+    k_len = draw(st.just(q_len) | lengths(most))
+    batch, heads = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
+    stops = st.lists(st.integers(0, max(q_len, k_len)), min_size=batch, max_size=batch)
+    shared = draw(stops)
+    group = []
+    for _ in range(count):
+        block = draw(blocks())
+        mask = BlockMask.from_dense(draw(dense_masks(q_len, k_len, batch, heads, block)), block=block)
+        given_lengths = draw(st.sampled_from([None, "shared", "own"]))
+        if given_lengths is not None and mask.shape[0] in (1, batch):
+            mask = mask.with_lengths(torch.tensor(shared if given_lengths == "shared" else draw(stops)))
+        group.append(mask)
+    return group
+
+
+# ---------------------------------------------------------------------- against dense matrices
+
+
+@EACH
+@given(pair=mask_groups(2))
+def test_an_operator_does_to_masks_what_it_does_to_dense_matrices(name, pair):
+    of_masks, of_dense = BINARY[name]
+    a, b = pair
+    dense_a, dense_b = a.to_dense(), b.to_dense()
+    result = of_masks(a, b)
+    assert_is(result, of_dense(dense_a, dense_b))
+    assert (result.block_q, result.block_k) == (min(a.block_q, b.block_q), min(a.block_k, b.block_k))
+    assert torch.equal(a.to_dense(), dense_a) and torch.equal(b.to_dense(), dense_b)  # nothing was written to
+
+
+@given(block_masks(MOST, batch=2, heads=3))
+def test_complement_is_live_where_the_mask_is_dead(mask):
+    dense = mask.to_dense()
+    assert_is(~mask, ~dense)
+    assert torch.equal(mask.to_dense(), dense)
+    assert ~~mask == mask.bake_lengths()
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(mask_groups(3))
+def test_the_laws_of_boolean_algebra(group):
+    a, b, c = group
+    plain = [BlockMask.bake_lengths(mask) for mask in group]
+    x, y, z = plain
+    assert ~(x & y) == ~x | ~y
+    assert ~(x | y) == ~x & ~y
+    assert x ^ y == (x | y) - (x & y)
+    assert x - y == x & ~y
+    assert x & (y | z) == (x & y) | (x & z)
+    assert x | y == y | x and x & y == y & x and x ^ y == y ^ x
+    assert (x ^ y) ^ y == (x | y).reblock(((x ^ y).block_q, (x ^ y).block_k)) - (y - x)
+    # And with the padding kept apart, up to how it is kept.
+    assert ((a | b) - (a & b)).bake_lengths() == (a ^ b).bake_lengths() == x ^ y
+    assert ((a - b) - c).bake_lengths() == (a - (b | c)).bake_lengths()
+
+
+@given(block_masks(MOST, batch=2, heads=3))
+def test_a_mask_with_itself_and_with_nothing(mask):
+    nothing = BlockMask.from_dense(torch.zeros(mask.q_len, mask.k_len, dtype=torch.bool), block=16)
+    nothing = nothing.reblock((mask.block_q, mask.block_k))
+    everything = BlockMask.dense(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k))
+    assert mask & mask == mask
+    assert mask | mask == mask
+    assert not (mask ^ mask).to_dense().any() and len((mask - mask).indices) == 0
+    assert mask & everything == mask
+    assert mask - nothing == mask
+    assert (mask | nothing).bake_lengths() == mask.bake_lengths()
+    assert mask ^ everything == ~mask
+
+
+def test_heads_that_become_equal_are_stored_once():
+    per_head = masks.per_head([masks.causal(200, block=32), masks.local(200, 9, causal=True, block=32)])
+    assert (per_head & masks.local(200, 9, causal=True, block=32)).pattern.tolist() == [[0, 0]]
+    assert (per_head - masks.causal(200, block=32)).pattern.tolist() == [[0, 0]]
+
+
+def test_patterns_broadcast_over_heads_and_batch():
+    heads = masks.per_head([masks.causal(100, block=16), masks.local(100, 5, block=16)])
+    batch = masks.per_batch([masks.local(100, n, block=32) for n in (3, 7, 3)])
+    both = heads & batch
+    assert both.pattern.tolist() == [[0, 1], [2, 3], [0, 1]]
+    assert_is(both, heads.to_dense() & batch.to_dense())
+
+
+def test_every_tile_may_be_a_chunk_of_its_own(monkeypatch):
+    a, b = masks.local(300, 70, block=32), masks.butterfly(300, block=16, causal=True)
+    padded = a.with_lengths(torch.tensor([3, 130, 300]))
+    expected = [a & b, a | b, a ^ b, a - b, ~a, padded.bake_lengths()]
+    monkeypatch.setattr(bitmask, "WORDS_AT_ONCE", 1)
+    assert [a & b, a | b, a ^ b, a - b, ~a, padded.bake_lengths()] == expected
+
+
+# ---------------------------------------------------------------------- padding
+
+
+@given(block_masks(MOST, batch=3, heads=2))
+def test_baked_lengths_leave_the_same_scores(mask):
+    baked = mask.bake_lengths()
+    assert baked.lengths is None
+    assert_is(baked, mask.to_dense())
+    assert mask.lengths is not None or baked is mask
+
+
+@given(st.lists(st.integers(0, 300), min_size=2, max_size=2), st.lists(st.integers(0, 300), min_size=2, max_size=2))
+def test_the_smaller_length_holds_in_an_intersection(first, second):
+    window, past = masks.local(300, 40, block=32), masks.causal(300, block=32)
+    one, other = torch.tensor(first), torch.tensor(second)
+    expected = (window & past).with_lengths(torch.minimum(one, other))
+    assert window.with_lengths(one) & past.with_lengths(other) == expected
+    assert window.with_lengths(one) & past == (window & past).with_lengths(one)
+    assert past & window.with_lengths(one) == (window & past).with_lengths(one)
+
+
+@pytest.mark.parametrize("name", ["or", "xor", "minus"])
+def test_equal_lengths_stay_lengths(name):
+    of_masks, of_dense = BINARY[name]
+    stops = torch.tensor([17, 300, 64])
+    window, past = masks.local(300, 40, block=32), masks.causal(300, block=32)
+    expected = of_masks(window, past).with_lengths(stops)
+    assert of_masks(window.with_lengths(stops), past.with_lengths(stops.clone())) == expected
+    other = past.with_lengths(torch.tensor([16, 300, 64]))
+    padded = window.with_lengths(stops)
+    assert_is(of_masks(padded, other), of_dense(padded.to_dense(), other.to_dense()))
+
+
+def test_a_difference_keeps_the_lengths_of_the_left_and_honours_those_of_the_right():
+    stops, longer, shorter = torch.tensor([17, 100]), torch.tensor([17, 120]), torch.tensor([16, 120])
+    a, b = masks.causal(300, block=32), masks.local(300, 40, block=32)
+    assert a.with_lengths(stops) - b == (a - b).with_lengths(stops)
+    assert a.with_lengths(stops) - b.with_lengths(longer) == (a - b).with_lengths(stops)
+    for left in (a, a.with_lengths(stops)):
+        result = left - b.with_lengths(shorter)
+        assert (result.lengths is None) == (left.lengths is None)
+        assert_is(result, left.to_dense() & ~b.with_lengths(shorter).to_dense())
+
+
+def test_one_length_serves_a_batch():
+    batch = masks.per_batch([masks.local(100, n, block=32) for n in (3, 7)])
+    padded = masks.causal(100, block=32).with_lengths(torch.tensor([50]))
+    for of_masks, of_dense in BINARY.values():
+        assert_is(of_masks(padded, batch), of_dense(padded.to_dense(), batch.to_dense()))
+        assert_is(of_masks(batch, padded), of_dense(batch.to_dense(), padded.to_dense()))
+
+
+def test_lengths_of_no_sequence_cannot_be_baked():
+    with pytest.raises(ValueError, match="lengths must be of at least one sequence to be written into the tiles; got"):
+        masks.causal(64, block=16).with_lengths(torch.zeros(0, dtype=torch.int64)).bake_lengths()
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+
+@EACH
+@pytest.mark.parametrize("other", [3, None, "mask", torch.ones(64, 64, dtype=torch.bool)], ids=str)
+def test_what_is_no_mask_is_left_to_the_other_operand(name, other):
+    method = {"and": "__and__", "or": "__or__", "xor": "__xor__", "minus": "__sub__"}[name]
+    assert getattr(masks.causal(64, block=16), method)(other) is NotImplemented
+
+
+@EACH
+def test_no_operator_takes_numbers(name):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        BINARY[name][0](masks.causal(64, block=16), 3)
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: masks.causal(64, 65, block=16), "same q_len and k_len to be combined; got 64 x 64 and 64 x 65"),
+        (lambda: masks.causal(63, 64, block=16), "same q_len and k_len to be combined; got 64 x 64 and 63 x 64"),
+        (
+            lambda: masks.per_head([masks.causal(64, block=16)] * 3),
+            r"must have the same batch size and number of heads, or 1, to be combined; got 1 x 2 and 1 x 3 \(batch x h",
+        ),
+        (lambda: masks.causal(64, block=16).to("meta"), "must be on one device to be combined; got cpu and meta"),
+    ],
+    ids=["k_len", "q_len", "heads", "device"],
+)  # fmt: skip
+def test_masks_that_do_not_fit_together_are_refused(name, other, message):
+    with pytest.raises(ValueError, match=message):
+        BINARY[name][0](masks.per_head([masks.causal(64, block=16)] * 2), other())
+
+
+@EACH
+def test_batch_sizes_that_differ_are_refused_where_lengths_give_them(name):
+    two, three = (masks.causal(64, block=16).with_lengths(torch.full((n,), 9)) for n in (2, 3))
+    with pytest.raises(ValueError, match=r"or 1, to be combined; got 2 x 1 and 3 x 1 \(batch x heads\)"):
+        BINARY[name][0](two, three)
+
+
+# ---------------------------------------------------------------------- stacking
+
+
+@given(mask_groups(3))
+def test_per_head_puts_heads_side_by_side(group):
+    batch = max(mask.shape[0] for mask in group)
+    expected = torch.cat([mask.to_dense().expand(batch, -1, -1, -1) for mask in group], dim=1)
+    assert_is(masks.per_head(group), expected)
+
+
+@given(mask_groups(3))
+def test_per_batch_puts_sequences_side_by_side(group):
+    heads = max(mask.shape[1] for mask in group)
+    expected = torch.cat([mask.to_dense().expand(-1, heads, -1, -1) for mask in group], dim=0)
+    result = masks.per_batch(group)
+    assert_is(result, expected)
+    assert (result.lengths is None) == all(mask.lengths is None for mask in group)  # never baked
+
+
+def test_one_mask_stacked_is_that_mask():
+    mask = masks.local(100, 7, block=16)
+    assert masks.per_head([mask]) == mask == masks.per_batch([mask])
+    padded = mask.with_lengths(torch.tensor([30, 100]))
+    assert masks.per_head([padded]) == padded
+    assert torch.equal(masks.per_batch([padded]).to_dense(), padded.to_dense())
+    assert masks.per_head((mask, mask)).pattern.tolist() == [[0, 0]]
+
+
+def test_stacked_heads_keep_lengths_that_are_equal_only():
+    window, past = masks.local(100, 7, block=16), masks.causal(100, block=16)
+    stops = torch.tensor([30, 100])
+    assert masks.per_head([window, past]).with_lengths(stops) == masks.per_head(
+        [window.with_lengths(stops), past.with_lengths(stops.clone())]
+    )
+    assert masks.per_head([window.with_lengths(stops), past]).lengths is None
+
+
+def test_stacking_takes_masks_of_several_heads_and_blocks():
+    two = masks.per_head([masks.local(100, 7, block=(16, 64)), masks.causal(100, block=(16, 64))])
+    three = masks.per_head([two, masks.butterfly(100, block=32)])
+    assert three.shape == (1, 3, 100, 100) and (three.block_q, three.block_k) == (16, 32)
+
+
+@pytest.mark.parametrize("stack", [masks.per_head, masks.per_batch])
+@pytest.mark.parametrize(
+    ("given_masks", "error", "message"),
+    [
+        (lambda: [], ValueError, "masks must hold at least one mask; got none"),
+        (lambda: masks.causal(64, block=16), TypeError, "masks must be a list of BlockMasks; got a single one"),
+        (lambda: [masks.causal(64, block=16), 3], TypeError, "masks must hold BlockMasks; got int"),
+        (
+            lambda: [masks.causal(64, block=16), masks.causal(65, block=16)],
+            ValueError,
+            "masks must have the same q_len and k_len to be stacked; got 64 x 64 and 65 x 65",
+        ),
+        (
+            lambda: [masks.causal(64, block=16), masks.causal(64, block=16).to("meta")],
+            ValueError,
+            "masks must be on one device to be stacked; got cpu and meta",
+        ),
+    ],
+)
+def test_masks_that_cannot_be_stacked_are_refused(stack, given_masks, error, message):
+    with pytest.raises(error, match=message):
+        stack(given_masks())
+
+
+def test_heads_of_different_batches_are_refused():
+    one = masks.causal(64, block=16)
+    two, three = masks.per_batch([one] * 2), masks.per_batch([one] * 3)
+    with pytest.raises(ValueError, match="masks must have the same batch size, or 1, to be stacked; got 2, 1, 3"):
+        masks.per_head([two, one, three])
+    with pytest.raises(ValueError, match="masks must have the same number of heads, or 1, to be stacked; got 2, 3"):
+        masks.per_batch([masks.per_head([one] * 2), masks.per_head([one] * 3)])
+
+
+# ---------------------------------------------------------------------- cost
+
+
+def test_bits_are_combined_once_a_distinct_pair_of_tiles(monkeypatch):
+    counts = []
+    in_chunks = boolean.in_chunks
+    monkeypatch.setattr(
+        boolean, "in_chunks", lambda f, recipes, n: counts.append(len(recipes)) or in_chunks(f, recipes, n)
+    )
+    for tokens in (2**14, 2**17):
+        masks.local(tokens, 1000) | masks.butterfly(tokens, causal=True)
+    assert counts[0] == counts[1] < 16
+
+
+class LargestArray(TorchDispatchMode):
+    """The most bytes of any array made, those of the given masks and views of them not counted."""
+
+    def __init__(self, *given_masks):
+        super().__init__()
+        self.known = {a.data_ptr() for mask in given_masks for a in mask._arrays() if a is not None}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for array in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(array, torch.Tensor) and array.untyped_storage().data_ptr() not in self.known:
+                self.bytes = max(self.bytes, array.numel() * array.element_size())
+        return made
+
+
+def test_an_intersection_makes_nothing_of_the_size_of_the_longer_mask():
+    past, diagonal = masks.causal(131_072), masks.local(131_072, 1)  # 524,800 and 1,024 tiles
+    for a, b in ((past, diagonal), (diagonal, past)):
+        with LargestArray(a, b) as largest:
+            result = a & b
+        assert result == diagonal
+        assert largest.bytes < past.indices.nbytes / 20
+    with LargestArray(past, diagonal) as largest:
+        assert (diagonal - past).density == 0
+    assert largest.bytes < past.indices.nbytes / 20
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_a_million_tokens_are_combined_in_seconds(name):
+    tokens = 1_048_576
+    window, butterfly = masks.local(tokens, 1024), masks.butterfly(tokens)
+    result, seconds, megabytes = peak_of(lambda: BINARY[name][0](window, butterfly))
+    assert seconds < 5 and megabytes < 100
+    assert result.nbytes < 4e6
+    # Inclusion and exclusion, exact: every score is counted once.
+    of = {"and": lambda a, b, both: both, "or": lambda a, b, both: a + b - both}
+    of |= {"xor": lambda a, b, both: a + b - 2 * both, "minus": lambda a, b, both: a - both}
+    scores = [round(mask.density * tokens * tokens) for mask in (result, window, butterfly, window & butterfly)]
+    assert scores[0] == of[name](*scores[1:])
+
+
+# ---------------------------------------------------------------------- dynamic masks
+
+
+@given(mask_groups(2), SEEDS)
+def test_dynamic_masks_combine_as_their_canonical_form(group, seed):
+    (a, b), (dynamic_a, dynamic_b) = group, [made_dynamic(mask, seed) for mask in group]
+    for exact, _ in BINARY.values():
+        assert exact(dynamic_a, dynamic_b) == exact(a, b)
+    assert ~dynamic_a == ~a
+    for change in (
+        lambda m: m.reblock(32),
+        lambda m: m.crop(q=(0, 1)),
+        lambda m: m.permute(q=torch.arange(m.q_len).flip(0)),
+        lambda m: m.transpose(),
+        lambda m: m.bake_lengths(),
+        lambda m: masks.per_batch([m, m]),
+    ):
+        assert change(dynamic_a) == change(a)

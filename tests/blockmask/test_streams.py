@@ -1,0 +1,93 @@
+"""What was made on one CUDA stream and is read on another, as far as it can be seen without a GPU."""
+
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+
+from sparseflash.blockmask import streams
+from sparseflash.blockmask.streams import ReadyEvent
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it lies on a GPU, and notes which streams it is recorded on."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    @staticmethod
+    def __new__(cls):
+        tensor = torch.zeros(1, device="cpu").as_subclass(cls)
+        tensor.recorded = []
+        return tensor
+
+    def record_stream(self, stream):
+        self.recorded.append(stream.number)
+
+
+class Stream:
+    def __init__(self, number):
+        self.number, self.waited = number, 0
+
+    def wait_event(self, event):
+        assert event.record.call_count == 1  # of something that has been recorded
+        self.waited += 1
+
+
+@pytest.fixture
+def current():
+    """`current[0]` is the current stream."""
+    here = [Stream(0)]
+    with (
+        mock.patch.object(torch.cuda, "Event", mock.Mock),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: here[0]),
+        mock.patch.object(streams, "_number_of_stream", lambda device: here[0].number),
+        mock.patch.object(streams, "is_capturing", lambda device: here[0].number < 0),
+    ):
+        yield here
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    rest: tuple[torch.Tensor | None, ...]
+
+
+def test_another_stream_waits_once_and_the_allocator_is_told(current):
+    first, second = OnGpu(), OnGpu()
+    made = ReadyEvent({"a": Pair(first, (second, None)), "b": [3]})
+    made.wait()
+    assert current[0].waited == 0 and first.recorded == []
+    current[0] = Stream(7)
+    for _ in range(3):
+        made.wait()
+    assert current[0].waited == 1 and first.recorded == second.recorded == [7]
+    current[0] = Stream(0)
+    made.wait()
+    assert current[0].waited == 0
+
+
+def test_what_a_graph_records_does_not_wait_for_what_is_not_in_it(current):
+    tensor = OnGpu()
+    made = ReadyEvent(tensor)
+    current[0] = Stream(-1)
+    made.wait()
+    assert current[0].waited == 0 and tensor.recorded == []
+
+
+def test_what_a_graph_has_recorded_is_waited_for_in_the_graph_alone(current):
+    current[0] = Stream(-1)
+    tensor = OnGpu()
+    made = ReadyEvent(tensor)
+    current[0] = Stream(7)
+    made.wait()
+    assert current[0].waited == 0 and tensor.recorded == []
+    current[0] = Stream(-2)  # another of those that are recorded
+    made.wait()
+    assert current[0].waited == 1
+
+
+def test_on_a_cpu_there_is_nothing_to_wait_for():
+    with mock.patch.object(torch.cuda, "Event", side_effect=AssertionError):
+        ReadyEvent((torch.zeros(1), None)).wait()

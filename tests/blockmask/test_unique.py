@@ -1,0 +1,68 @@
+"""Numbers for equal values, by a table where values lie close together and by sorting elsewhere."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sparseflash.blockmask import unique
+
+# Close together, far apart (so that a table would have more than 4096 entries), and as far as int64 goes.
+VALUES = st.one_of(
+    *(
+        st.lists(st.integers(-most, most) | st.sampled_from([-most, 0, most]), max_size=30)
+        for most in (5, 1 << 20, (1 << 63) - 1)
+    )
+)
+
+
+def int64(values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.fixture
+def sorts(monkeypatch):
+    """A list that grows by the length of whatever is sorted."""
+    taken, sort = [], torch.Tensor.sort
+
+    def spy(values, *arguments, **options):
+        taken.append(len(values))
+        return sort(values, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", spy)
+    return taken
+
+
+@given(VALUES)
+def test_distinct_is_unique(values):
+    found, number = unique.distinct(int64(values))
+    assert found.tolist() == sorted(set(values))
+    assert torch.equal(found[number], int64(values))
+
+
+@given(VALUES)
+@example([1 << 40, 0, 1 << 40, -1])
+def test_values_are_numbered_as_they_first_appear(values):
+    number, first = unique.number_by_first_appearance(int64(values))
+    order = list(dict.fromkeys(values))
+    assert number.tolist() == [order.index(value) for value in values]
+    assert first.tolist() == [values.index(value) for value in order]
+
+
+@pytest.mark.parametrize(("apart", "sorted_at_all"), [(1, False), (1 << 20, True)])
+def test_values_that_lie_close_together_are_not_sorted(sorts, apart, sorted_at_all):
+    values = torch.arange(1000).flip(0) % 300 * apart
+    found, number = unique.distinct(values)
+    assert torch.equal(found[number], values)
+    assert (sorts != []) == sorted_at_all
+
+
+@given(st.integers(1, 4), st.integers(0, 20), st.data())
+def test_combinations_have_one_number_iff_all_codes_are_equal(codes, count, data):
+    values = st.integers(-3, 3) | st.integers(-(2**30), 2**30)
+    drawn = [data.draw(st.lists(values, min_size=count, max_size=count)) for _ in range(codes)]
+    number, distinct = unique.number_combinations([int64(code) for code in drawn])
+    combinations = list(zip(*drawn))
+    order = sorted(set(combinations))
+    assert distinct == len(order)
+    assert number.tolist() == [order.index(one) for one in combinations]

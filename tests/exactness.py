@@ -1,0 +1,136 @@
+"""A backend held against dense attention in fp64, on drawn problems."""
+
+import contextlib
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import torch
+
+from closeness import Results, assert_exact
+from sparseflash import attention
+from sparseflash.testing import largest_error
+from strategies import Problem, Recipe
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def results(problem, backend, device, dtype=None):
+    """What a backend makes of a problem, its inputs first rounded to the problem's dtype, then cast."""
+    q, k, v, dout, dlse = problem.tensors(device)
+    if dtype is not None:
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+        dout, dlse = dout.to(dtype), dlse.to(torch.promote_types(dtype, torch.float32))
+    mask = problem.mask if problem.mask is None else problem.mask.to(device)
+    out, lse = attention(
+        q, k, v, mask, scale=problem.scale, return_lse=True, dropout_p=problem.dropout_p, seed=problem.seed,
+        backend=backend,
+    )  # fmt: skip
+    return Results(out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
+
+
+class TF32Product(torch.autograd.Function):
+    """A product whose operands keep 10 bits of their mantissas, as in the matrix units, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        a, b = cut_to_tf32(a), cut_to_tf32(b)
+        ctx.save_for_backward(a, b)
+        return torch.matmul(a, b)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        gradient = cut_to_tf32(gradient)
+        return torch.matmul(gradient, b.mT), torch.matmul(a.mT, gradient)
+
+
+def cut_to_tf32(x):
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def plain_results(problem, device, arithmetic):
+    """The reference in the problem's own dtype. PyTorch takes TF32 for some shapes only, so here it is written out."""
+    if arithmetic != "tf32":
+        return results(problem, "reference", device)
+    with mock.patch.object(torch.Tensor, "__matmul__", lambda a, b: TF32Product.apply(a, b)):
+        return results(problem, "reference", device)
+
+
+def plain_errors(problem, device, arithmetic):
+    """The largest errors of the plain implementation, over four draws of the values, and sixteen where they are few.
+
+    One draw of few values would be a stick of random length: a plain result is sometimes right to the last bit.
+    """
+    if problem.dtype == torch.float64:
+        # No truth is truer than fp64, so the stick is that of fp32, as much shorter as the numbers are longer, and half
+        # as long again, because the truth errs, too.
+        finer = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        return [finer * e for e in plain_errors(replace(problem, dtype=torch.float32), device, arithmetic)]
+    few = problem.batch * problem.heads * problem.q_len < 256
+    draws = [replace(problem, seed=problem.seed + draw) for draw in range(16 if few else 4)]
+    errors = [
+        map(largest_error, plain_results(draw, device, arithmetic), results(draw, "reference", device, torch.float64))
+        for draw in draws
+    ]
+    return [max(several) for several in zip(*errors, strict=True)]
+
+
+def check(problem, backend, device="cpu", arithmetic=None):
+    # The weights of keys past a sequence's end may be too large for fp16; they are in rows that are cleared at the end.
+    with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
+        got = results(problem, backend, device)
+    truth = results(problem, "reference", device, torch.float64)
+    label = {
+        "backend": backend,
+        "device": device,
+        "dtype": arithmetic or str(problem.dtype).removeprefix("torch."),
+        "dim": problem.dim,
+        "v_dim": problem.v_dim,
+        "tokens": max(problem.q_len, problem.k_len),
+        "problem": repr(problem),
+    }
+    assert_exact(got, truth, plain_errors(problem, device, arithmetic), label, score_magnitude(problem))
+
+
+def score_magnitude(problem):
+    """The largest `|scale| * sum |q| |k|` of any score."""
+    q, k = (x.detach().double().abs() for x in problem.tensors()[:2])
+    k = k.repeat_interleave(problem.heads // problem.kv_heads, dim=1)
+    scale = problem.dim**-0.5 if problem.scale is None else abs(problem.scale)
+    return scale * (q @ k.mT).max().item()
+
+
+@contextlib.contextmanager
+def loads(way):
+    """The kernel loads its tiles by tensor descriptors whenever the tensors allow it, or always by pointers."""
+    from sparseflash.backends.triton import launch
+
+    with mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", 0 if way == "descriptors" else 1 << 62):
+        yield
+
+
+def spread_out(dim, dtype, tokens=200, lengths=(200, 141), block=128, seed=7):
+    """A problem with full, partial and dead tiles, a ragged end, empty rows and columns and padding."""
+    arguments = {"q_len": tokens, "k_len": tokens, "block": (block, block), "heads": [[0, 1]], "holes": "none",
+                 "patterns": [["full", "dead"], ["upper", "random"]], "seed": seed}  # fmt: skip
+    return Problem(
+        Recipe("from_dense", arguments, lengths), batch=len(lengths), heads=2, kv_heads=1, q_len=tokens, k_len=tokens,
+        dim=dim, v_dim=dim, dtype=dtype, scale=None, layout="tokens first", seed=seed,
+    )  # fmt: skip
+
+
+# As small as can be with blocks as large as the largest tile of the tables: the interpreter is slow.
+HALF_SIZES = {"tokens": 136, "lengths": (131,), "block": 128}
+
+
+FP32_SIZES = {"tokens": 72, "lengths": (69,), "block": 64, "seed": 3}
+
+
+WIDE_FP32_SIZES = {"tokens": 40, "lengths": (37,), "block": 32, "seed": 8}
+
+
+def sizes_for(arithmetic, dim):
+    if arithmetic == "half":
+        return HALF_SIZES
+    return WIDE_FP32_SIZES if arithmetic == "fp32" and dim >= 128 else FP32_SIZES

@@ -1,0 +1,486 @@
+"""Training runs: logs, metrics, checkpoints, and that a killed and resumed run gives the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from experiments.lra import checkpoint, clock, step, train
+from experiments.lra.config import Config, configure, resumed
+from experiments.lra.generate import Settings, generate
+from experiments.lra.presets import PRESETS
+from experiments.lra.ranks import find_device
+from experiments.lra.runlog import RunLog, read
+from experiments.lra.tasks import load
+from experiments.lra.train import Run, saved_run
+
+DATA = Settings(10, 60, train=64, val=16, test=24)
+TINY = Config(
+    mask="butterfly", block=16, window=16, depth=2, width=32, heads=2, mlp=32, dropout=0.1, attention_dropout=0.2,
+    average=0.9, batch=8, max_tokens=40,
+    lr=3e-3, warmup=2, steps=11, eval_every=4, checkpoint_every=3, log_every=2, device="cpu",
+)  # fmt: skip
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    """A copy of the run's weights."""
+    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return load("listops", generate(DATA, tmp_path_factory.mktemp("data"), workers=1))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run from its first step to its end: the run, its metrics, its weights."""
+    run = Run(TINY, data, tmp_path_factory.mktemp("whole") / "run")
+    metrics = run.train()
+    return run, metrics, weights(run)
+
+
+TIMES = ("seconds", "startup_seconds", "tokens_per_s")
+
+
+def without_times(records):
+    return [{key: value for key, value in each.items() if key not in TIMES} for each in records]
+
+
+def test_a_run_leaves_its_log_metrics_and_newest_checkpoint(data, whole):
+    run, metrics, _ = whole
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "checkpoint-00000011", "config.json", "log.jsonl", "metrics.json", "model.safetensors",
+    ]  # fmt: skip
+    records = read(run.folder / "log.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "train"] == [2, 3, 4, 6, 8, 9, 10, 11]
+    assert [record["step"] for record in records if record["kind"] == "val"] == [4, 8]
+    assert [record["step"] for record in records if record["kind"] == "test"] == [11]
+    assert json.loads((run.folder / "metrics.json").read_text()) == metrics
+    assert saved_run(run.folder) == (TINY, data.folder)
+
+
+def test_metrics_hold_what_a_result_needs(whole):
+    run, metrics, _ = whole
+    assert metrics["generated_data"] is True
+    assert metrics["test_examples"] == 24
+    assert [baseline["rule"] for baseline in metrics["baselines"]] == ["majority class", "root operator"]
+    assert metrics["density"] == run.mask.density < 1
+    assert metrics["length"] == 48  # 40 tokens and [CLS], in blocks of 16
+    assert metrics["steps"] == 11
+    assert metrics["parameters"] == sum(parameter.numel() for parameter in run.model.parameters())
+    assert metrics["versions"]["torch"] == torch.__version__
+    assert "CPU" in metrics["device"]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 7, 10])
+def test_a_paused_and_resumed_run_gives_the_same_bits(data, whole, tmp_path, stop):
+    first = Run(TINY, data, tmp_path)
+    assert first.train(pause=lambda step: step == stop) is None
+    torch.manual_seed(99)  # whatever happens in between
+    second = Run(TINY, data, tmp_path, resume=True)
+    assert second.step == stop
+    metrics = second.train()
+    run, expected, bits = whole
+    assert same_bits(weights(second), bits)
+    assert metrics["test_loss"] == expected["test_loss"]
+    kinds = ("val", "test")
+    ours, theirs = ([r for r in without_times(each.log.records) if r["kind"] in kinds] for each in (second, run))
+    assert ours == theirs
+
+
+def test_a_run_killed_between_checkpoints_gives_the_same_bits(data, whole, tmp_path):
+    def die(step):
+        if step == 8:  # the newest checkpoint is that of step 6
+            raise RuntimeError("killed")
+        return False
+
+    with pytest.raises(RuntimeError, match="killed"):
+        Run(TINY, data, tmp_path).train(pause=die)
+    resumed = Run(TINY, data, tmp_path, resume=True)
+    assert resumed.step == 6
+    resumed.train()
+    run, _, bits = whole
+    assert same_bits(weights(resumed), bits)
+    assert without_times(resumed.log.records) == without_times(run.log.records)
+
+
+def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
+    config = replace(TINY, steps=10**6, checkpoint_every=5, eval_every=10**6)
+    script = (
+        "import sys; from pathlib import Path; from experiments.lra.config import Config\n"
+        "from experiments.lra.tasks import load; from experiments.lra.train import Run\n"
+        f"Run(Config(**{vars(config)!r}), load('listops', Path(sys.argv[1])), Path(sys.argv[2])).train()"
+    )
+    command = [sys.executable, "-c", script, str(data.folder), str(tmp_path / "run")]
+    root = Path(__file__).parents[3]
+    # As many as this process: sums that are split among threads depend on their number.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(command, cwd=root, env=environment)
+    try:
+        deadline = time.monotonic() + 300
+        while not checkpoint.checkpoints(tmp_path / "run"):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    killed = Run(config, data, tmp_path / "run", resume=True)
+    assert killed.step > 0 and killed.step % 5 == 0
+    uninterrupted = Run(replace(config, checkpoint_every=10**6), data, tmp_path / "other")
+    uninterrupted.train(pause=lambda step: step == killed.step)
+    assert same_bits(weights(killed), weights(uninterrupted))
+
+
+def test_a_finished_run_can_be_prolonged(data, whole, tmp_path):
+    config = replace(TINY, schedule="constant")
+    Run(replace(config, steps=4), data, tmp_path / "short").train()
+    longer = Run(config, data, tmp_path / "short", resume=True)
+    longer.train()
+    straight = Run(config, data, tmp_path / "straight")
+    straight.train()
+    assert same_bits(weights(longer), weights(straight))
+
+
+KEEPS_BEST = replace(TINY, keep="best", eval_every=3, eval_examples=8, average=0.0, lr=0.05, schedule="constant")
+
+
+def test_the_best_validation_is_what_is_tested_and_kept(data, tmp_path):
+    best = Run(KEEPS_BEST, data, tmp_path / "best")
+    metrics = best.train()
+    last = Run(replace(KEEPS_BEST, keep="last"), data, tmp_path / "last")
+    others = last.train()
+    validations = {record["step"]: record["accuracy"] for record in best.log.of_kind("val")}
+    assert list(validations) == [3, 6, 9, 11]  # the last step is one to choose, too
+    step = max(validations, key=validations.__getitem__)  # the first of equal ones
+    assert (metrics["tested_step"], metrics["validation_accuracy"]) == (step, validations[step])
+    assert step < 11, "else the test says nothing"
+    assert same_bits(weights(best), weights(last))  # choosing changes nothing of the training
+    straight = Run(replace(KEEPS_BEST, keep="last", steps=step), data, tmp_path / "straight")
+    assert straight.train()["test_loss"] == metrics["test_loss"] != others["test_loss"]
+    assert others["tested_step"] == 11
+    assert same_bits(load_file(tmp_path / "best/model.safetensors"), weights(straight))
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 10])
+def test_the_best_validation_survives_a_pause(data, tmp_path, stop):
+    expected = Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "whole").train()
+    assert Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "run").train(pause=lambda step: step == stop) is None
+    resumed = Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "run", resume=True)
+    assert (resumed.best.step > 0) == (stop >= 3)
+    metrics = resumed.train()
+    for name in ("tested_step", "validation_accuracy", "test_loss"):
+        assert metrics[name] == expected[name]
+    kept, others = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
+    assert same_bits(kept, others)
+
+
+def test_a_run_that_keeps_its_best_is_validated_alike_to_its_end():
+    with pytest.raises(ValueError, match="must keep its settings: --eval-examples was 8, got 16"):
+        resumed(KEEPS_BEST, {"eval_examples": 16})
+    with pytest.raises(ValueError, match="must keep its settings: --eval-every was 3, got 2"):
+        resumed(KEEPS_BEST, {"eval_every": 2})
+    assert resumed(KEEPS_BEST, {"eval_examples": 8, "steps": 20}).steps == 20
+    assert resumed(TINY, {"eval_examples": 16}).eval_examples == 16
+
+
+def test_the_best_is_not_chosen_by_the_test_split(data, tmp_path):
+    with pytest.raises(ValueError, match="keep=best would choose the weights by the test split: listops has no other"):
+        Run(KEEPS_BEST, replace(data, val=data.test), tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert all(configure(name, {"task": "text"}).keep == "last" for name in PRESETS if "text" in PRESETS[name])
+
+
+def test_what_was_chosen_is_told_without_the_log(data, tmp_path):
+    metrics = Run(KEEPS_BEST, data, tmp_path).train()
+    (tmp_path / "log.jsonl").unlink()
+    longer = Run(replace(KEEPS_BEST, steps=12), data, tmp_path, resume=True)
+    longer.best.accuracy = metrics["validation_accuracy"] = 1.0  # better than what comes
+    again = longer.train()
+    assert (again["tested_step"], again["validation_accuracy"]) == (metrics["tested_step"], 1.0)
+    assert longer.log.of_kind("test")[-1]["tested_step"] == metrics["tested_step"]
+
+
+def test_a_run_ends_with_its_time(data, tmp_path):
+    run = Run(replace(TINY, steps=10**6, minutes=0.03, schedule="cosine"), data, tmp_path)
+    metrics = run.train()
+    assert 1.8 <= metrics["training_seconds"] < 60  # one step and one evaluation more, of a busy machine
+    assert run.log.of_kind("train")[-1]["lr"] < 0.2 * TINY.lr  # the schedule ended with it
+
+
+class TicksOnRehearsal:
+    """A clock that stands still but for a rehearsal, which takes 1000 seconds, and steps, which take one each."""
+
+    def __init__(self, monkeypatch, module, name):
+        self.now = 0.0
+        monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for called, seconds in ((name, 1000.0), ("training_step", 1.0)):
+            monkeypatch.setattr(module, called, self.taking(seconds, getattr(module, called)))
+
+    def taking(self, seconds, function):
+        def called(*arguments, **options):
+            self.now += seconds
+            return function(*arguments, **options)
+
+        return called
+
+
+def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
+    TicksOnRehearsal(monkeypatch, step, "rehearsal")
+    config = replace(TINY, minutes=3.5 / 60, schedule="cosine")
+    assert Run(config, data, tmp_path).train(pause=lambda step: step == 2) is None
+    metrics = Run(config, data, tmp_path, resume=True).train()
+    assert (metrics["steps"], metrics["training_seconds"], metrics["startup_seconds"]) == (4, 4.0, 2000.0)
+    assert [each["startup_seconds"] for each in read(tmp_path / "log.jsonl") if each["kind"] == "train"] == [
+        1000,
+        2000,
+        2000,
+    ]
+
+
+def test_what_is_prepared_in_the_middle_of_a_run_is_no_training(data, tmp_path, monkeypatch):
+    """As steps are that are recorded when a batch of a new shape comes."""
+
+    class PreparesLate(step.Steps):
+        calls = 0
+
+        def __call__(self, batch, lr):
+            self.calls += 1
+            if self.calls == 3:
+                self.prepare(batch)
+            return super().__call__(batch, lr)
+
+    TicksOnRehearsal(monkeypatch, step, "rehearsal")
+    monkeypatch.setattr(train, "steps_of", PreparesLate)
+    config = replace(TINY, minutes=3.5 / 60, schedule="cosine", log_every=2)
+    metrics = Run(config, data, tmp_path).train()
+    assert (metrics["steps"], metrics["training_seconds"], metrics["startup_seconds"]) == (4, 4.0, 2000.0)
+
+
+def test_starting_up_changes_no_bit(data, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "rehearsal", lambda *_: None)
+    run = Run(TINY, data, tmp_path)
+    run.train()
+    assert same_bits(weights(run), whole[2])
+
+
+def test_buckets_leave_out_padding_and_no_example(data, whole, tmp_path):
+    plain = Run(replace(TINY, buckets=False, steps=8), data, tmp_path)
+    plain.train()
+    unsorted, bucketed = ([r["padding"] for r in run.log.of_kind("train")] for run in (plain, whole[0]))
+    assert 0 < sum(bucketed[:5]) < 0.8 * sum(unsorted[:5])
+    assert sorted(row for step in range(8) for row in whole[0].order.rows(step)) == list(range(64))
+
+
+def test_a_run_from_before_there_were_buckets_goes_on_without(data, tmp_path):
+    Run(replace(TINY, buckets=False, steps=1), data, tmp_path).train()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["config"]["buckets"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert saved_run(tmp_path)[0].buckets is False
+
+
+def test_seeds_matter(data, whole, tmp_path):
+    other = Run(replace(TINY, seed=1, steps=2), data, tmp_path)
+    other.train()
+    assert not same_bits(weights(other), whole[2])
+
+
+def test_a_folder_with_a_run_is_not_written_over_unasked(data, tmp_path):
+    short = replace(TINY, steps=2)
+    Run(short, data, tmp_path).train()
+    with pytest.raises(FileExistsError, match="holds a run; go on with it by --resume, replace it by --overwrite"):
+        Run(short, data, tmp_path)
+    again = Run(replace(short, steps=1), data, tmp_path, overwrite=True)
+    assert not (tmp_path / "metrics.json").exists()
+    again.train()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-00000001"]
+    assert again.log.of_kind("train")[-1]["step"] == 1
+
+
+def test_a_checkpoint_alone_is_neither_written_over_unasked_nor_gone_on_with(data, tmp_path):
+    Run(replace(TINY, steps=3), data, tmp_path).train()
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        Run(replace(TINY, steps=1), data, tmp_path)
+    Run(replace(TINY, steps=1), data, tmp_path, overwrite=True).train()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-00000001"]
+
+
+def test_resuming_needs_a_run_and_the_same_data(data, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no run to resume in"):
+        saved_run(tmp_path / "nothing")
+    Run(replace(TINY, steps=1), data, tmp_path / "run").train()
+    with pytest.raises(ValueError, match=r"must see the same data: it began with \[64, 16, 24\] .* got \[16, 16, 24\]"):
+        Run(TINY, replace(data, train=data.val), tmp_path / "run", resume=True)
+
+
+def test_resuming_needs_the_same_examples_not_only_as_many(data, tmp_path):
+    other = load("listops", generate(replace(DATA, seed=1), tmp_path, workers=1))
+    Run(replace(TINY, steps=1), data, tmp_path / "run").train()
+    with pytest.raises(ValueError, match=r"must see the same data: it began with ListOps, generated, seed 0, from"):
+        Run(TINY, other, tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="must see the same data"):  # of one origin, dealt out differently
+        Run(TINY, replace(data, val=data.test, test=data.val), tmp_path / "run", resume=True)
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    del saved["data"]["hash"]  # of a run from before it was kept
+    (tmp_path / "run/config.json").write_text(json.dumps(saved))
+    Run(TINY, data, tmp_path / "run", resume=True)
+
+
+def test_a_diverging_run_says_what_to_change(data, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"the loss is nan at step \d+; lower --lr \(now 1e\+30\)"):
+        Run(replace(TINY, lr=1e30, warmup=1, clip=0.0), data, tmp_path).train()
+
+
+def test_unknown_devices_are_refused():
+    assert find_device("auto").type in ("cpu", "cuda")
+    with pytest.raises(ValueError, match="the device must be auto, cpu, cuda or cuda:<number>; got 'tpu'"):
+        find_device("tpu")
+    with pytest.raises(ValueError, match="got 'meta'"):
+        find_device("meta")
+    with pytest.raises(ValueError, match=r"PyTorch sees \d+ GPUs here; got the device 'cuda:99'"):
+        find_device("cuda:99")
+
+
+def test_checkpoint_files_stay_below_their_limit_and_lose_nothing(data, whole, monkeypatch, tmp_path):
+    run, _, bits = whole
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
+    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
+    parts = sorted(saved.glob("part-*.safetensors"))
+    assert len(parts) > 3
+    assert all(path.stat().st_size <= 20_000 for path in parts)
+    names = [name for part in parts for name in load_file(part)]
+    assert len(names) == len(set(names))
+    other = Run(replace(TINY, seed=5), data, tmp_path / "other")
+    assert checkpoint.load(saved, other.model, other.optimizer) == checkpoint.Progress(5, 1.5)
+    assert same_bits(weights(other), bits)
+    ours, theirs = (r.optimizer.state_dict()["state"] for r in (other, run))
+    assert all(torch.equal(ours[i][key], theirs[i][key]) for i in theirs for key in theirs[i])
+
+
+def test_a_checkpoint_has_the_random_state_of_the_gpu_that_it_ran_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": asked.append(torch.device(device)))
+    second = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True)
+    model = SimpleNamespace(state_dict=dict, named_parameters=list, parameters=lambda: iter([second]))
+    optimizer = SimpleNamespace(state_dict=lambda: {"state": {}}, param_groups=[])
+    random = [checkpoint.random_state(second.device)]
+    assert [name for name, _ in checkpoint.collect(model, optimizer, None, random)] == ["random.cpu", "random.cuda"]
+    assert asked == [second.device]
+
+
+def test_a_tensor_above_the_limit_has_a_file_of_its_own():
+    tensors = {"small": torch.zeros(2), "large": torch.zeros(1000), "last": torch.zeros(2)}
+    assert [list(part) for part in checkpoint.split(tensors, 600)] == [["small"], ["large"], ["last"]]
+
+
+def test_checkpoints_of_another_format_are_refused(whole, tmp_path):
+    run, _, _ = whole
+    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
+    (saved / "state.json").write_text('{"format": 0, "step": 5, "seconds": 1.5}')
+    with pytest.raises(ValueError, match="must have the checkpoint format 1"):
+        checkpoint.load(saved, run.model, run.optimizer)
+
+
+def in_parts(run, folder, step, monkeypatch):
+    """A checkpoint in several files."""
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
+    saved = checkpoint.save(folder, checkpoint.Progress(step, 1.5), run.model, run.optimizer, run.average)
+    assert len(list(saved.glob("part-*"))) > 3
+    return saved
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_checkpoint_that_lacks_a_part_is_refused(whole, monkeypatch, tmp_path, which):
+    run, _, _ = whole
+    saved = in_parts(run, tmp_path, 5, monkeypatch)
+    gone = sorted(saved.glob("part-*"))[which]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"must be whole; it lacks {gone.name}$"):
+        checkpoint.load(saved, run.model, run.optimizer, run.average)
+    with pytest.raises(ValueError, match=f"it lacks {gone.name}. Copy what is missing"):
+        checkpoint.newest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("optimizer.head.2.bias.", "optimiser's state of every parameter; head.2.bias has none"),
+        ("optimizer.", "optimiser's state of every parameter"),
+        ("random.cpu", "random state of process 0"),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_state_is_refused(data, tmp_path, name, message):
+    run = Run(replace(TINY, steps=1), data, tmp_path)
+    run.train()
+    (part,) = checkpoint.checkpoints(tmp_path)[-1].glob("part-*")
+    save_file({key: tensor for key, tensor in load_file(part).items() if not key.startswith(name)}, part)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(part.parent, run.model, run.optimizer, run.average)
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_replaces_the_others(whole, monkeypatch, tmp_path):
+    run, _, _ = whole
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    older, newer = (in_parts(run, tmp_path / name, step, monkeypatch) for name, step in (("a", 5), ("b", 6)))
+    newer = newer.rename(tmp_path / "a" / newer.name)
+    assert checkpoint.newest(tmp_path / "a") == newer
+    (newer / "state.json").unlink()
+    assert checkpoint.checkpoints(tmp_path / "a") == [older]
+    assert checkpoint.newest(tmp_path / "a") == older
+    again = checkpoint.save(tmp_path / "a", checkpoint.Progress(6, 1.5), run.model, run.optimizer)
+    assert checkpoint.folders(tmp_path / "a") == [again] == [newer]
+    assert checkpoint.newest(tmp_path / "b") is None
+
+
+def test_a_checkpoint_of_the_same_step_says_what_is_so_now(whole, tmp_path):
+    run, _, _ = whole
+    for stage in (1, 2):
+        progress = checkpoint.Progress(5, 1.5, {"stage": stage})
+        saved = checkpoint.save(tmp_path, progress, run.model, run.optimizer)
+    assert checkpoint.load(saved, run.model, run.optimizer) == progress
+
+
+def test_a_failing_save_keeps_the_older_checkpoint(whole, monkeypatch, tmp_path):
+    run, _, _ = whole
+    older = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(tmp_path, checkpoint.Progress(6, 2.0), run.model, run.optimizer)
+    assert list(tmp_path.iterdir()) == [older]
+
+
+def test_what_a_kill_left_half_written_is_removed(whole, tmp_path):
+    run, _, _ = whole
+    (tmp_path / ".checkpoint-abc").mkdir()
+    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
+    assert checkpoint.checkpoints(tmp_path) == list(tmp_path.iterdir()) == [saved]
+
+
+def test_a_log_drops_what_a_resumed_run_will_write_again(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = RunLog(path, None)
+    for number in (1, 2, 3):
+        log.write({"kind": "train", "step": number})
+    with open(path, "a") as file:
+        file.write('{"kind": "tra')  # cut short by a kill
+    again = RunLog(path, 2)
+    assert [record["step"] for record in again.records] == [1, 2]
+    again.write({"kind": "val", "step": 2})
+    assert read(path) == [{"kind": "train", "step": 1}, {"kind": "train", "step": 2}, {"kind": "val", "step": 2}]

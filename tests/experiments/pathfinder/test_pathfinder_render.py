@@ -1,0 +1,99 @@
+"""Rendered images: the same bits from NumPy and PyTorch, in batches or alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pathfinder_draw import OTHER
+
+from experiments.pathfinder.draw import draw
+from experiments.pathfinder.owners import marker_counts
+from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.render import render
+from experiments.pathfinder.render_device import DeviceRenderer
+from experiments.pathfinder.vectors import Vectors, collect
+
+CASES = {"32-6": lra(32, 6), "64-6": lra(64, 6), "128-9": lra(128, 9), "256-6": lra(256, 6), "other": OTHER}
+CASES["large"] = replace(OTHER, size=300)
+VECTORS = {}
+
+
+def vectors_of(name):
+    if name not in VECTORS:
+        VECTORS[name] = collect(CASES[name], 4, [draw(CASES[name], 4, index) for index in range(12)])
+    return VECTORS[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numpy_and_pytorch_give_the_same_bits(name):
+    vectors = vectors_of(name)
+    images = DeviceRenderer(vectors, "cpu")(torch.arange(len(vectors)))
+    assert images.dtype == torch.uint8
+    assert np.array_equal(images.numpy(), render(vectors))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_gpu_gives_the_same_bits(name):
+    vectors = vectors_of(name)
+    images = DeviceRenderer(vectors, "cuda")(torch.arange(len(vectors)))
+    assert images.device.type == "cuda"
+    assert np.array_equal(images.cpu().numpy(), render(vectors))
+
+
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=8))
+@settings(max_examples=settings().max_examples // 2)
+def test_batches_may_have_any_order_and_repeat(indices):
+    vectors = vectors_of("32-6")
+    assert np.array_equal(DeviceRenderer(vectors, "cpu")(torch.tensor(indices)).numpy(), render(vectors)[indices])
+
+
+def test_a_range_is_rendered_alone():
+    vectors = vectors_of("64-6")
+    assert np.array_equal(render(vectors, 3, 5), render(vectors)[3:5])
+    assert np.array_equal(render(vectors, 10), render(vectors)[10:])
+
+
+def test_rendering_some_at_a_time_does_not_look_at_all_images_every_time(monkeypatch):
+    """Of a million images, read by hundreds, that took a quarter of an hour."""
+    vectors = collect(CASES["32-6"], 4, [draw(CASES["32-6"], 4, index) for index in range(12)])
+    seen, whole = [], Vectors.tips.fget
+    monkeypatch.setattr(Vectors, "tips", property(lambda self: seen.append(len(self)) or whole(self)))
+    for first in range(0, 12, 3):
+        render(vectors, first, first + 3)
+        marker_counts(vectors, first, first + 3)
+    assert seen in ([12], [3] * 8)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_lines_are_scaled_to_the_markers_as_in_the_release(size):
+    """In the 16 released tiles that we have, no line exceeds 219 at 64 pixels and 226 at 128, and most reach it."""
+    p = lra(size, 6)
+    vectors = collect(p, 1, [draw(p, 1, index) for index in range(20)])
+    brightest = []
+    for image, ends in zip(render(vectors), vectors.markers):
+        lines = image.copy()
+        for y, x in ends:
+            lines[max(0, y - 9) : y + 10, max(0, x - 9) : x + 10] = 0
+        brightest.append(lines.max())
+    # 255 over the overshoot of a disc; the brightest dash of an image may lie below a disc
+    white = {64: 219, 128: 226, 256: 228}[size]
+    assert max(brightest) == white and np.median(brightest) >= white - 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_images_reach_from_black_to_white(name):
+    images = render(vectors_of(name))
+    assert (images.max(axis=(1, 2)) == 255).all() and (images.min(axis=(1, 2)) == 0).all()
+
+
+def test_markers_are_on_the_snakes_that_the_label_says():
+    vectors = vectors_of("256-6")
+    images = render(vectors)
+    for image, ends in zip(images, vectors.markers):
+        for y, x in ends:
+            assert image[y, x] > 200  # the middle of a disc; its edges overshoot and are brighter
+            assert (image[y - 3 : y + 4, x - 3 : x + 4] > 180).all()

@@ -1,0 +1,20 @@
+"""Masks held against the formulas of their rules."""
+
+import torch
+
+from sparseflash import BlockMask
+
+BLOCKS = (16, 32, 64, 128)
+
+
+def grid(q_len, k_len):
+    return torch.arange(q_len)[:, None], torch.arange(k_len)[None, :]
+
+
+def assert_keeps(mask, live):
+    """The mask is canonical and keeps exactly these scores: what `from_dense` makes of them is the same mask."""
+    mask.validate()
+    assert mask.shape == (1, 1, *live.shape)
+    wrong = (mask.to_dense()[0, 0] != live).nonzero()
+    assert len(wrong) == 0, f"differs first at (q, k) = {wrong[0].tolist()}"
+    assert mask == BlockMask.from_dense(live, block=(mask.block_q, mask.block_k))
