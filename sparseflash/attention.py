@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal, NoReturn, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from sparseflash import dropout
 from sparseflash.backends import blockwise, reference
+from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import call_cache
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import described
+from sparseflash.validation import check_mask, check_tensors, checked_scale
 
 BACKENDS = ("triton", "blockwise", "reference")
 Backend = Literal["triton", "blockwise", "reference"]
-_DENSE_BLOCK = 128
-_KEPT_BACKENDS = (None, "triton")  # whose calls may be kept, see call_cache.py
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Which kernels of the Triton backend a choice of backend asks for; "": those that it picks.
+_KERNELS = {None: "", "triton": "portable"}
 
 
 @overload
@@ -97,51 +96,46 @@ def attention(
     torch.Size([1, 2, 100, 16])
     """
     place = None
-    if type(dropout_p) is float and dropout_p == 0.0 and backend in _KEPT_BACKENDS:
-        place = call_cache.place_of(q, k, v, mask, scale, default=backend is None)
-        if place is not None and (call := call_cache.found(place)) is not None:
-            out, lse = call(q, k, v)
+    kernels = _KERNELS.get(backend)
+    if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
+        place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
+        if place is not None and (call := place[0].get(place[1])) is not None:
+            out, lse = call_cache.run(call, q, k, v, mask)
             return (out, lse) if return_lse else out
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch knows no autocast of meta
         q, k, v = _as_autocast_wants(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
     if mask is not None:
-        _check_mask(mask, q, k)
-    scale = _scale(scale, q.shape[-1])
+        check_mask(mask, q, k)
+    scale = checked_scale(scale, q.shape[-1])
     dropped = dropout.threshold(dropout_p)
-    dropping = (dropout.seed_tensor(seed, q.device), dropped) if dropped else ()
-    if backend is None:
-        backend = "triton" if q.device.type == "cuda" else "blockwise"
+    seeds = dropout.seed_tensor(seed, q.device) if dropped else None
+    if backend is None and q.device.type != "cuda":
+        backend = "blockwise"
     if backend == "reference":
-        out, lse = reference.attention(q, k, v, mask, scale, *dropping)
+        out, lse = reference.attention(q, k, v, mask, scale, *((seeds, dropped) if dropped else ()))
         return (out, lse) if return_lse else out
-    if backend == "blockwise":
-        operator = blockwise.attention
-    elif backend == "triton":
-        from sparseflash.backends.triton.api import (
-            attention as triton_attention,  # only here: the library works where Triton is missing
-        )
-
-        operator = triton_attention
-        if scale < 0:  # the kernel takes the maximum before it scales, which only a positive scale allows
-            q, scale, place = -q, -scale, None
-    else:
+    if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
-    arrays: tuple[Tensor | None, ...] = (None,) * 6
-    block_q = block_k = _DENSE_BLOCK
-    if mask is not None:
-        lengths = mask.lengths
-        if lengths is not None and lengths.shape[0] != q.shape[0]:
-            lengths = lengths.expand(q.shape[0]).contiguous()
-        arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths
-        block_q, block_k = mask.block_q, mask.block_k
-    out, lse, _ = operator(q, k, v, *arrays, block_q, block_k, scale, *dropping)
-    if place is not None and backend == "triton" and out.numel() and k.numel():
-        from sparseflash.backends.triton.api import repeated
+    if backend == "blockwise":
+        problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped)
+        out, lse = blockwise.attention(q, k, v, problem)
+        return (out, lse) if return_lse else out
+    from sparseflash.backends.triton import api  # only here: the library works where Triton is missing
 
-        call_cache.keep(place, repeated(q, k, v, out, arrays[:5], (block_q, block_k), scale))
+    if scale < 0:  # the kernels take the maximum before they scale, which only a positive scale allows
+        q, scale, place = -q, -scale, None
+    problem = Problem.of(
+        mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped, kernels=_KERNELS[backend] if backend else ""
+    )
+    if place is not None and q.numel() and k.numel():
+        api.check(q, k, v)
+        call = place[0].put(place[1], api.Call(q, k, v, problem))
+        out, lse = call_cache.run(call, q, k, v, mask)
+    else:
+        out, lse = api.attention(q, k, v, problem)
     return (out, lse) if return_lse else out
 
 
@@ -150,119 +144,3 @@ def _as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     # fp64 stays, as it does in PyTorch's own casts.
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return q, k, v
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    # Ten million calls a day fit and one does not: one quick question first, and the long answer only if it is no.
-    if (
-        isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
-        and not (q.is_nested or k.is_nested or v.is_nested)
-    ):
-        q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-        if (
-            len(q_shape) == len(k_shape) == len(v_shape) == 4
-            and q_shape[0] == k_shape[0]
-            and k_shape[:3] == v_shape[:3]
-            and q_shape[3] == k_shape[3] > 0
-            and v_shape[3] > 0
-            and k_shape[1] > 0
-            and q_shape[1] % k_shape[1] == 0
-            and q.dtype in _DTYPES
-            and k.dtype in _DTYPES
-            and v.dtype in _DTYPES
-            and q.layout == k.layout == v.layout == torch.strided
-            and q.device == k.device == v.device
-        ):
-            return
-    _explain(q, k, v)
-
-
-def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
-    """Raises the error that says why these tensors do not fit together."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
-        if x.is_nested:
-            raise TypeError(
-                f"{name} must be a plain tensor; got a nested one. Put its sequences one after the other into one, "
-                "with masks.documents(lengths); or pad them, with mask.with_lengths(lengths)."
-            )
-        if x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor; got one with the layout {x.layout}. Call .to_dense().")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape [batch, heads, tokens, head dim]; got {list(x.shape)}.")
-        if x.dtype not in _DTYPES:
-            raise TypeError(
-                f"{name} must have a floating dtype (fp16, bf16, fp32 or fp64); got {x.dtype}. Cast it first."
-            )
-        if x.device != q.device:
-            raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} is on {x.device}.")
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"q, k and v must have one batch size; q has {q.shape[0]}, {name} has {x.shape[0]}.")
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(
-            f"k and v must have the same heads and tokens; got {list(k.shape[1:3])} and {list(v.shape[1:3])}."
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}.")
-    if q.shape[3] == 0 or v.shape[3] == 0:
-        raise ValueError(f"head dims must be at least 1; got D = {q.shape[3]} and Dv = {v.shape[3]}.")
-    raise ValueError(
-        f"the number of query heads must be a multiple of the number of key heads; got {q.shape[1]} and {k.shape[1]}."
-    )
-
-
-def _check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    if not isinstance(mask, BlockMask):
-        raise TypeError(
-            f"mask must be a sparseflash BlockMask or None; got {described(mask)} (BlockMask.from_dense takes boolean "
-            "tensors, interop.from_flex FlexAttention's masks)."
-        )
-    if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
-        advice = ""
-        if (mask.q_len, mask.k_len) == (q.shape[1], k.shape[1]):
-            advice = " q looks like [batch, tokens, heads, head dim]: q.transpose(1, 2), and k and v, too."
-        elif mask.q_len >= q.shape[2] and mask.k_len >= k.shape[2]:
-            advice = (
-                " The part of a longer sequence's mask is mask.crop(q=(start, stop), k=(start, stop)); masks.documents "
-                "takes lengths, of running sums (cu_seqlens) their differences."
-            )
-        raise ValueError(
-            f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
-            f"got {q.shape[2]} and {k.shape[2]}.{advice}"
-        )
-    batch, heads = mask.pattern.shape
-    if batch not in (1, q.shape[0]):
-        raise ValueError(f"mask must be for 1 or {q.shape[0]} batch elements, as q has; it is for {batch}.")
-    if heads not in (1, q.shape[1]):
-        advice = ""
-        if heads == k.shape[1]:
-            advice = (
-                f" One pattern for each key head is mask.select(heads=[h // {q.shape[1] // heads} for h in "
-                f"range({q.shape[1]})])."
-            )
-        raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.{advice}")
-    if mask.lengths is not None and mask.lengths.shape[0] not in (1, q.shape[0]):
-        raise ValueError(
-            f"mask must have 1 or {q.shape[0]} lengths, as q has batch elements; it has {mask.lengths.shape[0]}."
-        )
-    if mask.indices.device != q.device:
-        raise ValueError(
-            f"mask must be on q's device {q.device}; it is on {mask.indices.device}. Move it once: mask.to(q.device)."
-        )
-
-
-def _scale(scale: float | Tensor | None, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, Tensor):
-        raise TypeError(
-            "scale must be a number, through which no gradient passes; got a tensor. A learned one: "
-            "attention(q * scale, k, v, scale=1.0)."
-        )
-    scale = float(scale)
-    if not -math.inf < scale < math.inf:  # torch.compile does not know math.isfinite of a changing number
-        raise ValueError(f"scale must be finite; got {scale}.")
-    return scale

@@ -11,13 +11,13 @@ torch.compile traces (which fuses the operations itself) go the other way.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.launcher import OLDEST
+from sparseflash.blockmask.cache import bounded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A row is ranked by comparing each block with each other one; longer ones are sorted faster than that.
@@ -38,7 +38,7 @@ def serves(x: Tensor, row_blocks: int, col_blocks: int) -> bool:
     )
 
 
-@lru_cache(maxsize=32)
+@bounded(maxsize=32)
 def _runs_triton(device: torch.device) -> bool:
     new_enough = device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST
     return new_enough and find_spec("triton") is not None

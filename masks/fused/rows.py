@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 import sys
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Prepared
+from sparseflash.backends.triton.launcher import Variant
+from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame
 
 _PAIRS_AT_ONCE = 8192
@@ -33,14 +33,14 @@ def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> t
     counts = torch.empty(lists + 1, dtype=torch.int32, device=device)
     indices = torch.empty(room, dtype=torch.int32, device=device)
     tile = torch.empty_like(indices)
-    choosing, listing = _launches(lists, cols, scores.dtype, mass is None, device, scores.data_ptr() % 16)
+    choosing, listing = _kernels(cols, scores.dtype, mass is None, device, scores.data_ptr() % 16)
     padded = max(16, 1 << (cols - 1).bit_length())
-    choosing.run(
-        scores, of.open, of.forced, kept, counts, rows, cols, most, _bits_of(mass),
+    choosing(
+        lists, scores, of.open, of.forced, kept, counts, rows, cols, most, _bits_of(mass),
         padded, min(padded, max(8, _PAIRS_AT_ONCE // padded)), torch.finfo(scores.dtype).max, mass is not None,
     )  # fmt: skip
     indptr = counts.cumsum(0, dtype=torch.int32)
-    listing.run(kept, of.kind, indptr, indices, tile, rows, cols, room, -(-room // lists), padded)
+    listing(lists, kept, of.kind, indptr, indices, tile, rows, cols, room, -(-room // lists), padded)
     return indptr, indices, tile
 
 
@@ -52,13 +52,13 @@ def _bits_of(mass: float | None) -> int:
     return int(struct.unpack("<q", struct.pack("<d", max(mass or 0.0, sys.float_info.min)))[0])
 
 
-@lru_cache(maxsize=128)
-def _launches(
-    lists: int, cols: int, dtype: torch.dtype, by_rank: bool, device: torch.device, offset: int
-) -> tuple[Prepared, Prepared]:
+@bounded(maxsize=128)
+def _kernels(
+    cols: int, dtype: torch.dtype, by_rank: bool, device: torch.device, offset: int
+) -> tuple[Variant, Variant]:  # fmt: skip
     return (
-        Prepared(choose_kernel, lists, device, num_warps=4, num_stages=1),
-        Prepared(list_kernel, lists, device, num_warps=4, num_stages=1),
+        Variant(choose_kernel, {}, device, num_warps=4, num_stages=1),
+        Variant(list_kernel, {}, device, num_warps=4, num_stages=1),
     )
 
 

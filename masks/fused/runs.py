@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Prepared
+from sparseflash.backends.triton.launcher import Variant
 from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.tiling.chosen import Frame
 
 _QUERIES = tl.constexpr(16)
@@ -33,32 +32,31 @@ def tiles_of_runs(indices: Tensor, of: Frame, span: int, room: int) -> tuple[Ten
     bits = torch.zeros(room, block_q, words, dtype=torch.int32, device=device)
     found = torch.empty(room, dtype=torch.int32, device=device)
     tile = torch.empty_like(found)
-    marking, finding, writing = _launches(
-        -(-patterns * q_len // _QUERIES.value), lists, cols, of.block, span, of.causal, indices.dtype, device,
-        indices.data_ptr() % 16,
+    marking, finding, writing = _kernels(
+        cols, of.block, span, of.causal, indices.dtype, device, indices.data_ptr() % 16
     )  # fmt: skip
-    marking.run(
-        indices, table, patterns * q_len, q_len, choices, rows * block_q, cols * in_tile, -(-of.k_len // span),
-        of.k_len - q_len, span, of.causal,
+    marking(
+        -(-patterns * q_len // _QUERIES.value), indices, table, patterns * q_len, q_len, choices, rows * block_q,
+        cols * in_tile, -(-of.k_len // span), of.k_len - q_len, span, of.causal,
     )  # fmt: skip
-    finding.run(table, kept, counts, cols, block_q, in_tile, max(16, 64 // in_tile))
+    finding(lists, table, kept, counts, cols, block_q, in_tile, max(16, 64 // in_tile))
     indptr = counts.cumsum(0, dtype=torch.int32)
-    writing.run(
-        table, kept, of.kind, of.bits, indptr, found, tile, bits, rows, cols, lists, room, -(-room // (lists * cols)),
-        block_q, in_tile, words, bitmask.full_word(block_k), max(16, 1 << (cols - 1).bit_length()),
+    writing(
+        lists * cols, table, kept, of.kind, of.bits, indptr, found, tile, bits, rows, cols, lists, room,
+        -(-room // (lists * cols)), block_q, in_tile, words, bitmask.full_word(block_k),
+        max(16, 1 << (cols - 1).bit_length()),
     )  # fmt: skip
     return indptr, found, tile, bits
 
 
-@lru_cache(maxsize=128)
-def _launches(
-    marking: int, lists: int, cols: int, block: tuple[int, int], span: int, causal: bool, dtype: torch.dtype,
-    device: torch.device, offset: int,
-) -> tuple[Prepared, Prepared, Prepared]:  # fmt: skip
+@bounded(maxsize=128)
+def _kernels(
+    cols: int, block: tuple[int, int], span: int, causal: bool, dtype: torch.dtype, device: torch.device, offset: int
+) -> tuple[Variant, Variant, Variant]:  # fmt: skip
     return (
-        Prepared(mark_kernel, marking, device, num_warps=4, num_stages=1),
-        Prepared(find_kernel, lists, device, num_warps=4, num_stages=1),
-        Prepared(write_kernel, lists * cols, device, num_warps=4, num_stages=1),
+        Variant(mark_kernel, {}, device, num_warps=4, num_stages=1),
+        Variant(find_kernel, {}, device, num_warps=4, num_stages=1),
+        Variant(write_kernel, {}, device, num_warps=4, num_stages=1),
     )
 
 

@@ -7,7 +7,6 @@ the choice lies in arrays whose size is known beforehand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import integer_tensor
+from sparseflash.blockmask.cache import bounded
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.streams import ReadyEvent
 
@@ -54,7 +54,7 @@ def frame(
 frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=32)
+@bounded(maxsize=32)
 def _frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
 ) -> tuple[Frame, ReadyEvent]:
@@ -133,7 +133,7 @@ def pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tens
 pattern_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=32)
+@bounded(maxsize=32)
 def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> tuple[Tensor, ReadyEvent]:
     pattern = torch.arange(batch * heads, dtype=torch.int32, device="cpu").view(batch, heads, 1)
     pattern = pattern.expand(-1, -1, group).reshape(batch, heads * group).contiguous().to(device, non_blocking=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sparseflash.analysis.relation import Relation, of_walks
 from sparseflash.analysis.walks import Walk, walk
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.stats import live_tokens
 
 MOST_BLOCKS = 1 << 15  # a bit matrix of the tile graph then takes 128 MB
 
@@ -29,7 +30,7 @@ class Element:
     def _step(self, mask: BlockMask, patterns: tuple[int, ...]) -> Relation:
         key = id(mask), patterns  # layers often share a mask
         if key not in self._steps:
-            found = (walk(mask, pattern, self.stop) for pattern in patterns)
+            found = (walk(mask, pattern, (self.stop, self.stop)) for pattern in patterns)
             self._steps[key] = of_walks(found, block_of(self._masks), self.stop)
         return self._steps[key]
 
@@ -40,7 +41,7 @@ class Element:
             for pattern in patterns:
                 if (id(mask), pattern) not in seen:
                     seen.add((id(mask), pattern))
-                    yield walk(mask, pattern, self.stop)
+                    yield walk(mask, pattern, (self.stop, self.stop))
 
     def union(self) -> Relation:
         """What is seen in any layer, the residual connection included."""
@@ -77,7 +78,9 @@ def checked(masks: Masks) -> list[BlockMask]:
     batches = {mask.shape[0] for mask in every} - {1}
     if len(batches) > 1:
         raise ValueError(f"masks must have one batch size, or 1; got {' and '.join(map(str, sorted(batches)))}.")
-    lengths = {tuple(mask.lengths.tolist()) for mask in every if mask.lengths is not None}
+    lengths = {tuple(live_tokens(mask)) for mask in every if mask.lengths is not None}
+    if any(q != k for tokens in lengths for q, k in tokens):
+        raise ValueError("masks must have one length for queries and keys, as all layers see the same tokens.")
     if len(lengths) > 1:
         raise ValueError("masks must have the same lengths, or none; got different ones.")
     return every
@@ -101,8 +104,9 @@ def block_of(masks: Sequence[BlockMask]) -> int:
 def elements(masks: Sequence[BlockMask]) -> list[Element]:
     """One entry a batch element; equal ones are the same object."""
     batch = max(mask.shape[0] for mask in masks)
-    lengths = next((mask.lengths for mask in masks if mask.lengths is not None), None)
-    stops = [masks[0].q_len] * batch if lengths is None else lengths.expand(batch).tolist()
+    padded = next((mask for mask in masks if mask.lengths is not None), masks[0])
+    stops = [length for length, _ in live_tokens(padded)]
+    stops = stops * batch if len(stops) == 1 else stops
     patterns = [mask.pattern.expand(batch, -1).tolist() for mask in masks]
     found: dict[object, Element] = {}
     result = []

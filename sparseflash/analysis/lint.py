@@ -20,6 +20,7 @@ from sparseflash.analysis.tokens import blind_queries, future_scores, unseen_key
 from sparseflash.analysis.walks import Walk, walks
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer
+from sparseflash.blockmask.stats import live_tokens
 
 Severity = Literal["error", "warning", "note"]
 
@@ -150,14 +151,15 @@ def _empty(mask: BlockMask, where: str) -> Iterator[Finding]:
 
 
 def _cut_by_one_number(mask: BlockMask, where: str) -> Iterator[Finding]:
-    lengths = [] if mask.lengths is None or mask.q_len == mask.k_len else mask.lengths.tolist()
-    if lengths and min(lengths) < max(mask.q_len, mask.k_len):
+    if mask.lengths is None or mask.q_len == mask.k_len:
+        return
+    cut = [q for q, k in live_tokens(mask) if q == k < max(mask.q_len, mask.k_len)]
+    if cut:
         yield Finding(
             "one-length-for-two", "warning",
-            f"a length of {min(lengths):,} cuts both the {mask.q_len:,} queries and the {mask.k_len:,} keys, and moves "
-            "no diagonal. Padding of the keys alone: interop.from_sdpa(~padding[:, None, None, :], "
-            f"q_len={mask.q_len}); a cache: masks.per_batch of masks.causal({mask.q_len}, {mask.k_len}, "
-            f"offset=length - {mask.q_len}).",
+            f"a length of {min(cut):,} cuts both the {mask.q_len:,} queries and the {mask.k_len:,} keys, and moves "
+            "no diagonal. For lengths of their own: mask.with_lengths(q_lengths=..., k_lengths=...); for a cache: "
+            f"masks.per_batch of masks.causal({mask.q_len}, {mask.k_len}, offset=length - {mask.q_len}).",
             where,
         )  # fmt: skip
 

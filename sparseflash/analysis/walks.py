@@ -15,6 +15,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.stats import live_tokens
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,19 @@ def walks(mask: BlockMask) -> Iterator[Walk]:
     mask = checked_mask(mask).canonical().to("cpu")
     batch, heads = mask.shape[:2]
     patterns = mask.pattern.expand(batch, heads).tolist()
-    longest = max(mask.q_len, mask.k_len)
-    stops = [longest] * batch if mask.lengths is None else mask.lengths.tolist()
-    users: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    stops = live_tokens(mask)
+    users: dict[tuple[int, tuple[int, int]], list[tuple[int, int]]] = {}
     for b in range(batch):
         for h in range(heads):
             users.setdefault((patterns[b][h], stops[b]), []).append((b, h))
-    for (pattern, stop), who in users.items():
-        yield walk(mask, pattern, stop, tuple(who))
+    for (pattern, tokens), who in users.items():
+        yield walk(mask, pattern, tokens, tuple(who))
 
 
-def walk(mask: BlockMask, pattern: int, stop: int, users: tuple[tuple[int, int], ...] = ()) -> Walk:
-    """The tiles of one pattern of a mask on the CPU, for a sequence of `stop` tokens."""
+def walk(
+    mask: BlockMask, pattern: int, stops: tuple[int, int], users: tuple[tuple[int, int], ...] = ()
+) -> Walk:  # fmt: skip
+    """The tiles of one pattern of a mask on the CPU, for a sequence of `stops = (queries, keys)` live tokens."""
     row_blocks, (block_q, block_k) = mask.blocks[0], (mask.block_q, mask.block_k)
     start, end = (int(mask.indptr[(pattern + step) * row_blocks]) for step in (0, 1))
     indptr = mask.indptr[pattern * row_blocks : (pattern + 1) * row_blocks + 1]
@@ -72,7 +74,7 @@ def walk(mask: BlockMask, pattern: int, stop: int, users: tuple[tuple[int, int],
         mask.tile[start:end].long(),
     )
     kind, bits = tile, mask.bits
-    q_stop, k_stop = min(stop, mask.q_len), min(stop, mask.k_len)
+    q_stop, k_stop = stops
     if q_stop < mask.q_len or k_stop < mask.k_len:
         begins = (rows * block_q < q_stop) & (cols * block_k < k_stop)
         rows, cols, tile = rows[begins], cols[begins], tile[begins]

@@ -9,19 +9,23 @@ one block row together, and are recomputed in the backward, so memory grows with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseflash import dropout
-from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out, register
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.cache import mask_cache, once
+from sparseflash.blockmask.cache import bounded, mask_cache, once
 from sparseflash.blockmask.csr import row_of_entry
 
 _SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32: stays near the cache, and larger chunks were not faster
+
+
+Stop = tuple[int, int]
 
 
 class _Rows(NamedTuple):
@@ -31,7 +35,7 @@ class _Rows(NamedTuple):
     rows: Tensor  # [R], block rows
     cols: Tensor  # [R, c], block columns
     tile: Tensor  # [R, c]
-    stop: int | None  # the sequence's length, where the mask has lengths
+    stop: Stop | None  # the sequence's live queries and keys, where the mask has lengths
 
 
 def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,14 +51,12 @@ def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_as_given
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
-    words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int, scale: float,
-    seed: Tensor | None = None, dropped: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
-    mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
-    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, block_k), mask.cut(v, block_k)
+    mask, scale, seed, dropped = _Mask(q, k, problem), problem.scale, problem.seed, problem.dropped
+    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, mask.block_k), mask.cut(v, mask.block_k)
     out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, height, Dv]
     maximum, total = q_tiles.new_zeros(q_tiles.shape[:-1]), q_tiles.new_zeros(q_tiles.shape[:-1])
     for part in mask.parts():
@@ -77,15 +79,12 @@ def _forward(
 @_as_given
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
-    pattern: Tensor | None, lengths: Tensor | None,
-    block_q: int, block_k: int, scale: float,
-    seed: Tensor | None = None, dropped: int = 0,
+    problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    mask = _Mask(q, k, indptr, indices, tile, words, pattern, lengths, block_q, block_k)
-    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, block_k), mask.cut(v, block_k)
+    mask, scale, seed, dropped = _Mask(q, k, problem), problem.scale, problem.seed, problem.dropped
+    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, mask.block_k), mask.cut(v, mask.block_k)
     dout_tiles = mask.cut(dout, mask.height)
     maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)
     # A query without keys has weights 0, whatever its dlse (which may be NaN) says.
@@ -122,21 +121,22 @@ def _empty_kept(q: Tensor) -> Tensor:
     return q.new_empty((2, *q.shape[:-1]), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-attention = register("blockwise", _forward, _backward, _empty_kept)
+attention = Operator("blockwise", _forward, _backward, _empty_kept)
 
 
 class _Mask:
     """The mask's arrays and the shapes they are used with: cutting tensors into tiles, and the rows to compute."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
-        words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, q: Tensor, k: Tensor, problem: Problem) -> None:
         self.batch, self.heads, self.q_len = q.shape[:3]
         self.kv_heads, self.k_len = k.shape[1:3]
-        if indptr is None or indices is None or tile is None or words is None or pattern is None:
+        block_q, block_k = problem.block_q, problem.block_k
+        if problem.indptr is None:
             dense = _dense(self.q_len, self.k_len, block_q, block_k, q.device)
-            indptr, indices, tile, words, pattern = dense.indptr, dense.indices, dense.tile, dense.words, dense.pattern
+            problem = Problem.of(dense, scale=problem.scale, batch=self.batch)
+        indptr, indices, tile, words, pattern, lengths = problem[:6]
+        if indptr is None or indices is None or tile is None or words is None or pattern is None:
+            raise RuntimeError("a mask must be given whole, or not at all")
         self.indptr, self.indices, self.tile = indptr, indices, tile
         self.pattern = pattern.expand(self.batch, self.heads).reshape(-1)
         self.lengths = lengths
@@ -180,7 +180,8 @@ class _Mask:
             device = part.rows.device
             k = part.cols[:, :, None] * self.block_k + torch.arange(self.block_k, device=device)
             q = part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)
-            inside = (q < part.stop)[:, :, None] & (k < part.stop).reshape(rows, 1, -1)
+            q_stop, k_stop = part.stop
+            inside = (q < q_stop)[:, :, None] & (k < k_stop).reshape(rows, 1, -1)
             live = inside if live is None else live & inside
         return live
 
@@ -218,28 +219,28 @@ class _Mask:
                         here = slice(r, r + some_rows)
                         yield _Rows(h, rows[here], cols[here], tile[here], stop)
 
-    def _patterns(self) -> Iterator[tuple[int, Tensor, int | None]]:
-        """Each pattern in use, the (batch element, head) numbers that use it, and their length where there is one."""
-        lengths = None if self.lengths is None else self.lengths.repeat_interleave(self.heads)
-        keys = self.pattern.long() if lengths is None else torch.stack([self.pattern.long(), lengths.long()], 1)
-        kinds, which = torch.unique(keys, dim=0, return_inverse=True)
-        for kind, values in enumerate(kinds.tolist()):
-            number, stop = (values, None) if lengths is None else values
-            yield number, (which == kind).nonzero().squeeze(1), stop
+    def _patterns(self) -> Iterator[tuple[int, Tensor, Stop | None]]:
+        """Each pattern in use, the (batch element, head) numbers that use it, and their lengths where there are any."""
+        keys = self.pattern.long().unsqueeze(0)
+        if self.lengths is not None:
+            keys = torch.cat([keys, self.lengths.long().repeat_interleave(self.heads, dim=1)])
+        kinds, which = torch.unique(keys, dim=1, return_inverse=True)
+        for kind, (number, *stop) in enumerate(kinds.T.tolist()):
+            yield number, (which == kind).nonzero().squeeze(1), tuple(stop) or None
 
-    def _rows_by_count(self, number: int, stop: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The block rows of a pattern, grouped by their number of tiles; tiles past `stop` left out."""
+    def _rows_by_count(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The block rows of a pattern, grouped by their number of tiles; tiles past the lengths left out."""
         if stop is not None:
             return self._counted_rows(number, stop)
         return once(mask_cache(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))
 
-    def _counted_rows(self, number: int, stop: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _counted_rows(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor]]:
         indptr = self.indptr[number * self.row_blocks : (number + 1) * self.row_blocks + 1].long()
         first, last = int(indptr[0]), int(indptr[-1])
         cols, tile = self.indices[first:last].long(), self.tile[first:last].long()
         rows = row_of_entry(indptr - first, last - first)
         if stop is not None:
-            inside = (rows * self.block_q < stop) & (cols * self.block_k < stop)
+            inside = (rows * self.block_q < stop[0]) & (cols * self.block_k < stop[1])
             rows, cols, tile = rows[inside], cols[inside], tile[inside]
         counts = torch.bincount(rows, minlength=self.row_blocks)
         groups = []
@@ -256,6 +257,6 @@ def _or_one(total: Tensor) -> Tensor:
     return total.masked_fill(total == 0, 1.0)
 
 
-@lru_cache(maxsize=16)
+@bounded(maxsize=16)
 def _dense(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.device) -> BlockMask:
     return BlockMask.dense(q_len, k_len, block=(block_q, block_k)).to(device)

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sparseflash.backends.problem import Problem
+
 Formula = Callable[..., int]
 
 
@@ -34,29 +36,29 @@ def tell(*operators: tuple[Any, Formula]) -> None:
                 registry.setdefault(operator, formula)
 
 
-def forward_flops(q: Tensor, k: Tensor, v: Tensor, *mask: Any, out_val: Any = None) -> int:
-    """Two products over the scores of the live tiles. mask: as the operator takes it."""
-    return 2 * scores(q, k, *mask) * (q.shape[-1] + v.shape[-1])
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any = None) -> int:
+    """Two products over the scores of the live tiles."""
+    return 2 * scores(q, k, Problem(*problem)) * (q.shape[-1] + v.shape[-1])
 
 
 def backward_flops(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    *mask: Any, out_val: Any = None,
+    *problem: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     """Five products, of which one computes the scores again: as many as PyTorch counts for its own attention."""
-    return 2 * scores(q, k, *mask) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return 2 * scores(q, k, Problem(*problem)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def scores(
-    q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor,
-    lengths: Tensor | None, block_q: int, block_k: int, *rest: Any,
-) -> int:  # fmt: skip
+def scores(q: Tensor, k: Tensor, problem: Problem) -> int:
     """Scores of all live tiles, of all heads; what `lengths` cut off is counted.
 
-    Of fake tensors, whose numbers nobody knows: the mean of the patterns, and of a dynamic mask all it has room for.
+    Of fake tensors, whose numbers nobody knows: the mean of the patterns, and of a dynamic mask all that fits in it.
     """
     (batch, heads, q_len), k_len = q.shape[:3], k.shape[2]
-    if indptr is None:
+    indptr, indices, pattern, block_q, block_k = (
+        problem.indptr, problem.indices, problem.pattern, problem.block_q, problem.block_k
+    )  # fmt: skip
+    if indptr is None or indices is None or pattern is None:
         return batch * heads * q_len * k_len
     rows = -(-q_len // block_q)
     if any(isinstance(x, FakeTensor) or x.is_meta for x in (q, indptr)):

@@ -1,135 +1,213 @@
-"""Registers a backend as a PyTorch operator: autograd, fake tensors, torch.compile.
+"""Makes a backend callable: directly where nobody watches, as a registered operator of PyTorch everywhere else.
 
-A backend is a forward and a backward function over plain tensors and numbers. What they share with PyTorch, and
+A backend is a forward and a backward function of plain tensors and a `Problem`. What they share with PyTorch, and
 nothing else, is here, so that every backend is the same citizen: `opcheck` passes, `torch.compile(fullgraph=True)`
 sees one opaque node, and no gradient state is saved when none is wanted.
+
+Passing PyTorch's dispatcher and the Python of its autograd registration costs some 150 us for a forward and a backward,
+more than both take on a short sequence. So where nothing compiles, traces, profiles or transforms, the backend's
+functions are called at once, and an autograd function of our own stands for the operator's.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from sparseflash.backends import flop_counter
-
-# A mask as the operator sees it, in the order of the arguments. All None: dense attention.
-_MASK_ARRAYS = "Tensor? indptr, Tensor? indices, Tensor? tile, Tensor? words, Tensor? pattern, Tensor? lengths"
-_NUMBERS = "SymInt block_q, SymInt block_k, float scale"
-_DROPOUT = "Tensor? seed=None, int dropped=0"  # see dropout.py
-_MASK_ARGUMENTS = 6
-_NUMBER_ARGUMENTS = 3
-_DROPOUT_ARGUMENTS = 2
+from sparseflash.backends.problem import Problem, schema
 
 # `torch.library.custom_op` would do the same with 8 us more a call: it checks at run time what opcheck checks in tests.
 _LIBRARY = torch.library.Library("sparseflash", "DEF")
 
 # torch.compile(mode="reduce-overhead") leaves the operator out of its CUDA graphs, in whose memory a plan made by a
-# first call, and kept for others, would otherwise lie. Old versions of PyTorch do not know the tag.
+# first call, and cached for others, would otherwise lie. Old versions of PyTorch do not know the tag.
 _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag))
 
-Operator = Callable[..., tuple[Tensor, Tensor, Tensor]]
+_PROBLEM = len(Problem._fields)
 
 
-def register(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any], empty_kept: Callable[[Tensor], Tensor]
-) -> Operator:
-    """Registers `sparseflash::{name}` and its backward; returns a function that calls it.
+class Differentiable(Protocol):
+    """A forward and its backward, for tensors and a problem that are known to fit."""
 
-    `forward(q, k, v, *mask_arrays, block_q, block_k, scale, seed, dropped)` returns `(out, lse, kept)`, where `kept`,
-    of the shape of `empty_kept(q)`, is what this backend's backward wants beside the rest;
-    `backward(dout, dlse, q, k, v, out, lse, kept, *mask_arrays, block_q, block_k, scale, seed, dropped)` returns
-    `(dq, dk, dv)`; `dlse` is None if no gradient comes through lse.
-    Passing PyTorch's dispatcher and the Python of the autograd registration costs about 20 us a call, which is much for
-    a short sequence, so where no gradient is wanted and nobody would see the operator pass, the returned function calls
-    `forward` itself.
-    Outputs must have the strides of `empty_out`, `empty_lse` and `empty_gradient`.
-    """
-    inputs = "Tensor q, Tensor k, Tensor v"
+    seed: Tensor | None  # of the dropout
 
-    def guarded(*arguments: Any) -> Any:
-        _refuse_unasked(name)
-        return forward(*arguments)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(out, lse, kept)`, where `kept` is what the backward wants beside the rest."""
 
-    _define(name, f"({inputs}, {_MASK_ARRAYS}, {_NUMBERS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)", guarded)
-    _define(
-        f"{name}_backward",
-        f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {_MASK_ARRAYS}, {_NUMBERS}, "
-        f"{_DROPOUT}) -> (Tensor, Tensor, Tensor)",
-        backward,
-    )
-    forward_op: Operator = getattr(torch.ops.sparseflash, name).default
-    backward_op = getattr(torch.ops.sparseflash, f"{name}_backward").default
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`(dq, dk, dv)`; `dlse` is None if no gradient comes through lse."""
 
-    def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        _refuse_unasked(name)
-        return empty_out(q, v), empty_lse(q), empty_kept(q)
+    def operator_backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by the registered operator, for those who differentiate once more and have to be told."""
 
-    def fake_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return empty_gradient(q), empty_gradient(k), empty_gradient(v)
 
-    packets = getattr(torch.ops.sparseflash, name), getattr(torch.ops.sparseflash, f"{name}_backward")
+class _Direct(torch.autograd.Function):
+    """A backend's functions as one node of autograd, without the dispatcher."""
 
-    def let_count() -> None:
-        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
-            flop_counter.tell((packets[0], flop_counter.forward_flops), (packets[1], flop_counter.backward_flops))
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        q, k, v, *rest, seed, dropped = inputs
+    @staticmethod
+    def forward(ctx: Any, run: Differentiable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, kept = run.forward(q, k, v)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(q, k, v, *output, seed)
-        # Not saved as what depends on the inputs is: they never change, plans are kept on them, which copies made by
-        # hooks for saved tensors would lack, and masks made under inference_mode() may be trained with.
-        ctx.mask_arrays = rest[:_MASK_ARGUMENTS]
-        ctx.numbers = *rest[_MASK_ARGUMENTS:], dropped
+        ctx.save_for_backward(q, k, v, out, lse, kept, run.seed)
+        ctx.run = run
+        return out, lse
 
-    def differentiate(
-        ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
-            return (None,) * (3 + _MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
-        *saved, seed = ctx.saved_tensors  # once: hooks of checkpointing hand them out once
+            return None, None, None, None
+        q, k, v, out, lse, kept, seed = ctx.saved_tensors  # once: hooks of checkpointing hand them out once
         if dout is None:
-            dout = torch.zeros_like(saved[3])
-        *numbers, dropped = ctx.numbers
-        let_count()  # the forward may have been called before anybody counted
-        dq, dk, dv = backward_op(dout, dlse, *saved, *ctx.mask_arrays, *numbers, seed, dropped)
-        return dq, dk, dv, *(None,) * (_MASK_ARGUMENTS + _NUMBER_ARGUMENTS + _DROPOUT_ARGUMENTS)
+            dout = torch.zeros_like(out)
+        run = ctx.run
+        if torch.is_grad_enabled() or not nobody_watches(dout, q, k, v):
+            return None, *run.operator_backward(dout, dlse, q, k, v, out, lse, kept, seed)
+        return None, *run.backward(dout, dlse, q, k, v, out, lse, kept, seed)
 
-    def refuse(ctx: Any, *gradients: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"gradients of gradients are not implemented by the {name} backend; backend='reference' has them."
-        )
 
-    torch.library.register_fake(f"sparseflash::{name}", fake_forward, lib=_LIBRARY)
-    torch.library.register_fake(f"sparseflash::{name}_backward", fake_backward, lib=_LIBRARY)
-    torch.library.register_autograd(f"sparseflash::{name}", differentiate, setup_context=save, lib=_LIBRARY)
-    # Without this PyTorch would take the gradients for constants, and say so in a warning only.
-    torch.library.register_autograd(f"sparseflash::{name}_backward", refuse, lib=_LIBRARY)
+def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of tensors that nobody watches, with a gradient if one is wanted."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _Direct.apply(run, q, k, v)  # type: ignore[no-untyped-call]
+        return out, lse
+    out, lse, _ = run.forward(q, k, v)
+    return out, lse
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        _refuse_transforms(name, q, k, v)
-        wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if not wanted and nobody_watches(q, k, v):
-            out, lse, kept = forward(q, k, v, *rest)
-            return out, lse, kept
-        let_count()
+
+class Operator:
+    """A backend, called directly where nobody watches and as the operator `sparseflash::{name}` where somebody does."""
+
+    def __init__(
+        self, name: str, forward: Callable[..., Any], backward: Callable[..., Any],
+        empty_kept: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        """Registers `sparseflash::{name}` and its backward.
+
+        `forward(q, k, v, problem)` returns `(out, lse, kept)`, where `kept`, of the shape of `empty_kept(q)`, is what
+        this backend's backward wants beside the rest; `backward(dout, dlse, q, k, v, out, lse, kept, problem)` returns
+        `(dq, dk, dv)`; `dlse` is None if no gradient comes through lse. Outputs must have the strides of `empty_out`,
+        `empty_lse` and `empty_gradient`.
+        """
+        self.name, self.forward, self._empty_kept = name, forward, empty_kept
+        self.direct_backward = backward
+        inputs, problem = "Tensor q, Tensor k, Tensor v", schema()
+        self._packets = _define(
+            name, f"({inputs}, {problem}) -> (Tensor, Tensor, Tensor)", self._guarded, self._fake_forward
+        ), _define(
+            f"{name}_backward",
+            f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {problem}) "
+            "-> (Tensor, Tensor, Tensor)",
+            lambda *given: backward(*given[:8], Problem(*given[8:])), _fake_backward,
+        )  # fmt: skip
+        self._forward_op, self._backward_op = (packet.default for packet in self._packets)
+        torch.library.register_autograd(
+            f"sparseflash::{name}", self._differentiate, setup_context=_save, lib=_LIBRARY
+        )  # fmt: skip
+        # Without this PyTorch would take the gradients for constants, and say so in a warning only.
+        torch.library.register_autograd(f"sparseflash::{name}_backward", self._refuse, lib=_LIBRARY)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        """`(out, lse)`, differentiable."""
+        _refuse_transforms(self.name, q, k, v)
+        if nobody_watches(q, k, v):
+            return call_directly(_Run(self, problem), q, k, v)
+        self._let_count()
         if forward_ad._current_level < 0:
-            return forward_op(q, k, v, *rest)
+            out, lse, _ = self._forward_op(q, k, v, *problem)
+            return out, lse
         _asked.tangents = True
         try:
-            return forward_op(q, k, v, *rest)
+            out, lse, _ = self._forward_op(q, k, v, *problem)
+            return out, lse
         finally:
             _asked.tangents = False
 
-    return run
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, problem: Problem,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`(dq, dk, dv)` by the registered operator."""
+        self._let_count()  # the forward may have been called before anybody counted
+        kept = self._empty_kept(q) if kept is None else kept
+        dq, dk, dv = self._backward_op(dout, dlse, q, k, v, out, lse, kept, *problem)
+        return dq, dk, dv
+
+    def _guarded(self, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> Any:
+        _refuse_unasked(self.name)
+        return self.forward(q, k, v, Problem(*problem))
+
+    def _fake_forward(self, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor, Tensor]:
+        _refuse_unasked(self.name)
+        return empty_out(q, v), empty_lse(q), self._empty_kept(q)
+
+    def _let_count(self) -> None:
+        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
+            forward, backward = self._packets
+            flop_counter.tell((forward, flop_counter.forward_flops), (backward, flop_counter.backward_flops))
+
+    def _differentiate(
+        self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * (3 + _PROBLEM)
+        *saved, seed = ctx.saved_tensors  # once: hooks of checkpointing hand them out once
+        if dout is None:
+            dout = torch.zeros_like(saved[3])
+        q, k, v, out, lse, kept = saved
+        dq, dk, dv = self.backward(dout, dlse, q, k, v, out, lse, kept, ctx.problem._replace(seed=seed))
+        return dq, dk, dv, *(None,) * _PROBLEM
+
+    def _refuse(self, ctx: Any, *gradients: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"gradients of gradients are not implemented by the {self.name} backend; backend='reference' has them."
+        )
+
+
+class _Run:
+    """A backend for one problem; see `Differentiable`."""
+
+    def __init__(self, operator: Operator, problem: Problem) -> None:
+        self._operator, self._problem, self.seed = operator, problem, problem.seed
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        out, lse, kept = self._operator.forward(q, k, v, self._problem)
+        return out, lse, kept
+
+    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = self._operator.direct_backward(*given[:-1], self._problem._replace(seed=given[-1]))
+        return dq, dk, dv
+
+    def operator_backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return self._operator.backward(dout, dlse, q, k, v, out, lse, kept, self._problem._replace(seed=seed))
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_gradient(q), empty_gradient(k), empty_gradient(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, *fields = inputs
+    problem = Problem(*fields)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(q, k, v, *output, problem.seed)
+    # The mask's arrays are not saved as what depends on the inputs is: they never change, plans are cached with them,
+    # which copies made by hooks for saved tensors would lack, and masks made under inference_mode() may be trained on.
+    ctx.problem = problem._replace(seed=None)
 
 
 # Whether the call that runs in this thread was asked for its tangents, and has none.
@@ -170,24 +248,26 @@ def _no_forward_mode(name: str) -> NotImplementedError:
     )
 
 
-def nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def nobody_watches(*tensors: Tensor) -> bool:
     """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms."""
     return (
         not torch.compiler.is_compiling()
-        and type(q) is type(k) is type(v) is Tensor
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._is_tracing()
         and not torch._C._autograd._profiler_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and not (q.is_meta or q.is_neg() or k.is_neg() or v.is_neg())
+        and all(type(x) is Tensor and not (x.is_meta or x.is_neg()) for x in tensors)
     )
 
 
-def _define(name: str, schema: str, function: Callable[..., Any]) -> None:
+def _define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Registers an operator and what it does to tensors without data; returns it with all its overloads."""
     _LIBRARY.define(name + schema, tags=_TAGS)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparseflash::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.sparseflash, name)
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -18,15 +18,18 @@ from torch import Tensor
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
 from sparseflash.blockmask.build import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
-from sparseflash.blockmask.cache import belong_together, keep_with, mask_cache, once
+from sparseflash.blockmask.cache import attach_cache, belong_together, mask_cache, once
 from sparseflash.blockmask.csr import columns_of, may_vary_in_size, stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
-from sparseflash.blockmask.stats import live_scores, pattern_count
+from sparseflash.blockmask.stats import live_scores, live_tokens, pattern_count
+from sparseflash.blockmask.transfer import to_device
 from sparseflash.blockmask.validate import check_arrays, validate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Lengths = Tensor | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,7 +44,8 @@ class BlockMask:
     - `tile`     int32 `[nnz]`: 0: every score is live; t > 0: `bits[t - 1]` says which
     - `bits`     int32 `[T, block_q, max(block_k // 32, 1)]`: bit `k % 32` of word `k // 32` of row q is score (q, k)
     - `pattern`  int32 `[B or 1, Hq or 1]`: the pattern of each batch element and query head; 1 means shared
-    - `lengths`  int32 `[B or 1]` or None: tokens of each sequence; queries and keys at or past it are dead (padding)
+    - `lengths`  int32 `[2, B or 1]` or None: the live queries and the live keys of each sequence; what lies past them
+      is dead (padding)
 
     Build one with `from_dense`, `from_layout`, `from_function`, `from_tiles`, `dense`, or a function of
     `sparseflash.masks`; call the class itself only with arrays that keep these rules (`validate()` checks them all).
@@ -85,23 +89,40 @@ class BlockMask:
     pattern: Tensor
     lengths: Tensor | None = None
     dynamic: bool = field(default=False, kw_only=True)
-    # The bits as one row with a dead tile behind them. The operator gets this form: its size never is 0 or 1, the
-    # sizes for which torch.compile would specialise. Made of the bits, whatever is given: an argument for
-    # `dataclasses.replace`, by which FSDP rebuilds what is passed to a module.
-    words: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_arrays(self)
-        if self.words is not None and belong_together(self.indices, self._others()):
-            return  # a mask made anew of all that it consisted of stays what it is, and keeps what is derived from it
-        # What is derived from all arrays is kept with the indices. Another mask may be given the same indices beside
-        # other arrays, so each has a tensor of its own for them (of the same memory).
+        if belong_together(self.indices, self._others()):
+            return  # FSDP rebuilds what is passed to a module from its own fields: the caches stay valid
+        # Everything derived from the arrays is cached with the indices. Another mask may be made of the same indices
+        # beside other arrays, so each mask has a tensor of its own for them (of the same memory).
         object.__setattr__(self, "indices", self.indices.detach())
-        words_a_tile = self.block_q * bitmask.words_per_row(self.block_k)
-        object.__setattr__(self, "words", torch.cat([self.bits.reshape(-1), self.bits.new_zeros(words_a_tile)]))
-        for array in (self.indptr, self.indices, self.tile, self.words):
+        for array in (self.indptr, self.indices, self.tile):
             may_vary_in_size(array)
-        keep_with(self.indices, countable=not self.dynamic, others=self._others())
+        attach_cache(self.indices, countable=not self.dynamic, others=self._others())
+
+    @property
+    def words(self) -> Tensor:
+        """The bits as the operator takes them: one row, int32 `[T * block_q * W]`, of the same memory.
+
+        Where no tile is partial it is one dead tile, because torch.compile would specialise to a size of 0.
+        """
+        if self.bits.shape[0] > 0:
+            words = self.bits.view(-1)
+        else:
+            words = self.bits.new_zeros(self.block_q * bitmask.words_per_row(self.block_k))
+        may_vary_in_size(words)
+        return words
+
+    @property
+    def q_lengths(self) -> Tensor | None:
+        """The live queries of each sequence, int32 `[B or 1]`; None if there is no padding."""
+        return None if self.lengths is None else self.lengths[0]
+
+    @property
+    def k_lengths(self) -> Tensor | None:
+        """The live keys of each sequence, int32 `[B or 1]`; None if there is no padding."""
+        return None if self.lengths is None else self.lengths[1]
 
     # ------------------------------------------------------------------ constructors
 
@@ -271,59 +292,84 @@ class BlockMask:
         layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool, device="cpu")
         return cls.from_layout(layout, block=(block_q, block_k), q_len=q_len, k_len=k_len)
 
-    def with_lengths(self, lengths: Tensor | Sequence[int]) -> BlockMask:
+    def with_lengths(
+        self,
+        lengths: Lengths | None = None,
+        *,
+        q_lengths: Lengths | None = None,
+        k_lengths: Lengths | None = None,
+    ) -> BlockMask:
         """The same mask with padding: queries and keys at or past a sequence's length are dead.
-
-        `lengths`: integer tensor `[B]` on the mask's device, tokens; values are clamped to `0 .. max(q_len, k_len)`.
-        Replaces lengths given before. Asks the device nothing, shares the arrays and everything derived from them, so
-        it is cheap enough for every training step. Kernels skip the blocks past the end. A list of ints does as well,
-        but is copied to the device first, for which the CPU waits. A single length makes a mask of one batch element,
-        which serves any number of them, as a shared pattern does.
-
-        One number cuts both queries and keys, each counted from its own start, so with `q_len != k_len` this is seldom
-        what is meant: it cuts the queries of cross-attention by the lengths of its keys, and it does not move the
-        diagonal of a causal mask, which stays aligned at the bottom right of `q_len x k_len`. It serves one query that
-        sees all of a cache, `masks.dense(1, k_len).with_lengths(lengths)`. Keys alone are padded by
-        `interop.from_sdpa`, and caches of several lengths are masks of their own, as below.
-
-        Raises TypeError for what is not of integers, ValueError for another shape, device or batch size.
 
         >>> mask = BlockMask.dense(64, block=32).with_lengths([40, 64])
         >>> mask.to_dense().sum((-2, -1)).tolist()
         [[1600], [4096]]
 
-        Three queries that see four and two of five keys, in a batch of two:
+        Cross-attention: three queries that see four and two of five keys.
 
-        >>> from sparseflash import interop, masks
-        >>> padding = torch.arange(5) >= torch.tensor([4, 2])[:, None]  # [B, Nk], True: padding
-        >>> mask = interop.from_sdpa(~padding[:, None, None, :], q_len=3)
+        >>> mask = BlockMask.dense(3, 5, block=16).with_lengths(k_lengths=[4, 2])
         >>> mask.to_dense()[:, 0].sum(-1).tolist()
         [[4, 4, 4], [2, 2, 2]]
 
-        Four new tokens behind caches that hold, with them, 10 and 6 tokens, in room for ten:
+        `lengths` cuts queries and keys at one number, each counted from its own start; `q_lengths` and `k_lengths` cut
+        one side each, and a side that is not given stays whole. Each is an integer tensor `[B]` on the mask's device,
+        in tokens; values are clamped to `0 .. q_len` and `0 .. k_len`. Replaces lengths given before. Asks the device
+        nothing and shares the arrays and everything derived from them, so it is cheap enough for every training step.
+        Kernels skip the blocks past the end. A list of ints does as well, but is copied to the device first, for which
+        the CPU waits. A single length makes a mask of one batch element, which serves any number of them, as a shared
+        pattern does.
 
+        Lengths move no diagonal: that of a causal mask stays aligned at the bottom right of `q_len x k_len`. Four new
+        tokens behind caches that hold, with them, 10 and 6 tokens, in a buffer of ten, are masks of their own:
+
+        >>> from sparseflash import masks
         >>> mask = masks.per_batch([masks.causal(4, 10, offset=length - 4) for length in (10, 6)])
         >>> mask.to_dense()[:, 0].sum(-1).tolist()
         [[7, 8, 9, 10], [3, 4, 5, 6]]
+
+        Raises TypeError for what is not of integers or for `lengths` beside one of the others, ValueError for another
+        shape, device or batch size.
         """
-        # In int64, because small integer types can hold neither the bounds nor, some of them, be clamped at all.
-        lengths = integer_tensor(lengths, "lengths", self.device)
+        if lengths is not None:
+            if q_lengths is not None or k_lengths is not None:
+                raise TypeError("lengths must be given alone: it is short for q_lengths and k_lengths of one number.")
+            lengths = self._checked_lengths(lengths, "lengths")
+            if self.q_len == self.k_len:
+                lengths = lengths.clamp(0, self.q_len).to(torch.int32)
+                return self._padded(lengths.expand(2, -1))
+            q_lengths = k_lengths = lengths
+        q = None if q_lengths is None else self._checked_lengths(q_lengths, "q_lengths").clamp(0, self.q_len)
+        k = None if k_lengths is None else self._checked_lengths(k_lengths, "k_lengths").clamp(0, self.k_len)
+        if q is None and k is None:
+            raise TypeError("with_lengths must be given lengths, or q_lengths, or k_lengths; got none of them.")
+        q = torch.full_like(k, self.q_len) if q is None and k is not None else q
+        k = torch.full_like(q, self.k_len) if k is None and q is not None else k
+        if q is None or k is None or q.shape != k.shape:
+            got = [None if x is None else list(x.shape) for x in (q, k)]
+            raise ValueError(f"q_lengths and k_lengths must be of one batch size; got {got[0]} and {got[1]}.")
+        return self._padded(torch.stack([q, k]).to(torch.int32))
+
+    def _checked_lengths(self, lengths: Lengths, name: str) -> Tensor:
+        """int64, because small integer types can hold neither the bounds nor, some of them, be clamped at all."""
+        if not (isinstance(lengths, Tensor) and lengths.dtype == torch.int32):
+            lengths = integer_tensor(lengths, name, self.device)
         batch = self.pattern.shape[0]
         if lengths.ndim != 1 or (batch != 1 and lengths.shape[0] != batch):
             want = "B" if batch == 1 else str(batch)
-            raise ValueError(f"lengths must have shape [{want}]; got {list(lengths.shape)}.")
+            raise ValueError(f"{name} must have shape [{want}]; got {list(lengths.shape)}.")
         if lengths.device != self.device:
-            raise ValueError(f"lengths must be on the mask's device {self.device}; got {lengths.device}.")
-        return self._padded(lengths.clamp(0, max(self.q_len, self.k_len)).to(torch.int32))
+            raise ValueError(f"{name} must be on the mask's device {self.device}; got {lengths.device}.")
+        return lengths
 
     def _padded(self, lengths: Tensor | None) -> BlockMask:
-        """The same mask with these lengths or none, and with all that is derived from the arrays."""
-        mask = BlockMask(
-            self.q_len, self.k_len, self.block_q, self.block_k,
-            self.indptr, self.indices, self.tile, self.bits, self.pattern, lengths, dynamic=self.dynamic,
-            words=self.words,
-        )  # fmt: skip
-        object.__setattr__(mask, "indices", self.indices)
+        """The same mask with these lengths, int32 `[2, B]`, or none, and with the same cache.
+
+        Not through the constructor, whose checks have been made and would take longer than all else at every step.
+        """
+        mask = object.__new__(BlockMask)
+        for name in _FIELDS:
+            object.__setattr__(mask, name, getattr(self, name))
+        object.__setattr__(mask, "lengths", lengths)
         return mask
 
     @classmethod
@@ -342,7 +388,7 @@ class BlockMask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """`(B or 1, Hq or 1, q_len, k_len)`: the shape of `to_dense()`."""
-        batch = self.pattern.shape[0] if self.lengths is None else self.lengths.shape[0]
+        batch = self.pattern.shape[0] if self.lengths is None else self.lengths.shape[1]
         return batch, self.pattern.shape[1], self.q_len, self.k_len
 
     @property
@@ -352,9 +398,8 @@ class BlockMask:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays (what is derived from them later, such as the transpose, not counted)."""
-        arrays = (self.indptr, self.indices, self.tile, self.bits, self.pattern, self.lengths)
-        return sum(a.numel() * a.element_size() for a in arrays if a is not None)
+        """Bytes of the arrays. What is derived from them later, such as the transpose and plans, is not counted."""
+        return sum(a.numel() * a.element_size() for a in self._arrays() if a is not None)
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -403,7 +448,8 @@ class BlockMask:
             parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
         if self.lengths is not None:
             within = "" if is_meta else f": density {100 * self.density:.3g} %"
-            count = f"{len(self.lengths)} sequence{'' if len(self.lengths) == 1 else 's'}"
+            sequences = self.lengths.shape[1]
+            count = f"{sequences} sequence{'' if sequences == 1 else 's'}"
             parts.append(f"cut by the lengths of {count}{within}")
         if self.device.type != "cpu":
             parts.append(str(self.device))
@@ -434,12 +480,12 @@ class BlockMask:
                 digest.update(repr(tuple(array.shape)).encode())
                 digest.update(array.cpu().numpy().tobytes())
             cache["digest"] = digest.digest()
-        lengths = None if self.lengths is None else tuple(self.lengths.tolist())
+        lengths = None if self.lengths is None else tuple(live_tokens(self))
         return hash((self._numbers(), cache["digest"], lengths))
 
     def _others(self) -> tuple[Any, ...]:
         """What, with the indices, decides everything that is derived: all but the lengths of sequences."""
-        return *self._numbers(), self.dynamic, self.indptr, self.tile, self.bits, self.pattern, self.words
+        return *self._numbers(), self.dynamic, self.indptr, self.tile, self.bits, self.pattern
 
     def _numbers(self) -> tuple[int, int, int, int]:
         return self.q_len, self.k_len, self.block_q, self.block_k
@@ -465,10 +511,18 @@ class BlockMask:
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on another device; itself if it is there already."""
         device = torch.device(device)
-        arrays = tuple(None if a is None else a.to(device) for a in self._arrays())
-        if all(a is b for a, b in zip(arrays, self._arrays(), strict=True)):
+        if device == torch.device("cuda"):  # the current one
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device == self.device:
             return self
-        return BlockMask(*self._numbers(), *arrays, dynamic=self.dynamic)  # type: ignore[arg-type]
+        arrays = [a for a in self._arrays() if a is not None]
+        moved: list[Tensor | None] = [*to_device(arrays, device)]
+        if self.lengths is None:
+            moved.append(None)
+        mask = BlockMask(*self._numbers(), *moved, dynamic=self.dynamic)  # type: ignore[arg-type]
+        if device.type == "cuda" and self.device.type == "cpu" and self.nbytes <= _HOST_BYTES and not self.dynamic:
+            mask_cache(mask.indices)["host"] = self._padded(None)  # plans of small masks are made on the host
+        return mask
 
     def canonical(self) -> BlockMask:
         """The mask with the same live scores whose arrays keep all rules; itself, unless it is `dynamic`.
@@ -492,7 +546,7 @@ class BlockMask:
         mask = once(
             mask_cache(self.indices), "canonical", lambda: BlockMask(*self._numbers(), *canonical_arrays_of(self))
         )
-        return mask if self.lengths is None else mask.with_lengths(self.lengths)
+        return mask if self.lengths is None else mask._padded(self.lengths)
 
     def to_dense(self) -> Tensor:
         """Bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live. For tests, pictures: `N x N` memory."""
@@ -506,9 +560,9 @@ class BlockMask:
         dense = dense.reshape(patterns, row_blocks * self.block_q, col_blocks * self.block_k)
         live = dense[:, : self.q_len, : self.k_len][self.pattern.long()]  # [B or 1, Hq or 1, Nq, Nk]
         if self.lengths is not None:
-            stop = self.lengths.view(-1, 1, 1, 1)
-            live = live & (torch.arange(self.q_len, device=device).view(-1, 1) < stop)
-            live = live & (torch.arange(self.k_len, device=device) < stop)
+            q_stop, k_stop = self.lengths.view(2, -1, 1, 1, 1)
+            live = live & (torch.arange(self.q_len, device=device).view(-1, 1) < q_stop)
+            live = live & (torch.arange(self.k_len, device=device) < k_stop)
         return live
 
     def to_layout(self) -> Tensor:
@@ -841,10 +895,16 @@ class BlockMask:
         return self
 
 
+_FIELDS = tuple(each.name for each in fields(BlockMask))
+_HOST_BYTES = 1 << 20  # of a mask that is kept on the host, too, when it is moved from there
+
+
 def _alone(indices: Tensor, array: Tensor) -> Tensor:
     """An array of a mask without attributes, in memory that is all its own and lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
-    # With the array itself, whose address would be another's once it is gone.
-    _, copy = once(mask_cache(indices), ("alone", array.data_ptr(), array.shape), lambda: (array, array.clone()))
+    # With the array's memory, whose address would be another's once it is gone; not with the array, which may be the
+    # indices: the cache hangs on them, and would never be freed.
+    key = ("alone", array.data_ptr(), array.shape, array.stride())
+    _, copy = once(mask_cache(indices), key, lambda: (array.detach(), array.clone()))
     return copy.detach()

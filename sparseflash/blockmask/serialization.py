@@ -2,7 +2,7 @@
 
 Members, each a NumPy array (so `numpy.load(path)` shows them): `format` and `version`, which say what the file is;
 `numbers`, int64 `[q_len, k_len, block_q, block_k]`; the int32 arrays `indptr`, `indices`, `tile`, `bits`, `pattern`
-and, where the mask has them, `lengths`; `digest`, BLAKE2b over all of those. The same mask gives the same bytes.
+and, where the mask has them, `lengths` `[2, B]`; `digest`, BLAKE2b over all of those. Equal masks give equal bytes.
 
 Nothing is compressed, so no member can be larger than the file: a hostile header cannot make `load` allocate more.
 """
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 FORMAT = "sparseflash.BlockMask"
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)  # files of version 1 have one length for queries and keys
 Path = str | os.PathLike[str]
 
 # Member: dtype and number of dimensions.
 _HEAD = {"format": (f"<U{len(FORMAT)}", 0), "version": ("<i8", 0), "numbers": ("<i8", 1)}
 _ARRAYS = {"indptr": ("<i4", 1), "indices": ("<i4", 1), "tile": ("<i4", 1), "bits": ("<i4", 3), "pattern": ("<i4", 2)}
-_OPTIONAL = {"lengths": ("<i4", 1)}
+_OPTIONAL = {"lengths": ("<i4", 2)}
+_RANKS_OF_VERSION_1 = {"lengths": 1}
 _TAIL = {"digest": ("|u1", 1)}
 _MEMBERS = _HEAD | _ARRAYS | _OPTIONAL | _TAIL
 _DIGEST_BYTES = 32
@@ -132,12 +134,19 @@ def _read(file: io.BufferedReader, size: int) -> dict[str, np.ndarray[Any, Any]]
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if str(arrays["format"]) != FORMAT:
         raise ValueError(f"the format {str(arrays['format'])!r} instead of {FORMAT!r}")
-    if int(arrays["version"]) != VERSION:
-        raise ValueError(f"version {int(arrays['version'])}, where this sparseflash reads version {VERSION}")
+    version = int(arrays["version"])
+    if version not in _READABLE:
+        raise ValueError(f"version {version}, where this sparseflash reads versions up to {VERSION}")
+    for name, rank in _RANKS_OF_VERSION_1.items():
+        if name in arrays and (arrays[name].ndim == rank) != (version == 1):
+            raise ValueError(f"a member {name!r} of shape {list(arrays[name].shape)} in a file of version {version}")
     if arrays["numbers"].shape != (4,):
         raise ValueError(f"{arrays['numbers'].size} numbers instead of q_len, k_len, block_q, block_k")
     if arrays["digest"].tobytes() != _digest({name: a for name, a in arrays.items() if name != "digest"}):
         raise ValueError("arrays that do not agree with their digest")
+    if version == 1 and "lengths" in arrays:
+        ends = arrays["numbers"][:2, None].clip(max=np.iinfo(np.int32).max)  # of queries and of keys
+        arrays["lengths"] = np.minimum(arrays["lengths"], ends.astype(np.int32))
     return arrays
 
 
@@ -168,7 +177,7 @@ def _array(name: str, npy: bytes) -> np.ndarray[Any, Any]:
     if header[1].decode("latin-1") != dtype:
         raise ValueError(f"a member {name!r} of type {header[1].decode('latin-1')!r} instead of {dtype!r}")
     shape = tuple(int(n) for n in header[2].replace(b" ", b"").split(b",") if n)
-    if len(shape) != rank:
+    if len(shape) not in (rank, _RANKS_OF_VERSION_1.get(name)):
         raise ValueError(f"a member {name!r} of shape {list(shape)} instead of {rank} dimensions")
     data = npy[10 + length :]
     if math.prod(shape) * np.dtype(dtype).itemsize != len(data):

@@ -20,6 +20,13 @@ def pattern_count(mask: BlockMask) -> int:
     return (len(mask.indptr) - 1) // mask.blocks[0]
 
 
+def live_tokens(mask: BlockMask) -> list[tuple[int, int]]:
+    """The number of live queries and of live keys of each batch element; waits for the device if there are lengths."""
+    if mask.lengths is None:
+        return [(mask.q_len, mask.k_len)] * mask.shape[0]
+    return [(q, k) for q, k in mask.lengths.T.tolist()]
+
+
 def live_scores(mask: BlockMask) -> float:
     """Live scores of a head, averaged over heads and batch elements."""
     row_blocks, patterns = mask.blocks[0], pattern_count(mask)
@@ -33,27 +40,27 @@ def live_scores(mask: BlockMask) -> float:
     batch = mask.shape[0]
     pattern = mask.pattern.expand(batch, -1)
     total = 0.0
-    for b, stop in enumerate(mask.lengths.tolist()):
-        per_pattern = _live_scores_to(mask, stop, stored, a_tile, patterns)
+    for b, stops in enumerate(live_tokens(mask)):
+        per_pattern = _live_scores_to(mask, *stops, stored, a_tile, patterns)
         total += float(per_pattern[pattern[b].long()].double().mean())
     return total / max(batch, 1)
 
 
 def _live_scores_to(
-    mask: BlockMask, stop: int, stored: tuple[Tensor, Tensor, Tensor], a_tile: Tensor, patterns: int
+    mask: BlockMask, q_stop: int, k_stop: int, stored: tuple[Tensor, Tensor, Tensor], a_tile: Tensor, patterns: int
 ) -> Tensor:
-    """Live scores of each pattern among the first `stop` queries and keys: int64 `[P]`."""
+    """Live scores of each pattern among the first `q_stop` queries and `k_stop` keys: int64 `[P]`."""
     row_blocks = mask.blocks[0]
     rows, j, tile = stored
     i = rows % row_blocks
-    inside = ((i + 1) * mask.block_q <= stop) & ((j + 1) * mask.block_k <= stop)
-    cut = ~inside & (i * mask.block_q < stop) & (j * mask.block_k < stop)
+    inside = ((i + 1) * mask.block_q <= q_stop) & ((j + 1) * mask.block_k <= k_stop)
+    cut = ~inside & (i * mask.block_q < q_stop) & (j * mask.block_k < k_stop)
     count = torch.zeros(patterns, dtype=torch.int64, device=mask.device)
     count.index_add_(0, rows[inside] // row_blocks, a_tile[tile[inside]])
     words = bitmask.choices(mask.bits, mask.block_k)
     for e in cut.nonzero().squeeze(1).split(max(1, SCORES_AT_ONCE // (mask.block_q * mask.block_k))):
         q = i[e, None, None] * mask.block_q + torch.arange(mask.block_q, device=mask.device)[:, None]
         k = j[e, None, None] * mask.block_k + torch.arange(mask.block_k, device=mask.device)
-        live = bitmask.unpack(words[tile[e]], mask.block_k) & (q < stop) & (k < stop)
+        live = bitmask.unpack(words[tile[e]], mask.block_k) & (q < q_stop) & (k < k_stop)
         count.index_add_(0, rows[e] // row_blocks, live.sum((-2, -1)))
     return count

@@ -1,7 +1,8 @@
-"""CUDA streams: what was made on one of them may be read on all.
+"""CUDA streams and graphs: what was made once may be read on any stream, and by graphs for as long as they live.
 
-PyTorch orders the work of one stream and leaves the rest to the user, who cannot know of what is made and kept behind
-a call. So whoever keeps tensors for later calls keeps a `ReadyEvent` with them.
+PyTorch orders the work of one stream and leaves the rest to the user, who cannot know of what is made and cached
+behind a call. So whoever caches tensors for later calls keeps a `ReadyEvent` with them and calls its `wait` before
+each use.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask import graph_memory
+
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being recorded on this device."""
@@ -19,7 +22,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class ReadyEvent:
-    """Something whose tensors have just been made by the current stream of their device; elsewhere than there, nothing.
+    """When tensors that the current stream of their device is making will be ready; elsewhere than on a GPU, at once.
 
     `made`: a tensor, or what holds tensors: a tuple, list, dict or dataclass.
     """
@@ -34,19 +37,26 @@ class ReadyEvent:
             self._streams = {_number_of_stream(self._device.index)}  # that may read it
 
     def wait(self) -> None:
-        """To be called before the current stream is given work that reads it."""
+        """To be called before the current stream is given work that reads the tensors."""
         if not self._tensors:
             return
         number = _number_of_stream(self._device.index)
-        if number in self._streams:
-            return
-        if self._captured != is_capturing(self._device):
+        if is_capturing(self._device):
+            if not self._captured:  # what the graph makes itself lies in memory of its own
+                graph_memory.keep_for_graph(number, self._tensors)
             return  # a graph must not wait for what it does not record, and is begun and replayed in its user's order
+        if number in self._streams or self._captured:
+            return
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
         for tensor in self._tensors:
             tensor.record_stream(stream)  # or its memory could be given away while this stream still reads it
         self._streams.add(number)
+
+
+def release_finished_graphs() -> None:
+    """Lets go of what was kept for CUDA graphs that have been destroyed since."""
+    graph_memory.release_finished()
 
 
 def _number_of_stream(device: int) -> int:

@@ -34,7 +34,7 @@ def check_arrays(mask: BlockMask) -> None:
             raise ValueError(
                 f"all arrays must be on one device; {name} is on {array.device}, indices are on {mask.device}."
             )
-        if not array.is_contiguous():
+        if not array.is_contiguous() and name != "lengths":  # one row may stand for queries and keys
             raise ValueError(f"{name} must be contiguous; call .contiguous() on it.")
     if mask.indptr.ndim != 1 or len(mask.indptr) < row_blocks + 1 or (len(mask.indptr) - 1) % row_blocks:
         raise ValueError(
@@ -50,8 +50,10 @@ def check_arrays(mask: BlockMask) -> None:
         raise ValueError(f"bits must have shape [T, {want[0]}, {want[1]}]; got {list(mask.bits.shape)}.")
     if mask.pattern.ndim != 2 or mask.pattern.numel() == 0:
         raise ValueError(f"pattern must have shape [B or 1, Hq or 1]; got {list(mask.pattern.shape)}.")
-    if mask.lengths is not None and (mask.lengths.ndim != 1 or mask.pattern.shape[0] not in (1, mask.lengths.shape[0])):
-        raise ValueError(f"lengths must have shape [B] with the pattern's B; got {list(mask.lengths.shape)}.")
+    if mask.lengths is not None:
+        shape = mask.lengths.shape
+        if len(shape) != 2 or shape[0] != 2 or mask.pattern.shape[0] not in (1, shape[1]):
+            raise ValueError(f"lengths must have shape [2, B] with the pattern's B; got {list(shape)}.")
 
 
 def validate(mask: BlockMask) -> None:
@@ -94,8 +96,9 @@ def validate(mask: BlockMask) -> None:
     must(distinct, "equal patterns must be stored once")
     if mask.lengths is not None:
         lengths = mask.lengths.cpu()
-        stop = max(mask.q_len, mask.k_len)
-        must(bool(((lengths >= 0) & (lengths <= stop)).all()), f"lengths must lie in 0..{stop}")
+        for side, stop, name in ((0, mask.q_len, "queries"), (1, mask.k_len, "keys")):
+            inside = (lengths[side] >= 0) & (lengths[side] <= stop)
+            must(bool(inside.all()), f"lengths of {name} must lie in 0..{stop}")
 
 
 def _past_the_ends(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor, bits: Tensor) -> int:

@@ -38,17 +38,19 @@ class Shares:
         return self.full + self.partial
 
 
-def shares(mask: BlockMask, pattern: int = 0, rows: int = 512, cols: int = 512, *, length: int | None = None) -> Shares:
+def shares(
+    mask: BlockMask, pattern: int = 0, rows: int = 512, cols: int = 512, *, lengths: tuple[int, int] | None = None
+) -> Shares:
     """The live share of each cell of a grid of at most `rows` x `cols` cells, exactly, in the time of the live tiles.
 
     A cell is a whole number of tiles, `step = (a, b)` of them down and across, each the smallest power of two that
     makes the grid fit; so no cell cuts a tile, and structure in powers of two falls on the grid. The last row and
     column of cells may hold fewer tiles. Scores past `q_len` or `k_len` do not exist and are not counted: a tile at
     a ragged end can have share 1. It counts as partial nevertheless, as it does for kernels, because it is stored
-    with bits; so does a full tile that `length` cuts.
+    with bits; so does a full tile that `lengths` cut.
 
-    `pattern`: which one of the mask's. `length`: queries and keys at or past it are dead (padding). A batch
-    element's value in `mask.lengths` has to be given here: without it padding is not looked at.
+    `pattern`: which one of the mask's. `lengths`: live queries and live keys; what lies past them is padding, and
+    dead. A batch element's `mask.lengths[:, b]` has to be given here: without it padding is not looked at.
 
     >>> from sparseflash import BlockMask
     >>> causal = BlockMask.from_function(lambda q, k: k <= q, 64, block=16)
@@ -63,7 +65,7 @@ def shares(mask: BlockMask, pattern: int = 0, rows: int = 512, cols: int = 512, 
         raise ValueError(f"rows and cols must be at least 1 cell; got {rows} and {cols}.")
     (row_blocks, col_blocks), step = mask.blocks, (_step(mask.blocks[0], rows), _step(mask.blocks[1], cols))
     i, j, tile = tile_list(mask, pattern)
-    live, full = _live_scores(mask, i, j, tile, length)
+    live, full = _live_scores(mask, i, j, tile, lengths)
     shape = (-(-row_blocks // step[0]), -(-col_blocks // step[1]))
     cell = (i // step[0] * shape[1] + j // step[1]).numpy()
     # Counts stay below 2^53, so sums in float64 are exact.
@@ -96,15 +98,17 @@ def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
     return np.minimum(length - starts, size).astype(np.float64)
 
 
-def _live_scores(mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
+def _live_scores(
+    mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, lengths: tuple[int, int] | None
+) -> tuple[Tensor, Tensor]:
     """Live scores of each tile, int64 `[E]`, and whether that is the whole tile."""
     words = bitmask.choices(mask.bits.cpu(), mask.block_k)
-    if length is None:
+    if lengths is None:
         live = bitmask.live_scores(words)[tile]
         return live, live == mask.block_q * mask.block_k
     # Padding leaves of a tile its first rows and columns: all of them, or those of the one row or column it cuts.
-    left_q = (length - i * mask.block_q).clamp(0, mask.block_q)
-    left_k = (length - j * mask.block_k).clamp(0, mask.block_k)
+    left_q = (lengths[0] - i * mask.block_q).clamp(0, mask.block_q)
+    left_k = (lengths[1] - j * mask.block_k).clamp(0, mask.block_k)
     ends, which = torch.unique(torch.stack([left_q, left_k], 1), dim=0, return_inverse=True)
     live = torch.zeros_like(tile)
     for number, (end_q, end_k) in enumerate(ends.tolist()):

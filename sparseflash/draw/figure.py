@@ -97,11 +97,11 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
     across: float = mask.k_len
     if elements:
         palette = np.array([EMPTY, DEAD_SCORE, PARTIAL, FULL], dtype=np.uint8)
-        scores = kinds(mask, panel.pattern, length=panel.length)
+        scores = kinds(mask, panel.pattern, lengths=panel.lengths)
         image, share = palette[scores], float((scores >= 2).mean())
         meanings = [(hexadecimal(colour), meaning) for colour, meaning in zip(palette, MEANINGS)]
     else:
-        found = shares(mask, panel.pattern, most, most, length=panel.length)
+        found = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         image, share = colours(found.full, found.partial), _mean(mask, found)
         meanings = _meanings(mask, found)
         # Cells past the ends lie outside of the axes.

@@ -28,7 +28,7 @@ def to_html(mask: BlockMask) -> str:
     most = 64 if len(found) == 1 else 32
     drawings = []
     for panel in found[:MOST_PANELS]:
-        cells = shares(mask, panel.pattern, most, most, length=panel.length)
+        cells = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         caption = f"<figcaption>{escape(panel.title)}</figcaption>" if panel.title else ""
         drawings.append(f'<figure style="display:inline-block;margin:4px">{svg(mask, cells)}{caption}</figure>')
     rest = f"<p>and {len(found) - MOST_PANELS} more patterns</p>" if len(found) > MOST_PANELS else ""

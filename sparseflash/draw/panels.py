@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsIndex
 
 from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.stats import live_tokens
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -17,10 +18,10 @@ Choice = int | Iterable[int] | None
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: the number of its pattern, the tokens that are no padding (None: all), and who uses it."""
+    """One picture: the number of its pattern, the tokens that are not padding (None: all), and who uses it."""
 
     pattern: int
-    length: int | None
+    lengths: tuple[int, int] | None  # queries and keys
     title: str  # "" if it is the only one
 
 
@@ -36,14 +37,16 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
     >>> [panel.title for panel in panels(BlockMask.from_layout(layout, block=16))]
     ['heads 0, 1, 3', 'head 2']
     >>> panels(BlockMask.from_layout(layout, block=16), heads=3)
-    [Panel(pattern=0, length=None, title='head 3')]
+    [Panel(pattern=0, lengths=None, title='head 3')]
     """
     all_batch, all_heads = checked_mask(mask).shape[:2]
     chosen_heads = _chosen("heads", heads, all_heads)
     chosen_batch = _chosen("batch", batch, all_batch)
     pattern = mask.pattern.expand(all_batch, all_heads).tolist()
-    lengths = [None] * all_batch if mask.lengths is None else mask.lengths.tolist()
-    uses: dict[tuple[int, int | None], dict[int, list[int]]] = {}
+    lengths: list[tuple[int, int] | None] = [None] * all_batch
+    if mask.lengths is not None:
+        lengths = list(live_tokens(mask))
+    uses: dict[tuple[int, tuple[int, int] | None], dict[int, list[int]]] = {}
     for b in chosen_batch:
         for h in chosen_heads:
             uses.setdefault((pattern[b][h], lengths[b]), {}).setdefault(b, []).append(h)
@@ -53,11 +56,13 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
         (heads is not None or len(uses) > 1) and all_heads > 1,
     ]
     found = []
-    for (number, length), by_batch in uses.items():
+    for (number, tokens), by_batch in uses.items():
         title = _title(by_batch, chosen_batch, chosen_heads, [batch is not None, heads is not None], shown)
-        if length is not None:
-            title = f"{title} ({length:,} tokens)" if title else f"{length:,} tokens"
-        found.append(Panel(number, length, title))
+        if tokens is not None:
+            q, k = tokens
+            words = f"{q:,} tokens" if q == k else f"{q:,} queries, {k:,} keys"
+            title = f"{title} ({words})" if title else words
+        found.append(Panel(number, tokens, title))
     return found
 
 

@@ -23,10 +23,10 @@ MEANINGS = (
 )
 
 
-def kinds(mask: BlockMask, pattern: int = 0, *, length: int | None = None) -> NDArray[np.uint8]:
+def kinds(mask: BlockMask, pattern: int = 0, *, lengths: tuple[int, int] | None = None) -> NDArray[np.uint8]:
     """What each score is: uint8 `[q_len, k_len]`, the index of its meaning in `MEANINGS`. Takes `N x N` memory.
 
-    `pattern`, `length` as for `shares`. A tile that lies past `length` is empty, one that it cuts is partial.
+    `pattern`, `lengths` as for `shares`. A tile that lies past an end is empty, one that an end cuts is partial.
 
     >>> from sparseflash import BlockMask
     >>> kinds(BlockMask.from_function(lambda q, k: k < 20, 4, 64, block=(16, 16)))[0, ::5].tolist()
@@ -39,19 +39,19 @@ def kinds(mask: BlockMask, pattern: int = 0, *, length: int | None = None) -> ND
     grid = torch.zeros(row_blocks, block_q, col_blocks, block_k, dtype=torch.uint8, device="cpu")
     grid[i, :, j] = choices[tile]
     drawn = grid.view(row_blocks * block_q, col_blocks * block_k)[: mask.q_len, : mask.k_len]
-    if length is not None:
-        drawn = _padded(drawn, length, block_q, block_k)
+    if lengths is not None:
+        drawn = _padded(drawn, *lengths, block_q, block_k)
     found: NDArray[np.uint8] = drawn.numpy()
     return found
 
 
-def _padded(drawn: torch.Tensor, length: int, block_q: int, block_k: int) -> torch.Tensor:
-    """Scores past the length are dead, and what is left of a full tile there is partial."""
+def _padded(drawn: torch.Tensor, q_stop: int, k_stop: int, block_q: int, block_k: int) -> torch.Tensor:
+    """Scores past the ends are dead, and what is left of a full tile there is partial."""
     q, k = torch.arange(drawn.shape[0], device="cpu")[:, None], torch.arange(drawn.shape[1], device="cpu")
     first_q, first_k = q // block_q * block_q, k // block_k * block_k
-    inside = (q < length) & (k < length)
-    whole = (first_q + block_q <= length) & (first_k + block_k <= length)
-    past = (first_q >= length) | (first_k >= length)
+    inside = (q < q_stop) & (k < k_stop)
+    whole = (first_q + block_q <= q_stop) & (first_k + block_k <= k_stop)
+    past = (first_q >= q_stop) | (first_k >= k_stop)
     drawn = torch.where(~whole & (drawn == 3), 2, drawn)
     drawn = torch.where(~inside & (drawn == 2), 1, drawn)
     return torch.where(past, 0, drawn).to(torch.uint8)

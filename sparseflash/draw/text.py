@@ -33,7 +33,7 @@ def to_string(
     step = (1, 1)
     for panel in found[:MOST_PANELS]:
         # Two columns a cell, because a character is about twice as tall as wide.
-        cells = shares(mask, panel.pattern, rows=width // 2, cols=width // 2, length=panel.length)
+        cells = shares(mask, panel.pattern, rows=width // 2, cols=width // 2, lengths=panel.lengths)
         lines += [f"{panel.title}:"] if panel.title else []
         lines += ["".join(2 * glyphs[level] for level in row) for row in levels(cells).tolist()]
         step = cells.step

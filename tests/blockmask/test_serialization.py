@@ -50,12 +50,12 @@ def write(path, members, compression=zipfile.ZIP_STORED):
             archive.writestr(name, data)
 
 
-def forge(path, **changes):
+def forge(path, version=serialization.VERSION, **changes):
     """A file whose digest is right, of arrays that are not: what only a hostile program writes."""
     mask = example()
     arrays = {
         "format": np.array(serialization.FORMAT),
-        "version": np.array(serialization.VERSION, dtype="<i8"),
+        "version": np.array(version, dtype="<i8"),
         "numbers": np.array([mask.q_len, mask.k_len, mask.block_q, mask.block_k], dtype="<i8"),
     }
     arrays |= {name: getattr(mask, name).numpy() for name in ARRAYS}
@@ -100,12 +100,17 @@ def test_the_bytes_are_the_same_on_every_day_and_machine(tmp_path):
     assert hashlib.sha256((tmp_path / "mask").read_bytes()).hexdigest()[:16] == "fff4218db6711801"
 
 
+def test_a_file_of_version_1_has_one_length_for_queries_and_keys(tmp_path):
+    forge(tmp_path / "mask", version=1, lengths=np.array([70, 33]))
+    assert BlockMask.load(tmp_path / "mask") == example()
+
+
 def test_the_path_is_taken_as_given_and_numpy_reads_the_file(tmp_path):
     mask = example()
     mask.save(str(tmp_path / "name.without.npz"))
     assert [p.name for p in tmp_path.iterdir()] == ["name.without.npz"]
     with np.load(tmp_path / "name.without.npz", allow_pickle=False) as arrays:
-        assert str(arrays["format"]) == "sparseflash.BlockMask" and int(arrays["version"]) == 1
+        assert str(arrays["format"]) == "sparseflash.BlockMask" and int(arrays["version"]) == 2
         assert arrays["numbers"].tolist() == [70, 50, 32, 16]
         for name in ARRAYS:
             assert np.array_equal(arrays[name], getattr(mask, name).numpy())
@@ -314,8 +319,10 @@ def test_another_version_or_format_is_refused(tmp_path):
     path = tmp_path / "mask"
     example().save(path)
     members = contents(path)
-    write(path, members | {"version.npy": npy(np.array(2))})
-    refused(path, "got version 2, where this sparseflash reads version 1")
+    write(path, members | {"version.npy": npy(np.array(3))})
+    refused(path, "got version 3, where this sparseflash reads versions up to 2")
+    write(path, members | {"version.npy": npy(np.array(1))})
+    refused(path, r"a member 'lengths' of shape \[2, 2\] in a file of version 1")
     write(path, members | {"format.npy": npy(np.array("sparseflash.BlockMusk"))})
     refused(path, "got the format 'sparseflash.BlockMusk' instead of 'sparseflash.BlockMask'")
     write(path, members | {"numbers.npy": npy(np.array([1, 2, 3]))})
@@ -399,8 +406,10 @@ NNZ = len(example().indices)
         ({"pattern": np.full((2, 2), 7)}, "pattern must lie in"),
         ({"pattern": np.full((2, 2), -1)}, "pattern must lie in"),
         ({"pattern": np.zeros((2, 0))}, "pattern must have shape"),
-        ({"lengths": np.array([70, -1])}, "lengths must lie in"),
-        ({"lengths": np.array([70, 1, 1])}, "lengths must have shape"),
+        ({"lengths": np.array([[70, -1], [50, 33]])}, "lengths of queries must lie in"),
+        ({"lengths": np.array([[70, 33], [50, 51]])}, "lengths of keys must lie in"),
+        ({"lengths": np.array([[70, 1, 1], [50, 1, 1]])}, "lengths must have shape"),
+        ({"lengths": np.array([70, 33])}, "in a file of version 2"),
         ({"numbers": np.array([2**40, 50, 32, 16])}, "q_len must be between"),
         ({"numbers": np.array([-70, 50, 32, 16])}, "q_len must be between"),
         ({"numbers": np.array([2**31 - 300, 50, 32, 16])}, "indptr must have"),

@@ -27,8 +27,15 @@ def aligned(x: Tensor) -> Tensor:
     A kernel that has to read such rows element by element holds an address for each: at D = 64 the forward then spills
     1,000 bytes a thread on Hopper, where it spills none of aligned ones. A copy reads and writes each element once.
     """
-    if is_aligned(x):
-        return x
+    return x if is_aligned(x) else with_aligned_rows(x).copy_(x)
+
+
+def with_aligned_rows(x: Tensor) -> Tensor:
+    """An empty tensor of the same shape whose rows begin at multiples of 16 bytes."""
     dim, numbers = x.shape[-1], _BYTES // x.element_size()
-    copy = x.new_empty(*x.shape[:-1], -(-dim // numbers) * numbers)[..., :dim]
-    return copy.copy_(x)
+    return x.new_empty(*x.shape[:-1], -(-dim // numbers) * numbers)[..., :dim]
+
+
+def aligned_start(x: Tensor) -> Tensor:
+    """`x`, or a copy if it begins off multiples of 16 bytes: hooks for saved tensors may bring them from anywhere."""
+    return x if x.data_ptr() % _BYTES == 0 else x.clone()

@@ -1,9 +1,9 @@
-"""The registered operator of the Triton backend: checks what only this backend asks, then plans and launches."""
+"""The Triton backend: checks what only this backend asks, then plans and launches. Importing it needs Triton."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,123 +16,152 @@ except ModuleNotFoundError as error:
         "backend='blockwise'."
     ) from error
 
-from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out, register
-from sparseflash.backends.triton import launch
-from sparseflash.backends.triton.alignment import is_aligned
-from sparseflash.backends.triton.cuda_graphs import keep_if_recorded
-from sparseflash.backends.triton.launcher import OLDEST
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.triton import device as gpu
+from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.compile_ahead import compile_side_by_side
+from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.dispatch import BackwardPass, Family, ForwardPass, Request, Setting, decide
 from sparseflash.backends.triton.portable.forward import forward_kernel
-from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
+from sparseflash.backends.triton.portable.passes import empty_kept, like
+from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
+from sparseflash.blockmask.cache import BoundedDict
 
 # The kernels take numbers inside a tile, of 256 tokens at most, to fit in 32 bits.
 _FAR = 2**31 // 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None,
-    words: Tensor | None, pattern: Tensor | None, lengths: Tensor | None, block_q: int, block_k: int, scale: float,
-    seed: Tensor | None = None, dropped: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check(q, k, v)
-    out, lse, kept = empty_out(q, v), empty_lse(q), _empty_kept(q)
-    if k.numel() == 0:
-        return out.zero_(), lse.fill_(-torch.inf), kept
-    if q.numel() > 0:
-        problem = _problem(
-            q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped,
-            columns=False,
-        )  # fmt: skip
-        q, k, v = launch.operands(problem, q, k, v)
-        launch.forward(problem, q, k, v, out, lse, kept)
-    return out, lse, kept
+def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    check(q, k, v)
+    if q.numel() == 0 or k.numel() == 0:
+        return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), empty_kept(q)
+    out, lse, kept = forward_pass(q, k, v, problem)(q, k, v, problem.lengths, problem.seed)
+    return out, lse, empty_kept(q) if kept is None else kept
 
 
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
-    pattern: Tensor | None, lengths: Tensor | None,
-    block_q: int, block_k: int, scale: float, seed: Tensor | None = None, dropped: int = 0,
+    problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
     if k.numel() == 0 or q.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return tuple(empty_gradient(x).zero_() for x in (q, k, v))  # type: ignore[return-value]
+    dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
+    run = backward_pass(q, k, v, out, dout, problem, dlse=dlse is not None)
+    return run(dout, dlse, q, k, v, out, lse, aligned_start(kept.contiguous()), problem.lengths, problem.seed)
+
+
+attention = Operator("triton", _forward, _backward, empty_kept)
+
+
+def as_kernels_read(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The gradients that come in, and what was saved: hooks for saved tensors may bring it back in another layout."""
     if dout.stride(-1) != 1 or dout.stride(2) >= _FAR:  # what a sum() sends back is one number, expanded
         dout = dout.contiguous()
-    problem = _problem(
-        q, k, indptr, indices, tile, words, pattern, lengths, (block_q, block_k), scale, seed, dropped, columns=True
-    )
-    dlse = None if dlse is None else dlse.contiguous()
-    # Hooks for saved tensors may bring them back from anywhere; launches expect them aligned.
-    lse, kept = (x.clone() if x.data_ptr() % 16 else x for x in (lse, kept))
-    q, k, v, dout = launch.operands(problem, q, k, v, dout)
-    launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
-    return dq, dk, dv
+    dlse = None if dlse is None else aligned_start(dlse.contiguous())
+    return dout, dlse, aligned_start(out), aligned_start(lse.contiguous())
 
 
-def _empty_kept(q: Tensor) -> Tensor:
-    """Maxima and inverse sums of the rows, `[2, B, Hq, Nq]`, in fp32; nothing in half, where lse will do."""
-    return q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
+def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> ForwardPass:
+    """The forward for such tensors, from the launches cached with the plan."""
+    setting, family = _decided(q, k, v, problem)
+    key = ("forward", family.name, *_key(setting, problem, q, k, v))
+    made: ForwardPass | None = setting.plan.launches.get(key)
+    if made is None:
+        _refuse(setting.plan)
+        forward, _ = family.passes()
+        made = forward(setting, (q.device, key), q, k, v, problem.scale, problem.dropped)
+        setting.plan.launches.put(key, made)
+        if q.requires_grad or k.requires_grad or v.requires_grad:  # the backward will be wanted soon
+            out = empty_out(like(q), like(v))
+            compile_side_by_side([*made.launches(), *backward_pass(q, k, v, out, out, problem, dlse=False).launches()])
+    return made
 
 
-attention = register("triton", _forward, _backward, _empty_kept)
+def backward_pass(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, problem: Problem, *, dlse: bool
+) -> BackwardPass:
+    """The backward for such tensors, from the launches cached with the plan."""
+    setting, family = _decided(q, k, v, problem)
+    key = ("backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout))
+    made: BackwardPass | None = setting.plan.launches.get(key)
+    if made is None:
+        _refuse(setting.plan)
+        _, backward = family.passes()
+        made = backward(setting, (q.device, key), q, k, v, out, dout, problem.scale, problem.dropped, dlse=dlse)
+        setting.plan.launches.put(key, made)
+    return made
 
 
-def repeated(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask_arrays: Sequence[Tensor | None], block: tuple[int, int],
-    scale: float,
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
-    """The call that gave `out`, without its checks, for tensors of the same layout in half precision.
-
-    `mask_arrays`: those of the operator's arguments, without lengths. Returns a function of q, k and v that returns
-    `(out, lse)`.
-    """
-    indptr, indices, tile, words, pattern = mask_arrays
-    if not all(map(is_aligned, (q, k, v))):
-        return lambda q, k, v: _forward(q, k, v, indptr, indices, tile, words, pattern, None, *block, scale)[:2]
-    problem = _problem(q, k, indptr, indices, tile, words, pattern, None, block, scale, None, 0, columns=False)
-    run_forward = launch.bound_forward(launch.prepared_forward(problem, q, k, v, out), problem, _empty_kept(q))
-    as_q = torch.empty_like(q)
-    out_is_as_q = (as_q.shape, as_q.stride()) == (out.shape, out.stride())
-    some_lse = q.new_empty(1, dtype=torch.float32).expand(q.shape[:-1])  # of the size of one number
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keep_if_recorded(problem.plan)
-        out = torch.empty_like(q) if out_is_as_q else empty_out(q, v)
-        lse = torch.empty_like(some_lse)  # contiguous; asking for a size and a dtype takes three times as long
-        run_forward(q, k, v, out, lse)
-        return out, lse
-
-    return run
+def _decided(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Setting, Family]:
+    setting = setting_of(q, k, problem, gpu.capability_of(q.device))
+    return setting, decide(Request.of(setting, q, v), problem.kernels).family
 
 
-def _problem(
-    q: Tensor, k: Tensor, indptr: Tensor | None, indices: Tensor | None, tile: Tensor | None, words: Tensor | None,
-    pattern: Tensor | None, lengths: Tensor | None, block: tuple[int, int], scale: float,
-    seed: Tensor | None, dropped: int, *, columns: bool,
-) -> launch.Problem:  # fmt: skip
-    q_heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
-    if indptr is None or indices is None or tile is None or words is None or pattern is None:
-        plan = dense_plan(q_heads, k.shape[1], tokens, block, q.device)
+def setting_of(q: Tensor, k: Tensor, problem: Problem, capability: tuple[int, int]) -> Setting:
+    """The plan of a problem, and what else decides its kernels."""
+    heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
+    block = problem.block_q, problem.block_k
+    if problem.indptr is None:
+        plan = dense_plan(heads, k.shape[1], tokens, block, q.device)
     else:
-        plan = plan_of(indptr, indices, tile, words, pattern, q_heads, k.shape[1], tokens, block, columns=columns)
-    keep_if_recorded(plan)
-    return launch.Problem(plan, lengths, block, scale, q.dtype == torch.float32 and _tf32(), seed, dropped)
+        plan = plan_of(problem, heads, k.shape[1], tokens)
+    tf32 = q.dtype == torch.float32 and gpu.multiplies_in_tf32()
+    return Setting(plan, capability, block, tf32, problem.lengths is not None, problem.seed is not None)
 
 
-def _tf32() -> bool:
-    """Whether PyTorch multiplies fp32 matrices in TF32 now."""
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9 and later; asking the old way there may raise
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
+def _key(setting: Setting, problem: Problem, *tensors: Tensor) -> tuple[Any, ...]:
+    """All that launches depend on and the plan does not say."""
+    return (
+        *setting[1:], problem.scale, problem.dropped, tensors[0].dtype,
+        *((x.shape[1], x.shape[-1], x.stride(), x.data_ptr() % 16) for x in tensors),
+    )  # fmt: skip
 
+
+def _refuse(plan: Plan) -> None:
+    if plan.lists.lasting:
+        refuse_to_record(plan.device)
+
+
+class Call:
+    """A call like one before it, of the same layout, mask and numbers: nothing of it is checked or planned again.
+
+    It does not hold the mask, with whose indices it is cached.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
+        self.forward = forward_pass(q, k, v, problem)
+        self._backwards = BoundedDict(_MOST_LAYOUTS)  # by the layout of what comes into the backward
+        self.scale, self.kernels = problem.scale, problem.kernels
+
+    def backward(
+        self, problem: Callable[[], Problem], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+        out: Tensor, lse: Tensor, kept: Tensor | None, lengths: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The gradients of q, k and v. problem: asked for when a gradient comes in another layout than before."""
+        dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
+        key = (
+            dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), dlse is None,
+            dout.data_ptr() % 16, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
+        )  # fmt: skip
+        run: BackwardPass | None = self._backwards.get(key)
+        if run is None:
+            made = backward_pass(q, k, v, out, dout, problem(), dlse=dlse is not None)
+            run = self._backwards.put(key, made)
+        return run(dout, dlse, q, k, v, out, lse, kept, lengths, None)
+
+
+_MOST_LAYOUTS = 8
 
 # TRITON_INTERPRET=1 when the kernels were imported.
 _INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises TypeError, ValueError or RuntimeError unless the kernels can read these tensors here."""
     if q.dtype not in _DTYPES:
         raise TypeError(
             f"the triton backend takes fp16, bf16 and fp32; got {q.dtype}. backend='blockwise' takes fp64, too."
@@ -159,16 +188,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise', or set "
             "TRITON_INTERPRET=1 before the first import to run the kernel slowly in Triton's interpreter."
         )
-    _check_device(q.device)
-
-
-@lru_cache
-def _check_device(device: torch.device) -> None:
-    if torch.version.hip is not None:
-        raise RuntimeError("the triton backend is not tested on AMD GPUs; use backend='blockwise'.")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
-        raise RuntimeError(
-            "the triton backend needs compute capability 8.0 (Ampere) or newer; "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. Use backend='blockwise'."
-        )
+    gpu.check_device(q.device)

@@ -1,77 +1,102 @@
-"""Inference calls like earlier ones: what an earlier call has shown is not asked again.
+"""Calls like earlier ones: what an earlier call has shown is not asked again.
 
-Of a call on a short sequence most of the time is the host's, for checks and for finding the plan and the kernel. They
-all depend on the layout of the tensors, the mask and the scale alone, so a call is kept with its mask under these, and
-the next one like it allocates and launches.
+Of a call on a short sequence most of the time is the host's, for checks and for finding the plan and the kernels. They
+all depend on the layout of the tensors, the mask and a few numbers alone, so a call is cached with its mask under
+these, and the next one like it allocates and launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import nobody_watches
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.registration import call_directly, nobody_watches
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.cache import mask_cache
+from sparseflash.blockmask.cache import BoundedDict, mask_cache
 
-Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) to (out, lse)
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.api import Call
 
 _MOST = 64  # of a mask: who has so many layouts has few calls of each
 _HALF = (torch.float16, torch.bfloat16)
-_dense_calls: dict[Any, Call] = {}
+_dense_calls = BoundedDict(_MOST)
 
-
-# Where a call is kept, or will be: the calls of its mask, and its key among them. A plain tuple, which takes no time.
-Place = tuple[dict[Any, Call], Any]
-
-
-def found(place: Place) -> Call | None:
-    """The call that was kept there."""
-    calls, key = place
-    return calls.get(key)
-
-
-def keep(place: Place, call: Call) -> None:
-    """Keeps a call for those like it."""
-    calls, key = place
-    if len(calls) >= _MOST:
-        calls.clear()
-    calls[key] = call
+# The calls of a mask, and the key of one among them. A plain tuple, which takes no time.
+Place = tuple[BoundedDict, Any]
 
 
 def place_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, *, default: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, kernels: str, *, on_gpu_only: bool
 ) -> Place | None:
-    """The place of a call, if it is one that may be kept: inference in half precision that nobody watches or casts.
+    """Where a call is cached, or will be; None unless it is in half precision and nobody watches or casts it.
 
-    default: no backend was asked for; elsewhere than on a GPU that is not the one whose calls are kept.
-
-    fp32 is left out because it is computed as a setting of PyTorch's says, and dynamic masks and those with lengths
-    because they are new at every step. Arguments of any other kind than a right one have no place.
+    fp32 is left out because it is computed as a setting of PyTorch's says, and dynamic masks because they are new at
+    every step. Arguments of any other kind than a right one have no place.
     """
-    if not (nobody_watches(q, k, v) and q.dtype in _HALF):
+    if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and nobody_watches(q, k, v)):
         return None
-    on_gpu = q.is_cuda
-    if default and not on_gpu:
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    if torch.is_autocast_enabled("cuda" if on_gpu else q.device.type) or not (scale is None or type(scale) is float):
+    if torch.is_autocast_enabled(q.device.type) or not (scale is None or type(scale) is float):
         return None
     if mask is None:
-        calls = _dense_calls
-    elif type(mask) is BlockMask and mask.lengths is None and not mask.dynamic:
+        calls, lengths = _dense_calls, None
+    elif type(mask) is BlockMask and not mask.dynamic:
         cache = mask_cache(mask.indices)
-        calls = cache["calls"] if "calls" in cache else cache.setdefault("calls", {})
+        found = cache.get("calls")
+        calls = found if found is not None else cache.setdefault("calls", BoundedDict(_MOST))
+        lengths = None if mask.lengths is None else mask.lengths.shape
+        if lengths is not None and lengths[1] != q.shape[0]:
+            return None
     else:
         return None
     # All that the checks and the launcher look at. Triton specialises to addresses that are multiples of 16 bytes.
     key = (
         q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
         k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
-        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16, scale,
+        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16, scale, lengths, kernels,
     )  # fmt: skip
     return calls, key
+
+
+class CachedRun:
+    """A cached call for the tensors and the mask of one call."""
+
+    seed: Tensor | None = None
+
+    def __init__(self, call: Call, mask: BlockMask | None) -> None:
+        self._call, self._mask = call, mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `registration.Differentiable`."""
+        mask = self._mask
+        return self._call.forward(q, k, v, None if mask is None else mask.lengths, None)
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """See `registration.Differentiable`."""
+        lengths = None if self._mask is None else self._mask.lengths
+        return self._call.backward(self.problem, dout, dlse, q, k, v, out, lse, kept, lengths)
+
+    def operator_backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """See `registration.Differentiable`."""
+        from sparseflash.backends.triton.api import attention
+
+        return attention.backward(dout, dlse, q, k, v, out, lse, kept, self.problem())
+
+    def problem(self) -> Problem:
+        """The problem of this call."""
+        mask = self._mask
+        batch = 1 if mask is None or mask.lengths is None else mask.lengths.shape[1]
+        return Problem.of(mask, scale=self._call.scale, batch=batch, kernels=self._call.kernels)
+
+
+def run(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a call like the one that was cached."""
+    return call_directly(CachedRun(call, mask), q, k, v)

@@ -1,7 +1,7 @@
-"""Which tile sizes a kernel runs with: a table by (architecture, head dim, dtype), filled by measurement.
+"""All constants that depend on the GPU: tile sizes by (architecture, head dim, dtype), costs, limits.
 
-No autotuning: the first call compiles one configuration of each kernel and nothing else, and results do not depend
-on what a timer said.
+Filled by measurement. No autotuning: the first call compiles one configuration of each kernel and nothing else, and
+results do not depend on what a timer said.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import triton
+
+from sparseflash.backends.triton.launcher import triton_version
 
 Kernel = Literal["forward", "dk_dv", "dq"]
 Arithmetic = Literal["half", "tf32", "fp32"]
@@ -38,10 +39,74 @@ class Config(NamedTuple):
         return "x".join(map(str, numbers)) + "q" * self.q_in_registers
 
 
-_COPYING = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+_COPYING = triton_version() >= (3, 9)
 _SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of an H100 that programs may have
 _REGISTERS = 65_536  # of a multiprocessor
 _USUAL_REGISTERS = 128  # a thread
+
+
+class SplitRule(NamedTuple):
+    """When items are cut into chunks (schedule/splits.py); lengths are those of items, in tiles of the mask.
+
+    Programs start longest first, so with `mean = sum of lengths / slots` the last one ends at about
+    `max(mean, longest)`, and what cutting can win is `longest / mean`. Slots are the programs that run at a time, by
+    `resident_programs`. A row's bits must not depend on how many heads and batch elements there are, so some `heads`
+    are assumed to share the slots: with fewer of them rows are cut less than would be best, with more of them more.
+
+    A chunk costs about half a tile, to write and read its part, and the merge is one more kernel of a few microseconds,
+    two tiles or so. So no chunk is shorter than 16 tiles.
+
+    Where lists are alike (dense, causal) and merely fewer than there are slots, the model promises more than there is
+    to win: a program that has a multiprocessor to itself runs faster than one of two. There most of the slots must be
+    idle before anything is cut, as they are in attention of a few queries to very many keys.
+
+    16,384 tokens: how many chunks the longest row is cut into, and what the chunks of all rows cost at most, as a part
+    of the work
+
+        2 global rows and columns, window 3, 3 random, blocks of 128, D = 128    4 chunks   0.3 %
+                                                       blocks of 64, D = 64      7 chunks   0.4 %
+        causal, dense                                                            not cut
+        1,024 queries at the end of 65,536 keys, D = 128                         9 chunks   0.9 %
+        1 query, 65,536 keys                                                    32 chunks   3 %
+    """
+
+    multiprocessors: int = 132  # of an H100; a constant, so that bits do not depend on the GPU beyond its tile sizes
+    heads: int = 8
+    fewest: int = 2048  # tokens a chunk, or
+    fewest_tiles: int = 16  # of as many tokens as a program holds, if that is less
+    far: float = 4.0  # times the mean item is what counts as far longer than the rest
+    worth: float = 1.5  # times the chunk must the longest item be, if it is far longer than the rest,
+    worth_alike: float = 4.0  # or else
+
+    def shortest(self, held: int) -> int:
+        """Tokens of the shortest chunk."""
+        return min(self.fewest, self.fewest_tiles * held)
+
+
+SPLITS = SplitRule()
+NEVER_SPLIT = SplitRule(fewest=1 << 40, fewest_tiles=1 << 40)
+
+# What kernels cost under tiles of other sizes, in units of the products of 64 x 64 scores on tensor cores.
+#   loading           64 streamed tokens in one piece, most of which goes on while others are multiplied
+#   loading_gathered  the same gathered from small blocks, where every thread has addresses to compute
+#   step              every step of four warps, or more; fewer wait as long, but leave room for more programs meanwhile
+#   program           every program: to find its work, read what it holds and write its results
+#   worth             another tiling than the mask's own has to be made, and more of its tiles are partial: it must cost
+#                     at most this part
+# In half precision from times of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64 and 128 channels, three
+# kernels), near the fits that the benchmark of blocks makes of experiments/results/speed/blocks-h100-49b1c4b, and
+# moved to where they choose best: for 23 masks and kernels what they choose takes 2 % longer than the fastest that was
+# timed on the average, at most 25 %. The times themselves are off by a quarter. Full fp32 multiplies six times and
+# loads three times as much: estimates.
+TILE_COSTS = {
+    "half": {"loading": 0.1, "loading_gathered": 0.6, "step": 0.45, "program": 1.9, "worth": 0.9},
+    "fp32": {"loading": 0.05, "loading_gathered": 0.3, "step": 0.1, "program": 0.4, "worth": 0.9},
+}
+
+# Other tiles than the mask's have to be counted and made, once a mask, for which a head must have something to win.
+PRODUCTS_FOR_TILINGS = 20_000_000
+TOKENS_TO_COMBINE = 16  # a program that merges chunks: few, because few items may be cut, each into many
+HOST_PLAN_ITEMS = 4096  # work items up to which a plan is made on the host
 
 _SCORES_A_WARP = 256  # tensor cores take a patch of 16 x 16
 

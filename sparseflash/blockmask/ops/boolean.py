@@ -26,9 +26,9 @@ def intersection(a: BlockMask, b: BlockMask) -> BlockMask:
     batch, _ = _shape_of_both(a, b)
     a, b, lengths = a.canonical(), b.canonical(), None
     if a.lengths is not None and b.lengths is not None:
-        lengths = torch.minimum(a.lengths.expand(batch), b.lengths.expand(batch))
+        lengths = torch.minimum(a.lengths.expand(2, batch), b.lengths.expand(2, batch))
     elif a.lengths is not None or b.lengths is not None:
-        lengths = (a.lengths if a.lengths is not None else b.lengths).expand(batch)  # type: ignore[union-attr]
+        lengths = (a.lengths if a.lengths is not None else b.lengths).expand(2, batch)  # type: ignore[union-attr]
     return _combined(torch.bitwise_and, a, b, lengths, only_a=False, only_b=False)
 
 
@@ -48,8 +48,8 @@ def difference(a: BlockMask, b: BlockMask) -> BlockMask:
     """`a & ~b`. The padding of a is dead in the result too, whatever b says there, so only b's may need to be bits."""
     batch, _ = _shape_of_both(a, b)
     a, b = a.canonical(), b.canonical()
-    lengths = None if a.lengths is None else a.lengths.expand(batch)
-    if b.lengths is not None and not (lengths is not None and bool((b.lengths.expand(batch) >= lengths).all())):
+    lengths = None if a.lengths is None else a.lengths.expand(2, batch)
+    if b.lengths is not None and not (lengths is not None and bool((b.lengths.expand(2, batch) >= lengths).all())):
         b = bake_lengths(b)
     return _combined(lambda x, y: x & ~y, a, b, lengths, only_a=True, only_b=False)
 
@@ -96,8 +96,8 @@ def _with_one_padding(a: BlockMask, b: BlockMask) -> tuple[BlockMask, BlockMask,
     batch, _ = _shape_of_both(a, b)
     a, b = a.canonical(), b.canonical()
     if a.lengths is not None and b.lengths is not None:
-        lengths = a.lengths.expand(batch)
-        if a.lengths is b.lengths or torch.equal(lengths, b.lengths.expand(batch)):
+        lengths = a.lengths.expand(2, batch)
+        if a.lengths is b.lengths or torch.equal(lengths, b.lengths.expand(2, batch)):
             return a, b, lengths
     return bake_lengths(a), bake_lengths(b), None
 

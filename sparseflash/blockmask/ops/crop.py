@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import integer
-from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.tilelist import (
     TileList,
     compose,
@@ -30,10 +29,8 @@ def crop(mask: BlockMask, q: Range | None, k: Range | None) -> BlockMask:
     if (q_stop - q_start, k_stop - k_start) == (mask.q_len, mask.k_len):
         return mask
     lengths = None
-    if mask.lengths is not None and q_start == k_start:
-        lengths = mask.lengths - q_start
-    else:
-        mask = bake_lengths(mask)
+    if mask.lengths is not None:
+        lengths = mask.lengths - mask.lengths.new_tensor([[q_start], [k_start]])
     made = _crop_queries(mask, q_start, q_stop)
     made = _crop_keys(made, k_start, k_stop)
     return mask_of(made, lengths)

@@ -15,21 +15,21 @@ def bake_lengths(mask: BlockMask) -> BlockMask:
     """See `BlockMask.bake_lengths`."""
     if mask.lengths is None:
         return mask
-    if len(mask.lengths) == 0:
+    if mask.lengths.shape[1] == 0:
         raise ValueError("lengths must be of at least one sequence to be written into the tiles; got none.")
     batch, heads = mask.shape[:2]
     row_blocks = mask.blocks[0]
-    # One new pattern for each (pattern, length) that occurs.
-    pair = mask.pattern.long() + mask.lengths.long()[:, None] * pattern_count(mask)
+    # One new pattern for each (pattern, live queries, live keys) that occurs.
+    cuts, cut_of = torch.unique(mask.lengths.long(), dim=1, return_inverse=True)  # [2, C], [B]
+    pair = mask.pattern.long() + cut_of[:, None] * pattern_count(mask)
     number, first = number_by_first_appearance(pair.reshape(-1))
     chosen = pair.reshape(-1)[first]
-    stops = chosen // pattern_count(mask)
+    q_stops, k_stops = cuts[:, chosen // pattern_count(mask)]
     row, entry = take_patterns(mask, chosen % pattern_count(mask))
     col, kind = mask.indices[entry].long(), mask.tile[entry].long()
     # How many of a tile's queries and keys come before the end.
-    stop = stops[row // row_blocks]
-    live_q = (stop - row % row_blocks * mask.block_q).clamp(max=mask.block_q)
-    live_k = (stop - col * mask.block_k).clamp(max=mask.block_k)
+    live_q = (q_stops[row // row_blocks] - row % row_blocks * mask.block_q).clamp(max=mask.block_q)
+    live_k = (k_stops[row // row_blocks] - col * mask.block_k).clamp(max=mask.block_k)
     kept = (live_q > 0) & (live_k > 0)
     row, col, kind, live_q, live_k = (x[kept] for x in (row, col, kind, live_q, live_k))
     cut = (live_q < mask.block_q) | (live_k < mask.block_k)

@@ -24,7 +24,7 @@ def select(mask: BlockMask, batch: Choice | None, heads: Choice | None) -> Block
     pattern, lengths = mask.pattern.long(), mask.lengths
     if elements is not None:
         pattern = pattern[elements] if pattern.shape[0] > 1 else pattern
-        lengths = lengths[elements] if lengths is not None and lengths.shape[0] > 1 else lengths
+        lengths = lengths[:, elements] if lengths is not None and lengths.shape[1] > 1 else lengths
     if chosen_heads is not None and pattern.shape[1] > 1:
         pattern = pattern[:, chosen_heads]
     number, first = number_by_first_appearance(pattern.reshape(-1))

@@ -21,7 +21,7 @@ def stack_heads(masks: Sequence[BlockMask]) -> BlockMask:
     batch = _common("batch size", [mask.shape[0] for mask in masks])
     lengths = masks[0].lengths
     if any((mask.lengths is None) != (lengths is None) for mask in masks) or any(
-        not torch.equal(mask.lengths.expand(batch), lengths.expand(batch))
+        not torch.equal(mask.lengths.expand(2, batch), lengths.expand(2, batch))
         for mask in masks
         if mask.lengths is not None and lengths is not None
     ):
@@ -37,12 +37,9 @@ def stack_batch(masks: Sequence[BlockMask]) -> BlockMask:
     lengths = None
     if any(mask.lengths is not None for mask in masks):
         # A mask without padding is one whose sequences are as long as there is.
-        longest = max(masks[0].q_len, masks[0].k_len)
+        whole = masks[0].pattern.new_tensor([[masks[0].q_len], [masks[0].k_len]])
         lengths = torch.cat(
-            [
-                mask.pattern.new_full((mask.shape[0],), longest) if mask.lengths is None else mask.lengths
-                for mask in masks
-            ]
+            [whole.expand(2, mask.shape[0]) if mask.lengths is None else mask.lengths for mask in masks], dim=1
         )
     patterns = [mask.pattern.expand(mask.shape[0], heads) for mask in masks]
     return _stacked(masks, patterns, 0, lengths, sum(mask.shape[0] for mask in masks))
@@ -116,4 +113,4 @@ def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: 
         torch.cat(rows), torch.cat(cols), torch.cat(kinds), torch.cat([mask.bits for mask in distinct]),
         number.view(grid.shape), len(chosen),
     )  # fmt: skip
-    return mask_of(made, None if lengths is None else lengths.expand(batch))
+    return mask_of(made, None if lengths is None else lengths.expand(2, batch))

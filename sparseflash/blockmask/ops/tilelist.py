@@ -51,13 +51,13 @@ def tiles_of(mask: BlockMask) -> TileList:
 
 
 def mask_of(made: TileList, lengths: Tensor | None = None) -> BlockMask:
-    """The canonical mask of a list. `lengths`: int `[B]`, clamped to what there is."""
+    """The canonical mask of a list. `lengths`: int `[2, B]`, of queries and keys, clamped to what there is."""
     arrays = arrays_of_tiles(
         made.q_len, made.k_len, made.block_q, made.block_k,
         made.row, made.col, made.kind, made.words, made.pattern, made.patterns,
     )  # fmt: skip
     mask = BlockMask(made.q_len, made.k_len, made.block_q, made.block_k, *arrays)
-    return mask if lengths is None else mask.with_lengths(lengths)
+    return mask if lengths is None else mask.with_lengths(q_lengths=lengths[0], k_lengths=lengths[1])
 
 
 def take_rows(indptr: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

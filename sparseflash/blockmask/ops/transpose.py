@@ -19,7 +19,7 @@ def transpose(mask: BlockMask) -> BlockMask:
         stored.row // row_blocks * col_blocks + stored.col, stored.row % row_blocks, stored.kind,
         words, stored.pattern, stored.patterns,
     )  # fmt: skip
-    return mask_of(made, mask.lengths)
+    return mask_of(made, None if mask.lengths is None else mask.lengths.flip(0))
 
 
 def transposed(words: Tensor, block_k: int) -> Tensor:

@@ -10,17 +10,23 @@ import triton.language as tl
 from sparseflash.backends.triton.portable.dropout import kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, in_fp32, products
 from sparseflash.backends.triton.portable.loads import (
-    ITEM,
-    cut_at_length,
-    exponentials,
-    first_blocks,
-    listed_block,
+    live_in_row,
     live_scores,
     load_columns,
     load_tokens,
+    numbers_of_rows,
     part_pointers,
     store_tokens,
     token_numbers,
+)
+from sparseflash.backends.triton.portable.softmax import add_exactly, recomputed_weights, score_gradients
+from sparseflash.backends.triton.portable.walk import (
+    ITEM,
+    cut_at_length,
+    first_blocks,
+    listed_block,
+    partial_tile,
+    row_item,
     tokens_of_block,
 )
 
@@ -28,34 +34,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def numbers_of_rows(
-    x, batch_head, first_q, rows, q_len, row_stride, other,
-    TOKENS: tl.constexpr, INSIDE: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """The numbers of the queries `rows`, one each, [TOKENS]; past the end `other`, or 0 if TMA.
-
-    `x` is a descriptor of [B * Hq, Nq] if TMA, or else a pointer to [B, Hq, row_stride]. By pointers every thread loads
-    for itself all that it needs, a number at a time.
-    """
-    if TMA:
-        return x.load([batch_head, first_q]).reshape(TOKENS)
-    else:
-        at = x + tl.cast(batch_head, tl.int64) * row_stride + rows
-        if INSIDE:
-            return tl.load(at)
-        else:
-            return tl.load(at, mask=rows < q_len, other=other)
-
-
-@triton.jit
-def key_gradients(
-    dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, kv_head, heads,
-    first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification,
-    qk_scale, q_strides, k_strides, v_strides, dout_strides, row_stride,
+def dk_dv_step(
+    dk, dv, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
+    first_q, q_len, first_k, words_ptr, tile, seed_ptr, dropped, amplification,
+    qk_scale, q_strides, dout_strides, row_stride,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHERED: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr,
+    GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of queries gives to dk (without the scale) and dv. Scores are [keys, queries] here."""
     rows = token_numbers(first_q, BLOCK_M)
@@ -63,21 +49,22 @@ def key_gradients(
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA, PRECISION)
     # What lies past the end has no weight by the bits of its tile; it must only be finite, or have exponentials of 0.
     lse2_row = numbers_of_rows(
-        lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if KEPT else float("inf"),
+        lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if KEEP else float("inf"),
         BLOCK_M, not MASKED, ROWS_TMA,
     )  # fmt: skip
     delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
     # In full fp32 they are summed as in dq_kernel, and so is dp, so that it errs as the delta does that it meets.
     scores = products(k_tile, q_tile, PRECISION, True)
-    p = exponentials(scores, lse2_row[None, :], qk_scale, KEPT, PRECISION)
-    if KEPT:
+    inverse, dlse, live = None, None, None
+    if KEEP:
         at = tl.cast(batch_head, tl.int64) * row_stride + rows
         inverse = tl.load(inverse_ptr + at, mask=rows < q_len, other=0.0)[None, :]
-        p = tl.where(inverse > 0.0, p * inverse, 0.0)
+        if dlse_ptr is not None:
+            dlse = tl.where(inverse > 0.0, tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)[None, :], 0.0)
     if MASKED:
         patch_q = 0 if GATHERED > 0 else first_q
         live = live_scores(words_ptr, tile, patch_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
-        p = tl.where(live, p, 0.0)
+    _, p = recomputed_weights(scores, live, lse2_row[None, :], inverse, qk_scale, KEEP, PRECISION)
     dout_tile = load_tokens(
         dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA, PRECISION,
     )  # fmt: skip
@@ -89,13 +76,8 @@ def key_gradients(
     dp = products(v_tile, dout_tile, PRECISION, True)
     if DROPOUT:
         dp = tl.where(keep, dp * amplification, 0.0)
-    ds = dp - delta_row[None, :]
-    if KEPT:
-        if dlse_ptr is not None:
-            ds += tl.where(inverse > 0.0, tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)[None, :], 0.0)
-    ds = p * ds
-    dk = accumulate(ds, q_tile, dk, PRECISION)
-    return dk, dv
+    ds = score_gradients(p, dp, delta_row[None, :], dlse)
+    return accumulate(ds, q_tile, dk, PRECISION), dv
 
 
 @triton.jit
@@ -114,25 +96,27 @@ def write_gradients(
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @triton.jit(
     do_not_specialize=[
-        "dropped", "amplification", "scale", "qk_scale", "kv_heads", "group", "q_len", "k_len", "col_tiles",
-        "row_stride",
+        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
+        "col_tiles", "row_stride",
     ]
 )  # fmt: skip
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
     lse2, inverse_ptr, delta,  # [B, Hq, row_stride]: see dq_kernel; lse2 and delta are descriptors if ROWS_TMA
-    dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEPT, see dq_kernel
+    dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEEP, see dq_kernel
     dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
     work_ptr,  # [W, group, ITEM]: as in the forward, over columns, one list a query head of the group
     parts_ptr,  # fp32 [parts, BLOCK_N * (PADDED_D + PADDED_DV)], written: dk, dv; None if no item is a chunk
-    index_ptr, tile_ptr, words_ptr, lengths_ptr,
+    index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
-    scale, qk_scale, kv_heads, group, q_len, k_len, col_tiles, row_stride,
+    scale, qk_scale,
+    heads,  # of the keys
+    group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward, of a tile of queries
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     ROWS_TMA: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
@@ -142,10 +126,10 @@ def dk_dv_kernel(
     item = tl.load(item_ptr)
     batch_head = item // col_tiles
     first_k = item % col_tiles * BLOCK_N
-    batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
-    length = q_len
+    batch, kv_head = batch_head // heads, batch_head % heads
+    q_length, k_length = q_len, k_len
     if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + batch)
+        q_length, k_length = tl.load(lengths_ptr + batch), tl.load(lengths_ptr + lengths_stride + batch)
 
     k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA, PRECISION)
     v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION)
@@ -154,50 +138,45 @@ def dk_dv_kernel(
     for member in range(0, group):
         list_ptr = item_ptr + member * ITEM
         start, full, count = tl.load(list_ptr + 1), tl.load(list_ptr + 2), tl.load(list_ptr + 3)
-        next_block, masked_block = first_blocks(list_ptr, index_ptr, start, full, BLOCK_M, GATHERED)
-        masked_tile = tl.load(list_ptr + 6)
-        masked = count - full
-        masked_start = start + full
+        next_block, partial_block = first_blocks(list_ptr, index_ptr, start, full, BLOCK_M, GATHERED)
+        partial_number = tl.load(list_ptr + 6)
+        partial = count - full
+        first_partial = start + full
         if HAS_LENGTHS:
-            if first_k >= length:
+            if first_k >= k_length:
                 full, count = 0, 0
             # A query past the length has lse2 = +inf, so the full tile that the length cuts needs no mask.
-            inside, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_Q, BLOCK_M, GATHERED)
+            inside, at_end, partial = cut_at_length(index_ptr, start, full, count, q_length, BLOCK_Q, BLOCK_M, GATHERED)
             full = inside + at_end
         head = kv_head * group + member
         for i in range(0, full * SPLIT):
             first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
             next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
-            dk, dv = key_gradients(
-                dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0,
-                seed_ptr, dropped, amplification, qk_scale, q_strides, k_strides, v_strides, dout_strides,
-                row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, False, DROPOUT,
-                KEPT, TMA, PRECISION, ROWS_TMA,
+            dk, dv = dk_dv_step(
+                dk, dv, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                batch, head, heads * group, first_q, q_len, first_k, words_ptr, 0, seed_ptr, dropped, amplification,
+                qk_scale, q_strides, dout_strides, row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M,
+                BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, False,
             )  # fmt: skip
-        if masked > 0:  # as in the forward
-            next_block, next_tile = masked_block, masked_tile
-            for i in range(0, masked * SPLIT):
+        if partial > 0:  # as in the forward
+            next_block, next_tile = partial_block, partial_number
+            for i in range(0, partial * SPLIT):
                 first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
                 tile = next_tile
-                next_block = listed_block(index_ptr, masked_start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
-                next_tile = tl.load(tile_ptr + masked_start + (i + 1) // SPLIT)
-                dk, dv = key_gradients(
-                    dk, dv, k_tile, v_tile, q, k, v, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                    batch, head, kv_head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile,
-                    seed_ptr, dropped, amplification, qk_scale, q_strides, k_strides, v_strides, dout_strides,
-                    row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, True, DROPOUT,
-                    KEPT, TMA, PRECISION, ROWS_TMA,
+                next_block, next_tile = partial_tile(
+                    index_ptr, tile_ptr, 0, 0, first_partial, (i + 1) // SPLIT, BLOCK_M, GATHERED, False
+                )
+                dk, dv = dk_dv_step(
+                    dk, dv, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                    batch, head, heads * group, first_q, q_len, first_k, words_ptr, tile, seed_ptr, dropped,
+                    amplification, qk_scale, q_strides, dout_strides, row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q,
+                    BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, True,
                 )  # fmt: skip
 
     if parts_ptr is None:
-        write_gradients(
-            dk, dk_ptr, scale, batch, kv_head, first_k, k_len, length, dk_strides, D, PADDED_D, BLOCK_N,
-            True, HAS_LENGTHS,
-        )  # fmt: skip
-        write_gradients(
-            dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, length, dv_strides, DV, PADDED_DV, BLOCK_N,
-            DROPOUT, HAS_LENGTHS,
+        write_key_gradients(
+            dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides,
+            dv_strides, D, DV, PADDED_D, PADDED_DV, BLOCK_N, DROPOUT, HAS_LENGTHS,
         )  # fmt: skip
     else:
         part = tl.load(item_ptr + 7)
@@ -206,22 +185,65 @@ def dk_dv_kernel(
             tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_N, PADDED_D), dk)
             tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_N * PADDED_D, BLOCK_N, PADDED_DV), dv)
         else:
-            write_gradients(
-                dk, dk_ptr, scale, batch, kv_head, first_k, k_len, length, dk_strides, D, PADDED_D, BLOCK_N,
-                True, HAS_LENGTHS,
-            )  # fmt: skip
-            write_gradients(
-                dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, length, dv_strides, DV, PADDED_DV, BLOCK_N,
-                DROPOUT, HAS_LENGTHS,
+            write_key_gradients(
+                dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides,
+                dv_strides, D, DV, PADDED_D, PADDED_DV, BLOCK_N, DROPOUT, HAS_LENGTHS,
             )  # fmt: skip
 
 
 @triton.jit
-def add_exactly(total, lost, number):
-    """total + number, and by how much rounding made it too large, which the next call takes off (Kahan's sum)."""
-    number -= lost
-    new_total = total + number
-    return new_total, (new_total - total) - number
+def write_key_gradients(
+    dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides, dv_strides,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOKENS: tl.constexpr,
+    DROPOUT: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """dK and dV whose terms are all summed; if CUT, 0 for keys at or past the length."""
+    write_gradients(
+        dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, D, PADDED_D, TOKENS, True, CUT
+    )
+    write_gradients(
+        dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, k_length, dv_strides, DV, PADDED_DV, TOKENS,
+        DROPOUT, CUT,
+    )  # fmt: skip
+
+
+@triton.jit
+def row_step(
+    q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
+    batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys as its queries see it in the backward: `(keys, exponentials, weights, their gradients)`."""
+    k_tile = load_tokens(
+        k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
+    )  # fmt: skip
+    v_tile = load_tokens(
+        v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
+    )  # fmt: skip
+    scores = products(q_tile, k_tile, PRECISION)
+    live, inverses = None, None
+    if MASKED:
+        live = live_in_row(
+            words_ptr, tile, first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+        )  # fmt: skip
+    if KEEP:
+        inverses = inverse[:, None]
+    exps, p = recomputed_weights(scores, live, lse2[:, None], inverses, qk_scale, KEEP, PRECISION)
+    dp = products(dout_tile, v_tile, PRECISION)
+    if DROPOUT:
+        keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+        dp = tl.where(keep, dp * amplification, 0.0)
+    return k_tile, exps, p, dp
+
+
+@triton.jit
+def means_step(delta, weight, lost, exps, p, dp, guess):
+    """Adds one tile of keys to what `write_means` makes delta of."""
+    weight, lost = add_exactly(weight, lost, tl.sum(exps, 1))
+    return delta + tl.sum(p * (dp - guess[:, None]), 1), weight, lost
 
 
 @triton.jit
@@ -235,27 +257,27 @@ def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, i
 
 @triton.jit(
     do_not_specialize=[
-        "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len", "row_tiles",
-        "row_stride",
+        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
+        "row_tiles", "row_stride",
     ]
 )  # fmt: skip
 def dq_kernel(
     q, k, v,  # pointers, or descriptors if TMA
     dout_ptr, out_ptr,  # [B, Hq, Nq, DV], the second the forward's
     lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous, the forward's, and its gradient or None
-    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, row_stride]; if KEPT, the forward's maximum and inverse, and delta
+    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, row_stride]; if KEEP, the forward's maximum and inverse, and delta
     dq_ptr,  # [B, Hq, Nq, D], written unless DELTA
     own_inverse_ptr,  # [B, Hq, row_stride], written if DELTA
     work_ptr,  # as in the forward
     parts_ptr,  # fp32 [parts, BLOCK_M * PADDED_D], written: dq, or if DELTA [parts, BLOCK_M * 3]; or None
-    index_ptr, tile_ptr, words_ptr, lengths_ptr,
+    index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEPT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     DELTA: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and what dk_dv_kernel needs of them; if DELTA only their delta, for what comes next.
@@ -273,59 +295,51 @@ def dq_kernel(
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
-    item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
-    full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-    next_block, masked_block = first_blocks(item_ptr, index_ptr, start, full, BLOCK_N, GATHERED)
-    masked_tile = tl.load(item_ptr + 6)
-    batch_head = item // row_tiles
-    first_q = item % row_tiles * BLOCK_M
-    batch, head = batch_head // heads, batch_head % heads
-    kv_head = head // group
-    masked = count - full
-    masked_start = start + full
-    at_end = 0
-    length = k_len
-    if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + batch)
-        if first_q >= length:
-            full, count = 0, 0
-        full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K, BLOCK_N, GATHERED)
+    place, lists, firsts, live_tokens = row_item(
+        item_ptr, index_ptr, lengths_ptr, lengths_stride, heads, group, row_tiles, q_len, k_len,
+        BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+    )  # fmt: skip
+    batch_head, batch, head, kv_head, first_q = place
+    start, full, at_end, partial, first_partial = lists
+    next_block, partial_block, partial_number = firsts
+    q_length, k_length = live_tokens
 
     rows = first_q + tl.arange(0, BLOCK_M)
     row = tl.cast(batch_head, tl.int64) * row_stride
+    dlse, inverse = None, None
     # A load by a descriptor waits where it stands: what comes by pointers is asked for before, and arrives meanwhile.
     dout_tile = load_tokens(
         dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False, PRECISION,
     )  # fmt: skip
-    if DELTA or not KEPT:
+    if DELTA or not KEEP:
         out_tile = load_columns(
             out_ptr, batch, head, first_q, q_len, out_strides, 0, DV, PADDED_DV, BLOCK_M, False, False,
         )  # fmt: skip
-    if KEPT:
+    if KEEP:
         lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0)
         inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
         if dlse_ptr is not None:
             dlse = tl.load(dlse_ptr + row + rows, mask=rows < q_len, other=0.0)
-            dlse = tl.where(inverse > 0.0, dlse, 0.0)  # without a live key it may be NaN
+            dlse = tl.where(inverse > 0.0, dlse, 0.0)[:, None]  # without a live key it may be NaN
     else:
         at_q = tl.cast(batch_head, tl.int64) * q_len + rows
         lse = tl.load(lse_ptr + at_q, mask=rows < q_len, other=float("-inf"))
         if dlse_ptr is not None:
-            dlse = tl.load(dlse_ptr + at_q, mask=rows < q_len, other=0.0)
+            own_dlse = tl.load(dlse_ptr + at_q, mask=rows < q_len, other=0.0)
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
-    if DELTA or not KEPT:
+    if DELTA or not KEEP:
         guess = tl.sum(out_tile.to(tl.float32) * in_fp32(dout_tile, PRECISION), 1)
     if DELTA:
         delta = tl.zeros([BLOCK_M], tl.float32)
         weight, lost = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    elif KEPT:
+    elif KEEP:
         delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
     else:
         empty = lse == float("-inf")
         lse2 = tl.where(empty, float("inf"), lse * LOG2E)
         delta = guess
         if dlse_ptr is not None:
-            delta -= dlse
+            delta -= own_dlse
         delta = tl.where(empty, 0.0, delta)
         # The chunks of a row that is cut write the same numbers.
         tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
@@ -335,73 +349,41 @@ def dq_kernel(
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
-        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA, PRECISION)
-        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA, PRECISION)
-        scores = products(q_tile, k_tile, PRECISION)
-        p = exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION)
+        k_tile, exps, p, dp = row_step(
+            q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, seed_ptr, dropped, amplification,
+            batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
+            D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA,
+            PRECISION, False,
+        )  # fmt: skip
         if DELTA:
-            weight, lost = add_exactly(weight, lost, tl.sum(p, 1))
-        if KEPT:
-            p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
-        dp = products(dout_tile, v_tile, PRECISION)
-        if DROPOUT:
-            keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
-            dp = tl.where(keep, dp * amplification, 0.0)
-        if DELTA:
-            delta += tl.sum(p * (dp - guess[:, None]), 1)
+            delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)
         else:
-            ds = dp - delta[:, None]
-            if KEPT:
-                if dlse_ptr is not None:
-                    ds += dlse[:, None]
-            ds = p * ds
-            dq = accumulate(ds, k_tile, dq, PRECISION)
+            dq = accumulate(score_gradients(p, dp, delta[:, None], dlse), k_tile, dq, PRECISION)
 
-    if at_end + masked > 0:  # as in the forward
-        next_block, next_tile = masked_block, masked_tile
+    if at_end + partial > 0:  # as in the forward
+        next_block, next_tile = partial_block, partial_number
         if HAS_LENGTHS:
-            cut = start + full
             if at_end > 0:
-                next_block, next_tile = listed_block(index_ptr, cut, 0, BLOCK_N, GATHERED), tl.load(tile_ptr + cut)
-        for i in range(0, (at_end + masked) * SPLIT):
+                next_block, next_tile = partial_tile(
+                    index_ptr, tile_ptr, start + full, at_end, first_partial, 0, BLOCK_N, GATHERED, True
+                )
+        for i in range(0, (at_end + partial) * SPLIT):
             first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
             tile = next_tile
-            at = masked_start + (i + 1) // SPLIT - at_end
-            if HAS_LENGTHS:
-                at = tl.where((i + 1) // SPLIT < at_end, cut, at)
-            next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
-            next_tile = tl.load(tile_ptr + at)
-            k_tile = load_tokens(
-                k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA, PRECISION,
+            next_block, next_tile = partial_tile(
+                index_ptr, tile_ptr, start + full, at_end, first_partial, (i + 1) // SPLIT, BLOCK_N, GATHERED,
+                HAS_LENGTHS,
             )  # fmt: skip
-            v_tile = load_tokens(
-                v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION,
+            k_tile, exps, p, dp = row_step(
+                q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
+                batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
+                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP,
+                TMA, PRECISION, True,
             )  # fmt: skip
-            scores = products(q_tile, k_tile, PRECISION)
-            patch_k = 0 if GATHERED > 0 else first_k
-            live = live_scores(
-                words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False
-            )
-            if HAS_LENGTHS:
-                live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
-            p = tl.where(live, exponentials(scores, lse2[:, None], qk_scale, KEPT, PRECISION), 0.0)
             if DELTA:
-                weight, lost = add_exactly(weight, lost, tl.sum(p, 1))
-            if KEPT:
-                p = tl.where(inverse[:, None] > 0.0, p * inverse[:, None], 0.0)
-            dp = products(dout_tile, v_tile, PRECISION)
-            if DROPOUT:
-                keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
-                dp = tl.where(keep, dp * amplification, 0.0)
-            if DELTA:
-                delta += tl.sum(p * (dp - guess[:, None]), 1)
+                delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)
             else:
-                ds = dp - delta[:, None]
-                if KEPT:
-                    if dlse_ptr is not None:
-                        ds += dlse[:, None]
-                ds = p * ds
-                dq = accumulate(ds, k_tile, dq, PRECISION)
+                dq = accumulate(score_gradients(p, dp, delta[:, None], dlse), k_tile, dq, PRECISION)
 
     at = row + rows
     if parts_ptr is None:
@@ -409,7 +391,7 @@ def dq_kernel(
             write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
         else:
             write_gradients(
-                dq, dq_ptr, scale, batch, head, first_q, q_len, length, dq_strides, D, PADDED_D, BLOCK_M, True, False
+                dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M, True, False
             )
     else:
         part = tl.load(item_ptr + 7)
@@ -426,6 +408,6 @@ def dq_kernel(
                 write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
             else:
                 write_gradients(
-                    dq, dq_ptr, scale, batch, head, first_q, q_len, length, dq_strides, D, PADDED_D, BLOCK_M,
+                    dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M,
                     True, False,
                 )  # fmt: skip

@@ -9,17 +9,19 @@ import triton.language as tl
 
 from sparseflash.backends.triton.portable.backward import write_gradients, write_means
 from sparseflash.backends.triton.portable.forward import write_rows
-from sparseflash.backends.triton.portable.loads import decay, part_pointers
+from sparseflash.backends.triton.portable.loads import part_pointers
+from sparseflash.backends.triton.portable.softmax import decay
 
 MERGED = tl.constexpr(4)  # numbers an item that was cut: see cut_items
 # Parts on their way from memory: waiting for each before asking for the next would take longer than all the rest.
 AHEAD = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize=["amplification", "scale", "qk_scale", "heads", "q_len", "row_tiles"])
+@triton.jit(do_not_specialize=["lengths_offset", "amplification", "scale", "qk_scale", "heads", "q_len", "row_tiles"])
 def combine_rows_kernel(
     parts_ptr, merged_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], as in forward_kernel; [cut, MERGED]
-    out_ptr, lse_ptr, maximum_ptr, inverse_ptr, lengths_ptr,  # as in forward_kernel, the last None or not
+    out_ptr, lse_ptr, maximum_ptr, inverse_ptr,  # as in forward_kernel
+    lengths_ptr, lengths_offset,  # int32 [2, B] or None, and where those of queries begin
     amplification, scale, qk_scale, heads, q_len, row_tiles, out_strides,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, DROPOUT: tl.constexpr,
     KEEP: tl.constexpr,
@@ -35,7 +37,7 @@ def combine_rows_kernel(
     batch, head = batch_head // heads, batch_head % heads
     length = q_len
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + batch)
+        length = tl.load(lengths_ptr + lengths_offset + batch)
 
     m_i = tl.full([TOKENS, 1], float("-inf"), tl.float32)
     for i in tl.range(0, parts, num_stages=AHEAD):
@@ -71,11 +73,11 @@ def sum_of_parts(
     return total
 
 
-@triton.jit(do_not_specialize=["amplification", "scale", "heads", "tokens", "tiles"])
+@triton.jit(do_not_specialize=["lengths_offset", "amplification", "scale", "heads", "tokens", "tiles"])
 def combine_gradients_kernel(
     parts_ptr, merged_ptr,  # fp32 [parts, BLOCK * (PADDED_D + PADDED_DV)], or without PADDED_DV; [cut, MERGED]
     x_ptr, y_ptr,  # dk and dv, or dq and None
-    lengths_ptr,  # of the keys, or None
+    lengths_ptr, lengths_offset,  # int32 [2, B] or None, and where those of keys begin
     amplification, scale, heads, tokens, tiles, x_strides, y_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -90,7 +92,7 @@ def combine_gradients_kernel(
     batch, head = batch_head // heads, batch_head % heads
     length = tokens
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + batch)
+        length = tl.load(lengths_ptr + lengths_offset + batch)
     CUT: tl.constexpr = lengths_ptr is not None
     x = sum_of_parts(parts_ptr, token, first_part, parts, SIZE, 0, TOKENS, PADDED_D)
     write_gradients(x, x_ptr, scale, batch, head, first, tokens, length, x_strides, D, PADDED_D, TOKENS, True, CUT)

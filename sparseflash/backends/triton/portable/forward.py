@@ -9,27 +9,46 @@ import triton.language as tl
 
 from sparseflash.backends.triton.portable.dropout import kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
-from sparseflash.backends.triton.portable.loads import (
-    ITEM,
-    cut_at_length,
-    decay,
-    exponentials,
-    first_blocks,
-    listed_block,
-    live_scores,
-    load_tokens,
-    part_pointers,
-    store_tokens,
-    token_numbers,
-    tokens_of_block,
-)
+from sparseflash.backends.triton.portable.loads import live_in_row, load_tokens, part_pointers, store_tokens
+from sparseflash.backends.triton.portable.softmax import softmax_step
+from sparseflash.backends.triton.portable.walk import ITEM, listed_block, partial_tile, row_item, tokens_of_block
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def forward_step(
+    acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped,
+    batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds one tile of keys to the running sums: `(acc, m_i, l_i)`."""
+    k_tile = load_tokens(
+        k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
+    )  # fmt: skip
+    scores = products(q_tile, k_tile, PRECISION)
+    live = None
+    if MASKED:
+        live = live_in_row(
+            words_ptr, tile, first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+        )  # fmt: skip
+    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION)
+    if DROPOUT:
+        keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+        p = tl.where(keep, p, 0.0)
+    acc = acc * alpha[:, None]
+    v_tile = load_tokens(
+        v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
+    )  # fmt: skip
+    return accumulate(p, v_tile, acc, PRECISION), m_i, l_i
+
+
+@triton.jit
 def write_rows(
-    acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len, length,
+    acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len, q_length,
     amplification, scale, out_strides,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr,
@@ -38,7 +57,7 @@ def write_rows(
     rows = first_q + tl.arange(0, BLOCK_M)
     empty = l_i == 0.0
     if HAS_LENGTHS:
-        empty = empty | (rows >= length)
+        empty = empty | (rows >= q_length)
     total = tl.where(empty, 1.0, l_i)
     if DROPOUT:
         acc = acc * amplification
@@ -68,17 +87,18 @@ def write_rows(
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @triton.jit(
     do_not_specialize=[
-        "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len", "row_tiles"
+        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len",
+        "row_tiles",
     ]
 )  # fmt: skip
 def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], [B, Hq, Nq] contiguous
     maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum raw score, and one over the sum
-    work_ptr,  # [W, ITEM]: see plan.py
+    work_ptr,  # [W, ITEM]: see schedule/plan.py
     parts_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], written: acc, m_i, l_i; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed; the bits
-    lengths_ptr,  # [B] if HAS_LENGTHS
+    lengths_ptr, lengths_stride,  # int32 [2, B] if HAS_LENGTHS: live queries, live keys
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale,  # not negative; scale / ln 2
     one,  # 1.0, in a way that the compiler cannot know
@@ -87,7 +107,7 @@ def forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
-    GATHERED: tl.constexpr,  # tokens of the blocks that a tile of keys is gathered from, or 0: see tile.py
+    GATHERED: tl.constexpr,  # tokens of the blocks that a tile of keys is gathered from, or 0: see loads.py
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
@@ -95,30 +115,19 @@ def forward_kernel(
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
-    item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
-    full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-    next_block, masked_block = first_blocks(item_ptr, index_ptr, start, full, BLOCK_N, GATHERED)
-    masked_tile = tl.load(item_ptr + 6)
-    batch_head = item // row_tiles
-    first_q = item % row_tiles * BLOCK_M
-    batch, head = batch_head // heads, batch_head % heads
-    kv_head = head // group
-
-    at_end, masked = 0, count - full
-    masked_start = start + full
-    length = k_len
-    if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + batch)
-        if first_q >= length:
-            full, count = 0, 0
-            masked = 0
-        full, at_end, masked = cut_at_length(index_ptr, start, full, count, length, BLOCK_K, BLOCK_N, GATHERED)
+    place, lists, firsts, live_tokens = row_item(
+        item_ptr, index_ptr, lengths_ptr, lengths_stride, heads, group, row_tiles, q_len, k_len,
+        BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+    )  # fmt: skip
+    batch_head, batch, head, kv_head, first_q = place
+    start, full, at_end, partial, first_partial = lists
+    next_block, partial_block, partial_number = firsts
+    q_length, k_length = live_tokens
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if Q_IN_REGISTERS:
         # What is loaded stays in shared memory, what is computed in registers: by this the compiler chooses.
         q_tile = q_tile * tl.cast(one, q_tile.dtype)
-    # If KEEP, m_i is the maximum of the raw scores, else of the scaled ones.
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
@@ -128,73 +137,38 @@ def forward_kernel(
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
-        k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, True, TMA, PRECISION)
-        scores = products(q_tile, k_tile, PRECISION)
-        # The scale is not negative, so the maximum may be taken before it.
-        highest = tl.max(scores, 1)
-        m_new = tl.maximum(m_i, highest if KEEP else highest * qk_scale)
-        p = exponentials(scores, m_new[:, None], qk_scale, KEEP, PRECISION)
-        alpha = decay(m_i, m_new, qk_scale, KEEP)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        if DROPOUT:
-            keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
-            p = tl.where(keep, p, 0.0)
-        acc = acc * alpha[:, None]
-        v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, True, TMA, PRECISION)
-        acc = accumulate(p, v_tile, acc, PRECISION)
-        m_i = m_new
+        acc, m_i, l_i = forward_step(
+            acc, m_i, l_i, q_tile, k, v, words_ptr, 0, seed_ptr, dropped,
+            batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
+            D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA,
+            PRECISION, False,
+        )  # fmt: skip
 
-    if at_end + masked > 0:  # the loop's first loads take a while even if nothing comes of them
-        next_block, next_tile = masked_block, masked_tile
+    if at_end + partial > 0:  # the loop's first loads take a while even if nothing comes of them
+        next_block, next_tile = partial_block, partial_number
         if HAS_LENGTHS:
-            cut = start + full  # the full tile that the length cuts, if there is one
             if at_end > 0:
-                next_block, next_tile = listed_block(index_ptr, cut, 0, BLOCK_N, GATHERED), tl.load(tile_ptr + cut)
-        for i in range(0, (at_end + masked) * SPLIT):
+                next_block, next_tile = partial_tile(
+                    index_ptr, tile_ptr, start + full, at_end, first_partial, 0, BLOCK_N, GATHERED, True
+                )
+        for i in range(0, (at_end + partial) * SPLIT):
             first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
             tile = next_tile
-            at = masked_start + (i + 1) // SPLIT - at_end
-            if HAS_LENGTHS:
-                at = tl.where((i + 1) // SPLIT < at_end, cut, at)
-            next_block = listed_block(index_ptr, at, 0, BLOCK_N, GATHERED)
-            next_tile = tl.load(tile_ptr + at)
-            k_tile = load_tokens(
-                k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA, PRECISION,
+            next_block, next_tile = partial_tile(
+                index_ptr, tile_ptr, start + full, at_end, first_partial, (i + 1) // SPLIT, BLOCK_N, GATHERED,
+                HAS_LENGTHS,
             )  # fmt: skip
-            scores = products(q_tile, k_tile, PRECISION)
-            if not KEEP:
-                scores = scores * qk_scale
-            patch_k = 0 if GATHERED > 0 else first_k
-            live = live_scores(
-                words_ptr, tile, first_q, patch_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, HAS_LENGTHS, False
-            )
-            if HAS_LENGTHS:
-                live = live & (token_numbers(first_k, BLOCK_N) < length)[None, :]
-            scores = tl.where(live, scores, float("-inf"))
-            m_new = tl.maximum(m_i, tl.max(scores, 1))
-            # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            if KEEP:
-                scores = tl.where(live, scores, m_safe[:, None])  # -inf * 0 is NaN
-                p = tl.where(live, exponentials(scores, m_safe[:, None], qk_scale, True, PRECISION), 0.0)
-            else:
-                p = tl.exp2(scores - m_safe[:, None])
-            alpha = decay(m_i, m_safe, qk_scale, KEEP)
-            l_i = l_i * alpha + tl.sum(p, 1)
-            if DROPOUT:
-                keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
-                p = tl.where(keep, p, 0.0)
-            acc = acc * alpha[:, None]
-            v_tile = load_tokens(
-                v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION,
+            acc, m_i, l_i = forward_step(
+                acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped,
+                batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
+                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP,
+                TMA, PRECISION, True,
             )  # fmt: skip
-            acc = accumulate(p, v_tile, acc, PRECISION)
-            m_i = m_new
 
     if parts_ptr is None:
         write_rows(
-            acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len, length,
-            amplification, scale, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS, DROPOUT, KEEP,
+            acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
+            q_length, amplification, scale, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS, DROPOUT, KEEP,
         )  # fmt: skip
     else:
         part = tl.load(item_ptr + 7)
@@ -207,5 +181,5 @@ def forward_kernel(
         else:
             write_rows(
                 acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
-                length, amplification, scale, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS, DROPOUT, KEEP,
+                q_length, amplification, scale, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS, DROPOUT, KEEP,
             )  # fmt: skip

@@ -12,8 +12,6 @@ split where it is multiplied. What is infinite has pieces that sum to NaN.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -21,10 +19,16 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.launcher import Prepared
+from sparseflash.backends.triton.launcher import Variant
+from sparseflash.blockmask.cache import bounded
 
-# How the kernels are told: their PRECISION.
+# How the kernels are told to multiply, their PRECISION: tiles that lie in pieces, or tiles that are split as they are
+# multiplied, each with or without correcting sums for what tensor cores cut off; or "tf32", which half precision
+# ignores.
 PIECES = tl.constexpr("pieces")
+PIECES_CORRECTED = tl.constexpr("pieces, sums corrected")
+WHOLE = tl.constexpr("bf16x6")
+WHOLE_CORRECTED = tl.constexpr("bf16x6, sums corrected")
 COUNT = 3
 _TOKENS = 32  # a program
 _LARGEST = tl.constexpr(3.3895313892515355e38)  # of bf16; larger numbers of fp32 would be rounded to infinity
@@ -55,7 +59,7 @@ def split(x, dtype: tl.constexpr, LARGE: tl.constexpr = False):
 
 
 @triton.jit
-def six_products(x, y, MIRRORED: tl.constexpr, OVER_DIMS: tl.constexpr = True):
+def six_products(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr, OVER_DIMS: tl.constexpr = True):
     """x y of two tiles in pieces, [X, Z] and [Z, Y], in fp32.
 
     MIRRORED: in the order of the six products of y^T x^T, so that both have the same bits where the same instructions
@@ -64,23 +68,25 @@ def six_products(x, y, MIRRORED: tl.constexpr, OVER_DIMS: tl.constexpr = True):
     """
     small = small_products(x, y, MIRRORED)
     if OVER_DIMS:
-        return with_what_is_cut_off(tl.dot(x[0], y[0]), x[0].shape[1], small)
+        return corrected(tl.dot(x[0], y[0]), x[0].shape[1], small, PRECISION)
     else:
         return tl.dot(x[0], y[0], small)
 
 
 @triton.jit
-def with_what_is_cut_off(product, LENGTH: tl.constexpr, rest):
-    """product + rest. product: by tensor cores, a sum over LENGTH.
+def corrected(product, LENGTH: tl.constexpr, rest, PRECISION: tl.constexpr):
+    """product + rest. product: by tensor cores, a sum over LENGTH, of which some was cut off if PRECISION says so.
 
-    They add 16 terms at a time to the sum before, and cut off what does not fit after each step (what a model of that
-    found wrong on an H100, an H100 had wrong): sums are too small, the more, the longer. Of other GPUs' it is an
-    estimate.
+    Those of Hopper add 16 terms at a time to the sum before, and cut off what does not fit after each step (what a
+    model of that found wrong on an H100, an H100 had wrong): sums are too small, the more, the longer. What is cut off
+    on the average is added again; but not to small whole numbers, which sums of whole numbers are, exactly.
     """
-    if _CUT_OFF == 0.0:
-        return product + rest
+    if PRECISION == PIECES_CORRECTED or PRECISION == WHOLE_CORRECTED:
+        is_exact = (tl.floor(product) == product) & (tl.abs(product) < _SMALL)
+        lost = tl.where(is_exact, 0.0, product * (_CUT_OFF * ((LENGTH // 16 + 1) / 2)))
+        return product + (rest + lost)
     else:
-        return product + (rest + product * (_CUT_OFF * ((LENGTH // 16 + 1) / 2)))
+        return product + rest
 
 
 @triton.jit
@@ -106,7 +112,7 @@ def products(x_tile, y_tile, PRECISION: tl.constexpr, MIRRORED: tl.constexpr = F
 
     In full fp32 over more than 128 dims it is the sum of two: what tensor cores cut off at each 16 dims adds up.
     """
-    if PRECISION == PIECES:
+    if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
         if x_tile[0].shape[1] > 128:
             x0_low, x0_high = halves(x_tile[0])
             x1_low, x1_high = halves(x_tile[1])
@@ -114,17 +120,18 @@ def products(x_tile, y_tile, PRECISION: tl.constexpr, MIRRORED: tl.constexpr = F
             y0_low, y0_high = halves(y_tile[0])
             y1_low, y1_high = halves(y_tile[1])
             y2_low, y2_high = halves(y_tile[2])
-            low = six_products((x0_low, x1_low, x2_low), (y0_low.T, y1_low.T, y2_low.T), MIRRORED)
-            return low + six_products((x0_high, x1_high, x2_high), (y0_high.T, y1_high.T, y2_high.T), MIRRORED)
+            low = six_products((x0_low, x1_low, x2_low), (y0_low.T, y1_low.T, y2_low.T), PRECISION, MIRRORED)
+            high = six_products((x0_high, x1_high, x2_high), (y0_high.T, y1_high.T, y2_high.T), PRECISION, MIRRORED)
+            return low + high
         else:
-            return six_products(x_tile, (y_tile[0].T, y_tile[1].T, y_tile[2].T), MIRRORED)
+            return six_products(x_tile, (y_tile[0].T, y_tile[1].T, y_tile[2].T), PRECISION, MIRRORED)
     elif PRECISION != "tf32" and x_tile.shape[1] > 128:
         x_low, x_high = halves(x_tile)
         y_low, y_high = halves(y_tile)
-        low = with_what_is_cut_off(tl.dot(x_low, y_low.T, input_precision=PRECISION), x_low.shape[1], 0.0)
-        return low + with_what_is_cut_off(tl.dot(x_high, y_high.T, input_precision=PRECISION), x_low.shape[1], 0.0)
+        low = corrected(tl.dot(x_low, y_low.T, input_precision=_SPLITTING), x_low.shape[1], 0.0, PRECISION)
+        return low + corrected(tl.dot(x_high, y_high.T, input_precision=_SPLITTING), x_low.shape[1], 0.0, PRECISION)
     elif PRECISION != "tf32":
-        return with_what_is_cut_off(tl.dot(x_tile, y_tile.T, input_precision=PRECISION), x_tile.shape[1], 0.0)
+        return corrected(tl.dot(x_tile, y_tile.T, input_precision=_SPLITTING), x_tile.shape[1], 0.0, PRECISION)
     else:
         return tl.dot(x_tile, y_tile.T, input_precision=PRECISION)
 
@@ -142,16 +149,18 @@ def accumulate(a, b_tile, acc, PRECISION: tl.constexpr):
     In full fp32 the product is summed by itself first: tensor cores cut off where others round, always towards zero,
     which would add up over the tokens.
     """
-    if PRECISION == PIECES:
-        return acc + six_products(split(a, b_tile[0].dtype), b_tile, False, False)
+    if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
+        return acc + six_products(split(a, b_tile[0].dtype), b_tile, PRECISION, False, False)
+    elif PRECISION == "tf32":
+        return tl.dot(a.to(b_tile.dtype), b_tile, acc, input_precision="tf32")
     else:
-        return tl.dot(a.to(b_tile.dtype), b_tile, acc, input_precision=PRECISION)
+        return tl.dot(a.to(b_tile.dtype), b_tile, acc, input_precision=_SPLITTING)
 
 
 @triton.jit
 def in_fp32(tile, PRECISION: tl.constexpr):
     """The numbers of a tile of tokens."""
-    if PRECISION == PIECES:
+    if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
         return tile[0].to(tl.float32) + tile[1].to(tl.float32) + tile[2].to(tl.float32)
     else:
         return tile.to(tl.float32)
@@ -185,25 +194,40 @@ def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
     1.5 times the memory of `x`, or more where `padded_dim` is more than D. The last dimension of `x` is contiguous.
     """
     batch, heads, length, dim = x.shape
-    dtype = torch.float32 if _INTERPRETED else torch.bfloat16
-    pieces = torch.empty(batch, heads, length, COUNT, padded_dim, dtype=dtype, device=x.device)
+    pieces = torch.empty(batch, heads, length, COUNT, padded_dim, dtype=PIECES_DTYPE, device=x.device)
     tiles = -(-length // _TOKENS)
-    launch = _splitting(x.device, batch * heads * tiles, x.stride()[:3], dim, padded_dim, x.data_ptr() % 16)
-    launch.run(x, pieces, heads, length, tiles, x.stride()[:3], dim, padded_dim, _TOKENS)
+    launch = _splitting(x.device, x.stride()[:3], dim, padded_dim, x.data_ptr() % 16)
+    launch(batch * heads * tiles, x, pieces, heads, length, tiles, x.stride()[:3], dim, padded_dim, _TOKENS)
     return pieces
 
 
-@lru_cache(maxsize=512)
-def _splitting(device: torch.device, programs: int, *layout: object) -> Prepared:
+@bounded(maxsize=512)
+def _splitting(device: torch.device, *layout: object) -> Variant:
     """layout: what Triton may specialise to."""
     refuse_to_record(device)  # it would be compiled, and loaded
-    return Prepared(pieces_kernel, programs, device, 4, 1)
+    return Variant(pieces_kernel, {}, device, num_warps=4, num_stages=1)
+
+
+def precision_of(arithmetic: str, capability: tuple[int, int], *, in_pieces: bool) -> str:
+    """The PRECISION of kernels for "half", "tf32" or "fp32". Sums are corrected on the GPUs that it was fitted on.
+
+    >>> precision_of("half", (9, 0), in_pieces=False)
+    'tf32'
+    """
+    if arithmetic != "fp32":
+        return "tf32"
+    if capability == _FITTED and not _INTERPRETED:  # Triton's interpreter rounds
+        return str((PIECES_CORRECTED if in_pieces else WHOLE_CORRECTED).value)
+    return str((PIECES if in_pieces else WHOLE).value)
 
 
 _INTERPRETED = isinstance(pieces_kernel, InterpretedFunction)
-# What two of those steps cut off, as a part of the sum, on the average, in that model (tests/tensor_cores.py): least is
-# left then of sums of random terms. Triton's interpreter rounds.
-_CUT_OFF = tl.constexpr(0.0 if _INTERPRETED else 0.36 * 2.0**-24)
+PIECES_DTYPE = torch.float32 if _INTERPRETED else torch.bfloat16
+# What two of those steps cut off, as a part of the sum, on the average, in the model of tests/tensor_cores.py: least is
+# left then of sums of random terms. Fitted and tested on an H100 and an H200.
+_CUT_OFF = tl.constexpr(0.36 * 2.0**-24)
+_FITTED = (9, 0)
+_SMALL = tl.constexpr(16384.0)  # a sum of other numbers is hardly ever whole below this
 # For tl.dot, of tiles that are whole: Triton splits them itself; its one sum of six begins with the small ones. Its
 # interpreter does not know that.
-WITHOUT_PIECES = "ieee" if _INTERPRETED else "bf16x6"
+_SPLITTING = tl.constexpr("ieee" if _INTERPRETED else "bf16x6")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.schedule.tilings import Tiling
-from sparseflash.backends.triton.schedule.worklists import Lists
+from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.ops.tilelist import in_chunks
 
 
-def gathered_keys(mask: BlockMask, streamed: int) -> Lists:
+def gathered_keys(mask: BlockMask, streamed: int) -> TileLists:
     """Rows of tiles of `mask.block_q x streamed` scores, each of the next few blocks of keys that the row has."""
     parts, narrow = streamed // mask.block_k, mask.block_k < bitmask.WORD
     known = bitmask.choices(mask.bits, mask.block_k)
@@ -30,7 +30,7 @@ def gathered_keys(mask: BlockMask, streamed: int) -> Lists:
     return _lists(grouped, joined, known[0].numel() * parts, Tiling(mask.block_q, streamed, mask.block_k))
 
 
-def gathered_queries(mask: BlockMask, streamed: int) -> Lists:
+def gathered_queries(mask: BlockMask, streamed: int) -> TileLists:
     """Columns of tiles of `streamed x mask.block_k` scores, each of the next few blocks of queries in the column."""
     parts = streamed // mask.block_q
     known = bitmask.choices(mask.bits, mask.block_k)
@@ -76,11 +76,11 @@ def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int
     return _Grouped(start.to(torch.int32), full.to(torch.int32), count.to(torch.int32), blocks, kinds)
 
 
-def _lists(grouped: _Grouped, joined: Callable[[Tensor], Tensor], words_each: int, tiling: Tiling) -> Lists:
+def _lists(grouped: _Grouped, joined: Callable[[Tensor], Tensor], words_each: int, tiling: Tiling) -> TileLists:
     """`joined`: the words of tiles, [C, words], from the kinds of their blocks, [C, parts]."""
     partial = (grouped.kinds != 0).any(1)
     recipes, number = bitmask.deduplicate(grouped.kinds[partial].unsqueeze(-1))
     tile = torch.zeros(len(partial), dtype=torch.int32, device=partial.device)
     tile[partial] = (number + 1).to(torch.int32)
     index, words = grouped.index.view(-1), in_chunks(joined, recipes.squeeze(-1), words_each).reshape(-1)
-    return Lists(grouped.start, grouped.full, grouped.count, index, tile, words, tiling)
+    return TileLists(grouped.start, grouped.full, grouped.count, index, tile, words, tiling)

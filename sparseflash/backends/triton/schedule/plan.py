@@ -1,224 +1,238 @@
 """The execution plan: for each program of a kernel, which tiles it walks, and in which order programs start.
 
-Derived from a mask once and kept with it. A dynamic mask made on the GPU is planned there without waiting for it; for
-any other the host may look once at how long the lists are, to cut those that are far too long (see splits.py).
+Derived from a mask once and cached with it. A small mask that came from the host is planned there and its plan copied,
+because each operation on a GPU would cost the host more; others are planned on the device. A dynamic mask made on the
+GPU is planned without waiting for it; for any other the host may look once at how long the lists are, to cut those that
+are far too long (see splits.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.configs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.schedule.launch_order import start_order
-from sparseflash.backends.triton.schedule.retiling import Retiled
+from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of
 from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, usual_warps
-from sparseflash.backends.triton.schedule.worklists import Lists, full_first, one_more
+from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, full_first, one_more
 from sparseflash.blockmask import bitmask
-from sparseflash.blockmask.cache import is_countable, mask_cache
+from sparseflash.blockmask.cache import BoundedDict, MaskCache, bounded, mask_cache
 from sparseflash.blockmask.csr import columns_of
-from sparseflash.blockmask.streams import ReadyEvent
+from sparseflash.blockmask.transfer import to_device
 
 _MOST_PLANS = 64  # of a mask, or without one: who has so many batch sizes or lengths has few calls of each
+_MOST_LAUNCHES = 64  # of a plan
 
 
-@dataclass(frozen=True)
-class Side:
-    """What a kernel over rows or columns needs: its work items, and the lists that they point into."""
+class MaskLists:
+    """The tile lists of a mask, over rows and columns, in its own tiles and in others; all its plans share them."""
 
-    work: Tensor  # int32 [W, group, 8]
-    index: Tensor
-    tile: Tensor
-    words: Tensor
-    parts: int = 0  # items that are chunks of longer ones, and write partial results
-    merged: Tensor | None = None  # int32 [items that are cut, 4], see cut_items
-    made: ReadyEvent = field(init=False, repr=False, compare=False)
+    def __init__(
+        self, make: Callable[[int], TileLists], patterns: int, tokens: tuple[int, int], *, countable: bool,
+        lasting: bool, device: torch.device, retiling: Retiling | None = None, pattern: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """make: the lists over rows, of 0, or over columns, of 1, in the tiles of the mask."""
+        self._make = make
+        self._made: list[TileLists | None] = [None, None]
+        self.retiling = retiling  # None if the mask has to be run in its own tiles
+        self.patterns, self.tokens = patterns, tokens
+        self.countable = countable  # the host may ask the device how long the lists are
+        self.lasting = lasting  # serves calls that a CUDA graph being recorded knows nothing of
+        self.device = device
+        self.pattern = pattern  # where the lists are on the host, the mask's pattern numbers there
 
-    def __post_init__(self) -> None:
-        made = ReadyEvent((self.work, self.index, self.tile, self.words, self.merged))
-        object.__setattr__(self, "made", made)
+    def own(self, axis: int) -> TileLists:
+        """Those in the tiles of the mask."""
+        made = self._made[axis]
+        if made is None:
+            made = self._made[axis] = self._make(axis)
+        return made
+
+    def get(self, axis: int, tiling: Tiling | None) -> TileLists:
+        """Those of a tiling; None for the tiles of the mask."""
+        if tiling is None or tiling == self.own(axis).tiling:
+            return self.own(axis)
+        if self.retiling is None:
+            raise RuntimeError(f"this plan has the tiles of its mask only; asked for {tiling}")
+        return self.retiling.lists(axis, tiling)
 
 
 class Plan:
-    """The plans of one mask for one batch size and number of heads, and the launches prepared for it."""
+    """The work of one mask for one batch size and number of heads, and the launches prepared for it."""
 
-    def __init__(
-        self, rows: Lists, columns: Lists | None, pattern: Tensor, kv_heads: int, lengths: tuple[int, int],
-        tiles_total: int, *, shared: bool, countable: bool, lasting: bool, retiled: Retiled | None = None,
-    ) -> None:  # fmt: skip
-        # In the tiles of the mask; the columns are None until a backward needs them.
-        self._own: list[Lists | None] = [rows, columns]
-        self._retiled = retiled  # in others; None if the mask has to be run as it is
+    def __init__(self, lists: MaskLists, pattern: Tensor, kv_heads: int, tiles_per_head: float) -> None:
+        self.lists = lists
         self._pattern = pattern  # int32 [B, Hq]
         self._kv_heads = kv_heads
-        self._lengths = lengths
-        self._sides: dict[tuple[int, int, Tiling | None, int], Side] = {}
-        self._shared = shared  # one pattern for all heads
-        self._countable = countable  # the host may ask the device how long the lists are
-        self.lasting = lasting  # serves calls that a CUDA graph being recorded knows nothing of
-        self.tiles_total = tiles_total  # about the number of tiles that all heads walk together
-        self.launches: dict[Any, Any] = {}  # filled by launch.py
+        self._worklists: dict[tuple[int, int, Tiling | None, int], Worklist] = {}
+        self.tiles_per_head = tiles_per_head  # live tiles, the mean of the patterns; all that fit in a dynamic mask
+        self.launches = BoundedDict(_MOST_LAUNCHES)
 
     @property
     def device(self) -> torch.device:
         """Where the mask lies."""
-        return self._pattern.device
-
-    def rows(self, tile: int, tiling: Tiling | None = None, *, resident: int = 2) -> Side:
-        """Work over tiles of `tile` queries (a divisor of those that the tiling holds), one list each.
-
-        `tiling`: None for the tiles of the mask. `resident`: how many programs a multiprocessor runs at a time.
-        """
-        return self._side(0, tile, tiling, resident, self._pattern.unsqueeze(-1))
-
-    def columns(self, tile: int, tiling: Tiling | None = None, *, resident: int = 2) -> Side:
-        """Work over tiles of `tile` keys, one list a query head of the group that shares the key head."""
-        batch, heads = self._pattern.shape
-        return self._side(1, tile, tiling, resident, self._pattern.view(batch, self._kv_heads, heads // self._kv_heads))
+        return self.lists.device
 
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling | None:
         """What a kernel over `axis`, 0: rows, 1: columns, should walk, given the tiles that it would take itself.
 
         None for the tiles of the mask. Counting waits for the device, once a mask.
         """
-        return None if self._retiled is None else self._retiled.tiling(axis, whole, gathered, cost, warps)
+        retiling = self.lists.retiling
+        return None if retiling is None else retiling.tiling(axis, whole, gathered, cost, warps)
 
-    def _side(self, axis: int, tile: int, tiling: Tiling | None, resident: int, pattern: Tensor) -> Side:
-        own = self._own[axis]
-        if own is None:
-            raise RuntimeError("this plan was made without columns")
-        if tiling == own.tiling:
-            tiling = None
-        key = (axis, tile, tiling, resident)
-        if key not in self._sides:
-            if tiling is None:
-                self._sides[key] = self._made(own, pattern, axis, tile, resident, self.tiles_total)
-            elif self._retiled is None:
-                raise RuntimeError(f"this plan has the tiles of its mask only; asked for {tiling}")
-            else:
-                lists = self._retiled.lists(axis, tiling)
-                # As long as all heads have one pattern, which is when the total matters.
-                total = (len(lists.tile) - 1) * pattern.numel()
-                self._sides[key] = self._made(lists, pattern, axis, tile, resident, total)
-        return self._sides[key]
+    def worklist(self, axis: int, tile: int, tiling: Tiling | None = None, *, resident: int = 2) -> Worklist:
+        """Work over tiles of `tile` queries (axis 0) or keys (1), a divisor of those that the tiling holds.
 
-    def _made(self, lists: Lists, pattern: Tensor, axis: int, tile: int, resident: int, total: int) -> Side:
-        """The work over `axis`, in tiles of `tile` tokens."""
-        lists.made.wait()
+        Over queries an item has one list; over keys one for each query head of the group that shares the key head.
+        `tiling`: None for the tiles of the mask. `resident`: how many programs a multiprocessor runs at a time.
+        """
+        key = axis, tile, tiling, resident
+        found = self._worklists.get(key)
+        if found is None:
+            found = self._worklists[key] = self._made(self.lists.get(axis, tiling), axis, tile, resident)
+        return found
+
+    def _made(self, lists: TileLists, axis: int, tile: int, resident: int) -> Worklist:
+        tokens = self.lists.tokens
+        batch, heads = self._pattern.shape
+        shape = (batch, heads, 1) if axis == 0 else (batch, self._kv_heads, heads // self._kv_heads)
+        count = -(-tokens[axis] // tile)
+        pattern, on_host = self._pattern, self.lists.pattern
+        if on_host is not None and batch * heads * count <= HOST_PLAN_ITEMS:
+            pattern = on_host.expand(batch, heads)
+        else:
+            lists = lists.to(self.device)
+        lists.ready.wait()
         held, streamed, _ = lists.tiling
-        items = _items(lists, pattern, self._lengths[axis], tile)
-        group = pattern.shape[-1]
+        items = _items(lists, pattern.reshape(shape), tokens[axis], tile)
+        group = shape[-1]
         cuts = cuts_of(
             items.size,
+            count,
             streamed,
             tile,
             resident,
-            most=-(-self._lengths[1 - axis] // streamed) * group,
-            total=total * (held // tile) if self._shared else None,
+            most=-(-tokens[1 - axis] // streamed) * group,
+            total=(len(lists.tile) - 1) * group * (held // tile) if self.lists.patterns == 1 else None,
             each=None if lists.each is None else lists.each * group,
-            countable=self._countable,
+            countable=self.lists.countable,
         )
         parts, merged = 0, None
         if cuts is not None:
             parts = cuts.total - (len(items.size) - cuts.cut)
             items, merged = cut_items(items, cuts)
-        return Side(_in_start_order(items, lists), lists.index, lists.tile, lists.words, parts, merged)
-
-    def take_columns(self, columns: Lists) -> None:
-        """Completes a plan that was made without them."""
-        self._own[1] = columns
+        made = Worklist(_in_start_order(items, lists), lists.index, lists.tile, lists.words, parts, merged)
+        return made.to(self.device)
 
 
-def plan_of(
-    indptr: Tensor, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor, q_heads: tuple[int, int],
-    kv_heads: int, lengths: tuple[int, int], blocks: tuple[int, int], *, columns: bool = True,
-) -> Plan:  # fmt: skip
-    """The plan of a mask for `q_heads = (batch, query heads)`, from the mask's cache.
-
-    `columns`: the backward will be run, too. A mask made for one inference is spared half of the work.
-    """
+def plan_of(problem: Problem, q_heads: tuple[int, int], kv_heads: int, tokens: tuple[int, int]) -> Plan:
+    """The plan of a problem for `q_heads = (batch, query heads)` and `tokens = (queries, keys)`, from the cache."""
+    indices = problem.indices
+    if indices is None:
+        raise ValueError("dense attention has a plan of its own, dense_plan")
     cache = mask_cache(indices)
-    key = ("plan", q_heads, kv_heads)
-    row_blocks, col_blocks = (-(-n // b) for n, b in zip(lengths, blocks, strict=True))
-    # A dynamic mask may itself have been made by what is being recorded.
-    lasting = is_countable(indices)
-    if lasting and (key not in cache or (columns and "column lists" not in cache)):
-        refuse_to_record(indices.device)
-    plan: Plan | None = cache.get(key)
+    plans = cache.get("plans")
+    if plans is None:
+        plans = cache["plans"] = BoundedDict(_MOST_PLANS)
+    plan: Plan | None = plans.get((q_heads, kv_heads))
     if plan is None:
-        kept = [each for each in list(cache) if each[0] == "plan"]
-        if len(kept) >= _MOST_PLANS:
-            cache.pop(kept[0], None)
-        if "row lists" not in cache:
-            if lasting:  # before the lists, by which another thread tells that both are there
-                cache["retiled"] = Retiled(indptr, indices, tile, words, pattern, lengths, blocks)
-            cache["row lists"] = full_first(indptr, indices, tile, words, Tiling(*blocks))
-        patterns = (len(indptr) - 1) // row_blocks
-        total = len(indices) * q_heads[0] * q_heads[1] // patterns
-        # Every pattern is used by some head, but patterns may be shared by unequal numbers of heads: an estimate.
-        plan = cache[key] = Plan(
-            cache["row lists"], None, pattern.expand(q_heads), kv_heads, lengths, total,
-            shared=patterns == 1, countable=lasting, lasting=lasting, retiled=cache.get("retiled"),
-        )  # fmt: skip
-    if columns:
-        if "column lists" not in cache:
-            arrays = columns_of(indptr, indices, tile, row_blocks, col_blocks)
-            cache["column lists"] = full_first(*arrays, words, Tiling(*blocks[::-1]))
-        plan.take_columns(cache["column lists"])
+        if cache.countable:  # a dynamic mask may itself have been made by what is being recorded
+            refuse_to_record(indices.device)
+        lists: MaskLists | None = cache.get("lists")
+        if lists is None:
+            lists = cache["lists"] = _mask_lists(problem, tokens, cache)
+        if problem.pattern is None:
+            raise ValueError("a mask must be given whole")
+        tiles = len(indices) / lists.patterns
+        plan = plans.put((q_heads, kv_heads), Plan(lists, problem.pattern.expand(q_heads), kv_heads, tiles))
     return plan
 
 
-@lru_cache(maxsize=_MOST_PLANS)
+def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> MaskLists:
+    """The lists of a mask, on the host if it came from there."""
+    device = problem.indices.device  # type: ignore[union-attr]
+    host = cache.get("host")
+    source = problem if host is None else Problem.of(host, scale=problem.scale)
+    indptr, indices, tile, words, pattern = source[:5]
+    if indptr is None or indices is None or tile is None or words is None or pattern is None:
+        raise ValueError("a mask must be given whole")
+    blocks = (problem.block_q, problem.block_k)
+    row_blocks, col_blocks = (-(-n // b) for n, b in zip(tokens, blocks, strict=True))
+    # Neither the cache nor the tensor that it hangs on may be held by what is put into it, or nothing of it is freed.
+    indices, countable = indices.detach(), cache.countable
+    own_words = words if problem.words is None else problem.words  # on the device, where the kernels read them
+
+    def make(axis: int) -> TileLists:
+        if countable:
+            refuse_to_record(device)
+        arrays = (indptr, indices, tile) if axis == 0 else columns_of(indptr, indices, tile, row_blocks, col_blocks)
+        return full_first(*arrays, own_words, Tiling(*(blocks if axis == 0 else blocks[::-1])))
+
+    return MaskLists(
+        make, (len(indptr) - 1) // row_blocks, tokens, countable=countable, lasting=countable,
+        device=device, pattern=None if host is None else pattern,
+        retiling=Retiling(indptr, indices, tile, words, pattern, tokens, blocks) if countable else None,
+    )  # fmt: skip
+
+
+@bounded(maxsize=_MOST_PLANS)
 def dense_plan(
-    q_heads: tuple[int, int], kv_heads: int, lengths: tuple[int, int], blocks: tuple[int, int], device: torch.device
+    q_heads: tuple[int, int], kv_heads: int, tokens: tuple[int, int], blocks: tuple[int, int], device: torch.device
 ) -> Plan:
     """The plan of a mask with every tile full, which stores nothing that grows with `Nq * Nk`."""
     refuse_to_record(device)
-    (q_len, k_len), (block_q, block_k) = lengths, blocks
+    (q_len, k_len), (block_q, block_k) = tokens, blocks
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     end_q, end_k = q_len - (row_blocks - 1) * block_q, k_len - (col_blocks - 1) * block_k
-    words = torch.cat(
-        [
-            bitmask.rectangle(block_q, block_k, block_q, end_k, device),  # tile 1: the last column
-            bitmask.rectangle(block_q, block_k, end_q, block_k, device),  # tile 2: the last row
-            bitmask.rectangle(block_q, block_k, end_q, end_k, device),  # tile 3: the corner
-        ]
-    ).view(-1)
+    cut = (
+        (block_q, end_k),
+        (end_q, block_k),
+        (end_q, end_k),
+    )  # tiles 1 to 3: the last column, the last row, the corner
+    host = torch.device("cpu")
+    (words,) = to_device(
+        [torch.cat([bitmask.rectangle(block_q, block_k, *live, host) for live in cut]).view(-1)], device
+    )
     last_col, last_row = (1 if end_k < block_k else 0), (2 if end_q < block_q else 0)
-    corner = last_col + last_row
-    rows = _dense_lists(row_blocks, col_blocks, last_col, last_row, corner, words, Tiling(block_q, block_k))
-    columns = _dense_lists(col_blocks, row_blocks, last_row, last_col, corner, words, Tiling(block_k, block_q))
+
+    def make(axis: int) -> TileLists:
+        if axis == 0:
+            return _dense_lists(row_blocks, col_blocks, last_col, last_row, words, Tiling(block_q, block_k))
+        return _dense_lists(col_blocks, row_blocks, last_row, last_col, words, Tiling(block_k, block_q))
+
+    lists = MaskLists(
+        make, 1, tokens, countable=False, lasting=True, device=device,
+        pattern=torch.zeros(1, 1, dtype=torch.int32, device="cpu"),
+    )  # fmt: skip
     pattern = torch.zeros(q_heads, dtype=torch.int32, device=device)
-    total = row_blocks * col_blocks * q_heads[0] * q_heads[1]
-    return Plan(rows, columns, pattern, kv_heads, lengths, total, shared=True, countable=False, lasting=True)
+    return Plan(lists, pattern, kv_heads, row_blocks * col_blocks)
 
 
-def _dense_lists(
-    rows: int, cols: int, last_col: int, last_row: int, corner: int, words: Tensor, tiling: Tiling
-) -> Lists:
+def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tensor, tiling: Tiling) -> TileLists:
     """Two lists serve all rows: one for the last, whose tiles may all be cut, and one for the others."""
-    device = words.device
-    index = torch.arange(cols, dtype=torch.int32, device=device)
-    tile = torch.zeros(2, cols, dtype=torch.int32, device=device)
+    index = torch.arange(cols, dtype=torch.int32, device="cpu")
+    tile = torch.zeros(2, cols, dtype=torch.int32, device="cpu")
     tile[0, -1] = last_col
     tile[1] = last_row
-    tile[1, -1] = corner
-    start = torch.zeros(rows, dtype=torch.int32, device=device)
+    tile[1, -1] = last_col + last_row
+    start = torch.zeros(rows, dtype=torch.int32, device="cpu")
     start[-1] = cols
-    full = torch.full((rows,), cols - (last_col > 0), dtype=torch.int32, device=device)
+    full = torch.full((rows,), cols - (last_col > 0), dtype=torch.int32, device="cpu")
     if last_row:
         full[-1] = 0
-    count = torch.full((rows,), cols, dtype=torch.int32, device=device)
+    count = torch.full((rows,), cols, dtype=torch.int32, device="cpu")
     index, tile = one_more(torch.cat([index, index])), one_more(tile.view(-1))
-    return Lists(start, full, count, index, tile, words, tiling, cols)
+    return TileLists(start, full, count, index, tile, words, tiling, cols)
 
 
-def _items(lists: Lists, pattern: Tensor, length: int, tile: int) -> Items:
+def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
     """Work items for `pattern [B, H, group]`, in the order of their numbers: W = B * H * T."""
     batch, heads, group = pattern.shape
     device = pattern.device
@@ -237,7 +251,7 @@ def _items(lists: Lists, pattern: Tensor, length: int, tile: int) -> Items:
     return Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
 
 
-def _in_start_order(items: Items, lists: Lists) -> Tensor:
+def _in_start_order(items: Items, lists: TileLists) -> Tensor:
     """What the kernels read: int32 `[W, group, 8]`, in the order in which programs start.
 
     An item is `(batch and head and tile as one number, start, full, count)` of its list, then the first full block,

@@ -10,30 +10,30 @@ from torch import Tensor
 
 from sparseflash.backends.triton.schedule.gather import gathered_keys, gathered_queries
 from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, candidates, choose, usual_warps
-from sparseflash.backends.triton.schedule.worklists import Lists, full_first
+from sparseflash.backends.triton.schedule.worklists import TileLists, full_first
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.cache import once
 from sparseflash.blockmask.csr import row_of_entry
 
 
-class Retiled:
-    """`axis` is 0 for lists over rows, which hold queries and stream keys, 1 for those over columns.
+class Retiling:
+    """One for each mask, shared by its plans.
 
-    Kept with the indices of the mask, for all plans.
+    `axis` is 0 for lists over rows, which hold queries and stream keys, 1 for those over columns.
     """
 
     def __init__(
         self, indptr: Tensor, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor, lengths: tuple[int, int],
         block: tuple[int, int],
     ) -> None:  # fmt: skip
-        self._arrays = indptr, indices.detach(), tile  # not what this is kept with, which could not be freed then
+        self._arrays = indptr, indices, tile  # not the tensor that this is cached with, which could not be freed then
         self._words, self._pattern = words, pattern
         self._lengths, self._block = lengths, block
-        self._kept: dict[Any, Any] = {}
+        self._made: dict[Any, Any] = {}
 
-    def lists(self, axis: int, tiling: Tiling) -> Lists:
+    def lists(self, axis: int, tiling: Tiling) -> TileLists:
         """The lists of that tiling, with exactly the live scores of the mask."""
-        made: Lists = self._once(("lists", axis, tiling), lambda: self._lists(axis, tiling))
+        made: TileLists = self._once(("lists", axis, tiling), lambda: self._lists(axis, tiling))
         return made
 
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling:
@@ -70,7 +70,7 @@ class Retiled:
         each = torch.bincount(found // blocks[1 - axis])
         return int((-(-each // (tiling.streamed // tiling.gathered))).sum())
 
-    def _lists(self, axis: int, tiling: Tiling) -> Lists:
+    def _lists(self, axis: int, tiling: Tiling) -> TileLists:
         streamed = tiling.gathered or tiling.streamed
         block = (tiling.held, streamed) if axis == 0 else (streamed, tiling.held)
         mask: BlockMask = self._once(("mask", block), lambda: self._mask().reblock(block))
@@ -80,9 +80,11 @@ class Retiled:
         return full_first(*arrays, mask.words, tiling)
 
     def _mask(self) -> BlockMask:
-        (block_q, block_k), words = self._block, self._words
-        bits = words.view(-1, block_q, bitmask.words_per_row(block_k))[:-1]
+        block_q, block_k = self._block
+        bits = self._words.view(-1, block_q, bitmask.words_per_row(block_k))
+        if not bool((self._arrays[2] > 0).any()):  # then the words are one dead tile that nobody uses
+            bits = bits[:0]
         return BlockMask(*self._lengths, block_q, block_k, *self._arrays, bits, self._pattern)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        return once(self._kept, key, make)
+        return once(self._made, key, make)

@@ -2,9 +2,10 @@
 
 An item far longer than the rest (the row of a global token, or the column) would still run when all others are done.
 Its list is cut into chunks of nearly equal length, each an item of its own that writes partial results to a workspace;
-`combine.py` merges them in the order of the list. What is cut depends on the mask and the shapes alone, so the same
-call gives the same bits at every run; it does depend on batch size and heads, which say what else there is
-to do.
+`portable/combine.py` merges them in the order of the list.
+
+What is cut depends on the rows of one (batch element, head) alone, never on how many of those there are: a row has the
+same bits alone and in any batch.
 """
 
 from __future__ import annotations
@@ -14,49 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-class Rule(NamedTuple):
-    """When cutting is worth it; lengths are those of items, in tiles of the mask.
-
-    Programs start longest first, so with `mean = sum of lengths / slots` the last one ends at about
-    `max(mean, longest)`, and what cutting can win is `longest / mean`. Slots are the programs that run at a time, by
-    `configs.resident_programs`. Simulated for 16384 tokens, tiles walked by the busiest slot before and after:
-
-        2 global rows and columns, window 3, 3 random    slots   longest   mean
-        blocks of 128, D = 128, 16 heads, forward          264       128     75    128 -> 78
-                                          dK/dV            264       128    150    not cut (156)
-                       D = 64, 32 heads, forward           396       128    201    not cut (204)
-                       D = 128, 1 head, forward            264       128      4    128 -> 16
-        blocks of 64, D = 64, 32 heads, forward            528       256    153    256 -> 158
-        blocks of 16, D = 64, 32 heads, forward           2112      1024    154    1024 -> 160
-        causal, dense: D = 128, 16 heads, forward          264       128    500 and more: not cut
-
-    On an H100 a score of the two that are not cut took as long as under a butterfly, or 4 % longer; while they were not
-    cut, that in blocks of 64 took 1.35 times as long, and that in blocks of 16 four times.
-
-    A chunk costs about half a tile, to write and read its part, and the merge is one more kernel of a few
-    microseconds, two tiles or so. So no chunk is shorter than 16 tiles.
-
-    Where lists are alike (dense, causal) and merely fewer than there are slots, the model promises more than there is
-    to win: a program that has a multiprocessor to itself runs faster than one of two. There most of the slots must be
-    idle before anything is cut, as they are in attention of a few queries to very many keys.
-    """
-
-    # Of an H100; a constant, so that bits do not depend on the GPU beyond the configuration that it takes.
-    multiprocessors: int = 132
-    fewest: int = 2048  # tokens a chunk, or
-    fewest_tiles: int = 16  # of as many tokens as a program holds, if that is less
-    far: float = 4.0  # times the mean item is what counts as far longer than the rest
-    worth: float = 1.5  # times the chunk must the longest item be, if it is far longer than the rest,
-    worth_alike: float = 4.0  # or else
-
-    def shortest(self, held: int) -> int:
-        """Tokens of the shortest chunk."""
-        return min(self.fewest, self.fewest_tiles * held)
-
-
-RULE = Rule()
-NEVER = Rule(fewest=1 << 40, fewest_tiles=1 << 40)  # nothing is cut
+from sparseflash.backends.triton.configs import SPLITS
 
 
 class Items(NamedTuple):
@@ -78,47 +37,41 @@ class Cuts(NamedTuple):
 
 
 def cuts_of(
-    size: Tensor,
-    block: int,
-    held: int,
-    resident: int,
-    *,
-    most: int,
-    total: int | None,
-    each: int | None,
+    size: Tensor, tiles: int, block: int, held: int, resident: int, *, most: int, total: int | None, each: int | None,
     countable: bool,
-) -> Cuts | None:
+) -> Cuts | None:  # fmt: skip
     """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None: no item is.
 
-    held: tokens of the tile that the program of an item holds; resident: how many programs a multiprocessor runs at a
-    time.
+    tiles: how many items in a row are those of one head. held: tokens of the tile that the program of an item holds.
+    resident: how many programs a multiprocessor runs at a time.
 
-    Needs numbers on the host: `each`, the tiles of every item, if it is known there; else, if `countable`, one copy
-    of two numbers from the device, saved where `most`, which none exceeds, and `total`, if it is known, already say
-    that nothing is cut.
+    Needs numbers on the host: `each`, the tiles of every item, if it is known there; else, if `countable`, one copy of
+    two numbers from the device, saved where `most`, which none exceeds, and `total`, the tiles of a head if that is
+    known, already say that nothing is cut.
     """
-    slots, shortest = RULE.multiprocessors * resident, -(-RULE.shortest(held) // block)
-    if most <= RULE.worth * max(shortest, 0 if total is None else total // slots):
+    slots = SPLITS.multiprocessors * resident // SPLITS.heads
+    shortest = -(-SPLITS.shortest(held) // block)
+    if most <= SPLITS.worth * max(shortest, 0 if total is None else total // slots):
         return None
     if each is not None:
         items = len(size)
-        pieces = int(_chunks(torch.full((items,), each, device="cpu"), slots, shortest)[0])
+        pieces = int(_chunks(torch.full((1, tiles), each, device="cpu"), slots, shortest)[0, 0])
         if pieces == 1:
             return None
         return Cuts(torch.full((items,), pieces, device=size.device), pieces * items, items)
     if not countable:
         return None
-    chunks = _chunks(size.sum(1), slots, shortest)
+    chunks = _chunks(size.sum(1).view(-1, tiles), slots, shortest).view(-1)
     total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
     return Cuts(chunks, total, cut) if cut else None
 
 
 def _chunks(lengths: Tensor, slots: int, shortest: int) -> Tensor:
-    """The rule: int64 [W]. With chunks of at least the mean there are at most `slots` more items than before."""
-    total, longest = lengths.sum(), lengths.max()
+    """The rule: int64 `[heads, tiles]`. As no chunk is below the mean, there are at most `slots` more items a head."""
+    total, longest = lengths.sum(1, keepdim=True), lengths.amax(1, keepdim=True)
     chunk = (-(-total // slots)).clamp(min=shortest)
-    is_far = longest * len(lengths) > RULE.far * total
-    worth = torch.where(is_far, longest > RULE.worth * chunk, longest > RULE.worth_alike * chunk)
+    is_far = longest * lengths.shape[1] > SPLITS.far * total
+    worth = torch.where(is_far, longest > SPLITS.worth * chunk, longest > SPLITS.worth_alike * chunk)
     return torch.where(worth & (lengths > chunk), -(-lengths // chunk), 1)
 
 

@@ -28,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from sparseflash.backends.triton.configs import TILE_COSTS
+
 Tile = tuple[int, int]  # tokens held, tokens streamed
 Warps = Callable[[Tile, bool], int]  # that walk such tiles; whether they are gathered
 
@@ -45,33 +47,20 @@ class Tiling(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a kernel costs under a tiling, in units of the products of 64 x 64 scores on tensor cores.
+    """What a kernel costs under a tiling, in units of the products of 64 x 64 scores; see `configs.TILE_COSTS`."""
 
-    In half precision from times of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64 and 128 channels,
-    three kernels), near the fits of `python -m experiments.blocks.fit --shipped
-    experiments/results/speed/blocks-h100-49b1c4b/*.csv`, and moved to where they choose best: for 23 masks and kernels
-    what they choose takes 2 % longer than the fastest that was timed on the average, at most 25 %. The times themselves
-    are off by a quarter.
-    """
-
-    # Of 64 streamed tokens: in one piece, most of which goes on while others are multiplied; and gathered, where every
-    # thread has addresses to compute.
-    loading: float = 0.1
-    loading_gathered: float = 0.6
-    # Every step of four warps, or more. Fewer wait as long, but leave room for more programs meanwhile.
-    step: float = 0.45
-    # Every program: to find its work, read what it holds and write its results.
-    program: float = 1.9
-    # Another tiling than the mask's own has to be made, and more of its tiles are partial: it must cost at most this
-    # part.
-    worth: float = 0.9
+    loading: float  # of 64 streamed tokens in one piece
+    loading_gathered: float  # the same where they are gathered
+    step: float  # of four warps, or more
+    program: float
+    worth: float  # another tiling than the mask's own must cost at most this part
 
     def of_step(self, held: int, streamed: int, *, gathered: bool = False, warps: int | None = None) -> float:
         """One step of a tile of `held` tokens over `streamed` ones. `warps`: None for the usual ones.
 
-        >>> round(Cost().of_step(64, 64), 2), round(Cost().of_step(64, 128), 2)
+        >>> round(HALF.of_step(64, 64), 2), round(HALF.of_step(64, 128), 2)
         (1.55, 2.65)
-        >>> round(16 * Cost().of_step(16, 16), 2)  # for as many scores
+        >>> round(16 * HALF.of_step(16, 16), 2)  # for as many scores
         3.2
         """
         scores = held * streamed
@@ -102,9 +91,7 @@ def step_of(tiling: Tiling, tile: Tile) -> Tile:
     return min(tiling.held, tile[0]), min(tiling.streamed, tile[1])
 
 
-HALF = Cost()
-# Full fp32 multiplies six times and loads three times as much: estimates.
-FP32 = Cost(loading=0.05, loading_gathered=0.3, step=0.1, program=0.4)
+HALF, FP32 = Cost(**TILE_COSTS["half"]), Cost(**TILE_COSTS["fp32"])
 
 
 def candidates(block: Tile, whole: Tile, gathered: Tile) -> list[Tiling]:

@@ -1,8 +1,8 @@
-"""The lists of tiles that the kernels walk: one for every row of tiles, or for every column."""
+"""The lists of tiles that the kernels walk, one for every row or column of tiles, and the items that point to them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ from torch import Tensor
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.streams import ReadyEvent
+from sparseflash.blockmask.transfer import to_device
 
 
 @dataclass(frozen=True)
-class Lists:
+class TileLists:
     """The tile list of every row (or column): row r has the tiles `start[r] : start[r] + count[r]`.
 
     The first `full[r]` of them are full. Tile t lies at block `index[t]`, and `tile[t]` is 0 or the number of its bits
@@ -30,14 +31,51 @@ class Lists:
     words: Tensor  # int32, the bits of the partial tiles one after the other, as `BlockMask.words`
     tiling: Tiling
     each: int | None = None  # every count, if they are equal and the host knows
-    made: ReadyEvent = field(init=False, repr=False, compare=False)
+    ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        made = ReadyEvent((self.start, self.full, self.count, self.index, self.tile, self.words))
-        object.__setattr__(self, "made", made)
+        ready = ReadyEvent((self.start, self.full, self.count, self.index, self.tile, self.words))
+        object.__setattr__(self, "ready", ready)
+
+    def to(self, device: torch.device) -> TileLists:
+        """The same lists on another device; themselves if they are there."""
+        if self.index.device == device:
+            return self
+        words = self.words.to(device)  # those of the mask are there already
+        start, full, count, index, tile = to_device(
+            (self.start, self.full, self.count, self.index, self.tile), device
+        )  # fmt: skip
+        return TileLists(start, full, count, index, tile, words, self.tiling, self.each)
 
 
-def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> Lists:
+@dataclass(frozen=True)
+class Worklist:
+    """What a kernel over rows or columns walks: its work items, and the lists that they point into."""
+
+    work: Tensor  # int32 [W, group, 8], see plan.py
+    index: Tensor
+    tile: Tensor
+    words: Tensor
+    parts: int = 0  # items that are chunks of longer ones, and write partial results
+    merged: Tensor | None = None  # int32 [items that are cut, 4], see splits.py
+    ready: ReadyEvent = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ready = ReadyEvent((self.work, self.index, self.tile, self.words, self.merged))
+        object.__setattr__(self, "ready", ready)
+
+    def to(self, device: torch.device) -> Worklist:
+        """The same on another device; itself if it is there."""
+        if self.work.device == device:
+            return self
+        arrays = [self.work, self.index, self.tile, *([] if self.merged is None else [self.merged])]
+        words = [] if self.words.device == device else [self.words]  # those of the mask may be there already
+        work, index, tile, *rest = to_device((*arrays, *words), device)
+        moved = rest.pop() if words else self.words
+        return replace(self, work=work, index=index, tile=tile, words=moved, merged=rest[0] if rest else None)
+
+
+def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
     """The lists of compressed sparse rows, in the order of each row but full tiles before partial ones."""
     rows = row_of_entry(indptr, len(index))
     partial = tile > 0
@@ -45,7 +83,7 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
     partial_before = torch.cat([indptr.new_zeros(1), partial.cumsum(0, dtype=torch.int32)])
     count = indptr.diff()
     full = count - partial_before[indptr.long()].diff()
-    return Lists(indptr[:-1], full, count, one_more(index[order]), one_more(tile[order]), words, tiling)
+    return TileLists(indptr[:-1], full, count, one_more(index[order]), one_more(tile[order]), words, tiling)
 
 
 def one_more(array: Tensor) -> Tensor:

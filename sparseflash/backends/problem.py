@@ -1,0 +1,71 @@
+"""One attention as every backend gets it: the mask's arrays and the numbers that go with them.
+
+Its fields are the arguments of the registered operators behind q, k and v, in this order: who adds one here adds it to
+the operators, and to what their backward is given.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+
+
+class Problem(NamedTuple):
+    """What is asked of a backend, beside q, k and v. The arrays are those of a `BlockMask`; all None: dense attention.
+
+    >>> Problem.of(None, scale=0.125).block_q
+    128
+    """
+
+    indptr: Tensor | None
+    indices: Tensor | None
+    tile: Tensor | None
+    words: Tensor | None  # `BlockMask.words`
+    pattern: Tensor | None
+    lengths: Tensor | None  # int32 [2, B]: live queries and live keys
+    block_q: int
+    block_k: int
+    scale: float
+    seed: Tensor | None = None  # of the dropout, one int64; None: nothing is dropped
+    dropped: int = 0  # of 256 weights
+    kernels: str = ""  # which kernels of the Triton backend must be taken; "": those that it picks
+
+    @classmethod
+    def of(
+        cls, mask: BlockMask | None, *, scale: float, batch: int = 1, seed: Tensor | None = None, dropped: int = 0,
+        kernels: str = "",
+    ) -> Problem:  # fmt: skip
+        """The problem of a mask; `batch`: that of the queries, for lengths that are one number for all."""
+        if mask is None:
+            return cls(None, None, None, None, None, None, DENSE_BLOCK, DENSE_BLOCK, scale, seed, dropped, kernels)
+        lengths = mask.lengths
+        if lengths is not None and lengths.shape[1] != batch:
+            lengths = lengths.expand(2, batch).contiguous()
+        return cls(
+            mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths, mask.block_q, mask.block_k,
+            scale, seed, dropped, kernels,
+        )  # fmt: skip
+
+
+DENSE_BLOCK = 128  # tokens a tile, where there is no mask that says
+
+# The types of the fields in the operators' schemas.
+_TYPES = {
+    "block_q": "SymInt", "block_k": "SymInt", "scale": "float", "seed": "Tensor?", "dropped": "int", "kernels": "str",
+}  # fmt: skip
+
+
+def schema() -> str:
+    """The arguments of an operator that are a problem.
+
+    >>> schema()  # doctest: +ELLIPSIS
+    'Tensor? indptr, ..., float scale, Tensor? seed=None, int dropped=0, str kernels=""'
+    """
+    defaults = {name: '""' if value == "" else value for name, value in Problem._field_defaults.items()}
+    return ", ".join(
+        f"{_TYPES.get(name, 'Tensor?')} {name}" + (f"={defaults[name]}" if name in defaults else "")
+        for name in Problem._fields
+    )

@@ -1,0 +1,36 @@
+"""What the GPU at hand can do, and how PyTorch is told to multiply there."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseflash.backends.triton.launcher import OLDEST
+from sparseflash.blockmask.cache import bounded
+
+INTERPRETED_AS = (9, 0)  # the interpreter on the CPU stands for an H100, so that its tiles are tested
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else INTERPRETED_AS
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether PyTorch multiplies fp32 matrices in TF32 now."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9 and later; asking the old way there may raise
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
+
+
+@bounded(maxsize=64)
+def check_device(device: torch.device) -> None:
+    """Raises RuntimeError if the kernels do not run there."""
+    if torch.version.hip is not None:
+        raise RuntimeError("the triton backend is not tested on AMD GPUs; use backend='blockwise'.")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        raise RuntimeError(
+            "the triton backend needs compute capability 8.0 (Ampere) or newer; "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. Use backend='blockwise'."
+        )

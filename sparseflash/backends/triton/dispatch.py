@@ -1,0 +1,118 @@
+"""Which kernels run: those of the first family that can do what a call asks, or of the one that is asked for.
+
+A family is a folder of kernels with two classes, a forward and a backward, and a function that says why it cannot serve
+a request. To add one: write its folder, and list it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.schedule.plan import Plan
+
+
+class Setting(NamedTuple):
+    """What decides the kernels of a problem, beside the layout of its tensors."""
+
+    plan: Plan
+    capability: tuple[int, int]
+    block: tuple[int, int]
+    tf32: bool
+    lengths: bool
+    dropout: bool
+
+
+class Request(NamedTuple):
+    """What a call asks, as far as it decides which kernels can serve it."""
+
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    dims: tuple[int, int]  # D and Dv
+    block: tuple[int, int]
+    lengths: bool
+    dropout: bool
+    dynamic: bool  # the mask was made on the device, and may be used once
+
+    @classmethod
+    def of(cls, setting: Setting, q: Tensor, v: Tensor) -> Request:
+        """The request of a problem with that setting."""
+        return cls(
+            setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
+            not setting.plan.lists.lasting,
+        )  # fmt: skip
+
+
+class ForwardPass(Protocol):
+    """A forward, prepared for tensors of one layout."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(out, lse, kept)`; `kept` is what the backward of the same family wants beside them."""
+
+    def launches(self) -> list[Launch]:
+        """All kernels that a call launches."""
+
+
+class BackwardPass(Protocol):
+    """A backward, prepared for tensors of one layout."""
+
+    def __call__(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`(dq, dk, dv)`."""
+
+    def launches(self) -> list[Launch]:
+        """All kernels that a call launches."""
+
+
+class Family(NamedTuple):
+    """Kernels that belong together. What makes their passes, and of what, is in `portable/passes.py`."""
+
+    name: str
+    refuses: Callable[[Request], str | None]  # why it cannot serve a request; None if it can
+    passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what makes them
+
+
+def _portable_passes() -> Any:
+    from sparseflash.backends.triton.portable.passes import backward, forward
+
+    return forward, backward
+
+
+def _portable_refuses(request: Request) -> str | None:
+    return None  # what no kernel can do has been refused before
+
+
+FAMILIES = (Family("portable", _portable_refuses, _portable_passes),)  # the fastest first
+
+
+class Decision(NamedTuple):
+    """The family that serves a request, and why those before it do not."""
+
+    family: Family
+    refusals: dict[str, str]
+
+
+def decide(request: Request, wanted: str = "") -> Decision:
+    """The family to serve a request; `wanted`: the name of the only one that may.
+
+    Raises ValueError if that one is not known or cannot.
+    """
+    refusals: dict[str, str] = {}
+    for family in FAMILIES:
+        if wanted not in ("", family.name):
+            continue
+        reason = family.refuses(request)
+        if reason is None:
+            return Decision(family, refusals)
+        refusals[family.name] = reason
+    if wanted not in [family.name for family in FAMILIES]:
+        raise ValueError(f"kernels must be of {', '.join(family.name for family in FAMILIES)}; got {wanted!r}.")
+    raise ValueError(f"the {wanted} kernels cannot serve this call: {refusals[wanted]}.")

@@ -1,0 +1,128 @@
+"""Which tiles, loads and arithmetic a portable kernel takes for the tensors at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton.alignment import is_aligned
+from sparseflash.backends.triton.configs import (
+    PRODUCTS_FOR_TILINGS,
+    Arithmetic,
+    Config,
+    Kernel,
+    arithmetic_of,
+    config_for,
+    has_room_for_pieces,
+    held_first,
+    padded_dims,
+    roomier,
+)
+from sparseflash.backends.triton.dispatch import Setting
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling
+
+_ANY_BLOCK = (256, 256)
+
+
+class Choice(NamedTuple):
+    """How one kernel runs."""
+
+    config: Config
+    tiling: Tiling  # of the lists that it walks
+    descriptors: bool  # tiles are loaded by the copy engine
+    describes_rows: bool  # and so are numbers of queries, where they are streamed
+    arithmetic: Arithmetic
+    pieces: bool  # tensors lie in pieces, see fp32_split.py
+    padded: tuple[int, int]  # columns of the tiles of queries and keys, and of values
+
+
+class Chooser:
+    """Chooses for a kernel and tensors of one layout; the tiles that it walks depend on the plan as well."""
+
+    def __init__(self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor]) -> None:
+        """dims: D and Dv. loaded: the tensors whose tiles the kernel holds or streams; q, k and v first."""
+        q, v = loaded[0], loaded[2]
+        self._kernel, self._capability = kernel, setting.capability
+        self._lengths, self._dropout = setting.lengths, setting.dropout
+        self._pieces = q.ndim == 5
+        self._arithmetic = arithmetic_of(torch.float32 if self._pieces else q.dtype, setting.tf32)
+        if self._pieces:
+            self._padded = q.shape[-1], v.shape[-1]
+        else:
+            # Matrix instructions read pieces in bf16 where tiles are split as they are multiplied, too.
+            itemsize = 2 if self._arithmetic == "fp32" else q.element_size()
+            self._padded = padded_dims(*dims, setting.capability, itemsize)
+        self._may_describe = setting.capability >= (9, 0) and all(map(can_describe, loaded))
+        self._block = setting.block
+        self._products_a_tile = setting.block[0] * setting.block[1] * sum(dims)
+        self._choices: dict[Tiling, Choice] = {}
+
+    def choice(self, plan: Plan) -> Choice:
+        """How the kernel runs with this plan."""
+        tiling = self._tiling(plan) or Tiling(*held_first(self._kernel, self._block))
+        chosen = self._choices.get(tiling)
+        if chosen is None:
+            chosen = self._choices[tiling] = self._choose(tiling)
+        return chosen
+
+    def _tiling(self, plan: Plan) -> Tiling | None:
+        """The tiling to walk; None for the tiles of the mask."""
+        if plan.lists.retiling is None or plan.tiles_per_head * self._products_a_tile < PRODUCTS_FOR_TILINGS:
+            return None
+        whole, gathered = (
+            held_first(self._kernel, self._config(_ANY_BLOCK, descriptors)[:2])
+            for descriptors in (self._may_describe, False)
+        )
+        cost = FP32 if self._arithmetic == "fp32" else HALF
+        return plan.tiling(int(self._kernel == "dk_dv"), whole, gathered, cost, self._warps)
+
+    def _choose(self, tiling: Tiling) -> Choice:
+        block = held_first(self._kernel, (tiling.held, tiling.streamed))
+        # Tiles too small for the matrix instructions that read shared memory are multiplied from registers, and so are
+        # all where there are none; wide heads, and pieces, cannot afford that tiles come through shared memory, too.
+        from_shared = self._capability[0] in (9, 10) and min(block) >= 64
+        if self._pieces:
+            held = held_first(self._kernel, self._config(block, True)[:2])[0]
+            from_shared = self._capability[0] in (9, 10) and held >= 64
+        few_registers = max(self._padded) <= 128 and self._arithmetic != "fp32"
+        descriptors = self._may_describe and tiling.gathered == 0 and (few_registers or from_shared)
+        config = roomier(self._config(block, descriptors), lengths=self._lengths, dropout=self._dropout)
+        # The copy engine writes to multiples of 128 bytes of shared memory; 16 numbers are fewer.
+        describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
+        return Choice(config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded)
+
+    def _config(self, block: tuple[int, int], descriptors: bool) -> Config:
+        return config_for(
+            self._kernel, self._capability, self._arithmetic, max(self._padded), block, descriptors
+        )  # fmt: skip
+
+    def _warps(self, tile: Tile, is_gathered: bool) -> int:
+        return self._config(held_first(self._kernel, tile), self._may_describe and not is_gathered).num_warps
+
+
+def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
+    """Whether fp32 tensors are split into pieces before they are multiplied.
+
+    To read and write a key once costs about what reading it twice does. How often a key is read depends on the mask;
+    that of a few queries reads it seldom, which the number of their tiles tells.
+    """
+    if q.dtype != torch.float32 or setting.tf32:
+        return False
+    padded = padded_dims(q.shape[-1], v.shape[-1], setting.capability, itemsize=2)
+    if not has_room_for_pieces(setting.capability, max(padded)):
+        return False
+    return group * -(-q.shape[2] // setting.block[0]) >= 2
+
+
+def can_describe(x: Tensor) -> bool:
+    """Whether the copy engine can read it: rows at multiples of 16 bytes, nothing broadcast."""
+    return is_aligned(x) and all(describable_strides(x))
+
+
+def describable_strides(x: Tensor) -> list[int]:
+    """The strides as descriptors want them: that of a dimension of size 1 is never used, but must look right."""
+    return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]

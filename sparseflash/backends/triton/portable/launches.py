@@ -1,0 +1,182 @@
+"""The portable kernels for tensors of one layout, and bound to the work of one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton.configs import Kernel, resident_programs
+from sparseflash.backends.triton.dispatch import Setting
+from sparseflash.backends.triton.launcher import Describe, Launch, Variant
+from sparseflash.backends.triton.portable.backward import dk_dv_kernel, dq_kernel
+from sparseflash.backends.triton.portable.choice import Choice, Chooser, describable_strides
+from sparseflash.backends.triton.portable.forward import forward_kernel
+from sparseflash.backends.triton.portable.fp32_split import COUNT, precision_of
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import Worklist
+from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.dropout import amplification
+
+LOG2E = 1.4426950408889634
+FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
+# Examples of arguments that only some calls have.
+SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
+SOME_LENGTHS = torch.empty(2, 16, dtype=torch.int32, device="meta")
+SOME_SEED = torch.empty(1, dtype=torch.int64, device="meta")
+
+_variants = BoundedDict(512)
+
+
+class Numbers(NamedTuple):
+    """The numbers that kernels get beside tensors."""
+
+    heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    dims: tuple[int, int]  # D and Dv
+    scale: float
+    dropped: int
+
+
+class Bound(NamedTuple):
+    """A kernel with the work of a plan.
+
+    `launch` is called with tensors like the examples of its layout, then what `extra` gives.
+    """
+
+    launch: Launch
+    work: Worklist
+    choice: Choice
+    tile: int  # of the tokens that a program holds
+
+    def extra(self, parts: Tensor | None, lengths: Tensor | None, seed: Tensor | None) -> list[Any]:
+        """The last arguments of a call."""
+        given: list[Any] = [] if parts is None else [parts]
+        if lengths is not None:
+            given += [lengths, lengths.stride(0)]
+        return given if seed is None else [*given, seed]
+
+
+class KernelLayout:
+    """A kernel over tiles of queries or of keys, for tensors of one layout and any plan."""
+
+    def __init__(
+        self, kernel: Kernel, setting: Setting, numbers: Numbers, tiles: Mapping[str, Tensor],
+        varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
+        means: bool = False,
+    ) -> None:  # fmt: skip
+        """From examples on the meta device, by the names of the kernel's arguments.
+
+        tiles: what is loaded by tiles that it walks; q, k and v first. varying: what else each call gives. strides: the
+        tensors whose strides it is told. row_stride: of numbers of queries. means: dq_kernel for what comes before dQ.
+        """
+        self.kernel, self.numbers = kernel, numbers
+        self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
+        self.device = setting.plan.device
+        self._chooser = Chooser(kernel, setting, numbers.dims, list(tiles.values()))
+        self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
+        self._row_stride, self._means = row_stride, means
+        self._launches: dict[tuple[Tiling, bool], Launch] = {}  # without work; few tilings exist
+
+    def bind(self, plan: Plan) -> Bound:
+        """The kernel with the work of a plan."""
+        over_columns = self.kernel == "dk_dv"
+        choice = self._chooser.choice(plan)
+        config = choice.config
+        tile = config.block_n if over_columns else config.block_m
+        itemsize = 2 * COUNT if choice.pieces else self._tiles["q"].element_size()
+        resident = resident_programs(self.kernel, config, max(choice.padded), itemsize)
+        work = plan.worklist(int(over_columns), tile, choice.tiling, resident=resident)
+        key = choice.tiling, work.merged is not None
+        unbound = self._launches.get(key)
+        if unbound is None:
+            unbound = self._launches[key] = self._unbound(choice, tile, split=work.merged is not None)
+        launch = unbound.bound(
+            len(work.work), work_ptr=work.work, index_ptr=work.index, tile_ptr=work.tile, words_ptr=work.words
+        )
+        return Bound(launch, work, choice, tile)
+
+    def _unbound(self, choice: Choice, tile: int, *, split: bool) -> Launch:
+        numbers, config, padded = self.numbers, choice.config, choice.padded
+        over_columns = self.kernel == "dk_dv"
+        held, streamed = choice.tiling.held, choice.tiling.streamed
+        block_q, block_k = (streamed, held) if over_columns else (held, streamed)
+        constants: dict[str, Any] = {
+            "D": numbers.dims[0], "DV": numbers.dims[1], "PADDED_D": padded[0], "PADDED_DV": padded[1],
+            "BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+            "GATHERED": choice.tiling.gathered, "HAS_LENGTHS": self.lengths, "DROPOUT": self.dropout,
+            "KEEP": choice.arithmetic != "half", "TMA": choice.descriptors,
+            "PRECISION": precision_of(choice.arithmetic, self.capability, in_pieces=choice.pieces),
+        }  # fmt: skip
+        constants |= {
+            "forward": {"Q_IN_REGISTERS": config.q_in_registers},
+            "dk_dv": {"ROWS_TMA": choice.describes_rows},
+            "dq": {"DELTA": self._means},
+        }[self.kernel]
+        count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
+        numbers_by_name: dict[str, Any] = {
+            "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
+            "scale": numbers.scale, "qk_scale": numbers.scale * LOG2E, "one": 1.0,
+            "heads": numbers.kv_heads if over_columns else numbers.heads, "group": numbers.heads // numbers.kv_heads,
+            "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
+            "row_stride": self._row_stride, "lengths_stride": 0,
+            **{f"{name}_strides": strides_of(x) for name, x in self._strides.items()},
+        }  # fmt: skip
+        examples: dict[str, Any] = {**self._tiles, **self._varying}
+        if split:
+            examples["parts_ptr"] = SOME_PARTS
+        if self.lengths:
+            examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
+        if self.dropout:
+            examples["seed_ptr"] = SOME_SEED
+        return launch_of(
+            FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
+            num_warps=config.num_warps, num_stages=config.num_stages, registers=config.registers,
+        )  # fmt: skip
+
+    def _descriptors(self, choice: Choice) -> dict[str, Describe]:
+        """What the kernel takes as descriptors."""
+        config, padded, made = choice.config, choice.padded, {}
+        if choice.descriptors:
+            tokens = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
+            for name, x in self._tiles.items():
+                # Pieces lie side by side, as columns of one matrix.
+                shape = [*x.shape[:3], x.stride(2)] if x.ndim == 5 else list(x.shape)
+                box = [1, 1, tokens[name], padded[name in ("v", "dout")]]
+                made[name] = Describe(x, shape, describable_strides(x), box)
+        if choice.describes_rows:
+            for name in ("lse2", "delta"):
+                batch, heads, stride = self._varying[name].shape
+                shape = [batch * heads, self.numbers.q_len]
+                made[name] = Describe(self._varying[name], shape, [stride, 1], [1, config.block_m])
+        return made
+
+
+def launch_of(
+    function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
+    device: torch.device, described: Mapping[str, Describe], **options: int,
+) -> Launch:  # fmt: skip
+    """A launch without work, of the variant that all layouts share to which Triton specialises in the same way.
+
+    Arguments that are neither constants, numbers nor examples are None, or the arrays that it is bound to.
+    """
+    fixed = {name: numbers.get(name) for name in function.arg_names if name not in {**constants, **examples}}
+    key = (
+        function.__name__, device, tuple(options.values()), tuple(constants.values()), tuple(described),
+        tuple((name, x.dtype if isinstance(x, Tensor) else None) for name, x in examples.items()),
+        tuple((name, x if isinstance(x, tuple) else x is None) for name, x in fixed.items()),  # strides are specialised
+    )  # fmt: skip
+    variant: Variant | None = _variants.get(key)
+    if variant is None:
+        variant = _variants.put(key, Variant(function, constants, device, **options))
+    return Launch(variant, fixed, examples, described)
+
+
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """The strides of batch, head and token."""
+    return x.stride()[:3]

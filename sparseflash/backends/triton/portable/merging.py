@@ -1,0 +1,103 @@
+"""Launches of the kernels that merge the partial results of chunks; see `combine.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton.configs import TOKENS_TO_COMBINE
+from sparseflash.backends.triton.portable.combine import (
+    combine_gradients_kernel,
+    combine_means_kernel,
+    combine_rows_kernel,
+)
+from sparseflash.backends.triton.portable.launches import (
+    LOG2E,
+    SOME_LENGTHS,
+    SOME_PARTS,
+    Bound,
+    KernelLayout,
+    launch_of,
+    strides_of,
+)
+from sparseflash.dropout import amplification
+
+
+class Combine:
+    """The kernel that merges what the chunks of another have written to a workspace."""
+
+    def __init__(
+        self, of: Bound, layout: KernelLayout, function: Any, numbers_a_token: int, tokens: int,
+        constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """numbers_a_token: of a partial result, in fp32. tokens: a program."""
+        if of.work.merged is None:
+            raise RuntimeError("nothing is cut into chunks")
+        self._shape, self._device = (of.work.parts, of.tile * numbers_a_token), layout.device
+        unbound = launch_of(
+            function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, layout.device, {}, num_warps=4,
+            num_stages=2,
+        )  # fmt: skip
+        self.launch = unbound.bound(len(of.work.merged) * (of.tile // tokens), merged_ptr=of.work.merged)
+
+    def workspace(self) -> Tensor:
+        """Memory for the partial results."""
+        return torch.empty(self._shape, dtype=torch.float32, device=self._device)
+
+
+def combine_rows(of: Bound, layout: KernelLayout, written: Mapping[str, Tensor]) -> Combine | None:
+    """Merges `written`: out and lse, and in fp32 the maximum and the inverse sum; then come lengths, if there are any.
+
+    None if nothing is cut into chunks, as below.
+    """
+    if of.work.merged is None:
+        return None
+    numbers, padded_v = layout.numbers, of.choice.padded[1]
+    constants = {
+        "DV": numbers.dims[1], "PADDED_DV": padded_v, "BLOCK_M": of.tile, "TOKENS": TOKENS_TO_COMBINE,
+        "DROPOUT": layout.dropout, "KEEP": "maximum_ptr" in written,
+    }  # fmt: skip
+    by_name = {
+        "lengths_offset": 0, "amplification": amplification(numbers.dropped), "scale": numbers.scale,
+        "qk_scale": numbers.scale * LOG2E, "heads": numbers.heads, "q_len": numbers.q_len,
+        "row_tiles": -(-numbers.q_len // of.tile), "out_strides": strides_of(written["out_ptr"]),
+    }  # fmt: skip
+    examples = {**written, **({"lengths_ptr": SOME_LENGTHS} if layout.lengths else {})}
+    return Combine(of, layout, combine_rows_kernel, padded_v + 2, TOKENS_TO_COMBINE, constants, by_name, examples)
+
+
+def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | None = None) -> Combine | None:
+    """Merges dq; or dk and dv, after which come lengths, if there are any, and where those of keys begin."""
+    if of.work.merged is None:
+        return None
+    numbers, padded, of_keys = layout.numbers, of.choice.padded, y is not None
+    length = numbers.k_len if of_keys else numbers.q_len
+    constants = {
+        "D": numbers.dims[0], "DV": numbers.dims[1], "PADDED_D": padded[0], "PADDED_DV": padded[1], "BLOCK": of.tile,
+        "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": layout.dropout,
+    }  # fmt: skip
+    by_name = {
+        "amplification": amplification(numbers.dropped) if of_keys else 1.0, "scale": numbers.scale,
+        "heads": numbers.kv_heads if of_keys else numbers.heads, "tokens": length, "tiles": -(-length // of.tile),
+        "x_strides": strides_of(x), "y_strides": strides_of(x if y is None else y), "lengths_offset": 0,
+    }  # fmt: skip
+    examples: dict[str, Any] = {"x_ptr": x}
+    if y is not None:
+        examples["y_ptr"] = y
+        if layout.lengths:  # gradients of queries without keys are 0 anyway
+            examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_offset": SOME_LENGTHS.stride(0)}
+    size = padded[0] + (padded[1] if of_keys else 0)
+    return Combine(of, layout, combine_gradients_kernel, size, TOKENS_TO_COMBINE, constants, by_name, examples)
+
+
+def combine_means(of: Bound, layout: KernelLayout, rows: Tensor) -> Combine | None:
+    """Merges what dq_kernel finds before dQ: after the inverse sums of the forward, delta and the inverse sums."""
+    if of.work.merged is None:
+        return None
+    numbers = layout.numbers
+    by_name = {"q_len": numbers.q_len, "row_tiles": -(-numbers.q_len // of.tile)}
+    examples = {"inverse_ptr": rows, "delta_ptr": rows, "own_inverse_ptr": rows}
+    return Combine(of, layout, combine_means_kernel, 3, of.tile, {"BLOCK_M": of.tile}, by_name, examples)

@@ -1,0 +1,259 @@
+"""Forward and backward by the portable kernels, prepared for tensors of one layout and called with others like them.
+
+What depends on the layout alone is prepared once and shared by all plans; a pass adds the work of one plan. In full
+fp32 the tensors are split into pieces first, or each tile is as it is multiplied; see `fp32_split.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
+from sparseflash.backends.triton.alignment import aligned, is_aligned, with_aligned_rows
+from sparseflash.backends.triton.configs import padded_dims
+from sparseflash.backends.triton.dispatch import Setting
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.portable.choice import wants_pieces
+from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces
+from sparseflash.backends.triton.portable.launches import Bound, KernelLayout, Numbers
+from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means, combine_rows
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.blockmask.cache import BoundedDict
+
+_layouts = BoundedDict(256)
+
+
+class Layout:
+    """What a forward and a backward share that depends on the layout of q, k and v."""
+
+    def __init__(self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int) -> None:
+        (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
+        self.numbers = Numbers(heads, kv_heads, q_len, k_len, (q.shape[-1], v.shape[-1]), scale, dropped)
+        self.keep = q.dtype == torch.float32  # maxima and inverse sums of rows, for the backward
+        self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
+        self._padded = padded_dims(*self.numbers.dims, setting.capability, itemsize=2)
+        self.out, self.lse = empty_out(like(q), like(v)), empty_lse(like(q))
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
+        """The tensors as the kernels read them: with aligned rows, or in pieces `[B, H, N, 3, padded]`."""
+        if not self.pieces:
+            return [aligned(x) for x in (q, k, v, *dout)]
+        padded, padded_v = self._padded
+        return [in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))]
+
+    def examples(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
+        """What `operands` would return of such tensors, on the meta device."""
+        if not self.pieces:
+            return [like(x) if is_aligned(x) else with_aligned_rows(like(x)) for x in (q, k, v, *dout)]
+        widths = self._padded[0], self._padded[0], self._padded[1], self._padded[1]
+        return [
+            torch.empty(*x.shape[:3], COUNT, width, dtype=PIECES_DTYPE, device="meta")
+            for x, width in zip((q, k, v, *dout), widths)
+        ]
+
+    def are_read_as_they_are(self, *tensors: Tensor) -> bool:
+        """Whether `operands` would return such tensors themselves."""
+        return not self.pieces and all(map(is_aligned, tensors))
+
+
+class ForwardLayout(Layout):
+    """A forward for any plan."""
+
+    def __init__(self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int) -> None:
+        super().__init__(setting, q, k, v, scale, dropped)
+        self.as_they_are = self.are_read_as_they_are(q, k, v)
+        as_q = torch.empty_like(like(q))
+        self.out_is_as_q = (as_q.shape, as_q.stride()) == (self.out.shape, self.out.stride())
+        self.an_lse = one_number_of(self.lse, setting.plan.device)
+        self.written = {"out_ptr": self.out, "lse_ptr": self.lse}
+        if self.keep:
+            self.written |= {"maximum_ptr": self.lse, "inverse_ptr": self.lse}
+        q, k, v = self.examples(q, k, v)
+        tiles = {"q": q, "k": k, "v": v}
+        self.kernel = KernelLayout(
+            "forward", setting, self.numbers, tiles, self.written, {**tiles, "out": self.out}
+        )  # fmt: skip
+
+
+class Forward:
+    """out and lse, and what the backward wants beside them."""
+
+    def __init__(self, layout: ForwardLayout, plan: Plan) -> None:
+        self._layout = layout
+        self.kernel: Bound = layout.kernel.bind(plan)
+        self._combine = combine_rows(self.kernel, layout.kernel, layout.written)
+        self._is_plain = self._combine is None and not layout.kernel.lengths and not layout.kernel.dropout
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(out, lse, kept)`; `kept` holds maxima and inverse sums of the rows in fp32, and is None in half."""
+        layout, kernel = self._layout, self.kernel
+        out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
+        lse = torch.empty_like(layout.an_lse)
+        kept = empty_kept(q) if layout.keep else None
+        if not layout.as_they_are:
+            q, k, v = layout.operands(q, k, v)
+        written = (out, lse) if kept is None else (out, lse, kept[0], kept[1])
+        kernel.work.ready.wait()
+        if self._is_plain:
+            kernel.launch(q, k, v, *written)
+        elif self._combine is None:
+            kernel.launch(q, k, v, *written, *kernel.extra(None, lengths, seed))
+        else:
+            parts = self._combine.workspace()
+            kernel.launch(q, k, v, *written, *kernel.extra(parts, lengths, seed))
+            self._combine.launch(parts, *written, *(() if lengths is None else (lengths,)))
+        return out, lse, kept
+
+    def launches(self) -> list[Launch]:
+        """All kernels that a call launches."""
+        return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]
+
+
+class BackwardLayout(Layout):
+    """A backward for any plan."""
+
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
+        *, dlse: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(setting, q, k, v, scale, dropped)
+        self.out = like(out)
+        self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
+        # How far apart the numbers of two heads lie; the copy engine wants a multiple of 16 bytes.
+        stride = self.numbers.q_len if self.keep else -(-self.numbers.q_len // 4) * 4
+        self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)
+        self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
+        self.dq, self.dk, self.dv = (empty_gradient(like(x)) for x in (q, k, v))
+        q, k, v, dout = self.examples(q, k, v, dout)
+        tiles = {"q": q, "k": k, "v": v}
+        strides = {**tiles, "dout": dout, "out": self.out, "dq": self.dq}
+        through_lse = {"dlse_ptr": self.lse} if dlse else {}
+        self.means: KernelLayout | None = None
+        if self.keep:
+            found = {"lse2_ptr": self.rows, "inverse_ptr": self.rows, "delta_ptr": self.rows}
+            self.means = KernelLayout(
+                "dq", setting, self.numbers, tiles,
+                {"dout_ptr": dout, "out_ptr": self.out, **found, "own_inverse_ptr": self.rows}, strides,
+                row_stride=stride, means=True,
+            )  # fmt: skip
+            of_queries = {"dout_ptr": dout, **through_lse, **found, "dq_ptr": self.dq}
+            of_keys = {"lse2": self.rows, "inverse_ptr": self.rows, "delta": self.rows, **through_lse}
+        else:
+            of_queries = {
+                "dout_ptr": dout, "out_ptr": self.out, "lse_ptr": self.lse, **through_lse, "lse2_ptr": self.rows,
+                "delta_ptr": self.rows, "dq_ptr": self.dq,
+            }  # fmt: skip
+            of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta then
+        self.queries = KernelLayout("dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride)
+        tiles = {**tiles, "dout": dout}
+        self.keys = KernelLayout(
+            "dk_dv", setting, self.numbers, tiles, {**of_keys, "dk_ptr": self.dk, "dv_ptr": self.dv},
+            {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride,
+        )  # fmt: skip
+
+
+class Backward:
+    """The gradients of q, k and v."""
+
+    def __init__(self, layout: BackwardLayout, plan: Plan) -> None:
+        self._layout = layout
+        self.means = None if layout.means is None else layout.means.bind(plan)
+        self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
+        self._combine_means: Combine | None = None
+        if self.means is not None and layout.means is not None:
+            self._combine_means = combine_means(self.means, layout.means, layout.rows)
+        self._combine_queries = combine_gradients(self.queries, layout.queries, layout.dq)
+        self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
+
+    def __call__(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`(dq, dk, dv)`; `kept` as the forward returned it."""
+        layout = self._layout
+        dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
+        if not layout.as_they_are:
+            q, k, v, dout = layout.operands(q, k, v, dout)
+        through_lse = () if dlse is None else (dlse,)
+        first, second = torch.empty_like(layout.two_rows).unbind()
+        if self.means is None or kept is None:
+            read = q, k, v, dout, out, lse, *through_lse, first, second
+            _run(self.queries, self._combine_queries, read, (dq,), lengths, seed)
+            _run(self.keys, self._combine_keys, (q, k, v, dout, first, second), (dk, dv), lengths, seed)
+            return dq, dk, dv
+        (maximum, inverse), (delta, own_inverse) = kept.unbind(), (first, second)
+        read = q, k, v, dout, out, maximum, inverse
+        merged = inverse, delta, own_inverse
+        _run(self.means, self._combine_means, read, (delta, own_inverse), lengths, seed, merged)
+        read = q, k, v, dout, *through_lse, maximum, own_inverse, delta
+        _run(self.queries, self._combine_queries, read, (dq,), lengths, seed)
+        read = q, k, v, dout, maximum, own_inverse, delta, *through_lse
+        _run(self.keys, self._combine_keys, read, (dk, dv), lengths, seed)
+        return dq, dk, dv
+
+    def launches(self) -> list[Launch]:
+        """All kernels that a call launches."""
+        kernels = [self.means, self.queries, self.keys, self._combine_means, self._combine_queries, self._combine_keys]
+        return [each.launch for each in kernels if each is not None]
+
+
+def _run(
+    kernel: Bound, combine: Combine | None, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
+    lengths: Tensor | None, seed: Tensor | None, merged: tuple[Tensor, ...] | None = None,
+) -> None:  # fmt: skip
+    """Launches a kernel of the backward. merged: what is merged, if not just what is written."""
+    kernel.work.ready.wait()
+    if combine is None:
+        kernel.launch(*read, *written, *kernel.extra(None, lengths, seed))
+        return
+    parts = combine.workspace()
+    kernel.launch(*read, *written, *kernel.extra(parts, lengths, seed))
+    if merged is None and len(written) == 2 and lengths is not None:  # of keys
+        combine.launch(parts, *written, lengths, lengths.stride(0))
+    else:
+        combine.launch(parts, *(written if merged is None else merged))
+
+
+def forward(
+    setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int
+) -> Forward:  # fmt: skip
+    """The forward of a plan for tensors like these. key: all that the layout depends on, and the device."""
+    layout: ForwardLayout | None = _layouts.get(("forward", key))
+    if layout is None:
+        layout = _layouts.put(("forward", key), ForwardLayout(setting, q, k, v, scale, dropped))
+    return Forward(layout, setting.plan)
+
+
+def backward(
+    setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
+    *, dlse: bool,
+) -> Backward:  # fmt: skip
+    """The backward of a plan for tensors like these. dlse: whether a gradient comes through lse."""
+    layout: BackwardLayout | None = _layouts.get(("backward", dlse, key))
+    if layout is None:
+        made = BackwardLayout(setting, q, k, v, out, dout, scale, dropped, dlse=dlse)
+        layout = _layouts.put(("backward", dlse, key), made)
+    return Backward(layout, setting.plan)
+
+
+def empty_kept(q: Tensor) -> Tensor:
+    """Maxima and inverse sums of the rows, `[2, B, Hq, Nq]`, in fp32; nothing in half, where lse will do."""
+    return q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
+
+
+def one_number_of(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of one number of which `torch.empty_like` makes one like `x`, which is contiguous.
+
+    To ask PyTorch for a size and a dtype takes three times as long.
+    """
+    return torch.empty(1, dtype=x.dtype, device=device).expand(x.shape)
+
+
+def like(x: Tensor) -> Tensor:
+    """A tensor of the same layout on the meta device."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

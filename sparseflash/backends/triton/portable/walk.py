@@ -1,0 +1,120 @@
+"""The walk along a row's list of tiles: which block comes next, and where a sequence's length ends it.
+
+See `loads.py` for `GATHERED` and for what `first` is.
+"""
+
+import triton
+import triton.language as tl
+
+ITEM = tl.constexpr(8)  # numbers a work item, see schedule/plan.py
+
+
+@triton.jit
+def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """The block of tile `start + i` of the lists; if GATHERED, for each token of the tile the block that it is from."""
+    if GATHERED > 0:
+        return tl.load(index_ptr + ((start + i) * (TOKENS // GATHERED) + tl.arange(0, TOKENS) // GATHERED))
+    else:
+        return tl.load(index_ptr + start + i)
+
+
+@triton.jit
+def first_blocks(item_ptr, index_ptr, start, full, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """The `listed_block` of an item's first full tile and of its first partial one.
+
+    Blocks that are one number stand in the item itself, so that no load waits for `start`.
+    """
+    if GATHERED > 0:
+        first = listed_block(index_ptr, start, 0, TOKENS, GATHERED)
+        first_partial = listed_block(index_ptr, start, full, TOKENS, GATHERED)
+    else:
+        first, first_partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    return first, first_partial
+
+
+@triton.jit
+def tokens_of_block(block, i, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """`first` of the tile that step i takes, of a block of BLOCK tokens that is walked in tiles of TOKENS."""
+    if GATHERED > 0:
+        return block * GATHERED + tl.arange(0, TOKENS) % GATHERED
+    else:
+        return block * BLOCK + i % (BLOCK // TOKENS) * TOKENS
+
+
+@triton.jit
+def partial_tile(
+    index_ptr, tile_ptr, cut, at_end, first_partial, step,
+    TOKENS: tl.constexpr, GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """The block and the tile number of the partial tile at this step of the list.
+
+    The full tile at `cut` comes before those from `first_partial` on, if a length cuts it (`at_end` is 1).
+    """
+    at = first_partial + step - at_end
+    if HAS_LENGTHS:
+        at = tl.where(step < at_end, cut, at)
+    return listed_block(index_ptr, at, 0, TOKENS, GATHERED), tl.load(tile_ptr + at)
+
+
+@triton.jit
+def count_below(index_ptr, start, stop, limit, STRIDE: tl.constexpr):
+    """How many of the increasing block numbers index[start * STRIDE : stop * STRIDE : STRIDE] are below `limit`."""
+    CHUNK: tl.constexpr = 128
+    count = 0
+    for first in range(start, stop, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        block = tl.load(index_ptr + at * STRIDE, mask=at < stop, other=2147483647)
+        count += tl.sum((block < limit).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def cut_at_length(
+    index_ptr, start, full, count, length, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr
+):  # fmt: skip
+    """Leaves out the tiles at or past a sequence's length: `(full, at_end, masked)`.
+
+    A row lists `full` full tiles, then `count - full` partial ones, of one block of BLOCK tokens each, or of TOKENS
+    tokens gathered from increasing blocks. Of the full ones, the first `full` returned lie inside; the next, if
+    `at_end` is 1, is cut by the length. Of the partial ones, the first `masked` begin inside.
+    """
+    UNIT: tl.constexpr = GATHERED if GATHERED > 0 else BLOCK
+    PARTS: tl.constexpr = TOKENS // GATHERED if GATHERED > 0 else 1
+    inside = count_below(index_ptr + (PARTS - 1), start, start + full, length // UNIT, PARTS)
+    touched = count_below(index_ptr, start, start + full, tl.cdiv(length, UNIT), PARTS)
+    masked = count_below(index_ptr, start + full, start + count, tl.cdiv(length, UNIT), PARTS)
+    return inside, touched - inside, masked
+
+
+@triton.jit
+def row_item(
+    item_ptr, index_ptr, lengths_ptr, lengths_stride, heads, group, row_tiles, q_len, k_len,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """What a program over a tile of queries has to do.
+
+    Returns `(place, lists, firsts, lengths)`. place: batch and head as one number, batch, head, key head, first query.
+    lists: the start of the list, how many full tiles, whether the next one is cut by the length, how many partial
+    tiles, and where those start. firsts: the first full block, the first partial one and its tile number. lengths: live
+    queries and live keys.
+    """
+    item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
+    full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+    first_block, partial_block = first_blocks(item_ptr, index_ptr, start, full, BLOCK_N, GATHERED)
+    partial_number = tl.load(item_ptr + 6)
+    batch_head = item // row_tiles
+    first_q = item % row_tiles * BLOCK_M
+    batch, head = batch_head // heads, batch_head % heads
+    at_end, partial = 0, count - full
+    first_partial = start + full
+    q_length, k_length = q_len, k_len
+    if HAS_LENGTHS:
+        q_length, k_length = tl.load(lengths_ptr + batch), tl.load(lengths_ptr + lengths_stride + batch)
+        if first_q >= q_length:
+            full, count = 0, 0
+            partial = 0
+        full, at_end, partial = cut_at_length(index_ptr, start, full, count, k_length, BLOCK_K, BLOCK_N, GATHERED)
+    place = batch_head, batch, head, head // group, first_q
+    lists = start, full, at_end, partial, first_partial
+    return place, lists, (first_block, partial_block, partial_number), (q_length, k_length)

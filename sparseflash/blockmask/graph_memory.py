@@ -1,0 +1,98 @@
+"""Keeps tensors for as long as a CUDA graph may read them.
+
+A graph that is being recorded notes addresses. What it makes itself lies in memory that PyTorch reserves for it, and
+its inputs are its user's to keep; but plans and other cached tensors are nobody's: their cache may drop them, or their
+mask may be deleted, while the graph goes on reading their memory. CUDA has a means for just this: a user object that a
+graph retains, and whose destructor runs when the graph and all its executable copies have been destroyed. The
+destructor may run on any thread and must not call CUDA, so here it is the C library's `sem_post`, on a semaphore that
+`release_finished` looks at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from torch import Tensor
+
+_NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor may run asynchronously; it must be given
+_MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the one reference
+_SEMAPHORE_BYTES = 32  # sizeof(sem_t) on 64-bit Linux
+
+
+class _Kept:
+    """What one graph reads, and the semaphore that is posted when the graph is no more."""
+
+    def __init__(self) -> None:
+        # Not Python's memory, which is gone when the process ends, maybe before the last graph is.
+        self.semaphore = ctypes.c_void_p(_libc().malloc(_SEMAPHORE_BYTES))
+        _libc().sem_init(self.semaphore, 0, 0)
+        self.tensors: dict[int, Tensor] = {}
+
+    def is_released(self) -> bool:
+        """Whether the graph is no more; True once."""
+        if _libc().sem_trywait(self.semaphore) != 0:
+            return False
+        _libc().free(self.semaphore)
+        return True
+
+
+_graphs: dict[int, _Kept] = {}  # by CUDA's number of the capture
+
+
+def keep_for_graph(stream: int, tensors: list[Tensor]) -> None:
+    """Keeps tensors until the graph that this stream, a raw handle, is recording has been destroyed.
+
+    Raises RuntimeError if the driver refuses.
+    """
+    release_finished()
+    number, graph = _capture_of(stream)
+    kept = _graphs.get(number)
+    if kept is None:
+        kept = _Kept()
+        _retain(graph, kept)
+        _graphs[number] = kept
+    kept.tensors |= {id(tensor): tensor for tensor in tensors}
+
+
+def release_finished() -> None:
+    """Lets go of what was kept for graphs that have been destroyed since."""
+    for number, kept in list(_graphs.items()):
+        if kept.is_released():
+            del _graphs[number]
+
+
+def _capture_of(stream: int) -> tuple[int, ctypes.c_void_p]:
+    """The number of a capture that is going on, and its graph."""
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    asked = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
+    driver = _driver()
+    if hasattr(driver, "cuStreamGetCaptureInfo_v2"):
+        _check(driver.cuStreamGetCaptureInfo_v2(*asked, None, None))
+    else:  # the newer form tells of edges, too
+        _check(driver.cuStreamGetCaptureInfo_v3(*asked, None, None, None))
+    return number.value, graph
+
+
+def _retain(graph: ctypes.c_void_p, kept: _Kept) -> None:
+    user_object, post = ctypes.c_void_p(), ctypes.cast(_libc().sem_post, ctypes.c_void_p)
+    _check(_driver().cuUserObjectCreate(ctypes.byref(user_object), kept.semaphore, post, 1, _NO_DESTRUCTOR_SYNC))
+    _check(_driver().cuGraphRetainUserObject(graph, user_object, 1, _MOVE))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise RuntimeError(f"the CUDA driver refused to keep memory for a graph that is being recorded: error {result}")
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    return libc

@@ -1,0 +1,133 @@
+"""The checks of `attention`'s arguments, and the errors that say what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import described
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises TypeError or ValueError unless these are the queries, keys and values of one attention."""
+    # Ten million calls a day fit and one does not: one quick question first, and the long answer only if it is no.
+    if (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and not (q.is_nested or k.is_nested or v.is_nested)
+    ):
+        q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+        if (
+            len(q_shape) == len(k_shape) == len(v_shape) == 4
+            and q_shape[0] == k_shape[0]
+            and k_shape[:3] == v_shape[:3]
+            and q_shape[3] == k_shape[3] > 0
+            and v_shape[3] > 0
+            and k_shape[1] > 0
+            and q_shape[1] % k_shape[1] == 0
+            and q.dtype in _DTYPES
+            and k.dtype in _DTYPES
+            and v.dtype in _DTYPES
+            and q.layout == k.layout == v.layout == torch.strided
+            and q.device == k.device == v.device
+        ):
+            return
+    _explain(q, k, v)
+
+
+def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    """Raises the error that says why these tensors do not fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
+        if x.is_nested:
+            raise TypeError(
+                f"{name} must be a plain tensor; got a nested one. Put its sequences one after the other into one, "
+                "with masks.documents(lengths); or pad them, with mask.with_lengths(lengths)."
+            )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor; got one with the layout {x.layout}. Call .to_dense().")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape [batch, heads, tokens, head dim]; got {list(x.shape)}.")
+        if x.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name} must have a floating dtype (fp16, bf16, fp32 or fp64); got {x.dtype}. Cast it first."
+            )
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} is on {x.device}.")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"q, k and v must have one batch size; q has {q.shape[0]}, {name} has {x.shape[0]}.")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"k and v must have the same heads and tokens; got {list(k.shape[1:3])} and {list(v.shape[1:3])}."
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}.")
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(f"head dims must be at least 1; got D = {q.shape[3]} and Dv = {v.shape[3]}.")
+    raise ValueError(
+        f"the number of query heads must be a multiple of the number of key heads; got {q.shape[1]} and {k.shape[1]}."
+    )
+
+
+def check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """Raises TypeError or ValueError unless this is a mask for these queries and keys."""
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"mask must be a sparseflash BlockMask or None; got {described(mask)} (BlockMask.from_dense takes boolean "
+            "tensors, interop.from_flex FlexAttention's masks)."
+        )
+    if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
+        advice = ""
+        if (mask.q_len, mask.k_len) == (q.shape[1], k.shape[1]):
+            advice = " q looks like [batch, tokens, heads, head dim]: q.transpose(1, 2), and k and v, too."
+        elif mask.q_len >= q.shape[2] and mask.k_len >= k.shape[2]:
+            advice = (
+                " The part of a longer sequence's mask is mask.crop(q=(start, stop), k=(start, stop)); masks.documents "
+                "takes lengths, of running sums (cu_seqlens) their differences."
+            )
+        raise ValueError(
+            f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
+            f"got {q.shape[2]} and {k.shape[2]}.{advice}"
+        )
+    batch, heads = mask.pattern.shape
+    if batch not in (1, q.shape[0]):
+        raise ValueError(f"mask must be for 1 or {q.shape[0]} batch elements, as q has; it is for {batch}.")
+    if heads not in (1, q.shape[1]):
+        advice = ""
+        if heads == k.shape[1]:
+            advice = (
+                f" One pattern for each key head is mask.select(heads=[h // {q.shape[1] // heads} for h in "
+                f"range({q.shape[1]})])."
+            )
+        raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.{advice}")
+    if mask.lengths is not None and mask.lengths.shape[1] not in (1, q.shape[0]):
+        raise ValueError(
+            f"mask must have 1 or {q.shape[0]} lengths, as q has batch elements; it has {mask.lengths.shape[1]}."
+        )
+    if mask.indices.device != q.device:
+        raise ValueError(
+            f"mask must be on q's device {q.device}; it is on {mask.indices.device}. Move it once: mask.to(q.device)."
+        )
+
+
+def checked_scale(scale: float | Tensor | None, head_dim: int) -> float:
+    """The factor of the scores as a number; by default one over the square root of the head dim."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            "scale must be a number, through which no gradient passes; got a tensor. A learned one: "
+            "attention(q * scale, k, v, scale=1.0)."
+        )
+    scale = float(scale)
+    if not -math.inf < scale < math.inf:  # torch.compile does not know math.isfinite of a changing number
+        raise ValueError(f"scale must be finite; got {scale}.")
+    return scale
