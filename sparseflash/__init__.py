@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sparseflash.attention import attention as attention
 from sparseflash.blockmask import BlockMask as BlockMask
+from sparseflash.blockmask.cache import clear_caches as clear_caches
 
 if not TYPE_CHECKING:
 
@@ -20,4 +21,4 @@ if not TYPE_CHECKING:
 
 
 __version__ = "0.1.0"
-__all__ = ["BlockMask", "attention"]
+__all__ = ["BlockMask", "attention", "clear_caches"]

@@ -80,7 +80,9 @@ def kernels_are_compiled_ahead(request):
 @pytest.fixture
 def small_blocks_of_dense_attention(monkeypatch):
     """In the interpreter a tile takes its time, however few tokens are in it."""
-    monkeypatch.setattr(sys.modules["sparseflash.attention"], "_DENSE_BLOCK", 16)
+    from sparseflash.backends import problem
+
+    monkeypatch.setattr(problem, "DENSE_BLOCK", 16)
 
 
 # The files whose tests take longest, in the interpreter or the compiler. A worker of pytest-xdist starts with a run of
@@ -88,7 +90,7 @@ def small_blocks_of_dense_attention(monkeypatch):
 _LONG = (
     "test_exactness.py",
     "test_compile.py",
-    "test_launch.py",
+    "test_passes.py",
     "test_registration.py",
     "test_lra_train.py",
     "test_lra_ranks.py",

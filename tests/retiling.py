@@ -3,9 +3,9 @@
 import contextlib
 from unittest import mock
 
-from sparseflash.backends.triton import launch
+from plans import kernels_of, prepared_anew
+from sparseflash.backends.triton.portable import choice
 from sparseflash.backends.triton.schedule import retiling
-from sparseflash.backends.triton.schedule.plan import Plan
 
 # Which of the candidates a kernel takes: the mask's own, the largest, the gathered ones that hold most and fewest.
 WAYS = {
@@ -18,18 +18,15 @@ WAYS = {
 
 @contextlib.contextmanager
 def tilings_taken_by(way):
-    """Every kernel takes one of WAYS; None: what costs least.
-
-    For masks that have not been run before: a plan keeps what it has.
-    """
+    """Every kernel takes one of WAYS; None: what costs least."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(launch, "_PRODUCTS_FOR_TILINGS", 0))
+        stack.enter_context(mock.patch.object(choice, "PRODUCTS_FOR_TILINGS", 0))
         if way is not None:
             stack.enter_context(mock.patch.object(retiling, "choose", lambda tilings, *rest: WAYS[way](tilings)))
+        stack.enter_context(prepared_anew())
         yield
 
 
 def tilings_of(mask):
-    """`{kernel: Tiling}` of all launches that the plans of a mask have prepared."""
-    plans = [x for x in mask.indices._sparseflash.values() if isinstance(x, Plan)]
-    return {key[0]: prepared.tiling for plan in plans for key, prepared in plan.launches.items()}
+    """`{kernel: Tiling}` of all kernels that the plans of a mask have prepared."""
+    return {name: kernel.choice.tiling for name, kernel in kernels_of(mask).items()}

@@ -211,20 +211,30 @@ SQUARE = ("butterfly", "deepspeed_bigbird")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a mask is built: a name of BUILDERS, its arguments, and the lengths given afterwards."""
+    """How a mask is built: a name of BUILDERS, its arguments, and the lengths given afterwards: of queries and keys, or
+    one tuple for each."""
 
     builder: str
     arguments: dict[str, Any]
-    lengths: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def mask(self) -> BlockMask:
         mask = BUILDERS[self.builder](**self.arguments)
-        return mask if self.lengths is None else mask.with_lengths(torch.tensor(self.lengths, dtype=torch.int64))
+        if self.lengths is None:
+            return mask
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        if lengths.ndim == 1:
+            return mask.with_lengths(lengths)
+        return mask.with_lengths(q_lengths=lengths[0], k_lengths=lengths[1])
 
 
 @st.composite
-def recipes(draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 1, heads: int = 1) -> Recipe:
-    """Recipes of masks that fit an attention of `batch` elements and `heads` query heads."""
+def recipes(
+    draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 1, heads: int = 1, apart: bool = False
+) -> Recipe:  # fmt: skip
+    """Recipes of masks that fit an attention of `batch` elements and `heads` query heads.
+
+    apart: queries and keys may have lengths of their own, even if they could be the same tokens."""
     # from_dense first and twice: it reaches every structure, and failures shrink towards it.
     builder = draw(st.sampled_from(["from_dense", *BUILDERS]))
     block = draw(_blocks(blocks))
@@ -286,6 +296,8 @@ def recipes(draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 
     longest = max(q_len, k_len)
     one = st.sampled_from([q_len, k_len, 0, longest + 7]) | st.integers(0, longest)
     given = st.lists(one, min_size=batch, max_size=batch).map(tuple)
+    if apart or q_len != k_len:
+        given = given | st.tuples(given, given)
     return Recipe(builder, arguments, draw(st.none() | st.none() | given))
 
 
@@ -372,7 +384,7 @@ def problems(
         q_len = draw(lengths(most_tokens, blocks[0]))
         k_len = draw(st.just(q_len) | lengths(most_tokens, blocks[0]))
     else:
-        recipe = draw(recipes(most_tokens, blocks, batch, heads))
+        recipe = draw(recipes(most_tokens, blocks, batch, heads, apart=True))
         q_len = recipe.arguments["q_len"]
         k_len = recipe.arguments.get("k_len", q_len)
     return Problem(

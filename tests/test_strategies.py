@@ -194,7 +194,7 @@ def test_drawn_masks_are_valid_and_fit_the_attention_asked_for(batch, heads, dat
     assert 1 <= mask.q_len <= 100 and 1 <= mask.k_len <= 100
     assert {mask.block_q, mask.block_k} <= {16, 32}
     assert mask.pattern.shape[0] in (1, batch) and mask.pattern.shape[1] in (1, heads)
-    assert mask.lengths is None or mask.lengths.shape == (batch,)
+    assert mask.lengths is None or mask.lengths.shape == (2, batch)
 
 
 def arguments_of(recipe):

@@ -153,13 +153,23 @@ def _empty(mask: BlockMask, where: str) -> Iterator[Finding]:
 def _cut_by_one_number(mask: BlockMask, where: str) -> Iterator[Finding]:
     if mask.lengths is None or mask.q_len == mask.k_len:
         return
-    cut = [q for q, k in live_tokens(mask) if q == k < max(mask.q_len, mask.k_len)]
-    if cut:
+    found = live_tokens(mask)
+    both = [q for q, k in found if q == k < max(mask.q_len, mask.k_len)]
+    keys = [k for _, k in found if k < mask.k_len]
+    cache = f"masks.per_batch of masks.causal({mask.q_len}, {mask.k_len}, offset=length - {mask.q_len})"
+    if both:
         yield Finding(
             "one-length-for-two", "warning",
-            f"a length of {min(cut):,} cuts both the {mask.q_len:,} queries and the {mask.k_len:,} keys, and moves "
+            f"a length of {min(both):,} cuts both the {mask.q_len:,} queries and the {mask.k_len:,} keys, and moves "
             "no diagonal. For lengths of their own: mask.with_lengths(q_lengths=..., k_lengths=...); for a cache: "
-            f"masks.per_batch of masks.causal({mask.q_len}, {mask.k_len}, offset=length - {mask.q_len}).",
+            f"{cache}.",
+            where,
+        )  # fmt: skip
+    elif keys:
+        yield Finding(
+            "one-length-for-two", "note",
+            f"the {mask.k_len:,} keys are cut at {min(keys):,}, which moves no diagonal: right for cross-attention; "
+            f"for a cache: {cache}.",
             where,
         )  # fmt: skip
 

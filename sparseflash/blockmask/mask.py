@@ -26,6 +26,8 @@ from sparseflash.blockmask.transfer import to_device
 from sparseflash.blockmask.validate import check_arrays, validate
 
 if TYPE_CHECKING:
+    from typing import ClassVar
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -89,30 +91,30 @@ class BlockMask:
     pattern: Tensor
     lengths: Tensor | None = None
     dynamic: bool = field(default=False, kw_only=True)
+    if TYPE_CHECKING:
+        words: ClassVar[Tensor]  # an attribute, see `_words`
 
     def __post_init__(self) -> None:
         check_arrays(self)
+        object.__setattr__(self, "words", self._words())
         if belong_together(self.indices, self._others()):
             return  # FSDP rebuilds what is passed to a module from its own fields: the caches stay valid
         # Everything derived from the arrays is cached with the indices. Another mask may be made of the same indices
         # beside other arrays, so each mask has a tensor of its own for them (of the same memory).
         object.__setattr__(self, "indices", self.indices.detach())
-        for array in (self.indptr, self.indices, self.tile):
+        for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
         attach_cache(self.indices, countable=not self.dynamic, others=self._others())
 
-    @property
-    def words(self) -> Tensor:
+    def _words(self) -> Tensor:
         """The bits as the operator takes them: one row, int32 `[T * block_q * W]`, of the same memory.
 
-        Where no tile is partial it is one dead tile, because torch.compile would specialise to a size of 0.
+        Where no tile is partial it is one dead tile, because torch.compile would specialise to a size of 0. It is no
+        field: FSDP rebuilds a mask of all of its fields, and this is made of the bits.
         """
         if self.bits.shape[0] > 0:
-            words = self.bits.view(-1)
-        else:
-            words = self.bits.new_zeros(self.block_q * bitmask.words_per_row(self.block_k))
-        may_vary_in_size(words)
-        return words
+            return self.bits.view(-1)
+        return self.bits.new_zeros(self.block_q * bitmask.words_per_row(self.block_k))
 
     @property
     def q_lengths(self) -> Tensor | None:
@@ -367,7 +369,7 @@ class BlockMask:
         Not through the constructor, whose checks have been made and would take longer than all else at every step.
         """
         mask = object.__new__(BlockMask)
-        for name in _FIELDS:
+        for name in (*_FIELDS, "words"):
             object.__setattr__(mask, name, getattr(self, name))
         object.__setattr__(mask, "lengths", lengths)
         return mask

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.analysis import balance, bytes_moved, coarsening, density, flops
+from sparseflash.blockmask.stats import live_tokens
 from strategies import block_masks, blocks
 
 MASKS = st.tuples(st.integers(1, 3), st.integers(1, 3)).flatmap(lambda sizes: block_masks(160, (16, 32, 64), *sizes))
@@ -21,21 +22,15 @@ def in_tiles(mask, block_q, block_k):
     return dense.view(batch, heads, q_len // block_q, block_q, k_len // block_k, block_k).sum((3, 5))
 
 
-def stops(mask):
-    """The live tokens of each batch element."""
-    longest = max(mask.q_len, mask.k_len)
-    return [longest] * mask.shape[0] if mask.lengths is None else mask.lengths.tolist()
-
-
 def walked(mask):
     """The stored tiles that begin before the length, `(batch element, head, row, column, tile number)`."""
     patterns = mask.pattern.expand(mask.shape[:2])
-    for b, stop in enumerate(stops(mask)):
+    for b, (q_stop, k_stop) in enumerate(live_tokens(mask)):
         for h in range(mask.shape[1]):
-            for i in range(min(mask.blocks[0], -(-stop // mask.block_q))):
+            for i in range(min(mask.blocks[0], -(-q_stop // mask.block_q))):
                 row = int(patterns[b, h]) * mask.blocks[0] + i
                 for e in range(int(mask.indptr[row]), int(mask.indptr[row + 1])):
-                    if int(mask.indices[e]) * mask.block_k < stop:
+                    if int(mask.indices[e]) * mask.block_k < k_stop:
                         yield b, h, i, int(mask.indices[e]), int(mask.tile[e])
 
 
@@ -136,7 +131,7 @@ def test_traffic_is_that_of_the_loop_walked_step_by_step(mask, dim, v_dim, held)
     keys = index = bits = 0
     for b, _, i, j, tile in walked(mask):
         first_key = j * mask.block_k
-        for first_query in range(i * mask.block_q, min((i + 1) * mask.block_q, mask.q_len, stops(mask)[b]), held):
+        for first_query in range(i * mask.block_q, min((i + 1) * mask.block_q, live_tokens(mask)[b][0]), held):
             assert first_query % held == 0
             keys += min(mask.block_k, mask.k_len - first_key)
             index += 8 if tile else 4
@@ -208,8 +203,8 @@ def test_balance_counts_rows_and_columns_of_the_dense_matrix(mask):
     for entry in found:
         for b, h in entry.users:
             rows, cols = (
-                -(-min(n, stops(mask)[b]) // block)
-                for n, block in ((mask.q_len, mask.block_q), (mask.k_len, mask.block_k))
+                -(-stop // block)
+                for stop, block in zip(live_tokens(mask)[b], (mask.block_q, mask.block_k), strict=True)
             )
             here = count[b, h, :rows, :cols]
             for load, axis, length in ((entry.rows, 1, rows), (entry.columns, 0, cols)):

@@ -22,8 +22,7 @@ def codes(*arguments, **keywords):
 
 
 def stop_of(mask, b):
-    longest = max(mask.q_len, mask.k_len)
-    return longest if mask.lengths is None else int(mask.lengths[b])
+    return mask.q_len if mask.lengths is None else int(mask.q_lengths[b])
 
 
 # ---------------------------------------------------------------------- no false alarms
@@ -55,10 +54,17 @@ def test_padding_raises_no_alarm():
 
 
 def test_lengths_that_cut_as_many_queries_as_keys_of_another_number_are_pointed_out():
-    finding = next(f for f in lint(masks.causal(4, 10).with_lengths([10, 7])) if f.code == "one-length-for-two")
+    finding = next(f for f in lint(masks.causal(4, 10).with_lengths([10, 3])) if f.code == "one-length-for-two")
     assert finding.severity == "warning"
-    assert finding.message.startswith("a length of 7 cuts both the 4 queries and the 10 keys, and moves no diagonal.")
-    assert "interop.from_sdpa(~padding[:, None, None, :], q_len=4)" in finding.message
+    assert finding.message.startswith("a length of 3 cuts both the 4 queries and the 10 keys, and moves no diagonal.")
+    assert "mask.with_lengths(q_lengths=..., k_lengths=...)" in finding.message
+    assert "masks.causal(4, 10, offset=length - 4)" in finding.message
+
+
+def test_keys_that_are_cut_beside_a_diagonal_that_stays_are_noted():
+    finding = next(f for f in lint(masks.causal(4, 10).with_lengths([10, 7])) if f.code == "one-length-for-two")
+    assert finding.severity == "note"
+    assert finding.message.startswith("the 10 keys are cut at 7, which moves no diagonal: right for cross-attention;")
     assert "masks.causal(4, 10, offset=length - 4)" in finding.message
 
 

@@ -37,7 +37,7 @@ def one_step(mask):
     seen = mask.to_dense().any(1)
     exists = torch.ones(len(seen), mask.q_len, dtype=torch.bool)
     if mask.lengths is not None:
-        exists = torch.arange(mask.q_len) < mask.lengths[:, None]
+        exists = torch.arange(mask.q_len) < mask.q_lengths[:, None]
     return seen | torch.diag_embed(exists), exists
 
 

@@ -26,6 +26,7 @@ from exactness import (
     spread_out,
 )
 from experiments.speed.precision import products_in_tf32
+from plans import prepared_anew
 from sparseflash.testing import error_in_yardsticks
 from strategies import Problem, Recipe, problems
 from tensor_cores import summed_as_by_tensor_cores
@@ -125,9 +126,9 @@ def test_no_tile_of_the_tables_is_larger_than_the_blocks_that_they_are_tested_wi
 
 @contextlib.contextmanager
 def table_of(capability):
-    from sparseflash.backends.triton import launch
+    from sparseflash.backends.triton import device
 
-    with mock.patch.object(launch, "capability_of", lambda device: capability):
+    with mock.patch.object(device, "capability_of", lambda place: capability):
         yield
 
 
@@ -143,13 +144,13 @@ def test_configurations_of_other_architectures_are_exact(capability, arithmetic,
 
 def test_queries_in_registers_are_exact():
     """Whatever this version of Triton is served with."""
-    from sparseflash.backends.triton import launch
     from sparseflash.backends.triton.configs import Config
+    from sparseflash.backends.triton.portable import choice
 
     def pick(kernel, *asked):
         return Config(64, 64, 4, 3, q_in_registers=kernel == "forward")
 
-    with mock.patch.object(launch, "config_for", pick), loads("descriptors"):
+    with mock.patch.object(choice, "config_for", pick), prepared_anew():
         check(spread_out(64, torch.float16, **HALF_SIZES), "triton")
 
 

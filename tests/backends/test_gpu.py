@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from experiments.speed import patterns
+from plans import kernels_of
 from sparseflash import BlockMask, attention, masks
-from sparseflash.backends.triton.schedule.plan import Plan
 from waiting import waiting_raises
 
 pytestmark = pytest.mark.gpu
@@ -64,9 +64,8 @@ def test_global_rows_and_columns_in_chunks_are_right_and_the_same_bits_in_twenty
         mask = mask.with_lengths(torch.tensor([tokens - 1000], device="cuda"))
     tensors = inputs(1, 2, tokens, dim, dtype=dtype, kv_heads=1)
     first = forward_and_backward(*tensors, mask)
-    (plan,) = (x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
-    cut = {key[0] for key, prepared in plan.launches.items() if prepared.side.parts > 0}
-    assert cut == {"forward", "dq", "dk_dv"} | ({"delta"} if dtype == torch.float32 else set())
+    cut = {name for name, kernel in kernels_of(mask).items() if kernel.work.parts > 0}
+    assert cut == {"forward", "dq", "dk_dv"} | ({"means"} if dtype == torch.float32 else set())
     for _ in range(19):
         for a, b in zip(first, forward_and_backward(*tensors, mask), strict=True):
             assert torch.equal(a, b)
@@ -92,8 +91,7 @@ def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern,
     q = (q + 0.5).requires_grad_()  # looks for what is past the end
     tensors = q, k.requires_grad_(), v.requires_grad_()
     got = forward_and_backward(*tensors, mask.with_lengths(lengths.to("cuda")))
-    plan = next(x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
-    assert all(prepared.descriptors for prepared in plan.launches.values())
+    assert all(kernel.choice.descriptors for kernel in kernels_of(mask).values())
     for number, length in enumerate(lengths.tolist()):
         alone = [x[number : number + 1, :, :length].detach().double().requires_grad_() for x in tensors]
         want = forward_and_backward(*alone, mask.crop(q=(0, length), k=(0, length)), "reference")

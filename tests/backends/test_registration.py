@@ -401,21 +401,44 @@ def test_what_hooks_bring_back_may_lie_at_any_address(dtype):
             return x
         return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
-    from sparseflash.backends.triton import api
+    from sparseflash.backends.triton import launcher
 
     q, k, v = tensors(dtype=dtype, tokens=FEW)
     mask = masks.causal(FEW, block=16)
     want = torch.autograd.grad(attention(q, k, v, mask, backend="triton").sum(), (q, k, v))
     handed = []
-    backward = api.launch.backward
+    call = launcher.Launch.__call__
     with (
         torch.autograd.graph.saved_tensors_hooks(away, lambda x: x),
-        mock.patch.object(api.launch, "backward", lambda *rest: (handed.append(rest[5:7]), backward(*rest))),
+        mock.patch.object(launcher.Launch, "__call__", lambda self, *given: (handed.append(given), call(self, *given))),
     ):
         got = torch.autograd.grad(attention(q, k, v, mask, backend="triton").sum(), (q, k, v))
-    ((lse, kept),) = handed
-    assert lse.data_ptr() % 16 == kept.data_ptr() % 16 == 0
+    assert len(handed) == (3 if dtype == torch.float16 else 4)
+    assert all(x.data_ptr() % 16 == 0 for given in handed for x in given if isinstance(x, torch.Tensor))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_hooks_bring_back_may_have_other_strides(dtype, backend):
+    """As `torch.autograd.graph.save_on_cpu` does: a copy there is contiguous."""
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors(dtype=dtype))
+    mask = masks.causal(q.shape[2], block=16)
+    want = torch.autograd.grad(attention(q, k, v, mask, backend=backend).sum(), (q, k, v))
+    for _ in range(2):  # the second is like an earlier call
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous().clone(), lambda x: x):
+            got = torch.autograd.grad(attention(q, k, v, mask, backend=backend).sum(), (q, k, v))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_seed_that_is_written_to_before_the_backward_is_noticed(backend):
+    q, k, v = tensors(tokens=FEW)
+    seed = torch.tensor([1])
+    out = attention(q, k, v, dropout_p=0.5, seed=seed, backend=backend)
+    seed += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_the_negative_of_a_tensor_that_is_only_marked_so():

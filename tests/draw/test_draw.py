@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dynamic_masks import made_dynamic
 from sparseflash import BlockMask, masks
+from sparseflash.blockmask.stats import live_tokens
 from sparseflash.draw import MEANINGS, kinds, panels, shares, to_html
 from sparseflash.draw.colours import EMPTY, FULL, PARTIAL, colours
 from sparseflash.draw.text import levels
@@ -29,7 +30,7 @@ def uses(mask):
     """`(pattern, length, dense [Nq, Nk])` of every batch element and head."""
     batch, heads = mask.shape[:2]
     pattern = mask.pattern.expand(batch, heads).tolist()
-    lengths = [None] * batch if mask.lengths is None else mask.lengths.tolist()
+    lengths = [None] * batch if mask.lengths is None else live_tokens(mask)
     dense = mask.to_dense()
     return [(pattern[b][h], lengths[b], dense[b, h].numpy()) for b in range(batch) for h in range(heads)]
 

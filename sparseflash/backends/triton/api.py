@@ -117,7 +117,7 @@ def _key(setting: Setting, problem: Problem, *tensors: Tensor) -> tuple[Any, ...
     """All that launches depend on and the plan does not say."""
     return (
         *setting[1:], problem.scale, problem.dropped, tensors[0].dtype,
-        *((x.shape[1], x.shape[-1], x.stride(), x.data_ptr() % 16) for x in tensors),
+        *((x.shape, x.stride(), x.data_ptr() % 16) for x in tensors),
     )  # fmt: skip
 
 

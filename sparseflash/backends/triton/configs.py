@@ -64,10 +64,10 @@ class SplitRule(NamedTuple):
     of the work
 
         2 global rows and columns, window 3, 3 random, blocks of 128, D = 128    4 chunks   0.3 %
-                                                       blocks of 64, D = 64      7 chunks   0.4 %
+                                                       blocks of 64, D = 64      7 chunks   0.3 %
         causal, dense                                                            not cut
-        1,024 queries at the end of 65,536 keys, D = 128                         9 chunks   0.9 %
-        1 query, 65,536 keys                                                    32 chunks   3 %
+        1,024 queries that see 65,536 keys, D = 128                              5 chunks   0.5 %
+        1 query that sees 65,536 keys, D = 64                                   64 chunks   6.2 %
     """
 
     multiprocessors: int = 132  # of an H100; a constant, so that bits do not depend on the GPU beyond its tile sizes

@@ -14,7 +14,7 @@ def refuse_to_record(device: torch.device) -> None:
     """Raises RuntimeError while a graph is recorded: what is made now and cached would be empty until a replay."""
     if streams.is_capturing(device):
         raise RuntimeError(
-            "attention makes the execution plan of a mask at its first call, which a CUDA graph cannot record: call it "
-            "once with the same mask and tensors of the same layout, forward and, if it is recorded, backward, before "
-            "the capture."
+            "attention makes the execution plan of a mask and loads its kernels at the first call, which a CUDA graph "
+            "cannot record: call it once with the same mask and tensors of the same layout, forward and, if it is "
+            "recorded, backward, before the capture."
         )

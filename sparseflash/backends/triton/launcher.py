@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+
 # Multiply-adds rounded once: fewer instructions, smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
 # The compute capability of the oldest GPU that the kernels run on: Ampere, the first with bf16 and asynchronous copies.
@@ -70,6 +72,8 @@ class Variant:
 
     def launch(self, programs: int, arguments: Sequence[Any]) -> None:
         """Launches through Triton's own front, which compiles the first time."""
+        if not self._launched:
+            refuse_to_record(self.device)  # its code would be loaded
         if self.compiling is not None:
             self.compiling.result()
             self.compiling = None

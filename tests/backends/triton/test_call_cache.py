@@ -1,4 +1,4 @@
-"""Inference calls like earlier ones: they skip the checks, give the same, and no other call is taken for one."""
+"""Calls like earlier ones: they skip the checks, give the same, and no other call is taken for one."""
 
 from unittest import mock
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseflash import attention, masks
+from sparseflash import attention, clear_caches, masks
 from sparseflash.backends import blockwise
 from sparseflash.backends.triton import api, call_cache
 from strategies import SEEDS
@@ -30,7 +30,11 @@ def mask_of(tokens=TOKENS):
 
 def counted():
     """Counts the calls that pass the checks of the backend: all but those that are repeats."""
-    return mock.patch.object(api, "_check", wraps=api._check)
+    return mock.patch.object(api, "check", wraps=api.check)
+
+
+def place_of(q, k, v, mask, scale=None):
+    return call_cache.place_of(q, k, v, mask, scale, "portable", on_gpu_only=False)
 
 
 def run(q, k, v, mask=None, **options):
@@ -89,43 +93,94 @@ class Watching(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def test_only_plain_inference_in_half_precision_is_kept():
+def test_only_plain_calls_in_half_precision_are_cached():
     half, mask = tensors(), mask_of()
     scores = torch.zeros(3, 3)
     dynamic = masks.top_k_blocks(scores, 2, q_len=TOKENS, block=16)
-    assert call_cache.place_of(*half, mask, None) is not None and call_cache.place_of(*half, None, 0.5) is not None
-    assert call_cache.place_of(*tensors(dtype=torch.float32), mask, None) is None
-    assert call_cache.place_of(*half, mask.with_lengths([30]), None) is None
-    assert call_cache.place_of(*half, dynamic, None) is None
-    assert call_cache.place_of(*half, mask, torch.tensor(0.5)) is None
-    assert call_cache.place_of(*half, "mask", None) is None
-    assert call_cache.place_of(half[0], half[1], None, mask, None) is None
+    assert place_of(*half, mask) is not None and place_of(*half, None, 0.5) is not None
+    assert place_of(*tensors(dtype=torch.float32), mask) is None
+    assert place_of(*half, mask.with_lengths([30])) is not None
+    assert place_of(*half, mask.with_lengths([30, 20])) is None  # of another batch size: the checks will say so
+    assert place_of(*half, dynamic) is None
+    assert place_of(*half, mask, torch.tensor(0.5)) is None
+    assert place_of(*half, "mask") is None
+    assert place_of(half[0], half[1], None, mask) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert call_cache.place_of(*half, mask, None) is None
+        assert place_of(*half, mask) is None
     with Watching():
-        assert call_cache.place_of(*half, mask, None) is None
-    learned = [half[0].clone().requires_grad_(), *half[1:]]
-    assert call_cache.place_of(*learned, mask, None) is None
-    with torch.no_grad():
-        assert call_cache.place_of(*learned, mask, None) is not None
+        assert place_of(*half, mask) is None
 
 
-def test_a_call_that_needs_gradients_or_drops_is_no_repeat():
+def test_a_call_that_drops_or_asks_for_another_backend_is_no_repeat():
     mask = mask_of()
     q, k, v = tensors()
     run(q, k, v, mask)
     with counted() as checks:
-        q = q.clone().requires_grad_()
-        attention(q, k, v, mask, backend="triton").sum().backward()
-        assert q.grad is not None and checks.call_count == 1
-        dropped = attention(q.detach(), k, v, mask, backend="triton", dropout_p=0.5, seed=1)
-        assert checks.call_count == 2
-        assert not torch.equal(dropped, attention(q.detach(), k, v, mask, backend="triton"))
-        assert checks.call_count == 2
+        dropped = attention(q, k, v, mask, backend="triton", dropout_p=0.5, seed=1)
+        assert checks.call_count == 1
+        assert not torch.equal(dropped, attention(q, k, v, mask, backend="triton"))
+        assert checks.call_count == 1
         for backend in ("blockwise", None):  # which is the default on the CPU
             with mock.patch.object(blockwise, "attention", wraps=blockwise.attention) as called:
-                attention(q.detach(), k, v, mask, backend=backend)
+                attention(q, k, v, mask, backend=backend)
             assert called.call_count == 1
+
+
+def gradients(q, k, v, mask, dout, dlse=None):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = run(q, k, v, mask)
+    outputs, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    return torch.autograd.grad(outputs, (q, k, v), given)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_training_calls_are_repeated_too_whatever_the_layout_of_the_gradient(masked):
+    mask = mask_of() if masked else None
+    q, k, v = tensors()
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(1, 2, TOKENS, 16, generator=generator).half()
+    dlse = torch.randn(1, 2, TOKENS, generator=generator)
+    inside = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    one = torch.ones((), dtype=torch.float16).expand_as(dout)  # what a sum() sends back
+    given = [(dout,), (inside,), (one,), (dout, dlse), (dout, dlse.transpose(1, 2).contiguous().transpose(1, 2))]
+    with mock.patch.object(call_cache, "place_of", return_value=None):
+        expected = [gradients(q, k, v, mask, *each) for each in given]
+    run(q, k, v, mask)
+    with counted() as checks:
+        for each, want in zip(given * 2, expected * 2, strict=True):
+            got = gradients(q, k, v, mask, *each)
+            assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
+    assert checks.call_count == 0
+
+
+def test_lengths_are_those_of_each_call():
+    """All masks of other lengths share what is cached with the arrays."""
+    base = mask_of()
+    q, k, v = tensors()
+    dout = torch.ones(1, 2, TOKENS, 16, dtype=torch.float16)
+    run(q, k, v, base.with_lengths([TOKENS]))
+    with counted() as checks:
+        for length in (33, 7, 0, 40):
+            mask = base.with_lengths([length])
+            got = (*run(q, k, v, mask), *gradients(q, k, v, mask, dout))
+            with mock.patch.object(call_cache, "place_of", return_value=None), mock.patch.object(api, "check"):
+                want = (*run(q, k, v, mask), *gradients(q, k, v, mask, dout))
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        separate = base.with_lengths(q_lengths=[20], k_lengths=[30])
+        out, _ = run(q, k, v, separate)
+        assert not out[:, :, 20:].any() and out[:, :, :20].any()
+    assert checks.call_count == 0
+
+
+def test_a_gradient_may_come_after_the_mask_is_gone_and_the_caches_are_empty():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    mask = mask_of()
+    want = gradients(q, k, v, mask, torch.ones_like(q))
+    out, _ = run(q, k, v, mask)
+    del mask
+    clear_caches()
+    got = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_repeat_is_told_from_a_mistake():
@@ -145,12 +200,12 @@ def test_a_repeat_is_told_from_a_mistake():
 def test_the_calls_of_a_mask_die_with_it_and_are_bounded():
     mask = mask_of()
     for offset in range(call_cache._MOST + 3):
-        place = call_cache.place_of(*tensors(), mask, 0.1 + offset)
-        assert place is not None and call_cache.found(place) is None
-        call_cache.keep(place, lambda q, k, v: (q, q))
-        assert call_cache.found(place) is not None
-    assert len(place[0]) == 3
-    assert call_cache.found(call_cache.place_of(*tensors(), mask_of(), 0.1 + offset)) is None
+        calls, key = place_of(*tensors(), mask, 0.1 + offset)
+        assert key not in calls
+        calls.put(key, "call")
+    assert len(calls) == 3
+    calls, key = place_of(*tensors(), mask_of(), 0.1 + offset)
+    assert key not in calls
 
 
 def test_empty_tensors_are_not_kept():
@@ -167,8 +222,8 @@ def test_a_repeat_on_a_gpu_gives_the_same_bits():
     q, k, v = (x.cuda() for x in tensors(tokens=256, dim=64))
     with torch.no_grad():
         first = attention(q, k, v, mask, return_lse=True)
-        place = call_cache.place_of(q, k, v, mask, None)
-        assert place is not None and call_cache.found(place) is not None
+        calls, key = call_cache.place_of(q, k, v, mask, None, "", on_gpu_only=True)
+        assert key in calls
         again = attention(q, k, v, mask, return_lse=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -9,12 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparseflash import BlockMask, attention, masks
-from sparseflash.backends.triton import launch
+from sparseflash import attention, masks
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
 from sparseflash.backends.triton.configs import has_room_for_pieces
-from sparseflash.backends.triton.portable import fp32_split as kernels_in_pieces
-from sparseflash.backends.triton.portable.fp32_split import COUNT, in_pieces, six_products
-from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
+from sparseflash.backends.triton.device import capability_of
+from sparseflash.backends.triton.portable import fp32_split
+from sparseflash.backends.triton.portable.choice import wants_pieces
+from sparseflash.backends.triton.portable.fp32_split import (
+    COUNT,
+    PIECES,
+    PIECES_CORRECTED,
+    in_pieces,
+    precision_of,
+    six_products,
+)
 from sparseflash.blockmask import streams
 from tensor_cores import summed_as_by_tensor_cores
 
@@ -60,22 +69,20 @@ def test_the_largest_numbers_are_split_and_what_is_no_number_stays_none():
     assert pieces.double().sum(-2)[..., :4].isnan().all()
 
 
-def plan_of_mask(mask):
-    return plan_of(
-        mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, (1, 1), 1, (mask.q_len, mask.k_len),
-        (mask.block_q, mask.block_k),
-    )  # fmt: skip
+def is_split(q, k, v, mask=None, capability=(9, 0), tf32=False):
+    problem = Problem.of(mask, scale=1.0) if mask is not None else Problem.of(None, scale=1.0)
+    setting = api.setting_of(q, k, problem, capability)._replace(tf32=tf32)
+    return wants_pieces(q, v, setting, q.shape[1] // k.shape[1])
 
 
-def test_keys_that_are_read_once_or_never_are_not_split_before():
-    for mask, split in (
-        (masks.streaming(1, 64, 4, k_len=4096, block=32), False),  # one query with a long cache
-        (masks.local(4096, 64, block=32), True),  # each is read by three rows
-        (BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32), False),
+def test_keys_that_few_queries_read_are_not_split_before():
+    for mask, heads, split in (
+        (masks.streaming(1, 64, 4, k_len=4096, block=32), 1, False),  # one query with a long cache
+        (masks.streaming(1, 64, 4, k_len=4096, block=32), 4, True),  # four heads that share the keys
+        (masks.local(4096, 64, block=32), 1, True),
     ):
-        problem = launch.Problem(plan_of_mask(mask), None, (32, 32), 1.0, False)
-        q, k, v = (torch.randn(1, 1, tokens, 16) for tokens in (mask.q_len, mask.k_len, mask.k_len))
-        assert [x.ndim for x in launch.operands(problem, q, k, v)] == [5 if split else 4] * 3
+        q, k, v = (torch.randn(1, h, n, 16) for h, n in ((heads, mask.q_len), (1, mask.k_len), (1, mask.k_len)))
+        assert is_split(q, k, v, mask) == split
 
 
 def test_a_new_layout_is_refused_while_a_graph_is_recorded(monkeypatch):
@@ -100,15 +107,9 @@ def test_a_new_layout_is_refused_while_a_graph_is_recorded(monkeypatch):
         (torch.float16, False, (9, 0), 64, False),
     ],
 )
-def test_who_is_split(monkeypatch, dtype, tf32, capability, dim, split):
-    monkeypatch.setattr(launch, "capability_of", lambda device: capability)
-    plan = dense_plan((1, 1), 1, (64, 64), (32, 32), torch.device("cpu"))
-    problem = launch.Problem(plan, None, (32, 32), 1.0, tf32)
-    tensors = [torch.randn(1, 1, 64, dim, dtype=dtype) for _ in range(4)]
-    found = launch.operands(problem, *tensors)
-    assert len(found) == 4
-    assert all((x.ndim == 5) == split for x in found)
-    assert split or all(a is b for a, b in zip(found, tensors))
+def test_who_is_split(dtype, tf32, capability, dim, split):
+    tensors = [torch.randn(1, 1, 256, dim, dtype=dtype) for _ in range(3)]
+    assert is_split(*tensors, capability=capability, tf32=tf32) == split
 
 
 def test_wide_heads_have_no_room_on_consumer_gpus_alone():
@@ -118,20 +119,25 @@ def test_wide_heads_have_no_room_on_consumer_gpus_alone():
 
 
 @triton.jit
-def _product_kernel(x_ptr, y_ptr, out_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, MIRRORED: tl.constexpr):
+def _product_kernel(
+    x_ptr, y_ptr, out_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr, MIRRORED: tl.constexpr
+):  # fmt: skip
     """out = x y^T of pieces [ROWS, 3, DIM]."""
     at = tl.arange(0, ROWS)[:, None] * (3 * DIM) + tl.arange(0, DIM)[None, :]
     x = tl.load(x_ptr + at), tl.load(x_ptr + DIM + at), tl.load(x_ptr + 2 * DIM + at)
     y = tl.load(y_ptr + at).T, tl.load(y_ptr + DIM + at).T, tl.load(y_ptr + 2 * DIM + at).T
-    product = six_products(x, y, MIRRORED)
+    product = six_products(x, y, PRECISION, MIRRORED)
     tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], product)
 
 
-def product(x: Tensor, y: Tensor, mirrored: bool) -> Tensor:
-    """Of [rows, dim] each."""
+def product(x: Tensor, y: Tensor, mirrored: bool = False, precision: str | None = None) -> Tensor:
+    """Of [rows, dim] each. precision: None for that of the GPU at hand."""
     rows, dim = x.shape
     out = x.new_empty(rows, rows)
-    _product_kernel[(1,)](in_pieces(x[None, None], dim), in_pieces(y[None, None], dim), out, rows, dim, mirrored)
+    if precision is None:
+        precision = precision_of("fp32", capability_of(x.device), in_pieces=True)
+    pieces = in_pieces(x[None, None], dim), in_pieces(y[None, None], dim)
+    _product_kernel[(1,)](*pieces, out, rows, dim, precision, mirrored)
     return out
 
 
@@ -142,7 +148,7 @@ def test_six_products_are_as_good_as_one_in_fp32(dim, device):
     x, y = (torch.randn(64, dim, generator=generator).to(device) for _ in range(2))
     truth = x.double() @ y.double().T
     plain = (x @ y.T - truth).abs()
-    found = (product(x, y, False) - truth).abs()
+    found = (product(x, y) - truth).abs()
     assert found.max() <= 2 * plain.max() + torch.finfo(torch.float32).eps
     assert found.mean() <= 2 * plain.mean()
     # Without the third pieces of x they are not.
@@ -162,14 +168,30 @@ def test_what_tensor_cores_cut_off_is_made_up_for(draw, dim, monkeypatch):
     x, y = (draw(64, dim, generator=generator) for _ in range(2))
     truth = x.double() @ y.double().T
 
-    def errors(cut_off):
-        monkeypatch.setattr(kernels_in_pieces, "_CUT_OFF", tl.constexpr(cut_off))
-        return (product(x, y, False) - truth) * truth.sign() * 2**24
+    def errors(precision):
+        return (product(x, y, precision=precision.value) - truth) * truth.sign() * 2**24
 
-    left_alone, made_up_for = errors(0.0), errors(0.36 * 2**-24)
+    left_alone, made_up_for = errors(PIECES), errors(PIECES_CORRECTED)
     assert left_alone.mean() < 0
     assert made_up_for.mean().abs() < 0.7 * left_alone.mean().abs()
     assert made_up_for.square().mean() < 0.85 * left_alone.square().mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("precision", [PIECES.value, PIECES_CORRECTED.value])
+def test_small_whole_numbers_stay_exact(precision, device):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(-8, 9, (64, 128), generator=generator).float().to(device) for _ in range(2))
+    assert torch.equal(product(x, y, precision=precision).double(), x.double() @ y.double().T)
+
+
+def test_sums_are_corrected_on_the_gpus_that_it_was_fitted_on_alone(monkeypatch):
+    assert precision_of("fp32", (9, 0), in_pieces=True) == PIECES.value  # the interpreter rounds
+    monkeypatch.setattr(fp32_split, "_INTERPRETED", False)
+    for capability, corrected in (((9, 0), True), ((8, 0), False), ((10, 0), False), ((12, 0), False)):
+        for split in (True, False):
+            assert ("corrected" in precision_of("fp32", capability, in_pieces=split)) == corrected
+    assert precision_of("half", (9, 0), in_pieces=False) == precision_of("tf32", (8, 0), in_pieces=False) == "tf32"
 
 
 @pytest.mark.gpu
@@ -177,7 +199,7 @@ def test_what_tensor_cores_cut_off_is_made_up_for(draw, dim, monkeypatch):
 @pytest.mark.parametrize("dim", [16, 64, 128])
 def test_a_product_mirrored_has_the_same_bits(dim, rows):
     x, y = (torch.randn(rows, dim, device="cuda") for _ in range(2))
-    assert torch.equal(product(x, y, False), product(y, x, True).T)
+    assert torch.equal(product(x, y), product(y, x, True).T)
 
 
 @pytest.mark.gpu

@@ -1,39 +1,47 @@
 """Launching what Triton has compiled: the same as Triton's own launch, hooks and all, in less time."""
 
+import inspect
 import weakref
+from concurrent.futures import Future
 from unittest import mock
 
 import pytest
 import torch
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash import attention, masks
-from sparseflash.backends.triton.launcher import Prepared, launches_as_known, starter
+from sparseflash.backends.triton import compile_ahead, launcher
+from sparseflash.backends.triton.launcher import Describe, Launch, Variant
+from sparseflash.blockmask import streams
 
 GPU = torch.device("cuda", 0)
 
 
-class Compiled:
-    """A kernel as Triton compiles it, which writes down how it is launched."""
+class Kernel:
+    """A Triton kernel that writes down how Triton's front is asked to launch it, and gives what it compiles."""
 
-    function, packed_metadata = "function", "metadata"
+    __name__ = "kernel"
+    arg_names = ("x_ptr", "work_ptr", "scale", "y_ptr", "SIZE")
 
-    def __init__(self, launcher):
-        self.plain = []
-        self.run = launcher()
+    def __init__(self):
+        self.asked = []
+        self.compiled = Compiled()
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.plain.append((grid, arguments))
+        return lambda *arguments, **options: self.asked.append((grid, arguments, options)) or self.compiled
 
 
-class Known:
-    """A launcher as Triton's are."""
+class Compiled:
+    """What Triton compiles; its launcher writes down what it is given."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self):
         self.launched = []
 
-    def __call__(
+    def run(
         self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
         launch_exit_hook, *args,
     ):  # fmt: skip
@@ -41,34 +49,74 @@ class Known:
         self.launched.append(((gridX, gridY, gridZ), stream, function, kernel_metadata, hooks, args))
 
 
-class Other(Known):
-    def __call__(self, grid, stream, *args):
-        raise AssertionError("called")
-
-
 @pytest.fixture(autouse=True)
-def streams(monkeypatch):
+def no_gpu(monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 40 + device, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+        monkeypatch.setattr(launcher, "on_device", lambda device: mock.MagicMock())
+        monkeypatch.setattr(streams, "is_capturing", lambda device: False)
 
 
-def test_the_launchers_of_this_triton_are_known():
-    assert launches_as_known(CudaLauncher) and launches_as_known(Known) and not launches_as_known(Other)
+def variant(kernel, **options):
+    return Variant(kernel, {"SIZE": 8}, GPU, **{"num_warps": 4, "num_stages": 2, **options})
 
 
-def test_a_launch_hands_over_what_triton_would():
-    compiled = Compiled(Known)
-    starter(compiled, (7, 1, 1), GPU)(1, 2.0, (3, 4))
+def launch_of(kernel, **described):
+    examples = {name: torch.empty(2, 16, dtype=torch.float16, device="meta") for name in ("x_ptr", "y_ptr")}
+    return Launch(variant(kernel), {"work_ptr": None, "scale": 0.5}, examples, described)
+
+
+def test_this_triton_is_launched_directly_as_its_launcher_wants():
+    assert launcher.triton_version() in launcher.DIRECT_VERSIONS
+    names = list(inspect.signature(CudaLauncher.__call__).parameters)[1:]
+    first = ["gridX", "gridY", "gridZ", "stream", "function"]
+    hooked = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
+    assert names in ([*first, "args"], [*first, *hooked, "args"])
+
+
+def test_the_first_launch_is_tritons_own_and_the_next_ones_give_its_launcher_addresses():
+    kernel = Kernel()
+    x, y, work = (torch.ones(2, 16, dtype=torch.float16) for _ in range(3))
+    launch = launch_of(kernel).bound(7, work_ptr=work)
+    launch(x, y)
+    ((grid, arguments, options),) = kernel.asked
+    assert grid == (7, 1, 1) and options == {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    assert arguments[0] is x and arguments[1] is work and arguments[3] is y and arguments[2::2] == (0.5, 8)
+    launch(y, x)
+    assert len(kernel.asked) == 1
     stream = torch._C._cuda_getCurrentRawStream(0)
-    assert compiled.run.launched == [((7, 1, 1), stream, "function", "metadata", (None,) * 3, (1, 2.0, (3, 4)))]
-    assert not compiled.plain
+    given = (y.data_ptr(), work.data_ptr(), 0.5, x.data_ptr(), 8)
+    assert kernel.compiled.launched == [((7, 1, 1), stream, "function", "metadata", (None,) * 3, given)]
+
+
+def test_launches_of_one_variant_have_work_of_their_own():
+    kernel = Kernel()
+    x, first, second = (torch.ones(2, 16, dtype=torch.float16) for _ in range(3))
+    unbound = launch_of(kernel)
+    one, two = unbound.bound(1, work_ptr=first), unbound.bound(2, work_ptr=second)
+    one(x, x), two(x, x), one(x, x)
+    assert len(kernel.asked) == 1
+    assert [(grid[0], given[1]) for grid, *_, given in kernel.compiled.launched] == [
+        (2, second.data_ptr()), (1, first.data_ptr()),
+    ]  # fmt: skip
+
+
+def test_the_work_of_a_launch_lives_as_long_as_it():
+    work = torch.ones(3)
+    alive = weakref.ref(work)
+    launch = launch_of(Kernel()).bound(1, work_ptr=work)
+    del work
+    assert alive() is not None
+    del launch
+    assert alive() is None
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_left_to_triton(name):
-    compiled = Compiled(Known)
-    start = starter(compiled, (7, 1, 1), GPU)
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    launch = launch_of(kernel).bound(1, work_ptr=x)
+    launch(x, x)
     hooks = getattr(knobs.runtime, name)
 
     def hook(*arguments):
@@ -76,54 +124,93 @@ def test_hooks_are_left_to_triton(name):
 
     hooks.add(hook)
     try:
-        start(1)
+        launch(x, x)
     finally:
         hooks.remove(hook)
-    assert compiled.plain == [((7, 1, 1), (1,))] and not compiled.run.launched
+    assert len(kernel.asked) == 2 and kernel.asked[1][1][0] is x and not kernel.compiled.launched
 
 
-def test_an_unknown_launcher_is_left_to_triton():
-    compiled = Compiled(Other)
-    starter(compiled, (7, 1, 1), GPU)(1)
-    assert compiled.plain == [((7, 1, 1), (1,))]
+def test_a_version_that_is_not_known_is_left_to_triton(monkeypatch):
+    monkeypatch.setattr(launcher, "DIRECT_VERSIONS", ((3, 0),))
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    launch = launch_of(kernel).bound(1, work_ptr=x)
+    launch(x, x), launch(x, x)
+    assert len(kernel.asked) == 2 and not kernel.compiled.launched
 
 
-@pytest.mark.parametrize(("limit", "option"), [((), {}), ((0,), {}), ((168,), {"maxnreg": 168})], ids=str)
-def test_registers_are_limited_where_a_limit_is_given(limit, option):
-    asked = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: asked.append((grid, arguments, options))
-
-    Prepared(Kernel(), 7, torch.device("cpu"), 4, 2, *limit).run("q")
-    assert asked == [((7, 1, 1), ("q",), {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True} | option)]
-
-
-def test_bound_arguments_are_addresses_of_tensors_that_stay_alive():
-    prepared, compiled = Prepared(None, 7, GPU, 4, 2), Compiled(Known)
-    prepared._start = starter(compiled, (7, 1, 1), GPU)
-    q, index = torch.ones(2), torch.ones(3)
-    address, alive = index.data_ptr(), weakref.ref(index)
-    launch = prepared.bound(index, None, 5)
-    del index
-    launch(q)
-    (*_, arguments) = compiled.run.launched[0]
-    assert arguments == (q.data_ptr(), address, None, 5)
-    assert alive() is not None
-    del launch
-    assert alive() is None
-
-
-def test_another_current_gpu_is_left_for_the_launch(monkeypatch):
-    prepared, compiled = Prepared(None, 7, GPU, 4, 2), Compiled(Known)
-    prepared._start = starter(compiled, (7, 1, 1), GPU)
-    launch = prepared.bound(5)
+def test_another_current_gpu_is_left_to_triton(monkeypatch):
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    launch = launch_of(kernel).bound(1, work_ptr=x)
+    launch(x, x)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    q = torch.ones(2)
-    with mock.patch.object(Prepared, "run") as run:
-        launch(q)
-    assert run.call_args.args[0] is q and run.call_args.args[1] == 5 and not compiled.run.launched
+    launch(x, x)
+    assert len(kernel.asked) == 2 and not kernel.compiled.launched
+
+
+def test_registers_are_limited_where_a_limit_is_given():
+    assert "maxnreg" not in variant(Kernel()).options
+    assert variant(Kernel(), registers=168).options["maxnreg"] == 168
+
+
+def test_arguments_must_be_those_of_the_kernel():
+    with pytest.raises(TypeError, match=r"kernel lacks \['scale'\] and does not know \['size'\]"):
+        Launch(variant(Kernel()), {"work_ptr": None, "size": 1}, {"x_ptr": None, "y_ptr": None}, {})
+
+
+def test_descriptors_are_made_of_each_tensor():
+    kernel = Kernel()
+    x = torch.ones(2, 16, dtype=torch.float16)
+    launch = launch_of(kernel, y_ptr=Describe(x, [2, 16], [16, 1], [1, 16])).bound(1, work_ptr=x)
+    for _ in range(2):
+        y = torch.zeros(2, 16, dtype=torch.float16)
+        launch(x, y)
+        described = (kernel.asked[-1][1] if not kernel.compiled.launched else kernel.compiled.launched[-1][-1])[3]
+        assert described == TensorDescriptor(y, [2, 16], [16, 1], [1, 16]) and described.base is y
+
+
+def test_descriptors_are_checked_when_they_are_prepared():
+    with pytest.raises(AssertionError, match="contiguous"):
+        Describe(torch.ones(2, 16), [2, 16], [16, 2], [1, 16])
+
+
+def test_what_is_launched_while_it_is_compiled_waits_for_that():
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    launch = launch_of(kernel).bound(1, work_ptr=x)
+    compiling = Future()
+    compiling.set_exception(ValueError("does not compile"))
+    launch.variant.compiling = compiling
+    with pytest.raises(ValueError, match="does not compile"):
+        launch(x, x)
+    assert not kernel.asked
+
+
+def test_a_kernel_is_not_loaded_while_a_graph_is_recorded(monkeypatch):
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    launch = launch_of(kernel).bound(1, work_ptr=x)
+    monkeypatch.setattr(streams, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="before the capture"):
+        launch(x, x)
+    monkeypatch.setattr(streams, "is_capturing", lambda device: False)
+    launch(x, x)
+    monkeypatch.setattr(streams, "is_capturing", lambda device: True)
+    launch(x, x)
+    assert len(kernel.asked) == len(kernel.compiled.launched) == 1
+
+
+def test_kernels_that_are_new_are_compiled_side_by_side():
+    launches = [launch_of(Kernel()) for _ in range(3)]
+    launches[0].variant._launched = True
+    with mock.patch.object(Launch, "compile") as compile_:
+        compile_ahead.compile_side_by_side([*launches, launches[1]])
+        for launch in launches[1:]:
+            launch.variant.compiling.result()
+    assert compile_.call_count == 2 and launches[0].variant.compiling is None
+
+
+def test_one_new_kernel_is_left_to_its_launch():
+    launch = launch_of(Kernel())
+    compile_ahead.compile_side_by_side([launch])
+    assert launch.variant.compiling is None
 
 
 @pytest.mark.gpu

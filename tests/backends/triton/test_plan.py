@@ -1,6 +1,7 @@
 """The plan: every live tile of every head is walked exactly once, the longest rows first, nothing stored twice."""
 
 import heapq
+from unittest import mock
 
 import pytest
 import torch
@@ -8,17 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.speed import patterns
+from plans import plan
 from sparseflash import BlockMask, masks
 from sparseflash.backends.triton.configs import config_for
+from sparseflash.backends.triton.schedule import plan as planning
+from sparseflash.backends.triton.schedule import worklists
 from sparseflash.backends.triton.schedule.launch_order import start_order
-from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
+from sparseflash.backends.triton.schedule.plan import dense_plan
+from sparseflash.blockmask.cache import mask_cache
 from strategies import block_masks
-
-
-def plan(mask, batch, heads, kv_heads):
-    lengths, blocks = (mask.q_len, mask.k_len), (mask.block_q, mask.block_k)
-    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-    return plan_of(*arrays, (batch, heads), kv_heads, lengths, blocks)
 
 
 def walked(side, heads, count):
@@ -55,7 +54,7 @@ def test_rows_and_columns_walk_every_live_tile_once(data):
 
     tile = 16
     count = -(-mask.q_len // tile)
-    rows = walked(made.rows(tile), heads, count)
+    rows = walked(made.worklist(0, tile), heads, count)
     for b in range(batch):
         for h in range(heads):
             for t in range(count):
@@ -65,7 +64,7 @@ def test_rows_and_columns_walk_every_live_tile_once(data):
     assert len(rows) == batch * heads * count
 
     count, group = -(-mask.k_len // tile), heads // kv_heads
-    columns = walked(made.columns(tile), kv_heads, count)
+    columns = walked(made.worklist(1, tile), kv_heads, count)
     for b in range(batch):
         for h in range(heads):
             for t in range(count):
@@ -78,13 +77,13 @@ def test_rows_and_columns_walk_every_live_tile_once(data):
 @given(block_masks(most_tokens=200, blocks=(16,), heads=4))
 def test_work_is_sorted_over_all_heads_longest_first(mask):
     made = plan(mask, 1, 4, 2)
-    for side in (made.rows(16), made.columns(16)):
+    for side in (made.worklist(0, 16), made.worklist(1, 16)):
         lengths = side.work[..., 3].sum(1)
         assert (lengths.diff() <= 0).all()
 
 
 def test_work_of_equal_length_stays_in_the_order_of_heads():
-    work = plan(masks.causal(64, block=16), 1, 3, 3).rows(16).work
+    work = plan(masks.causal(64, block=16), 1, 3, 3).worklist(0, 16).work
     assert work[:, 0, 0].tolist() == [3, 7, 11, 2, 6, 10, 1, 5, 9, 0, 4, 8]
 
 
@@ -110,9 +109,9 @@ def test_programs_of_similar_length_first_come_end_with_the_others(kind):
 def test_the_dense_plan_is_that_of_the_dense_mask(q_len, k_len):
     mask = BlockMask.dense(q_len, k_len)
     stored, listed = plan(mask, 2, 4, 2), dense_plan((2, 4), 2, (q_len, k_len), (128, 128), torch.device("cpu"))
-    for side in ("rows", "columns"):
-        ours, theirs = getattr(listed, side)(64), getattr(stored, side)(64)
-        length, heads = (q_len, 4) if side == "rows" else (k_len, 2)
+    for axis in (0, 1):
+        ours, theirs = listed.worklist(axis, 64), stored.worklist(axis, 64)
+        length, heads = (q_len, 4) if axis == 0 else (k_len, 2)
         count = -(-length // 64)
         a, b = (walked(x, heads, count) for x in (ours, theirs))
 
@@ -125,25 +124,53 @@ def test_the_dense_plan_is_that_of_the_dense_mask(q_len, k_len):
 
 def test_a_forward_alone_plans_no_columns():
     mask = masks.causal(300, block=64)
-    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-    shape = (1, 2), 2, (300, 300), (64, 64)
-    made = plan_of(*arrays, *shape, columns=False)
-    made.rows(64)
-    with pytest.raises(RuntimeError, match="without columns"):
-        made.columns(64)
-    assert plan_of(*arrays, *shape) is made
-    assert len(made.columns(64).work) == 2 * 5
+    made = plan(mask, 1, 2)
+    with mock.patch.object(planning, "columns_of", side_effect=AssertionError("columns")):
+        made.worklist(0, 64)
+        with pytest.raises(AssertionError, match="columns"):
+            made.worklist(1, 64)
+    assert plan(mask, 1, 2) is made
+    assert len(made.worklist(1, 64).work) == 2 * 5
+
+
+@given(block_masks(most_tokens=130, blocks=(16, 32), batch=2, heads=4), st.sampled_from([1, 2, 4]))
+def test_a_mask_from_the_host_is_planned_there_with_the_same_result(mask, kv_heads):
+    """As `mask.to("cuda")` leaves it: the arrays on the device, and the mask that they were copied from."""
+    moved = BlockMask(*mask._numbers(), *(None if x is None else x.clone() for x in mask._arrays()))
+    mask_cache(moved.indices)["host"] = mask._padded(None)
+    for axis in (0, 1):
+        ours, theirs = (plan(each, 2, 4, kv_heads).worklist(axis, 16) for each in (moved, mask))
+        for name in ("work", "index", "tile", "words", "merged"):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            assert (a is None and b is None) or torch.equal(a, b)
+        assert ours.words.data_ptr() == moved.words.data_ptr()  # the bits are on the device once
+
+
+def test_what_is_planned_on_the_host_is_copied_once_for_each_worklist():
+    mask = masks.causal(300, block=64)
+    moved = BlockMask(*mask._numbers(), *(None if x is None else x.clone() for x in mask._arrays()))
+    mask_cache(moved.indices)["host"] = mask
+    made = plan(moved, 2, 4)
+    with mock.patch.object(worklists, "to_device", wraps=worklists.to_device) as copied:
+        for axis in (0, 1):
+            made.worklist(axis, 64).to(torch.device("meta"))
+    assert copied.call_count == 2
 
 
 def test_the_dense_plan_stores_nothing_that_grows_with_the_matrix():
     made = dense_plan((1, 1), 1, (1 << 20, 1 << 20), (128, 128), torch.device("cpu"))
-    arrays = [made.rows(128).work, made.rows(128).index, made.rows(128).tile, made.columns(128).work]
+    arrays = [
+        made.worklist(0, 128).work,
+        made.worklist(0, 128).index,
+        made.worklist(0, 128).tile,
+        made.worklist(1, 128).work,
+    ]
     assert sum(a.numel() for a in arrays) < 40 * (1 << 13)
 
 
 def test_more_work_items_than_an_int_counts_are_refused():
     with pytest.raises(ValueError, match=r"batch x heads x tiles must be below 2\^31; got 70000 x 64 x 512"):
-        dense_plan((70_000, 64), 64, (8192, 16), (128, 128), torch.device("meta")).rows(16)
+        dense_plan((70_000, 64), 64, (8192, 16), (128, 128), torch.device("meta")).worklist(0, 16)
 
 
 # ---------------------------------------------------------------------- configurations

@@ -14,18 +14,13 @@ from cutting import chunks_of
 from dynamic_masks import made_dynamic
 from exactness import FP32_SIZES, check, spread_out
 from experiments.speed import patterns
+from plans import kernels_of, plan
 from sparseflash import BlockMask, attention, masks
-from sparseflash.backends.triton import launch
+from sparseflash.backends.triton import launcher
 from sparseflash.backends.triton.schedule import splits
-from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
+from sparseflash.backends.triton.schedule.plan import dense_plan
 from strategies import SEEDS, block_masks
 from waiting import NoWaiting
-
-
-def plan(mask, batch, heads, kv_heads):
-    lengths, blocks = (mask.q_len, mask.k_len), (mask.block_q, mask.block_k)
-    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-    return plan_of(*arrays, (batch, heads), kv_heads, lengths, blocks)
 
 
 def fresh(mask):
@@ -53,59 +48,96 @@ def makespan(sizes, slots=264):
 
 
 def sides(kind, heads, tile, length=16384):
-    made = plan(patterns.block_mask(kind, length, 128), 1, heads, heads)
-    return made.rows(tile), made.columns(tile)
+    made = plan(patterns.block_mask(kind, length, 128), 1, heads)
+    return made.worklist(0, tile), made.worklist(1, tile)
 
 
-def test_global_rows_end_with_the_others():
-    """The numbers of the table in splits.py: 16 heads of 128 channels, forward tiles of 128 queries."""
-    rows, _ = sides("bigbird", 16, 128)
+@pytest.mark.parametrize("heads", [1, 16, 64])
+def test_global_rows_end_with_the_others(heads):
+    """Tiles of 128 queries; a longest row of 128 tiles would still run when all others are done."""
+    rows, _ = sides("bigbird", heads, 128)
     cut, whole = block_counts(rows)
-    assert (len(rows.merged), rows.parts) == (32, 64)
-    assert (makespan(whole), makespan(cut)) == (128, 78)
+    assert rows.parts == 8 * heads and len(rows.merged) == 2 * heads
+    assert max(whole) == 128 and max(cut) == 32
+    assert makespan(cut) <= max(1.05 * sum(cut) / 264, 32)
 
 
-def test_global_rows_and_columns_of_one_head_end_with_the_others():
-    for side, want in zip(sides("bigbird", 1, 64), (16, 13), strict=True):
-        cut, whole = block_counts(side)
-        assert (makespan(whole), makespan(cut)) == (128, want)
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("kind", ["bigbird", "causal", "dense", "butterfly", "random12"])
+def test_what_is_cut_does_not_depend_on_how_many_heads_there_are(kind, tile):
+    """Nor do, therefore, the bits of a row."""
+    mask = patterns.block_mask(kind, 16384, 128)
+    for axis in (0, 1):
+        lists = []
+        for batch, heads in ((1, 1), (3, 2), (8, 64)):
+            side = plan(fresh(mask), batch, heads).worklist(axis, tile)
+            count = 16384 // tile
+            items = [tuple(item[0]) for item in side.work.tolist() if item[0][0] // count == 0]
+            lists.append(sorted(item[:7] for item in items))
+        assert lists[0] == lists[1] == lists[2]
 
 
-@pytest.mark.parametrize(("kind", "heads", "tile"), [("bigbird", 32, 64), ("bigbird", 16, 64)])
-def test_a_global_row_is_left_whole_where_there_is_enough_else_to_do(kind, heads, tile):
-    for side in sides(kind, heads, tile):
-        cut, whole = block_counts(side)
-        assert side.parts == 0 and side.merged is None
-        assert makespan(whole) <= 1.05 * sum(cut) / 264
+def test_each_head_is_cut_as_if_it_were_alone():
+    """Whatever patterns lie beside it."""
+    bigbird, causal = (patterns.block_mask(kind, 16384, 128) for kind in ("bigbird", "causal"))
+    together = plan(masks.per_head([causal, bigbird, causal]), 1, 3).worklist(0, 128)
+    alone = plan(fresh(bigbird), 1, 1).worklist(0, 128)
+    count = 128
+    second = [item[0] for item in together.work.tolist() if item[0][0] // count == 1]
+    assert sorted((n % count, size) for n, _, _, size, *_ in second) == sorted(
+        (n, size) for ((n, _, _, size, *_),) in alone.work.tolist()
+    )
+    assert together.parts == alone.parts > 0
 
 
 @pytest.mark.parametrize("heads", [1, 16])
 @pytest.mark.parametrize("kind", ["causal", "dense", "butterfly", "local", "random12"])
-def test_lists_that_are_much_alike_are_not_cut(kind, heads):
-    for side in sides(kind, heads, 128, length=8192):
+@pytest.mark.parametrize("length", [4096, 8192, 16384])
+def test_lists_that_are_much_alike_are_not_cut(kind, heads, length):
+    for side in sides(kind, heads, 128, length):
         assert side.parts == 0 and side.merged is None
         assert (side.work[..., 7] == 0).all()
 
 
 def test_the_more_programs_run_at_a_time_the_shorter_the_chunks():
-    made = plan(patterns.block_mask("bigbird", 16384, 64), 1, 32, 32)
-    assert made.rows(64, resident=3).parts == 0
-    cut, whole = block_counts(made.rows(64, resident=4))
-    assert (makespan(whole, 528), makespan(cut, 528)) == (256, 158)
+    made = plan(patterns.block_mask("bigbird", 16384, 64), 1, 32)
+    longest = [max(block_counts(made.worklist(0, 64, resident=resident))[0]) for resident in (1, 2, 4)]
+    assert longest == sorted(longest, reverse=True) and longest[0] > longest[2]
 
 
 def test_few_queries_to_very_many_keys_are_cut():
     made = dense_plan((1, 2), 2, (64, 1 << 18), (128, 128), torch.device("cpu"))
-    side = made.rows(64)
-    assert side.merged.tolist() == [[0, 0, 128, 0], [1, 128, 128, 0]]  # 16 of the 2048 tiles each
-    assert (block_counts(side)[0], side.parts) == ([16] * 256, 256)
-    assert made.columns(64).parts == 0
+    side = made.worklist(0, 64)
+    (first, _, chunks, _), (second, start, again, _) = side.merged.tolist()
+    assert (first, second, chunks) == (0, 1, again) and start == chunks == side.parts // 2
+    assert max(block_counts(side)[0]) <= 64 < 2048
+    assert made.worklist(1, 64).parts == 0
+
+
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "block", "tile", "resident", "kind", "chunks", "cost"),
+    [
+        (16384, 16384, 128, 128, 2, "bigbird", 4, 0.003),
+        (16384, 16384, 64, 64, 4, "bigbird", 7, 0.003),
+        (1024, 65536, 128, 128, 2, "dense", 5, 0.005),
+        (1, 65536, 128, 64, 4, "dense", 64, 0.062),
+    ],
+)
+def test_the_numbers_of_the_table_in_configs(q_len, k_len, block, tile, resident, kind, chunks, cost):
+    """What chunks cost: half a tile each, as a part of all tiles."""
+    if kind == "dense":
+        made = dense_plan((1, 1), 1, (q_len, k_len), (block, block), torch.device("cpu"))
+    else:
+        made = plan(patterns.block_mask(kind, q_len, block))
+    side = made.worklist(0, tile, resident=resident)
+    assert max(count for _, _, count, _ in side.merged.tolist()) == chunks
+    assert round(side.parts * 0.5 / sum(block_counts(side)[0]), 3) == cost
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.sampled_from([1, 4, 264]), st.integers(1, 20))
 def test_chunks_are_neither_too_long_nor_too_many(sizes, slots, fewest):
     sizes = torch.tensor(sizes)
-    chunks = splits._chunks(sizes, slots, fewest)
+    (chunks,) = splits._chunks(sizes[None], slots, fewest)
     is_cut = chunks > 1
     assert int(chunks[is_cut].sum()) <= slots + int(is_cut.sum())
     if is_cut.any():
@@ -138,10 +170,10 @@ def lists_of(side, pieces):
 def test_chunks_cover_each_list_once_and_whole_items_are_as_they_were(mask, kv_heads, tiles):
     with chunks_of(None):
         whole = plan(fresh(mask), 2, 4, kv_heads)
-        whole = whole.rows(16), whole.columns(16)
+        whole = whole.worklist(0, 16), whole.worklist(1, 16)
     with chunks_of(16 * tiles):
         made = plan(fresh(mask), 2, 4, kv_heads)
-        made = made.rows(16), made.columns(16)
+        made = made.worklist(0, 16), made.worklist(1, 16)
     for axis, (before, after) in enumerate(zip(whole, made, strict=True)):
         other = (mask.block_k, mask.block_q)[axis]
         most = -(-16 * tiles // other)
@@ -170,7 +202,7 @@ def test_chunks_cover_each_list_once_and_whole_items_are_as_they_were(mask, kv_h
 
 def test_a_plan_is_the_same_every_time():
     mask = patterns.block_mask("bigbird", 16384, 128)
-    first, second = (plan(fresh(mask), 1, 4, 2).columns(64) for _ in range(2))
+    first, second = (plan(fresh(mask), 1, 4, 2).worklist(1, 64) for _ in range(2))
     assert first.parts > 0
     for a, b in ((first.work, second.work), (first.merged, second.merged)):
         assert torch.equal(a, b)
@@ -189,22 +221,22 @@ def copies_counted():
 
 
 def test_cutting_costs_one_copy_of_two_numbers_a_side():
-    made = plan(patterns.block_mask("bigbird", 16384, 128), 1, 1, 1)
+    made = plan(patterns.block_mask("bigbird", 16384, 128))
     with copies_counted() as copies:
-        assert made.rows(128).parts > 0
-        assert made.columns(64).parts > 0
-        made.rows(128), made.columns(64)
+        assert made.worklist(0, 128).parts > 0
+        assert made.worklist(1, 64).parts > 0
+        made.worklist(0, 128), made.worklist(1, 64)
     assert copies == [2, 2]
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "heads"), [("butterfly", 16384, 32), ("causal", 16384, 16), ("bigbird", 1536, 1)]
+    ("kind", "length", "heads"), [("butterfly", 2048, 32), ("causal", 1536, 16), ("bigbird", 1536, 1)]
 )
 def test_nothing_is_asked_where_nothing_can_be_cut(kind, length, heads):
     mask = patterns.block_mask(kind, length, 128)
     with NoWaiting(), copies_counted() as copies:
-        made = plan(mask, 1, heads, heads)
-        made.rows(128), made.columns(64)
+        made = plan(mask, 1, heads)
+        made.worklist(0, 128), made.worklist(1, 64)
     assert copies == []
 
 
@@ -214,7 +246,7 @@ def test_dynamic_masks_are_not_cut_and_not_waited_for(mask, seed):
     dynamic = made_dynamic(mask, seed)
     with chunks_of(16), NoWaiting(), copies_counted() as copies:
         made = plan(dynamic, 2, 2, 1)
-        assert made.rows(16).parts == made.columns(16).parts == 0
+        assert made.worklist(0, 16).parts == made.worklist(1, 16).parts == 0
     assert copies == []
 
 
@@ -222,23 +254,23 @@ def test_dynamic_masks_are_not_cut_and_not_waited_for(mask, seed):
 
 
 @contextmanager
-def merges_counted():
-    """The names of the kernels that merged parts."""
+def launches_noted():
+    """The names of the kernels that are launched."""
     names = []
-    run = launch.Prepared.run
+    call = launcher.Launch.__call__
 
-    def counted(self, *arguments):
-        names.append(self._kernel.__name__)
-        return run(self, *arguments)
+    def noted(self, *arguments):
+        names.append(self.variant.function.__name__)
+        return call(self, *arguments)
 
-    with mock.patch.object(launch.Prepared, "run", counted):
-        yield [names]
+    with mock.patch.object(launcher.Launch, "__call__", noted):
+        yield names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_all_passes_are_exact_in_chunks(dtype):
     """Full and partial tiles, a ragged end, empty rows, padding and grouped heads; and every pass has been cut."""
-    with chunks_of(64), merges_counted() as (names,):
+    with chunks_of(64), launches_noted() as names:
         check(spread_out(16, dtype, **FP32_SIZES), "triton")
     merges = [name for name in names if name.startswith("combine")]
     means = ["combine_means_kernel"] if dtype == torch.float32 else []
@@ -264,8 +296,8 @@ def test_lengths_may_change_from_call_to_call():
                 results.append((out, lse, *gradients))
             for got, want in zip(*results, strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    (made,) = (x for x in base.indices._sparseflash.values() if hasattr(x, "rows"))
-    assert made.launches and all(launched.side.parts > 0 for launched in made.launches.values())
+        kernels = kernels_of(base)
+    assert len(kernels) == 4 and all(kernel.work.parts > 0 for kernel in kernels.values())
 
 
 def test_the_bits_do_not_depend_on_what_else_was_run():

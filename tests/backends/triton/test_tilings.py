@@ -13,11 +13,11 @@ from dynamic_masks import made_dynamic
 from exactness import check, loads
 from experiments.speed import patterns
 from experiments.speed.precision import products_in_tf32
+from plans import plan
 from retiling import WAYS, tilings_of, tilings_taken_by
 from sparseflash import BlockMask, attention, masks
 from sparseflash.backends.triton.schedule import plan as planning
-from sparseflash.backends.triton.schedule.plan import plan_of
-from sparseflash.backends.triton.schedule.retiling import Retiled
+from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Cost, Tiling, candidates, choose, step_of
 from sparseflash.blockmask import bitmask
 from strategies import Problem, Recipe, block_masks, problems
@@ -29,12 +29,7 @@ LARGEST = (128, 128)
 def retiled(mask):
     block = mask.block_q, mask.block_k
     arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-    return Retiled(*arrays, (mask.q_len, mask.k_len), block)
-
-
-def plan(mask, batch=1, heads=1):
-    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-    return plan_of(*arrays, (batch, heads), heads, (mask.q_len, mask.k_len), (mask.block_q, mask.block_k))
+    return Retiling(*arrays, (mask.q_len, mask.k_len), block)
 
 
 # ---------------------------------------------------------------------- the lists
@@ -210,7 +205,7 @@ def test_the_cheapest_is_taken_if_it_is_worth_it(counts, tokens, cost):
 
 
 def test_a_walk_costs_its_steps_and_its_programs():
-    cost = Cost(loading=0.5, loading_gathered=1.5, step=0.25, program=4.0)
+    cost = Cost(loading=0.5, loading_gathered=1.5, step=0.25, program=4.0, worth=0.9)
     assert cost.of_step(64, 64) == 1 + 0.5 + 0.25
     assert cost.of_step(64, 64, gathered=True) == 1 + 1.5 + 0.25
     assert cost.of_step(16, 64) == 0.25 + 0.5 + 0.25
@@ -243,12 +238,11 @@ def run(mask, tokens):
 def test_masks_of_large_blocks_are_planned_as_they_are_without_a_question(kind):
     mask = patterns.block_mask(kind, 2048, 128)
     made = plan(mask)
-    with mock.patch.object(planning.Retiled, "lists", side_effect=AssertionError("made")), NoWaiting():
+    with mock.patch.object(Retiling, "lists", side_effect=AssertionError("made")), NoWaiting():
         for axis in (0, 1):
             tiling = made.tiling(axis, LARGEST, LARGEST, HALF)
             assert tiling == Tiling(128, 128)
-            side = made.rows if axis == 0 else made.columns
-            assert side(64, tiling) is side(64)
+            assert made.lists.get(axis, tiling) is made.lists.get(axis, None)
 
 
 def test_a_dynamic_mask_is_run_in_its_own_tiles_and_not_waited_for():
@@ -257,7 +251,7 @@ def test_a_dynamic_mask_is_run_in_its_own_tiles_and_not_waited_for():
         assert plan(dynamic).tiling(0, LARGEST, LARGEST, HALF) is None
     with tilings_taken_by(None):
         run(dynamic, 60)
-    assert set(tilings_of(dynamic).values()) == {Tiling(16, 16)}
+        assert set(tilings_of(dynamic).values()) == {Tiling(16, 16)}
 
 
 def test_small_problems_are_run_in_the_tiles_of_the_mask():
@@ -270,7 +264,7 @@ def test_a_dense_plan_has_one_tiling():
     made = planning.dense_plan((1, 1), 1, (300, 300), LARGEST, torch.device("cpu"))
     assert made.tiling(0, LARGEST, LARGEST, HALF) is None
     with pytest.raises(RuntimeError, match=r"this plan has the tiles of its mask only; asked for Tiling\(held=64"):
-        made.rows(64, Tiling(64, 64))
+        made.worklist(0, 64, Tiling(64, 64))
 
 
 def test_tilings_are_made_once_for_all_plans_of_a_mask():
@@ -279,7 +273,7 @@ def test_tilings_are_made_once_for_all_plans_of_a_mask():
         run(mask, 256)
         taken = tilings_of(mask)
         assert taken["forward"] == Tiling(64, 128)
-        with mock.patch.object(Retiled, "_lists", side_effect=AssertionError("made again")):
+        with mock.patch.object(Retiling, "_lists", side_effect=AssertionError("made again")):
             q, k, v = half(256, heads=2)
             attention(q, k, v, mask.with_lengths(torch.tensor([99])), backend="triton").sum().backward()
 
@@ -292,13 +286,13 @@ def test_the_mask_can_be_freed_after_a_run():
     mask = masks.local(64, 30, block=16)
     with tilings_taken_by("united"):
         run(mask, 64)
-    gone = weakref.ref(mask.indices)
-    gc.disable()
-    try:
-        del mask
-        assert gone() is None
-    finally:
-        gc.enable()
+        gone = weakref.ref(mask.indices)
+        gc.disable()
+        try:
+            del mask
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 # ---------------------------------------------------------------------- attention
@@ -339,8 +333,8 @@ def test_every_way_is_exact_and_is_what_ran(dtype, way, lengths):
     problem = strewn(dtype, 16, lengths, dropout_p=0.3 if lengths == (70, 51) else 0.0)
     with tilings_taken_by(way):
         check(problem, "triton")
-    taken = tilings_of(problem.mask)
-    assert set(taken) == {"forward", "dq", "dk_dv"} | ({"delta"} if dtype == torch.float32 else set())
+        taken = tilings_of(problem.mask)
+    assert set(taken) == {"forward", "dq", "dk_dv"} | ({"means"} if dtype == torch.float32 else set())
     for tiling in taken.values():
         if way == "own":
             assert tiling == Tiling(16, 16)
@@ -355,7 +349,7 @@ def test_gathered_tiles_are_loaded_by_pointers(way):
     problem = strewn(torch.float16, 16, None)
     with tilings_taken_by("gathered"), loads(way):
         check(problem, "triton")
-    assert all(tiling.gathered for tiling in tilings_of(problem.mask).values())
+        assert all(tiling.gathered for tiling in tilings_of(problem.mask).values())
 
 
 def test_the_same_bits_at_every_run_and_for_every_copy_of_a_mask():
@@ -381,7 +375,7 @@ def test_what_a_query_does_not_see_does_not_reach_it_from_a_block_that_is_missin
         k[:, :, :80], v[:, :, :80], k[:, :, 96:], v[:, :, 96:] = (torch.nan for _ in range(4))
         with tilings_taken_by("gathered"):
             out = attention(q, k, v, mask, backend="triton")
-    assert tilings_of(mask)["forward"].gathered == 16
+            assert tilings_of(mask)["forward"].gathered == 16
     assert out.isfinite().all()
 
 
@@ -415,9 +409,9 @@ def test_blocks_of_16_wait_for_nothing_at_the_second_call():
     mask = patterns.block_mask("bigbird", 4096, 16).to("cuda")
     with tilings_taken_by("gathered"):
         attention(q, k, v, mask).sum().backward()
-    assert len(tilings_of(mask)) == 3 and all(tiling.gathered for tiling in tilings_of(mask).values())
-    with waiting_raises():
-        attention(q, k, v, mask).sum().backward()
+        assert len(tilings_of(mask)) == 3 and all(tiling.gathered for tiling in tilings_of(mask).values())
+        with waiting_raises():
+            attention(q, k, v, mask).sum().backward()
 
 
 def test_padding_may_change_from_call_to_call():

@@ -6,9 +6,13 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from exactness import loads
+from plans import kernels_of, plans_of, prepared_anew
 from sparseflash import attention, masks
-from sparseflash.backends.triton import launch
-from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton.portable import launches, passes
+from sparseflash.backends.triton.portable.choice import can_describe
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-2, "atol": 2e-2}}
 
@@ -55,25 +59,33 @@ def test_a_second_call_prepares_nothing():
     q, k, v = wide(), wide(seed=1), wide(seed=2)
     mask = masks.local(40, 9, block=16)
     attention(q, k, v, mask, backend="triton")
-    with mock.patch.object(launch, "Launch", side_effect=AssertionError("prepared again")):
+    with mock.patch.object(passes, "Forward", side_effect=AssertionError("prepared again")):
         attention(q, k, v, mask, backend="triton")
         attention(q * 2, k * 2, v * 2, mask, backend="triton")
-    kept = [x for x in mask.indices._sparseflash.values() if isinstance(x, Plan)]
-    assert len(kept) == 1
-    assert len(kept[0].launches) == 1
+    (plan,) = plans_of(mask)
+    assert len(plan.launches) == 1
 
 
-@pytest.mark.parametrize(("products", "wanted"), [(0, True), (1 << 62, False)], ids=["descriptors", "pointers"])
-def test_tiles_are_loaded_the_way_that_is_asked_for(products, wanted):
+def test_another_mask_of_the_same_kind_is_bound_to_the_same_variants():
+    q, k, v = (wide(seed=seed).half().requires_grad_() for seed in range(3))
+    with prepared_anew():
+        attention(q, k, v, masks.local(40, 9, block=16), backend="triton").sum().backward()
+        with mock.patch.object(launches, "Variant", side_effect=AssertionError("another variant")):
+            attention(q, k, v, masks.local(40, 25, block=16), backend="triton").sum().backward()
+            with pytest.raises(AssertionError, match="another variant"):
+                attention(q, k, v, masks.local(40, 25, block=32), backend="triton")
+
+
+@pytest.mark.parametrize(("way", "wanted"), [("descriptors", True), ("pointers", False)])
+def test_tiles_are_loaded_the_way_that_is_asked_for(way, wanted):
     """What the exactness tests call descriptors and pointers is what runs."""
     q, k, v = (x.half().requires_grad_() for x in (wide(dim=32), wide(dim=32, seed=1), wide(dim=32, seed=2)))
     mask = masks.local(40, 9, block=16)
-    with mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", products):
+    with loads(way):
         attention(q, k, v, mask, backend="triton").sum().backward()
-    (plan,) = (x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
-    assert {key[0]: prepared.descriptors for key, prepared in plan.launches.items()} == {
-        "forward": wanted, "dk_dv": wanted, "dq": wanted,
-    }  # fmt: skip
+        assert {name: kernel.choice.descriptors for name, kernel in kernels_of(mask).items()} == {
+            "forward": wanted, "dk_dv": wanted, "dq": wanted,
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("block", [16, 32])
@@ -81,12 +93,12 @@ def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_byte
     """The copy engine writes to multiples of 128 bytes; the interpreter would not notice, a GPU stops."""
     q, k, v = (wide(heads=2, dim=16, seed=seed).half().requires_grad_() for seed in range(3))
     mask = masks.local(40, 9, block=block)
-    with mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", 0):
-        attention(q, k, v, mask, backend="triton").sum().backward()
-    (plan,) = (x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
-    (prepared,) = (prepared for key, prepared in plan.launches.items() if key[0] == "dk_dv")
-    numbers = prepared.rows(torch.empty(1, 2, 40))
-    assert prepared.descriptors and prepared.config.block_m == block
+    attention(q, k, v, mask, backend="triton").sum().backward()
+    kernel = kernels_of(mask)["dk_dv"]
+    launch = kernel.launch
+    examples = launch.arguments([torch.empty_like(x, device="cpu") for x in launch._examples])
+    numbers = dict(zip(launch.variant.names, examples, strict=True))["lse2"]
+    assert kernel.choice.descriptors and kernel.choice.config.block_m == block
     assert isinstance(numbers, TensorDescriptor) == (block >= 32)
     if block >= 32:
         assert numbers.shape == [2, 40] and numbers.block_shape == [1, block]
@@ -94,7 +106,19 @@ def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_byte
 
 def test_descriptors_are_for_aligned_tensors_only():
     q = wide(dim=36).half()
-    assert launch._can_describe(q[..., :32].contiguous())
-    assert not launch._can_describe(q)  # rows of 72 bytes
-    assert not launch._can_describe(wide(dim=32).half()[..., 1:])  # starts off a multiple of 16 bytes
-    assert not launch._can_describe(q[..., :32].contiguous()[:, :1].expand(-1, 4, -1, -1))  # broadcast
+    assert can_describe(q[..., :32].contiguous())
+    assert not can_describe(q)  # rows of 72 bytes
+    assert not can_describe(wide(dim=32).half()[..., 1:])  # starts off a multiple of 16 bytes
+    assert not can_describe(q[..., :32].contiguous()[:, :1].expand(-1, 4, -1, -1))  # broadcast
+
+
+def test_examples_have_the_layout_of_what_the_kernels_read():
+    """They decide what is compiled, and the strides that kernels are told."""
+    for dtype in (torch.float16, torch.float32):
+        for dim in (16, 18, 24):
+            q, k, v = (wide(dim=dim + 8, tokens=300, seed=seed).to(dtype)[..., :dim] for seed in range(3))
+            setting = api.setting_of(q, k, Problem.of(None, scale=1.0), (9, 0))
+            layout = passes.Layout(setting, q, k, v, 1.0, 0)
+            for example, read in zip(layout.examples(q, k, v), layout.operands(q, k, v), strict=True):
+                assert (example.shape, example.stride(), example.dtype) == (read.shape, read.stride(), read.dtype)
+                assert example.is_meta

@@ -1,0 +1,4 @@
+"""What a call costs the host, beside PyTorch's own attention: microseconds of calls so short that the GPU waits.
+
+See `python -m experiments.benchmarks.calls --help`.
+"""

@@ -1,0 +1,66 @@
+"""`python -m experiments.benchmarks.calls`: the table of what calls cost the host."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+RESULTS = Path("experiments/results/calls")
+
+
+@app.command()
+def calls(
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    tokens: Annotated[int, typer.Option(min=16)] = 256,
+    dim: Annotated[int, typer.Option(help="Head dim.", min=16, max=256)] = 64,
+    block: Annotated[int, typer.Option(help="Tokens a tile of the mask.", min=16, max=128)] = 64,
+    rounds: Annotated[int, typer.Option(help="Turns of each implementation.", min=1)] = 7,
+    count: Annotated[int, typer.Option(help="Calls a turn.", min=1)] = 200,
+    first: Annotated[bool, typer.Option(help="Also the first calls of new processes; a minute.")] = True,
+    commit: Annotated[str | None, typer.Option(help="Default: git's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page and the CSV file.")] = RESULTS,
+) -> None:
+    """Host microseconds of short calls: sparseflash, SDPA and FlexAttention in turns. It takes two minutes."""
+    import torch
+
+    from experiments.benchmarks.calls import report
+    from experiments.benchmarks.calls.first_calls import FIRST_CALLS, seconds_of
+    from experiments.benchmarks.calls.ways import IMPLEMENTATIONS_OF, WAYS, Shape, calls_of
+    from experiments.benchmarks.timing import Timed, Timing, of_single_calls
+    from experiments.training.environment import environment
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("this measures the host beside a GPU, and there is none here.")
+    device = torch.device("cuda")
+    shape = Shape(batch, heads, tokens, dim, block)
+    facts = environment(device, shlex.join(["python", "-m", "experiments.benchmarks.calls", *sys.argv[1:]]), commit)
+    made = {name: calls_of(implementation(shape, device), shape, device)
+            for name, implementation in IMPLEMENTATIONS_OF.items()}  # fmt: skip
+    rows: list[report.Row] = []
+    for way in WAYS:
+        with console.status(way):
+            in_turns = {name: Timed(calls[way], nullcontext) for name, calls in made.items() if way in calls}
+            timings: dict[str, Timing] = of_single_calls(in_turns, device, rounds=rounds, count=count)
+        rows += [report.Row(way, name, timing.ms * 1e3, timing.spread, timing.failure)
+                 for name, timing in timings.items()]  # fmt: skip
+    firsts: dict[str, dict[str, float]] = {}
+    if first:
+        for name in IMPLEMENTATIONS_OF:
+            with console.status(f"first calls: {name}"):
+                firsts[name] = seconds_of(name)
+    report.write(out, rows, firsts, FIRST_CALLS, shape, facts)
+    console.print(report.markdown(rows, firsts, FIRST_CALLS, shape, facts), markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,182 @@
+"""The calls that are timed: each implementation's own way to do the same thing.
+
+All work on one shape, which is small: the GPU is done before the host is, so the time of many calls in a row is the
+host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+import sparseflash
+from sparseflash import masks
+
+INFERENCE = "inference"
+FORWARD = "forward, gradients wanted"
+BOTH = "forward and backward"
+LENGTHS = "new lengths and a call"
+MASK = "new causal mask and a call"
+CHOICE = "top-k blocks and a call"
+WAYS = (INFERENCE, FORWARD, BOTH, LENGTHS, MASK, CHOICE)
+
+OURS, SDPA, FLEX = "sparseflash", "SDPA", "FlexAttention"
+IMPLEMENTATIONS = (OURS, SDPA, FLEX)
+
+NOTES = {
+    INFERENCE: "causal, the mask made before; so are the next two",
+    FORWARD: "the graph of the backward is made, and dropped",
+    BOTH: "`torch.autograd.grad` for q, k and v",
+    LENGTHS: "ours: `mask.with_lengths(new)`; SDPA: a Boolean mask made of the lengths; FlexAttention: "
+    "`create_block_mask` of a rule that reads them",
+    MASK: "ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`",
+    CHOICE: "the best blocks of every block row by given scores; ours: `masks.top_k_blocks`; FlexAttention: `topk`, "
+    "`BlockMask.from_kv_blocks`; SDPA has no blocks",
+}
+
+class Shape(NamedTuple):
+    """The tensors of all calls, bf16; `block` tokens a tile of the mask, `chosen` blocks a row in CHOICE."""
+
+    batch: int = 1
+    heads: int = 4
+    tokens: int = 256
+    dim: int = 64
+    block: int = 64
+    chosen: int = 2
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Random numbers of this shape."""
+        return torch.randn(self.batch, self.heads, self.tokens, self.dim, device=device, dtype=torch.bfloat16)
+
+    def scores(self, device: torch.device) -> Tensor:
+        """Random scores of all blocks."""
+        blocks = -(-self.tokens // self.block)
+        return torch.randn(self.batch, self.heads, blocks, blocks, device=device)
+
+Call = Callable[[], object]
+# Of queries, keys, values, and the lengths of the sequences or the scores of the blocks where they are new.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionOver = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+class Implementation(NamedTuple):
+    """One attention: causal over a mask made before, over new lengths, a new causal mask, chosen blocks."""
+
+    causal: Attention
+    with_lengths: AttentionOver
+    newly_causal: Attention
+    chosen: AttentionOver | None
+
+def calls_of(implementation: Implementation, shape: Shape, device: torch.device) -> dict[str, Call]:
+    """Calls without arguments, by way."""
+    q, k, v, dout = (shape.tensor(device) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    size = (shape.batch,)
+    # More than anything keeps, so that none is met again soon.
+    lengths = cycle([torch.randint(1, shape.tokens, size, dtype=torch.int32, device=device) for _ in range(512)])
+    scores = shape.scores(device)
+
+    def inference() -> None:
+        with torch.no_grad():
+            implementation.causal(q, k, v)
+
+    def new_lengths() -> None:
+        with torch.no_grad():
+            implementation.with_lengths(q, k, v, next(lengths))
+
+    def new_mask() -> None:
+        with torch.no_grad():
+            implementation.newly_causal(q, k, v)
+
+    def choice() -> None:
+        assert implementation.chosen is not None
+        with torch.no_grad():
+            implementation.chosen(q, k, v, scores)
+
+    calls: dict[str, Call] = {
+        INFERENCE: inference,
+        FORWARD: lambda: implementation.causal(*leaves),
+        BOTH: lambda: torch.autograd.grad(implementation.causal(*leaves), leaves, dout),
+        LENGTHS: new_lengths,
+        MASK: new_mask,
+    }
+    return calls if implementation.chosen is None else calls | {CHOICE: choice}
+
+def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
+    """Ours. A mask of a rule known by name is made on the CPU, and moved."""
+    n, block = shape.tokens, shape.block
+    standing = masks.causal(n, block=block).to(device)
+
+    def chosen(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
+        mask = masks.top_k_blocks(scores, shape.chosen, q_len=n, block=block, causal=True, local_blocks=1)
+        return sparseflash.attention(q, k, v, mask)
+
+    return Implementation(
+        lambda q, k, v: sparseflash.attention(q, k, v, standing),
+        lambda q, k, v, lengths: sparseflash.attention(q, k, v, standing.with_lengths(lengths)),
+        lambda q, k, v: sparseflash.attention(q, k, v, masks.causal(n, block=block).to(device)),
+        chosen,
+    )
+
+def sdpa_calls(shape: Shape, device: torch.device) -> Implementation:
+    """PyTorch's scaled_dot_product_attention."""
+    tokens = torch.arange(shape.tokens, device=device)
+    lower = torch.ones(shape.tokens, shape.tokens, dtype=torch.bool, device=device).tril()
+
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def with_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        live = lower & (tokens < lengths[:, None])[:, None, None, :]
+        return scaled_dot_product_attention(q, k, v, live)
+
+    return Implementation(causal, with_lengths, causal, None)
+
+def flex_calls(shape: Shape, device: torch.device) -> Implementation:
+    """FlexAttention, compiled; masks made eagerly, as its documentation does for masks that change."""
+    n, block = shape.tokens, shape.block
+    attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    blocks = -(-n // block)
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k <= q
+
+    def mask_of(rule: Callable[..., Tensor], batch: int | None = None) -> FlexMask:
+        return create_block_mask(rule, batch, None, n, n, device=device, BLOCK_SIZE=block)
+
+    standing = mask_of(rule)
+    current = torch.empty(shape.batch, dtype=torch.int32, device=device)
+
+    def rule_with_lengths(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (k < current[b])
+
+    def with_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        current.copy_(lengths)
+        return attend(q, k, v, block_mask=mask_of(rule_with_lengths, shape.batch))
+
+    causal_blocks = torch.ones(blocks, blocks, dtype=torch.bool, device=device).tril()
+    own = torch.eye(blocks, dtype=torch.bool, device=device)
+
+    def chosen(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
+        ranked = scores.masked_fill(~causal_blocks, -torch.inf).masked_fill(own, torch.inf)
+        best = ranked.topk(min(shape.chosen, blocks)).indices.int()
+        indices = torch.zeros(*scores.shape, dtype=torch.int32, device=device)
+        indices[..., : best.shape[-1]] = best
+        counts = causal_blocks.sum(-1, dtype=torch.int32).clamp(max=shape.chosen).expand(scores.shape[:-1])
+        mask = FlexMask.from_kv_blocks(counts, indices, BLOCK_SIZE=block, mask_mod=rule, seq_lengths=(n, n))
+        return attend(q, k, v, block_mask=mask)
+
+    return Implementation(
+        lambda q, k, v: attend(q, k, v, block_mask=standing),
+        with_lengths,
+        lambda q, k, v: attend(q, k, v, block_mask=mask_of(rule)),
+        chosen,
+    )
+
+IMPLEMENTATIONS_OF = {OURS: sparseflash_calls, SDPA: sdpa_calls, FLEX: flex_calls}

@@ -1,0 +1,43 @@
+"""The plans of masks, and what has been prepared for them."""
+
+import contextlib
+
+from sparseflash import clear_caches
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.schedule.plan import plan_of
+from sparseflash.blockmask.cache import mask_cache
+
+
+def plan(mask, batch=1, heads=1, kv_heads=None):
+    """The plan of a mask for so many batch elements and heads."""
+    problem = Problem.of(mask._padded(None), scale=1.0)  # plans know no lengths
+    return plan_of(problem, (batch, heads), heads if kv_heads is None else kv_heads, (mask.q_len, mask.k_len))
+
+
+def plans_of(mask):
+    """All plans that the mask's cache holds."""
+    return list(mask_cache(mask.indices).get("plans", {}).values())
+
+
+def kernels_of(mask):
+    """`{kernel: Bound}` of all passes that have been prepared for the plans of a mask."""
+    found = {}
+    for each in plans_of(mask):
+        for run in each.launches.values():
+            if hasattr(run, "kernel"):
+                found["forward"] = run.kernel
+            else:
+                found |= {"dq": run.queries, "dk_dv": run.keys}
+                if run.means is not None:
+                    found["means"] = run.means
+    return found
+
+
+@contextlib.contextmanager
+def prepared_anew():
+    """What is prepared inside is prepared there, and forgotten afterwards: it is cached without what a test changes."""
+    clear_caches()
+    try:
+        yield
+    finally:
+        clear_caches()
