@@ -91,7 +91,8 @@ _LONG = (
     "test_launch.py",
     "test_registration.py",
     "test_lra_train.py",
-    "test_lra_ranks.py",
+    "test_lra_distributed.py",
+    "test_pathx_train.py",
 )
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.speed import patterns
+from experiments.benchmarks.speed import patterns
 from sparseflash import BlockMask, masks
 from sparseflash.backends.triton.configs import config_for
 from sparseflash.backends.triton.schedule.launch_order import start_order

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.pathfinder.seeds import TEST_SEED
 from experiments.pathfinder.vectors import join
 from experiments.pathx import weights
+from experiments.pathx.data.batches import drawn, pack_vectors
 from experiments.pathx.evaluate import recipe_for, stage_for
-from experiments.pathx.helped import helped_of
-from experiments.pathx.sources import TEST_SEED, drawn
-from experiments.pathx.step import score
-from experiments.pathx.stream import pack_vectors
+from experiments.pathx.scoring import score
+from experiments.pathx.supervision import of_model
 
 SHIPPED = sorted((Path(__file__).parents[3] / "experiments" / "results" / "pathx").glob("*/model.safetensors"))
 IMAGES = 12
@@ -29,7 +29,7 @@ def test_what_a_model_began_from_ships_too_and_what_helped_is_told():
         chain = [note]
         while chain[-1]["initial"] is not None:
             chain.append(by_hash[chain[-1]["initial"]["sha256"]])
-        assert helped_of(note)["labels"] == max(each["auxiliary"] for each in chain)
+        assert of_model(note)["labels"] == max(each["auxiliary"] for each in chain)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
