@@ -35,7 +35,7 @@ def assert_exact(got, truth, plain_errors, label, score_magnitude=0.0):
 
 
 def _record(label, ratios):
-    """Appends to a file of this process if SPARSEFLASH_EXACTNESS names a folder; `experiments.exactness` reads them."""
+    """Appends to a file that experiments.benchmarks.exactness reads, if SPARSEFLASH_EXACTNESS names a folder."""
     folder = os.environ.get("SPARSEFLASH_EXACTNESS")
     if folder:
         os.makedirs(folder, exist_ok=True)

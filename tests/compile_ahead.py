@@ -9,7 +9,7 @@ again. Tests that compare in other ways than `exactness.check` are left out.
 from contextlib import ExitStack
 from unittest import mock
 
-from experiments.compile.__main__ import SHARED_LIMITS
+from experiments.benchmarks.compile.__main__ import SHARED_LIMITS
 
 ARCH = 90
 SHARED_MEMORY = SHARED_LIMITS[ARCH]
@@ -20,7 +20,7 @@ _checked = set()  # the code that has been looked at
 def compiling(modules):
     """While this context lasts, `check` of exactness.py compiles, wherever a module has imported it."""
     from exactness import results
-    from experiments.compile.report import compiling_for
+    from experiments.benchmarks.compile.report import compiling_for
     from sparseflash.backends.triton import api
 
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def compiling(modules):
 
 
 def inspect(name, kernel):
-    from experiments.compile.report import has_two_layouts
+    from experiments.benchmarks.compile.report import has_two_layouts
 
     if kernel.hash in _checked:
         return

@@ -93,7 +93,8 @@ _LONG = (
     "test_passes.py",
     "test_registration.py",
     "test_lra_train.py",
-    "test_lra_ranks.py",
+    "test_lra_distributed.py",
+    "test_pathx_train.py",
 )
 
 

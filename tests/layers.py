@@ -60,18 +60,23 @@ class Imports(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
 
 
+def modules_below(folder, package):
+    """`{module name: Imports}` of a package and its parts."""
+    modules = {}
+    for file in sorted(folder.rglob("*.py")):
+        parts = file.relative_to(folder).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        module = ".".join([package, *(parts[:-1] if is_package else parts)])
+        modules[module] = Imports(file.read_text(encoding="utf-8"), module, is_package)
+    return modules
+
+
 def library():
     """`{module name: Imports}` of sparseflash and masks."""
-    modules = {}
-    for folder, package in ((ROOT / "sparseflash", "sparseflash"), (ROOT / "masks", "sparseflash.masks")):
-        for file in sorted(folder.rglob("*.py")):
-            parts = file.relative_to(folder).with_suffix("").parts
-            if package == "sparseflash" and parts[0] == "masks":
-                continue  # the symlink
-            is_package = parts[-1] == "__init__"
-            module = ".".join([package, *(parts[:-1] if is_package else parts)])
-            modules[module] = Imports(file.read_text(encoding="utf-8"), module, is_package)
-    return modules
+    masks = modules_below(ROOT / "masks", "sparseflash.masks")
+    own = modules_below(ROOT / "sparseflash", "sparseflash")
+    # sparseflash/masks is a symlink to masks, which is read above.
+    return {name: imports for name, imports in own.items() if not belongs(name, "sparseflash.masks")} | masks
 
 
 LIBRARY = library()

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from experiments.pathx.packing import LEVELS
+from experiments.pathx.data.packing import LEVELS
 
 SIDE = 16
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.patterns.catalogue import PATTERNS
+from experiments.benchmarks.patterns.catalogue import PATTERNS
 from sparseflash import BlockMask, analysis, attention, interop, masks
 from sparseflash.masks.tiling import chosen as choosing
 

@@ -3,5 +3,6 @@
     python -m experiments.lra train --mask butterfly --preset modern
     python -m experiments.lra generate --help
 
-This package imports nothing here, so that the generator's worker processes start without PyTorch.
+Imports experiments.training, the images of experiments.pathfinder and experiments.benchmarks.timing; no other folder
+imports it. This file imports nothing, so that the generator's worker processes start without PyTorch.
 """

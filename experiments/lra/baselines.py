@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.lra.cache import Examples
+from experiments.lra.data.examples import Examples
 from experiments.lra.tasks.task import Data
 
 

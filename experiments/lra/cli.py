@@ -1,14 +1,10 @@
-"""The command line: options only. What they do is in train.py, generate.py and demo.py."""
+"""The command line: options only. What the commands do is in session.py, evaluate.py, generator.py, demo.py, table/."""
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,52 +12,52 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lra import board, demo, judge
-from experiments.lra import seeds as several
-from experiments.lra.config import HELP, SHOWN_DEFAULTS, Config, configure, resumed
-from experiments.lra.effects import check_effects
-from experiments.lra.errors import short_errors
-from experiments.lra.files import write_json
-from experiments.lra.generate import LABEL, Settings, available_cores, generate
+from experiments.lra import demo, evaluate
+from experiments.lra.config import HELP, Config, configure, resumed
+from experiments.lra.data.listops.generator import Settings
+from experiments.lra.find_data import DATA, find_data, generated
 from experiments.lra.presets import PRESETS
-from experiments.lra.progress import TrainingBar, counting_bar
-from experiments.lra.ranks import Ranks, find_device, joined, refuse_many
-from experiments.lra.report import print_judged, print_result, print_summary, print_table
-from experiments.lra.runlog import Record
+from experiments.lra.report import print_evaluated, print_result, print_summary, print_table
+from experiments.lra.session import Session
 from experiments.lra.table import run as table
 from experiments.lra.table.report import all_right, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
-from experiments.lra.tasks import Data, load
-from experiments.lra.termination import told_to_end
-from experiments.lra.train import Run, check, check_initial, saved_run
+from experiments.lra.tasks import load
+from experiments.lra.train import check, saved_run
+from experiments.lra.unused_settings import check_used
+from experiments.training import series, tensorboard
+from experiments.training.atomic_files import write_json
+from experiments.training.cli_errors import short_errors
+from experiments.training.distributed import find_device, process_group, require_single_process
+from experiments.training.options import (
+    Device,
+    Overwrite,
+    PauseAfter,
+    Resume,
+    TensorBoard,
+    command_group,
+    deadline,
+    settings_as_options,
+)
+from experiments.training.progress_bar import counting_bar
+from experiments.training.session import pausing
 
-DATA = Path("data/lra")
 RUNS = Path("runs/lra")
 RESULTS = Path("experiments/results/lra")
 
-app = typer.Typer(
-    help="Long Range Arena with block-sparse attention.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = command_group("Long Range Arena with block-sparse attention.")
 console = Console()
 
 
-def option(name: str) -> Any:
-    """An option that sets a field of Config; None where the user leaves it out, so that a preset counts."""
-    return typer.Option(help=HELP[name], show_default=SHOWN_DEFAULTS[name])
-
-
 def count_option(name: str) -> Any:
-    """An option of `generate`, described as the field of Config that asks `train` for the same data."""
+    """An option of `generate`, described as the setting of `train` that asks for the same data."""
     return typer.Option(help=HELP[name].removeprefix("Generated data: ").capitalize())
 
 
 @app.command()
+@settings_as_options(Config)
 def train(
-    context: typer.Context,
     preset: Annotated[
         str | None,
         typer.Option(
@@ -70,61 +66,14 @@ def train(
             show_default="none",
         ),
     ] = None,
-    task: Annotated[str | None, option("task")] = None,
-    mask: Annotated[str | None, option("mask")] = None,
-    attention: Annotated[str | None, option("attention")] = None,
-    block: Annotated[int | None, option("block")] = None,
-    window: Annotated[int | None, option("window")] = None,
-    depth: Annotated[int | None, option("depth")] = None,
-    width: Annotated[int | None, option("width")] = None,
-    heads: Annotated[int | None, option("heads")] = None,
-    head_dim: Annotated[int | None, option("head_dim")] = None,
-    mlp: Annotated[int | None, option("mlp")] = None,
-    dropout: Annotated[float | None, option("dropout")] = None,
-    attention_dropout: Annotated[float | None, option("attention_dropout")] = None,
-    pool: Annotated[str | None, option("pool")] = None,
-    positions: Annotated[str | None, option("positions")] = None,
-    qk_norm: Annotated[bool | None, option("qk_norm")] = None,
-    augment: Annotated[str | None, option("augment")] = None,
-    background: Annotated[str | None, option("background")] = None,
-    objective: Annotated[str | None, option("objective")] = None,
-    hidden: Annotated[float | None, option("hidden")] = None,
-    auxiliary: Annotated[float | None, option("auxiliary")] = None,
-    initial: Annotated[str | None, option("initial")] = None,
-    steps: Annotated[int | None, option("steps")] = None,
-    minutes: Annotated[float | None, option("minutes")] = None,
-    batch: Annotated[int | None, option("batch")] = None,
-    buckets: Annotated[bool | None, option("buckets")] = None,
-    max_tokens: Annotated[int | None, option("max_tokens")] = None,
-    lr: Annotated[float | None, option("lr")] = None,
-    warmup: Annotated[int | None, option("warmup")] = None,
-    schedule: Annotated[str | None, option("schedule")] = None,
-    weight_decay: Annotated[float | None, option("weight_decay")] = None,
-    clip: Annotated[float | None, option("clip")] = None,
-    average: Annotated[float | None, option("average")] = None,
-    keep: Annotated[str | None, option("keep")] = None,
-    seed: Annotated[int | None, option("seed")] = None,
-    device: Annotated[str | None, option("device")] = None,
-    precision: Annotated[str | None, option("precision")] = None,
-    compiled: Annotated[bool | None, option("compiled")] = None,
-    recorded: Annotated[bool | None, option("recorded")] = None,
-    eval_every: Annotated[int | None, option("eval_every")] = None,
-    eval_examples: Annotated[int | None, option("eval_examples")] = None,
-    checkpoint_every: Annotated[int | None, option("checkpoint_every")] = None,
-    log_every: Annotated[int | None, option("log_every")] = None,
-    difficulty: Annotated[str | None, option("difficulty")] = None,
-    split: Annotated[str | None, option("split")] = None,
-    longer_than: Annotated[int | None, option("longer_than")] = None,
-    shorter_than: Annotated[int | None, option("shorter_than")] = None,
-    train_examples: Annotated[int | None, option("train_examples")] = None,
-    val_examples: Annotated[int | None, option("val_examples")] = None,
-    test_examples: Annotated[int | None, option("test_examples")] = None,
-    data_seed: Annotated[int | None, option("data_seed")] = None,
+    *,
+    chosen: dict[str, Any],
     seeds: Annotated[
         str | None,
         typer.Option(
             help="Instead of --seed: train with each of these, 0,1,2 say, one after the other, each in a folder of its "
-            "own in --out, and give mean and standard deviation of the test accuracy.",
+            "own in --out, and give mean and standard deviation of the test accuracy. --resume skips those that are "
+            "done.",
             show_default="one run",
         ),
     ] = None,
@@ -139,36 +88,19 @@ def train(
         Path | None,
         typer.Option(help="Folder of the run or runs.", show_default=f"{RUNS}/<task>-<mask>-seed<seed>, or -seeds"),
     ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on from the newest checkpoint in --out, with the run's settings; of several seeds, with those "
-            "that are not done.",
-        ),
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that --out already holds.")] = False,
-    pause_after: Annotated[
-        float | None,
-        typer.Option(
-            help="Save and stop after this many minutes of this session; --resume goes on.",
-            show_default="never",
-        ),
-    ] = None,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, into a run's folder tensorboard.")
-    ] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    pause_after: PauseAfter = None,
+    tensorboard_files: TensorBoard = False,
 ) -> None:
     """Train a classifier, test it, and write its metrics. A preset changes the defaults below.
 
     On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lra train ..., where --batch stays the
     number of examples of a step, which the processes share.
     """
-    settings = {field.name for field in fields(Config)}
-    chosen = {name: value for name, value in context.params.items() if name in settings and value is not None}
     with short_errors():
-        if tensorboard:
-            board.writer_class()  # before anything is written
+        if tensorboard_files:
+            tensorboard.writer_class()  # an error before anything is written
         if resume:
             if preset or overwrite:
                 raise ValueError("--resume keeps the run's settings: leave out --preset and --overwrite")
@@ -176,86 +108,44 @@ def train(
                 raise ValueError("--resume needs --out, the folder of the run")
             saved, saved_data = saved_run(out)
             config = resumed(saved, chosen)
-            # Generated data is what its folder's name says: where that is gone, it is generated again.
+            # Generated data are what their folder's name says: where they are gone, they are generated again.
             if data is None and (saved_data.is_dir() or saved_data.name != config.generator.folder_name):
                 data = saved_data
         else:
             config = configure(preset, chosen)
             trained = demo.MASKS if preset == "demo" and "mask" not in chosen else (config.mask,)
-            check_effects(config, chosen, masks=trained, given_data=data is not None)
+            check_used(config, chosen, masks=trained, given_data=data is not None)
         if preset == "demo":
-            refuse_many("the demo")
-            if pause_after is not None or seeds is not None or tensorboard:
+            require_single_process("the demo")
+            if pause_after is not None or seeds is not None or tensorboard_files:
                 raise ValueError("the demo has no --pause-after, --seeds or --tensorboard: it takes three minutes")
             if config.attention != "sparseflash":
                 raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
             for name in trained:
                 check(replace(config, mask=name))
-            exact = demo.run(config, find_data(config, data), out or RUNS / "demo", console, names=trained)
+            exact = demo.run(config, find_data(config, data, console), out or RUNS / "demo", console, names=trained)
             raise typer.Exit(0 if exact else 1)
-        chosen_seeds = several.parsed(seeds) if seeds is not None else several.saved(out) if resume and out else None
+        chosen_seeds = series.parsed(seeds) if seeds is not None else series.saved(out) if resume and out else None
         if chosen_seeds is not None and "seed" in chosen:
             raise ValueError("--seeds stands instead of --seed: leave out one of them")
         check(config)  # before data are generated, which takes minutes
         folder = out or RUNS / default_name(config, series=chosen_seeds is not None)
-        deadline = time.monotonic() + 60 * pause_after if pause_after is not None else math.inf
-        with joined(config.device) as ranks:
+        until = deadline(pause_after)
+        with process_group(config.device) as ranks:
             console.quiet = not ranks.first
-            found = ranks.after_first(lambda: find_data(config, data))
-            with told_to_end() as told:
-                session = Session(
-                    found, overwrite, lambda step: told() or time.monotonic() > deadline, ranks, tensorboard
-                )
+            found = ranks.first_before_others(lambda: find_data(config, data, console))
+            with pausing(until) as pause:
+                session = Session(found, overwrite, pause, ranks, tensorboard_files, console)
                 if chosen_seeds is None:
                     result = session.train(config, folder, resume)
                     show = partial(print_result, path=folder / "metrics.json")
                 else:
                     result = session.train_series(config, chosen_seeds, folder, resume)
-                    show = partial(print_summary, path=folder / several.SUMMARY)
+                    show = partial(print_summary, path=folder / series.SUMMARY)
             if result is None:
                 console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
             else:
                 show(console, result)
-
-
-@dataclass(frozen=True)
-class Session:
-    """What the runs that one command starts have in common."""
-
-    data: Data
-    overwrite: bool
-    pause: Callable[[int], bool]  # asked after every step: where it says yes, the run is saved and stops
-    ranks: Ranks
-    tensorboard: bool
-
-    def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Train once with each seed; the summary, or None where it was paused."""
-        place = self.data.folder
-        if not resume:
-            check_initial(config, self.data)
-        self.ranks.from_first(
-            lambda: several.begin(folder, config, seeds, place, resume=resume, overwrite=self.overwrite)
-        )
-        return several.run(config, seeds, self.data, folder, self.train, resume=resume, ranks=self.ranks)
-
-    def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Train under a bar; the metrics, or None where it was paused."""
-        shown: list[TrainingBar | board.Board] = []
-
-        def show(record: Record) -> None:
-            for each in shown:
-                each.show(record)
-
-        run = Run(config, self.data, folder, resume=resume, overwrite=self.overwrite, report=show, ranks=self.ranks)
-        console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
-        with ExitStack() as stack:
-            shown.append(stack.enter_context(TrainingBar(console, f"{config.mask} seed {config.seed}", run.progress)))
-            if self.tensorboard and self.ranks.first:
-                shown.append(stack.enter_context(board.Board(folder, run.step if resume else None)))
-            metrics = run.train(self.pause)
-        if metrics is None:
-            console.print(f"Paused at step {run.step}")
-        return metrics
 
 
 @app.command("test")
@@ -267,32 +157,32 @@ def test_command(
     difficulty: Annotated[str | None, typer.Option(help=HELP["difficulty"], show_default="the run's")] = None,
     split: Annotated[str | None, typer.Option(help=HELP["split"], show_default="the run's")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples at once.", show_default="the run's")] = None,
-    device: Annotated[str, option("device")] = "auto",
+    device: Device = "auto",
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write.", show_default="<run>/tests/<name of the data>.json")
     ] = None,
 ) -> None:
     """Test a finished run again: on more examples, on paths of other lengths, by what the answers depend on.
 
-    Generated Pathfinder images are told by the distance of their markers, ListOps by the root operator, beside rules
+    Generated Pathfinder images are grouped by the distance of their markers, ListOps by the root operator, beside rules
     that know no more. Another split of the examples that the run was trained on is refused.
     """
     with short_errors():
-        refuse_many("test")
+        require_single_process("test")
         place = find_device(device)
-        model, config, about = judge.opened(weights, place)
+        model, config, about = evaluate.opened(weights, place)
         chosen = {"difficulty": difficulty, "split": split, "batch": batch}
         chosen = {name: value for name, value in chosen.items() if value is not None}
-        check_effects(config, chosen, masks=(config.mask,), given_data=True)
+        check_used(config, chosen, masks=(config.mask,), given_data=True)
         config = replace(config, **chosen)
         found_data = load(config.task, data, config.data)
         with counting_bar(console, "Testing", len(found_data.test)) as progress:
-            found = judge.judge(weights, model, config, about, found_data, progress=progress)
+            found = evaluate.evaluate(weights, model, config, about, found_data, progress=progress)
         folder = weights if weights.is_dir() else weights.parent
         path = out or folder / "tests" / f"{found_data.folder.stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
-    print_judged(console, found, path)
+    print_evaluated(console, found, path)
 
 
 @app.command("generate")
@@ -314,8 +204,8 @@ def generate_command(
     Lengths are in tokens, parentheses not counted.
     """
     with short_errors():
-        refuse_many("generate")
-        folder = generated(Settings(longer_than, shorter_than, train, val, test, seed), out, workers)
+        require_single_process("generate")
+        folder = generated(Settings(longer_than, shorter_than, train, val, test, seed), out, console, workers)
     console.print(f"Generated data (not the released files): {folder}", soft_wrap=True)
 
 
@@ -368,7 +258,7 @@ def table_command(
     PyTorch's own and ours, in turns. Every variant is compared with fp64 first; what is wrong is not timed.
     """
     with short_errors():
-        refuse_many("table")
+        require_single_process("table")
         options = None
         if not keep_times:
             place = find_device(device)
@@ -392,26 +282,6 @@ def repeatable(words: list[str]) -> str:
         if not {before, word} & {"--out", "--runs"} and not word.startswith(("--out=", "--runs=")):
             kept.append(word)
     return shlex.join(["python", "-m", "experiments.lra", *kept])
-
-
-def generated(settings: Settings, parent: Path, workers: int | None = None) -> Path:
-    """The folder of some generated data, written under a progress bar if it is missing."""
-    if (parent / settings.folder_name / LABEL).exists():
-        return parent / settings.folder_name
-    name = f"Generating ListOps on {workers or available_cores()} cores"
-    with counting_bar(console, name, sum(settings.sizes)) as progress:
-        return generate(settings, parent, workers=workers, progress=progress)
-
-
-def find_data(config: Config, folder: Path | None) -> Data:
-    """The data in the folder that the user named, or else generated data, made if it is missing.
-
-    A named folder is never filled: whoever asks for the released files must not get others.
-    """
-    if folder is None and config.task != "listops":
-        made = " (or a file that `python -m experiments.pathfinder generate` writes)" if "path" in config.task else ""
-        raise ValueError(f"the task {config.task} needs --data, the folder with its files{made}")
-    return load(config.task, generated(config.generator, DATA) if folder is None else folder, config.data)
 
 
 def default_name(config: Config, *, series: bool = False) -> str:

@@ -5,26 +5,34 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from experiments.lra import resume
-from experiments.lra.attend import IMPLEMENTATIONS, rows_of
-from experiments.lra.augment import WAYS
-from experiments.lra.batches import Shape
-from experiments.lra.generate import Settings
-from experiments.lra.model import POOLS
-from experiments.lra.positions import POSITIONS
+from experiments.lra.data.augment import WAYS
+from experiments.lra.data.batches import Shape
+from experiments.lra.data.listops.generator import Settings
+from experiments.lra.model.classifier import POOLS
+from experiments.lra.model.positions import POSITIONS
 from experiments.lra.presets import settings_of
-from experiments.lra.schedule import SCHEDULES
-from experiments.lra.setting import helps, setting, shown_defaults
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.pathfinder import FOLDS, SPLITS
 from experiments.lra.tasks.task import Options
+from experiments.training import run_folder
+from experiments.training.layers.attention import IMPLEMENTATIONS, row_multiple
+from experiments.training.lr_schedule import SCHEDULES
+from experiments.training.settings import (
+    RunSettings,
+    changed,
+    check_at_least,
+    check_fractions,
+    check_one_of,
+    help_texts,
+    setting,
+)
 
 OBJECTIVES = ("classify", "denoise")
 KEEPS = ("last", "best")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(RunSettings):
     """One training run. All of it together with the code, the data and the device determines the result."""
 
     task: str = setting("listops", f"Task: {', '.join(TASKS)}.")
@@ -34,21 +42,16 @@ class Config:
         f"Who computes it: {', '.join(IMPLEMENTATIONS)} (PyTorch's scaled_dot_product_attention; all N x N scores in "
         "memory).",
     )
-    block: int = setting(128, "Tokens along one side of the mask's tiles.")
     window: int = setting(512, "Keys that a query of the local mask sees: |q - k| <= window / 2.")
 
     depth: int = setting(4, "Encoder layers.")
-    width: int = setting(128, "Features of each token.")
-    heads: int = setting(4, "Attention heads.")
-    head_dim: int | None = setting(None, "Features of each head.", "width / heads")
-    mlp: int = setting(256, "Hidden features of the MLPs.")
-    dropout: float = setting(0.1, "Chance that a feature is dropped (embedding, attention output, MLP).")
+    dropout: float = changed(RunSettings, "dropout", default=0.1)
     attention_dropout: float = setting(0.0, "Chance that an attention weight is dropped, in steps of 1/256.")
     pool: str = setting("cls", f"What the head reads: {', '.join(POOLS)}; cls is a token of its own before all others.")
     positions: str = setting(
         "learned",
-        f"Positions: {', '.join(POSITIONS)}; rotary ones turn queries and keys; nested ones do, too, and say how many "
-        "brackets of an expression are open.",
+        f"Positions: {', '.join(POSITIONS)}; rotary ones rotate queries and keys; nested ones do, too, and say how "
+        "many brackets of an expression are open.",
     )
     qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
     augment: str = setting(
@@ -67,8 +70,10 @@ class Config:
         "Pathfinder, generated: weight of a second loss in training, how many markers the curve through each drawn "
         "pixel has, which the generator knows. 0: the answers alone.",
     )
-    initial: str | None = setting(
-        None, "Weights to begin with: model.safetensors or the folder of a run of the same sizes.", "random weights"
+    initial: str | None = changed(
+        RunSettings,
+        "initial",
+        text="Weights to begin with: model.safetensors or the folder of a run of the same sizes.",
     )
 
     steps: int = setting(5000, "Training steps.")
@@ -81,26 +86,14 @@ class Config:
     lr: float = setting(5e-4, "Peak learning rate.")
     warmup: int = setting(500, "Steps over which the learning rate rises to its peak.")
     schedule: str = setting("cosine", f"Learning rate after the warm-up: {', '.join(SCHEDULES)}.")
-    weight_decay: float = setting(0.01, "AdamW weight decay of the matrices.")
-    clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
-    average: float = setting(0.0, "Decay of an average of the weights, 0.999 say, which is then what is tested.")
+    weight_decay: float = changed(RunSettings, "weight_decay", default=0.01)
     keep: str = setting(
         "last",
         f"Weights that are tested and kept: {', '.join(KEEPS)}; best are those of the best validation.",
     )
-    seed: int = setting(0, "Seed of the weights, the order of the data and the dropout.")
 
-    device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
-    precision: str = setting("fp32", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
-    compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
-    recorded: bool = setting(
-        True,
-        "On one GPU, record steps as CUDA graphs, one for each shape of a batch: they need not wait for the host.",
-    )
     eval_every: int = setting(500, "Steps between validations.")
     eval_examples: int = setting(2000, "Examples of a validation; the final test uses all.")
-    checkpoint_every: int = setting(500, "Steps between checkpoints; only the newest is kept.")
-    log_every: int = setting(10, "Steps between lines of the log, each the mean over these steps.")
 
     difficulty: str = setting(Options.difficulty, f"Pathfinder: {', '.join(FOLDS)}.")
     split: str = setting(Options.split, f"Pathfinder: {', '.join(SPLITS)}; shuffled is what S4 and most others do.")
@@ -113,20 +106,12 @@ class Config:
     data_seed: int = setting(Settings.seed, "Generated data: seed of the expressions.")
 
     def __post_init__(self) -> None:
-        positive = ("block", "window", "depth", "width", "heads", "head_dim", "mlp", "steps", "batch", "max_tokens")
-        for name in (*positive, "eval_every", "eval_examples", "checkpoint_every", "log_every"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        super().__post_init__()
+        check_at_least(self, 1, ("window", "depth", "steps", "batch", "max_tokens", "eval_every", "eval_examples"))
         if not 0 < self.hidden < 1:
             raise ValueError(f"hidden must be above 0 and below 1; got {self.hidden}")
-        for name in ("dropout", "attention_dropout", "average"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
-        for name in ("lr", "warmup", "weight_decay", "clip", "auxiliary"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
-        if self.precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision must be fp32 or bf16; got {self.precision!r}")
+        check_fractions(self, ("attention_dropout",))
+        check_at_least(self, 0, ("lr", "warmup", "auxiliary"))
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be more than 0; got {self.minutes}")
         for name, allowed in (
@@ -142,13 +127,12 @@ class Config:
             ("difficulty", FOLDS),
             ("split", SPLITS),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+            check_one_of(name, getattr(self, name), allowed)
         if TASKS[self.task].side is None and (self.background == "drop" or self.positions == "rotary2d"):
             raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
         if TASKS[self.task].side is None and self.augment != "none":
             raise ValueError(f"augment={self.augment} is for images; the task is {self.task}")
-        if self.auxiliary and not TASKS[self.task].traces:
+        if self.auxiliary and not TASKS[self.task].pixel_classes:
             raise ValueError(f"auxiliary={self.auxiliary} is for Pathfinder; the task is {self.task}")
         if self.auxiliary and self.objective != "classify":
             raise ValueError(f"auxiliary={self.auxiliary} needs objective=classify; got {self.objective}")
@@ -169,7 +153,7 @@ class Config:
             self.max_tokens or task.longest,
             cls=task.cls if self.pool == "cls" else None,
             drop_background=self.background == "drop",
-            multiple=rows_of(self.attention, self.block),
+            multiple=row_multiple(self.attention, self.block),
         )
 
     @property
@@ -190,8 +174,7 @@ class Config:
         )
 
 
-HELP = helps(Config)
-SHOWN_DEFAULTS = shown_defaults(Config)
+HELP = help_texts(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
 # What data to generate, where none are given.
@@ -223,7 +206,7 @@ def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
     """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
     free = FREE_ON_RESUME if saved.keep != "best" else [name for name in FREE_ON_RESUME if name not in VALIDATION]
-    return resume.resumed(saved, chosen, free)
+    return run_folder.resumed(saved, chosen, free)
 
 
 def from_saved(saved: dict[str, Any]) -> Config:

@@ -11,15 +11,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.lra import exactness, masks, picture
+from experiments.lra import exactness, mask_picture
 from experiments.lra.baselines import baselines, majority
-from experiments.lra.batches import collate
 from experiments.lra.config import Config
+from experiments.lra.data.batches import collate
 from experiments.lra.exactness import ALLOWED, Exactness
-from experiments.lra.files import write_json
-from experiments.lra.progress import TrainingBar
-from experiments.lra.tasks import Data
+from experiments.lra.model.build import mask_of
+from experiments.lra.tasks.task import Data
 from experiments.lra.train import Run
+from experiments.training.atomic_files import write_json
+from experiments.training.progress_bar import TrainingBar
 
 MASKS = ("dense", "local", "butterfly", "experiments.lra.custom_mask:beacons")
 CHECKED_EXAMPLES = 8
@@ -34,9 +35,8 @@ class Outcome:
 
 def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple[str, ...] = MASKS) -> bool:
     """Run the whole demo into the folder `out`, replacing an earlier one; whether every mask was exact."""
-    shape = config.shape
-    built = {short(name): masks.build(name, shape.length, block=config.block, window=config.window) for name in names}
-    drawn = picture.draw(built, out / "masks.png")
+    built = {short(name): mask_of(replace(config, mask=name)) for name in names}
+    drawn = mask_picture.draw(built, out / "masks.png")
     console.print(f"The masks: {drawn}", soft_wrap=True)
     outcomes = [train_one(replace(config, mask=name), data, out, console) for name in names]
     results = out / "demo.json"
@@ -51,8 +51,9 @@ def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple
 def train_one(config: Config, data: Data, out: Path, console: Console) -> Outcome:
     """Train with one mask, then check the trained model's attention on test examples."""
     name = short(config.mask)
-    training = Run(config, data, out / name, overwrite=True, report=lambda record: bar.show(record))
+    training = Run(config, data, out / name, overwrite=True)
     with TrainingBar(console, f"{name:9}", training.progress) as bar:
+        training.listeners.append(bar.show)
         metrics = training.train()
     assert metrics is not None  # nothing pauses it
     batch = collate(data.test, np.arange(min(CHECKED_EXAMPLES, len(data.test))), training.shape)

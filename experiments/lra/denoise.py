@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from experiments.lra.baselines import Baseline
-from experiments.lra.batches import PADDING, Batch, Shape, collate
-from experiments.lra.cache import Examples
-from experiments.lra.encoder import Encoder
+from experiments.lra.data.batches import PADDING, Batch, Shape, collate
+from experiments.lra.data.examples import Examples
+from experiments.lra.model.encoder import Encoder
 from experiments.lra.tasks.task import Data
 from sparseflash import BlockMask
 
-_TRAINING, _SCORING = 0, 1  # what is hidden in a batch of one tells nothing of what is in the other
+_TRAINING, _SCORING = 0, 1  # the random numbers of the two are independent
 _EXAMPLES_COUNTED = 2000
 
 

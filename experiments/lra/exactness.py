@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.lra.attend import sparseflash
-from experiments.lra.batches import Batch
 from experiments.lra.config import Config
-from experiments.lra.encoder import Layer, SelfAttention
-from experiments.lra.model import Classifier
-from experiments.lra.step import forward
+from experiments.lra.data.batches import Batch
+from experiments.lra.losses import forward
+from experiments.lra.model.classifier import Classifier
+from experiments.training.layers.attention import block_sparse_attention
+from experiments.training.layers.transformer import Layer, SelfAttention
 from sparseflash import BlockMask
 
 ALLOWED = 2.0  # times the plain implementation's error
@@ -79,7 +79,7 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
 def sparse(call: Captured) -> list[Tensor]:
     """Output, dq, dk, dv of the library, as the model calls it."""
     q, k, v = leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    out = sparseflash(q, k, v, call.mask)
+    out = block_sparse_attention(q, k, v, call.mask)
     return [out.detach(), *torch.autograd.grad(out, leaves, call.dout)]
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 import statistics
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-import sparseflash
 from experiments.lra.baselines import baselines, majority
 from experiments.lra.config import as_dict
 from experiments.lra.denoise import frequency_baseline
-from experiments.lra.runlog import Record
+from experiments.training.environment import device_name, versions
+from experiments.training.run_log import Record
 
 if TYPE_CHECKING:
     from experiments.lra.train import Run
@@ -33,10 +28,10 @@ def final_metrics(run: Run) -> dict[str, Any]:
     return {
         "task": run.data.task.name,
         "generated_data": run.data.generated,
-        "data": run.seen,
+        "data": run.fingerprint,
         "objective": run.config.objective,
         "initial": run.before,
-        "pixel_labels": run.pixel_labels,
+        "pixel_labels": run.has_seen_pixel_labels,
         "mask": run.config.mask,
         "attention": run.config.attention,
         "density": run.mask.density,
@@ -48,11 +43,11 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "plateau_left_at": plateau_left_at(trained, guessing.loss),
         "first_loss": statistics.fmean(record["loss"] for record in trained[:tenth]),
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
-        "steps": run.step,
+        "steps": run.state.step,
         "tested_step": run.tested_step,  # of the weights that were tested
         "validation_accuracy": validation_accuracy(run),  # of those weights; None where they were not validated
-        "training_seconds": run.seconds,
-        "startup_seconds": run.startup_seconds,  # none of the training's
+        "training_seconds": run.state.seconds,
+        "startup_seconds": run.state.startup_seconds,  # not counted as training
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # padding not counted
         "padding": statistics.fmean(record["padding"] for record in trained),  # the part of all positions
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
@@ -68,7 +63,7 @@ def validation_accuracy(run: Run) -> float | None:
     """Of the weights that were tested; None where they were not validated."""
     if run.best is not None:
         return run.best.accuracy
-    of_last = [record["accuracy"] for record in run.log.of_kind("val") if record["step"] == run.step]
+    of_last = [record["accuracy"] for record in run.log.of_kind("val") if record["step"] == run.state.step]
     return of_last[-1] if of_last else None
 
 
@@ -77,7 +72,7 @@ def plateau_left_at(trained: list[Record], guessing: float) -> int | None:
     knows the class frequencies and nothing else.
 
     None: it never does. Many runs on Pathfinder stay at guessing for long, and some for good (Long Range Arena, issue
-    37), so a result is told with the step where it began.
+    37), so the metrics say at which step learning began.
     """
     losses = [record["loss"] for record in trained]
     left = None
@@ -88,21 +83,3 @@ def plateau_left_at(trained: list[Record], guessing: float) -> int | None:
         elif left is None:
             left = record["step"]
     return left
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's and how many threads were used."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes the result."""
-    found = {"python": platform.python_version(), "numpy": np.__version__, "torch": str(torch.__version__)}
-    found["sparseflash"] = sparseflash.__version__
-    try:
-        found["triton"] = version("triton")
-    except PackageNotFoundError:  # there is none for this platform
-        found["triton"] = "none"
-    return found

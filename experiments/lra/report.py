@@ -20,7 +20,9 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
     for column in ("", "accuracy", "loss (nats)"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row(
-        f"{metrics['mask']} mask{told(metrics)}", f"{metrics['test_accuracy']:.3f}", f"{metrics['test_loss']:.3f}"
+        f"{metrics['mask']} mask{supervision(metrics)}",
+        f"{metrics['test_accuracy']:.3f}",
+        f"{metrics['test_loss']:.3f}",
     )
     add_baselines(table, metrics)
     console.print(table)
@@ -43,14 +45,14 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
         console.print(f"Begin with these weights: train --initial {path.with_name(FILE)}", soft_wrap=True)
 
 
-def print_judged(console: Console, found: dict[str, Any], path: Path) -> None:
+def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None:
     """A finished run's accuracy on some data, and what its answers depend on."""
     source = "generated data" if found["generated_data"] else "released data"
     table = Table(title=f"{found['task']} ({source}), {found['test_examples']:,} test examples")
     for column in ("", "accuracy", "loss (nats)"):
         table.add_column(column, justify="left" if not column else "right")
     accuracy = f"{found['test_accuracy']:.3f} ± {found['error']:.3f}"
-    table.add_row(f"{found['mask']} mask{told(found)}", accuracy, f"{found['test_loss']:.3f}")
+    table.add_row(f"{found['mask']} mask{supervision(found)}", accuracy, f"{found['test_loss']:.3f}")
     add_baselines(table, found)
     console.print(table)
     if (kinds := found["kinds"]) is not None:
@@ -71,7 +73,7 @@ def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None
     """The test accuracy of every seed, and mean and standard deviation, beside what one gets without computing."""
     source = "generated data" if summary["generated_data"] else "released data"
     title = f"{summary['task']} ({source}), {summary['test_examples']} test examples, {summary['mask']} mask"
-    title += told(summary)
+    title += supervision(summary)
     table = Table(title=title)
     for column in ("", "accuracy", "loss (nats)", "left guessing at"):
         table.add_column(column, justify="left" if not column else "right")
@@ -99,8 +101,8 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
     console.print(table)
 
 
-def told(metrics: dict[str, Any]) -> str:
-    """What training was told that a test does not tell."""
+def supervision(metrics: dict[str, Any]) -> str:
+    """What training used beside the answers, as part of a title; empty where there was nothing."""
     return ", pixel labels in training" if metrics.get("pixel_labels") else ""
 
 

@@ -1,4 +1,4 @@
-"""The weights that a run was tested with, in safetensors files below 15 MiB, and a model that begins with them."""
+"""The weights that a run was tested with, in safetensors files below 15 MiB, and runs that begin with them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from experiments.lra import tensorfile
-from experiments.lra.checkpoint import PART_BYTES
 from experiments.lra.config import DEFAULTS, Config, as_dict
-from experiments.lra.identity import check_apart
+from experiments.training import tensor_files
+from experiments.training.fingerprint import check_disjoint, sha256
 
 FILE = "model.safetensors"
 KIND = "experiments.lra model"
-# What the encoder's numbers mean, of a run's settings, and their shapes need not tell.
+# What of a run's settings says what the encoder's numbers mean, where their shapes need not tell.
 _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "heads": itemgetter("heads"),
     "head_dim": lambda config: config["head_dim"] or config["width"] // config["heads"],
     "positions": itemgetter("positions"),
     "qk_norm": itemgetter("qk_norm"),
-    # [CLS] moves all places by one, which rotary positions, those of pairs, do not see.
+    # [CLS] moves all places by one. Rotary positions depend on differences of places, which stay the same.
     "place of the first token": lambda config: int(
         config["pool"] == "cls" and config["positions"] in ("learned", "sinusoidal")
     ),
@@ -34,22 +33,22 @@ _HEADS = ("head.", "namer.", "tracer.")  # what answers with the encoder's featu
 def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], seen: Sequence[dict[str, str]]) -> None:
     """Write the weights, with the settings, what they cost, and what they were trained on.
 
-    cost: plain values that say how much training it took to have them; seen: the identities of the data of this run
-    and of those that it began with, see identity.py.
+    cost: plain values that say how much training it took to have them; seen: the fingerprints of the data of this run
+    and of those that it began with, see data/fingerprint.py.
     """
     about = {"kind": KIND, "config": as_dict(config), "cost": cost, "seen": list(seen)}
-    tensorfile.write(path, model, about, limit=PART_BYTES)
+    tensor_files.write(path, model, about, limit=tensor_files.PART_BYTES)
 
 
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
     """Put the weights of a finished run into a model's encoder, and into what else both have in the same shape.
 
     path: its file, one of its parts, or the run's folder; config, data: of the run that begins. Returns what must be
-    told with the model's result: the SHA-256 of the file, or of all parts in their order, what it learned, on what
+    reported with the model's result: the SHA-256 of the file, or of all parts in their order, what it learned, on what
     data, and what it cost. Raises FileNotFoundError where a file is missing, and ValueError where it is another one,
     its encoder is another one, or it has seen another split of the run's data.
     """
-    found, about = tensorfile.read(path, KIND)
+    found, about = tensor_files.read(path, KIND)
     own = model.state_dict()
     encoder, others = ({name for name in names if not name.startswith(_HEADS)} for names in (own, found))
     differing = sorted(encoder ^ others) or sorted(name for name in encoder if own[name].shape != found[name].shape)
@@ -59,11 +58,11 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
             f"{described(differing[0], own, found)}"
         )
     check_alike(path, {**DEFAULTS, **about["config"]}, as_dict(config))
-    check_apart(path, about.get("seen"), data)
+    check_disjoint(path, about.get("seen"), data)
     same = {name: tensor for name, tensor in found.items() if name in own and own[name].shape == tensor.shape}
     model.load_state_dict({**own, **same})
     return {
-        "sha256": tensorfile.sha256(*tensorfile.files(path)),
+        "sha256": sha256(*tensor_files.files(path)),
         "task": about["config"]["task"],
         "seen": about.get("seen"),
         "objective": about["config"]["objective"],

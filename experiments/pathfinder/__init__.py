@@ -1,7 +1,8 @@
-"""Pathfinder: generate, render and judge images with the parameters of the Long Range Arena.
+"""Pathfinder: images with the parameters of the Long Range Arena, and what is reached on them without tracing.
 
     python -m experiments.pathfinder generate --size 128 --contour 14
     python -m experiments.pathfinder --help
 
-This package imports nothing here, so that the generator's worker processes start quickly.
+For lra and pathx, which train on the images; imports experiments.training alone. This file imports nothing, so that the
+generator's worker processes start quickly.
 """

@@ -10,9 +10,6 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from experiments.lra.errors import short_errors
-from experiments.lra.generate import available_cores
-from experiments.lra.progress import TrainingBar, counting_bar
 from experiments.pathfinder import original
 from experiments.pathfinder.cnn.config import Config
 from experiments.pathfinder.generate import Settings, generate
@@ -23,17 +20,16 @@ from experiments.pathfinder.report import shortcuts_report, statistics_report
 from experiments.pathfinder.shortcuts import Shortcut, pairs, shortcuts
 from experiments.pathfinder.statistics import statistics
 from experiments.pathfinder.vectors import load
+from experiments.training.cli_errors import short_errors
+from experiments.training.options import Device, command_group
+from experiments.training.progress_bar import TrainingBar, counting_bar
+from experiments.training.workers import available_cores
 
 DATA = Path("data/pathfinder")
 RUNS = Path("runs/pathfinder")
 SETS = 4  # of images, as large as the original's, over which shortcuts are averaged
 
-app = typer.Typer(
-    help="Pathfinder images with the Long Range Arena's parameters: generated, not the released ones.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = command_group("Pathfinder images with the Long Range Arena's parameters: generated, not the released ones.")
 console = Console()
 
 Size = Annotated[int, typer.Option(help=f"Height and width in pixels: {', '.join(map(str, LRA))}.")]
@@ -44,7 +40,6 @@ Workers = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Image i of a seed is always the same.")]
 Report = Annotated[Path | None, typer.Option(help="Markdown file to write, too.", show_default="none")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")]
 Only = Annotated[
     list[str] | None, typer.Option(help="SIZE-CONTOUR, as 128-14; may be repeated.", show_default="all twelve")
 ]
@@ -156,14 +151,14 @@ def cnn_command(
     out: Annotated[Path, typer.Option(help="Folder of the results: a JSON file each, and cnn.md of all in it.")] = RUNS,
 ) -> None:
     """Train a small 2-D CNN, and test it beside the rules that trace nothing."""
-    # Only here: PyTorch takes seconds to import.
-    from experiments.lra.ranks import find_device
+    # Imported only here: PyTorch takes seconds to import.
+    from experiments.pathfinder import testset
     from experiments.pathfinder.cnn import results, run
     from experiments.pathfinder.cnn.images import test_file
     from experiments.pathfinder.cnn.report import report
     from experiments.pathfinder.cnn.train import Training
-    from experiments.pathx import testset
-    from experiments.pathx.sources import training_seed
+    from experiments.pathfinder.seeds import training_seed
+    from experiments.training.distributed import find_device
 
     with short_errors():
         if file is not None and images is not None:

@@ -12,11 +12,10 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.lra.generate import available_cores
-from experiments.lra.workers import worker_pool
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.vectors import collect, join, load, save
+from experiments.training.workers import available_cores, worker_pool
 
 IMAGES_PER_PART = 500  # 2 to 15 seconds of work with the Long Range Arena's parameters
 

@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.pathfinder.compiled import compiled
-from experiments.pathfinder.render import window_start
+from experiments.pathfinder.render import blank, parts, window_start
 from experiments.pathfinder.stamps import markers
-from experiments.pathfinder.tables import lines
 from experiments.pathfinder.vectors import Vectors
 
 NOBODY, DISTRACTOR = 0, 3  # the targets are 1 and 2
@@ -22,16 +21,12 @@ def owners(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray
     to black in the image may have an owner; one that does not has one.
     """
     p = vectors.parameters
-    chosen = range(len(vectors))[first:last]
-    found = np.empty((len(chosen), p.size, p.size), np.uint8)
+    found = blank(vectors, first, last)
     discs = markers(p.size, p.marker_radius)
-    centres = vectors.markers[first:last]
-    for image, index, ends in zip(found, chosen, centres):
-        dashes = slice(vectors.starts[index], vectors.starts[index + 1])
-        stamps = lines(p, int(vectors.margins[index]))
-        marked = int(vectors.marked[index])
-        snakes = np.array([marked, marked if vectors.labels[index] else 1 - marked], np.int64)
-        claim(image, vectors.places[dashes], vectors.headings[dashes], p.contour_length, stamps, ends, discs, snakes)
+    for image, each in zip(found, parts(vectors, first, last)):
+        marked = int(vectors.marked[each.number])
+        snakes = np.array([marked, marked if vectors.labels[each.number] else 1 - marked], np.int64)
+        claim(image, each.places, each.headings, p.contour_length, each.stamps, each.ends, discs, snakes)
     return found
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from experiments.lra.files import write_json
 from experiments.pathfinder.parameters import FOLDS, LABEL, UNFINISHED, Parameters
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors
+from experiments.training.atomic_files import write_json
 
 IMAGES_PER_BATCH = 1000
 

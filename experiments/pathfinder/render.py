@@ -8,6 +8,9 @@ published, does not scale the lines and rounds. The contrasts hence matter only 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,17 +21,38 @@ from experiments.pathfinder.tables import lines
 from experiments.pathfinder.vectors import Vectors
 
 
+class Parts(NamedTuple):
+    """What one image is drawn of."""
+
+    number: int  # of the image among the vectors
+    places: NDArray[np.unsignedinteger]  # of its dashes, as `headings`
+    headings: NDArray[np.uint16]
+    stamps: NDArray[np.int16]  # the dashes' pictures, see tables.py
+    ends: NDArray[np.int64]  # the centres of its markers
+
+
+def parts(vectors: Vectors, first: int = 0, last: int | None = None) -> Iterator[Parts]:
+    """The parts of images first .. last - 1, by default of all."""
+    chosen = range(len(vectors))[first:last]
+    for index, ends in zip(chosen, vectors.markers[first:last]):
+        dashes = slice(vectors.starts[index], vectors.starts[index + 1])
+        stamps = lines(vectors.parameters, int(vectors.margins[index]))
+        yield Parts(index, vectors.places[dashes], vectors.headings[dashes], stamps, ends)
+
+
+def blank(vectors: Vectors, first: int, last: int | None) -> NDArray[np.uint8]:
+    """An array for a value of every pixel of images first .. last - 1, not filled."""
+    size = vectors.parameters.size
+    return np.empty((len(range(len(vectors))[first:last]), size, size), np.uint8)
+
+
 def render(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
     """Images first .. last - 1, by default all. uint8 [n, size, size]"""
     p = vectors.parameters
-    chosen = range(len(vectors))[first:last]
-    images = np.empty((len(chosen), p.size, p.size), np.uint8)
+    images = blank(vectors, first, last)
     discs = markers(p.size, p.marker_radius)
-    centres = vectors.markers[first:last]
-    for image, index, ends in zip(images, chosen, centres):
-        dashes = slice(vectors.starts[index], vectors.starts[index + 1])
-        stamps = lines(p, int(vectors.margins[index]))
-        compose(image, vectors.places[dashes], vectors.headings[dashes], 2 * p.contour_length, stamps, ends, discs)
+    for image, each in zip(images, parts(vectors, first, last)):
+        compose(image, each.places, each.headings, 2 * p.contour_length, each.stamps, each.ends, discs)
     return images
 
 

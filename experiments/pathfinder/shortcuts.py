@@ -102,10 +102,10 @@ RULES = {"marker distance": 1, "distance and end dashes": 5}  # the number of fe
 
 def shortcuts(examples: Pairs, seed: int = 0) -> list[Shortcut]:
     """All rules, fitted by gradient boosting and tested on the fifths of the images that they were not fitted on."""
-    return [judge(rule, examples.features[:, :, :count], examples.labels, seed) for rule, count in RULES.items()]
+    return [evaluate(rule, examples.features[:, :, :count], examples.labels, seed) for rule, count in RULES.items()]
 
 
-def judge(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> Shortcut:
+def evaluate(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> Shortcut:
     """Cross-validated by image. features: [n, 4, f], the distance first; labels: [n, 4]"""
     right = (cross_validated(features, labels, seed) > 0.5) == labels
     distance = features[:, :, 0]

@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
-from experiments.lra.files import replace_text, write_json
 from experiments.pathfinder.bins import by_distance
 from experiments.pathfinder.cnn.results import as_rule, stored
+from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors
 from experiments.pathx import attention_maps
-from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config, Stage
+from experiments.pathx.data.batches import pack_vectors
+from experiments.pathx.data.device_batch import on_device
+from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import recipe_for, result, scores_on, vectors_of
 from experiments.pathx.mask_costs import costs
-from experiments.pathx.model import PathModel
-from experiments.pathx.sources import pixels
-from experiments.pathx.stream import Stream, pack_vectors
+from experiments.pathx.model.classifier import PathModel
+from experiments.training.atomic_files import write_json, write_text
 
 
 def analyse(
@@ -65,7 +66,7 @@ def analyse(
     one = on_device(pack_vectors(recipe, vectors, 0, 1), recipe.layers, torch.device("cpu"), config.registers)
     found_all = {"folds": folds, "masks": costs(one, recipe.layers)}
     write_json(out / "analysis.json", found_all)
-    replace_text(out / "analysis.md", markdown(found_all))
+    write_text(out / "analysis.md", markdown(found_all))
     return found_all
 
 
@@ -79,7 +80,7 @@ def draw_map(
     weights = attention_maps.attention_from(model, batch, tokens)
     answer = "connected" if vectors.labels[index] else "not connected"
     attention_maps.draw(
-        pixels(vectors, index, index + 1)[0], batch, weights, [relation.name for relation in recipe.layers],
+        render(vectors, index, index + 1)[0], batch, weights, [relation.name for relation in recipe.layers],
         f"{stage.name}, test image {index}, {answer}: attention from the markers, mean over heads",
         out / f"attention-{stage.size}-{stage.contour}-{index}.png",
     )  # fmt: skip

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experiments.pathx.batch import Batch
-from experiments.pathx.model import PathModel
-from experiments.pathx.orders import BASE
-from experiments.pathx.packing import LEVELS
+from experiments.pathx.data.device_batch import Batch
+from experiments.pathx.data.packing import LEVELS
+from experiments.pathx.masks.orders import BASE
+from experiments.pathx.model.classifier import PathModel
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def attention_from(model: PathModel, batch: Batch, queries: list[int]) -> Tensor
     found: list[Tensor] = []
     chosen = torch.tensor(queries, device=batch.ids.device)
 
-    def seen(layer: int, q: Tensor, k: Tensor) -> None:
+    def compute(layer: int, q: Tensor, k: Tensor) -> None:
         mask, order = batch.masks[layer].canonical(), batch.layer_orders[layer]
         rows = chosen if order == BASE else batch.orders[order].inverse[chosen]
         live = torch.stack([mask.crop(q=(row, row + 1)).to_dense()[0, 0, 0] for row in rows.tolist()])  # [queries, N]
@@ -35,7 +35,7 @@ def attention_from(model: PathModel, batch: Batch, queries: list[int]) -> Tensor
         weights = scores.masked_fill(~live, -math.inf).softmax(-1).mean(0)
         found.append(weights if order == BASE else weights[:, batch.orders[order].inverse])
 
-    model.encoded(batch, seen)
+    model.encoded(batch, compute)
     return torch.stack(found).cpu()
 
 

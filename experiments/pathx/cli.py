@@ -4,54 +4,50 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import ExitStack
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from experiments.lra import board
-from experiments.lra.errors import short_errors
-from experiments.lra.files import replace_text, write_json
-from experiments.lra.progress import TrainingBar, counting_bar
-from experiments.lra.ranks import find_device, refuse_many
-from experiments.lra.runlog import Record
-from experiments.lra.tensorfile import sha256
-from experiments.lra.termination import told_to_end
 from experiments.pathfinder.parameters import FOLDS, LRA
-from experiments.pathx import probe as probing
+from experiments.pathfinder.testset import IMAGES, test_set
 from experiments.pathx import table as tables
-from experiments.pathx import weights
+from experiments.pathx import throughput, weights
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.analyse import percent
-from experiments.pathx.config import HELP, SHOWN_DEFAULTS, Config, Stage, resumed, stretched
+from experiments.pathx.config import Config, Stage, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
+from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import agrees, baselines, key_of, result, scores_on, stage_for, store
-from experiments.pathx.helped import helped_of, told
-from experiments.pathx.stream import Stream
-from experiments.pathx.testset import IMAGES, test_set
+from experiments.pathx.supervision import described, of_model
 from experiments.pathx.train import Run, saved_run
+from experiments.training import fingerprint, tensorboard
+from experiments.training.atomic_files import write_json, write_text
+from experiments.training.cli_errors import short_errors
+from experiments.training.distributed import find_device, require_single_process
+from experiments.training.options import (
+    Device,
+    Overwrite,
+    PauseAfter,
+    Resume,
+    TensorBoard,
+    command_group,
+    deadline,
+    settings_as_options,
+)
+from experiments.training.progress_bar import counting_bar
+from experiments.training.run_log import Record
+from experiments.training.session import pausing, train_shown
 
 DATA = Path("data/pathfinder")
 RUNS = Path("runs/pathx")
 RESULTS = Path("experiments/results/pathx")
 
-app = typer.Typer(
-    help="LRA-parameter generated Path-X and Path-256 with block-sparse attention.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = command_group("LRA-parameter generated Path-X and Path-256 with block-sparse attention.")
 console = Console()
-
-
-def option(name: str, *names: str) -> Any:
-    """An option that sets a field of Config; None where the user leaves it out."""
-    return typer.Option(*names, help=HELP[name], show_default=SHOWN_DEFAULTS[name])
-
 
 Size = Annotated[
     int | None, typer.Option(help=f"Pixels along a side: {', '.join(map(str, LRA))}.", show_default="the last stage's")
@@ -64,7 +60,6 @@ Workers = Annotated[
     int | None,
     typer.Option(min=0, help="Processes that make images; results do not depend on it.", show_default="cores - 1"),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")]
 Weights = Annotated[Path, typer.Argument(help="model.safetensors of a run, or a file that ships with the repository.")]
 Hash = Annotated[
     str | None, typer.Option("--sha256", help="What the file must be.", show_default="that in the .json file beside it")
@@ -72,8 +67,8 @@ Hash = Annotated[
 
 
 @app.command()
+@settings_as_options(Config)
 def train(
-    context: typer.Context,
     curriculum_name: Annotated[
         str | None,
         typer.Option(
@@ -85,58 +80,24 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(help="Scale the stages' minutes to this sum.", show_default="as they are")
     ] = None,
-    layers: Annotated[str | None, option("layers")] = None,
-    block: Annotated[int | None, option("block")] = None,
-    registers: Annotated[int | None, option("registers")] = None,
-    width: Annotated[int | None, option("width")] = None,
-    heads: Annotated[int | None, option("heads")] = None,
-    head_dim: Annotated[int | None, option("head_dim")] = None,
-    mlp: Annotated[int | None, option("mlp")] = None,
-    dropout: Annotated[float | None, option("dropout")] = None,
-    auxiliary: Annotated[float | None, option("auxiliary")] = None,
-    hidden: Annotated[float | None, option("hidden")] = None,
-    answers: Annotated[float | None, option("answers")] = None,
-    weight_decay: Annotated[float | None, option("weight_decay")] = None,
-    clip: Annotated[float | None, option("clip")] = None,
-    average: Annotated[float | None, option("average")] = None,
-    seed: Annotated[int | None, option("seed")] = None,
-    initial: Annotated[str | None, option("initial")] = None,
-    device: Annotated[str | None, option("device")] = None,
-    precision: Annotated[str | None, option("precision")] = None,
-    compiled: Annotated[bool | None, option("compiled", "--compiled/--no-compiled")] = None,
-    recorded: Annotated[bool | None, option("recorded")] = None,
-    log_every: Annotated[int | None, option("log_every")] = None,
-    validate_every: Annotated[int | None, option("validate_every")] = None,
-    validation_images: Annotated[int | None, option("validation_images")] = None,
-    checkpoint_every: Annotated[int | None, option("checkpoint_every")] = None,
-    checkpoint_minutes: Annotated[float | None, option("checkpoint_minutes")] = None,
-    advance_images: Annotated[int | None, option("advance_images")] = None,
+    *,
+    chosen: dict[str, Any],
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default=f"{RUNS}/<curriculum>")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out, with the run's settings.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that --out already holds.")] = False,
-    pause_after: Annotated[
-        float | None,
-        typer.Option(help="Save and stop after this many minutes; --resume goes on.", show_default="never"),
-    ] = None,
-    tensorboard: Annotated[
-        bool,
-        typer.Option("--tensorboard", help="Write the log for TensorBoard too, into the run's folder tensorboard."),
-    ] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    pause_after: PauseAfter = None,
+    tensorboard_files: TensorBoard = False,
 ) -> None:
     """Train a model through a curriculum on fresh images, and write its averaged weights.
 
     Training seeds are disjoint from the test sets'. Minutes and images are counted over all sessions of a run.
     """
-    deadline = time.monotonic() + 60 * pause_after if pause_after is not None else float("inf")
-    settings = {each.name for each in fields(Config)}
-    chosen = {name: value for name, value in context.params.items() if name in settings and value is not None}
+    until = deadline(pause_after)
     with short_errors():
-        refuse_many("experiments.pathx train")
-        if tensorboard:
-            board.writer_class()  # before anything is written
+        require_single_process("experiments.pathx train")
+        if tensorboard_files:
+            tensorboard.writer_class()  # an error before anything is written
         if resume:
             if out is None:
                 raise ValueError("--resume needs --out, the folder of the run")
@@ -148,55 +109,39 @@ def train(
             stages = stages if minutes is None else stretched(stages, minutes)
             config = Config(curriculum=stages, **chosen)
         folder = out or RUNS / Path(curriculum_name or "pathx").stem
-        said = train_under_a_bar(config, folder, workers, resume, overwrite, deadline, tensorboard)
-    if said is None:
+        with pausing(until) as pause, Stream(workers) as stream:
+            run = Run(config, folder, stream, resume=resume, overwrite=overwrite)
+            run.listeners.append(announcing(config.curriculum))
+            note = train_shown(
+                run, lambda: run.train(pause), console, folder.name, tensorboard=tensorboard_files, resumed=resume
+            )
+    if note is None:
+        state = run.state
+        console.print(
+            f"Paused at step {state.step}, in stage {state.stage + 1} ({run.plan.name}), after "
+            f"{state.images:,} images and {state.seconds / 60:.1f} minutes"
+        )
         console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
         return
-    cost = said["cost"]
+    cost = note["cost"]
     console.print(
-        f"{said['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
+        f"{note['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
         f"{cost.get('startup_minutes', 0.0):.1f} of starting up; validation accuracy "
-        f"{percent(said['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
+        f"{percent(note['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
         soft_wrap=True,
     )
 
 
-def train_under_a_bar(
-    config: Config,
-    folder: Path,
-    workers: int | None,
-    resume: bool,
-    overwrite: bool,
-    deadline: float,
-    tensorboard: bool,
-) -> dict[str, Any] | None:
-    """What is written beside the weights, or None where the deadline, by time.monotonic(), or SIGTERM came first."""
-    shown: list[TrainingBar | board.Board] = []
-
-    stages = config.curriculum
+def announcing(stages: tuple[Stage, ...]) -> Callable[[Record], None]:
+    """A listener that says when a stage begins."""
     begun: set[int] = set()
 
-    def show(record: Record) -> None:
+    def listen(record: Record) -> None:
         if record["stage"] not in begun:
             begun.add(record["stage"])
             console.print(f"Stage {record['stage'] + 1} of {len(stages)}: {stages[record['stage']].name}")
-        for each in shown:
-            each.show(record)
 
-    with ExitStack() as stack:
-        told = stack.enter_context(told_to_end())
-        stream = stack.enter_context(Stream(workers))
-        run = Run(config, folder, stream, resume=resume, overwrite=overwrite, report=show)
-        shown.append(stack.enter_context(TrainingBar(console, folder.name, run.progress)))
-        if tensorboard:
-            shown.append(stack.enter_context(board.Board(folder, run.state.step if resume else None)))
-        said = run.train(pause=lambda step: told() or time.monotonic() > deadline)
-    if said is None:
-        console.print(
-            f"Paused at step {run.state.step}, in stage {run.state.stage + 1} ({run.stage.name}), after "
-            f"{run.state.images:,} images and {run.state.seconds / 60:.1f} minutes"
-        )
-    return said
+    return listen
 
 
 @app.command()
@@ -230,7 +175,7 @@ def evaluate(
         with Stream(workers) as stream:
             found = result(
                 scores_on(model, config, stage, path, images, stream, place), stage, config, path, place
-            ) | {"helped": helped_of(about)}  # fmt: skip
+            ) | {"helped": of_model(about)}  # fmt: skip
         if keep:
             store(file, stage, found)
         if out is not None:
@@ -240,7 +185,7 @@ def evaluate(
     console.print(
         f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
         f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
-        + (f"; trained with {helped}" if (helped := told(found["helped"])) else ""),
+        + (f"; trained with {supervision}" if (supervision := described(found["helped"])) else ""),
         soft_wrap=True,
     )
     if others:
@@ -267,7 +212,7 @@ def testset(
     with short_errors():
         for chosen in [(size, contour)] if not every else [(side, length) for side in LRA for length in FOLDS]:
             path = made_test_set(*chosen, data, workers, record)
-            console.print(f"{sha256(path)}  {path}", soft_wrap=True)
+            console.print(f"{fingerprint.sha256(path)}  {path}", soft_wrap=True)
 
 
 def made_test_set(size: int, contour: int, folder: Path, workers: int | None, record: bool = False) -> Path:
@@ -314,11 +259,12 @@ def table_command(
     with short_errors():
         text = tables.markdown(tables.rows(folders or [RESULTS, RUNS]))
         out.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(out, text)
+        write_text(out, text)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
+@settings_as_options(Config, "block", "width", "heads", "mlp", "precision", "compiled", "recorded")
 def probe(
     sizes: Annotated[str, typer.Option(help="Pixels along a side, commas between them.")] = "128,256,64",
     contour: Annotated[int, typer.Option(help="Dashes of a path.")] = 14,
@@ -329,26 +275,17 @@ def probe(
     tokens: Annotated[int, typer.Option(help="Of a step.")] = 128 * 1024,
     seconds: Annotated[float, typer.Option(help="Of timing a case.")] = 1.5,
     limit: Annotated[float, typer.Option(help="No case begins later than after so many seconds.")] = 60.0,
-    block: Annotated[int | None, option("block")] = None,
-    width: Annotated[int | None, option("width")] = None,
-    heads: Annotated[int | None, option("heads")] = None,
-    mlp: Annotated[int | None, option("mlp")] = None,
-    precision: Annotated[str | None, option("precision")] = None,
-    compiled: Annotated[bool | None, option("compiled", "--compiled/--no-compiled")] = None,
-    recorded: Annotated[bool | None, option("recorded")] = None,
+    *,
+    chosen: dict[str, Any],
     profile: Annotated[int, typer.Option(help="Show what so many of the costliest kernels of a step take.", min=0)] = 0,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
     """Tokens and images a second of training steps, by size and masks; a case a line as soon as it is measured."""
     begun = time.perf_counter()
-    chosen = {
-        "block": block, "width": width, "heads": heads, "mlp": mlp, "precision": precision, "compiled": compiled,
-        "recorded": recorded,
-    }  # fmt: skip
     found: list[dict[str, Any]] = []
     with short_errors():
-        config = Config(**{name: value for name, value in chosen.items() if value is not None})
+        config = Config(**chosen)
         place = find_device(device)
         if place.type == "cpu" and device == "auto":
             raise ValueError(
@@ -356,13 +293,13 @@ def probe(
                 "--tokens 4096 runs the same on little"
             )
         pairs = [(int(size), layers) for size in sizes.split(",") for layers in masks.split(";")]
-        cases = [probing.Case(size, contour, layers, background) for size, layers in pairs]
+        cases = [throughput.Case(size, contour, layers, background) for size, layers in pairs]
         for case in cases:
             if time.perf_counter() - begun > limit:
                 console.print(f"[yellow]Out of time: {len(cases) - len(found)} cases are left out.[/yellow]")
                 break
             console.print(f"{case.size} pixels, {case.layers} ...", highlight=False)
-            found.append(probing.measured(case, config, tokens, place, seconds, profiled=profile > 0))
+            found.append(throughput.measured(case, config, tokens, place, seconds, profiled=profile > 0))
             shown = {name: _short(value) for name, value in found[-1].items() if name != "costs"}
             console.print(json.dumps(shown), soft_wrap=True)
             for cost in found[-1].get("costs", [])[:profile]:
@@ -375,16 +312,7 @@ def probe(
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 write_json(out, found)
-    show = Table(title=f"{tokens:,} tokens a step, {found[0]['device'] if found else ''}")
-    for column in ("px", "layers", "step ms", "masks ms", "tokens/s", "images/s", "tiles", "GB"):
-        show.add_column(column, justify="left" if column == "layers" else "right")
-    for each in found:
-        memory = "-" if each["memory_gb"] is None else f"{each['memory_gb']:.1f}"
-        show.add_row(
-            str(each["size"]), each["layers"], f"{each['step_ms']:.1f}", f"{each['masks_ms']:.1f}",
-            f"{each['tokens_per_s']:,.0f}", f"{each['images_per_s']:,.0f}", percent(each["tiles"]), memory,
-        )  # fmt: skip
-    console.print(show)
+    console.print(throughput.table(found, tokens))
 
 
 def _short(value: Any) -> Any:

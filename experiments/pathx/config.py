@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.lra import resume
-from experiments.lra.schedule import SCHEDULES
-from experiments.lra.setting import helps, setting, shown_defaults
 from experiments.pathfinder.parameters import FOLDS, LRA
-from experiments.pathx.packing import BACKGROUNDS
-from experiments.pathx.relations import Relation, parse_layers
-from experiments.pathx.sources import MOST_IMAGES, training_seed
+from experiments.pathfinder.seeds import MOST_IMAGES, training_seed
+from experiments.pathx.data.packing import BACKGROUNDS
+from experiments.pathx.masks.relations import Relation, parse_layers
+from experiments.training import run_folder
+from experiments.training.lr_schedule import SCHEDULES
+from experiments.training.settings import RunSettings, changed, check_at_least, check_fractions, check_one_of, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,7 @@ class Stage:
             ("schedule", self.schedule, SCHEDULES),
             ("background", self.background, BACKGROUNDS),
         ):
-            if value not in allowed:
-                raise ValueError(f"a stage's {name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+            check_one_of(f"a stage's {name}", value, allowed)
         for name in ("tokens", "lr", "minutes", "steps"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"a stage's {name} must be more than 0; got {getattr(self, name)}")
@@ -67,20 +66,15 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(RunSettings):
     """One training run. All of it together with the code and the device determines the result."""
 
     curriculum: tuple[Stage, ...] = ()
     layers: str = setting(
-        "tiles:16*4,dense*2", 'Masks of the layers, first layer first, see relations.py; "*n" repeats one.'
+        "tiles:16*4,dense*2", 'Masks of the layers, first layer first, see masks/relations.py; "*n" repeats one.'
     )
-    block: int = setting(64, "Tokens along one side of the masks' tiles.")
+    block: int = changed(RunSettings, "block", default=64)
     registers: int = setting(0, "Tokens of every image that see all and that all see.")
-    width: int = setting(128, "Features of each token.")
-    heads: int = setting(4, "Attention heads.")
-    head_dim: int | None = setting(None, "Features of each head.", "width / heads")
-    mlp: int = setting(256, "Hidden features of the MLPs.")
-    dropout: float = setting(0.0, "Chance that a feature is dropped.")
     auxiliary: float = setting(
         0.0,
         "Weight of a second loss: how many markers the curve through each pixel has, which the generator knows. 0: the "
@@ -92,53 +86,40 @@ class Config:
         "levels, which needs no labels.",
     )
     answers: float = setting(1.0, "Weight of the answers' loss; 0 with --hidden: self-pretraining, for --initial.")
+    average: float = changed(RunSettings, "average", default=0.999)
 
-    weight_decay: float = setting(0.0, "AdamW weight decay of the matrices.")
-    clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
-    average: float = setting(0.999, "Decay of an average of the weights, which is what is validated and kept; 0: none.")
-    seed: int = setting(0, "Seed of the weights and of the images.")
-    initial: str | None = setting(None, "Weights to begin with: a model.safetensors of another run.", "random weights")
-
-    device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
-    precision: str = setting("bf16", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
-    compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
-    recorded: bool = setting(True, "On a GPU, record a step as a CUDA graph, so that it need not wait for the host.")
-    log_every: int = setting(20, "Steps between lines of the log; a stage may end at these.")
+    precision: str = changed(RunSettings, "precision", default="bf16")
+    log_every: int = changed(
+        RunSettings,
+        "log_every",
+        default=20,
+        text="Steps between lines of the log, each the mean over these steps; a stage may end at these.",
+    )
     validate_every: int = setting(1000, "Steps between validations on images of the stage that are never trained on.")
     validation_images: int = setting(1000, "Images of a validation.")
-    checkpoint_every: int = setting(1000, "Most steps between checkpoints; only the newest is kept.")
+    checkpoint_every: int = changed(RunSettings, "checkpoint_every", default=1000)
     checkpoint_minutes: float = setting(2.0, "Most minutes between checkpoints. A stage ends with one, too.")
     advance_images: int = setting(4000, "The latest images over which a stage's accuracy is taken.")
 
     def __post_init__(self) -> None:
-        positive = ("block", "width", "heads", "head_dim", "mlp", "log_every", "validate_every", "validation_images")
-        for name in (*positive, "checkpoint_every", "advance_images"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        super().__post_init__()
+        check_at_least(self, 1, ("validate_every", "validation_images", "advance_images"))
         if not self.checkpoint_minutes > 0:
             raise ValueError(f"checkpoint_minutes must be more than 0; got {self.checkpoint_minutes}")
-        for name in ("dropout", "average"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
-        for name in ("auxiliary", "answers", "weight_decay", "clip"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
-        if not 0 <= self.hidden < 1:
-            raise ValueError(f"hidden must be at least 0 and below 1; got {self.hidden}")
+        check_at_least(self, 0, ("auxiliary", "answers"))
+        check_fractions(self, ("hidden",))
         if not self.auxiliary and (self.hidden or not self.answers):
             raise ValueError("auxiliary must be more than 0 with hidden pixels, and without answers; got 0")
         if not 0 <= self.registers <= self.block:
             raise ValueError(f"registers must be from 0 to the block, {self.block}; got {self.registers}")
-        if self.precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision must be fp32 or bf16; got {self.precision!r}")
         training_seed(self.seed)
         depth = len(parse_layers(self.layers))
         for stage in self.curriculum:
             if len(self.layers_of(stage)) != depth:
                 raise ValueError(f"every stage must have {depth} layers, as --layers has; got {stage.layers!r}")
-            if stage.tokens // self.block * self.block < self._least_room(stage):
+            if stage.tokens // self.block * self.block < self._most_tokens(stage):
                 raise ValueError(
-                    f"a step at {stage.name} must have room for an image, {self._least_room(stage)} tokens; got "
+                    f"a step at {stage.name} must have room for an image, {self._most_tokens(stage)} tokens; got "
                     f"{stage.tokens}"
                 )
             if stage.tokens // 16 >= MOST_IMAGES:
@@ -148,20 +129,17 @@ class Config:
         """The relation of every layer in a stage."""
         return parse_layers(stage.layers or self.layers)
 
-    def _least_room(self, stage: Stage) -> int:
-        """Tokens that any image of a stage has room in."""
+    def _most_tokens(self, stage: Stage) -> int:
+        """Tokens that any image of a stage has at most."""
         if stage.background == "keep":
             return stage.size**2 + (self.block if self.registers else 0)
-        return least_room(stage.size)
+        return most_tokens(stage.size)
 
 
-def least_room(size: int) -> int:
-    """Tokens that any image without its background has room in, of so many pixels along a side."""
+def most_tokens(size: int) -> int:
+    """Tokens that any image without its background has at most, of so many pixels along a side."""
     return min(size**2, 4096)  # the fullest have 18 % of 128 x 128, 5 % of 256 x 256
 
-
-HELP = helps(Config)
-SHOWN_DEFAULTS = shown_defaults(Config)
 
 # What may change when a run is resumed: it leaves the weights as they would be.
 FREE_ON_RESUME = (
@@ -181,7 +159,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
     """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
-    return resume.resumed(saved, chosen, FREE_ON_RESUME)
+    return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 
 def curriculum_from(path: Path) -> tuple[Stage, ...]:

@@ -11,18 +11,20 @@ from typing import Any
 
 import torch
 
-from experiments.lra.files import write_json
-from experiments.lra.metrics import device_name, versions
 from experiments.pathfinder.cnn.results import stored
 from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.testset import IMAGES, title
 from experiments.pathfinder.vectors import Vectors
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import weights
 from experiments.pathx.config import Config, Stage
-from experiments.pathx.packing import Packed
-from experiments.pathx.step import Scores, score
-from experiments.pathx.stream import Recipe, Stream, images_at_once, pack_vectors, recipe_of
-from experiments.pathx.testset import IMAGES, sha256, title
+from experiments.pathx.data.batches import Recipe, images_at_once, pack_vectors, recipe_of
+from experiments.pathx.data.packing import Packed
+from experiments.pathx.data.stream import Stream
+from experiments.pathx.scoring import Scores, score
+from experiments.training.atomic_files import write_json
+from experiments.training.environment import device_name, versions
+from experiments.training.fingerprint import sha256
 
 SIGMAS = 3.0  # the difference from a stored accuracy that counts as the same, in standard errors
 
@@ -41,7 +43,7 @@ def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
 
 def recipe_for(config: Config, stage: Stage) -> Recipe:
     """How test images become batches, of about as many tokens as a step of training."""
-    return replace(recipe_of(replace(config, curriculum=(stage,)), 0), traced=False, hidden=0.0)
+    return replace(recipe_of(replace(config, curriculum=(stage,)), 0), pixel_labels=False, hidden=0.0)
 
 
 def packings(recipe: Recipe, file: Path, images: int, stream: Stream) -> Iterator[Packed]:
@@ -68,7 +70,7 @@ def scores_on(
     """A model's answers to the first images of a file."""
     recipe = recipe_for(config, stage)
     model.to(device)
-    return score(model, packings(recipe, file, images, stream), recipe.layers, config, device)  # type: ignore[arg-type]
+    return score(model, packings(recipe, file, images, stream), recipe.layers, config, device)
 
 
 def result(scores: Scores, stage: Stage, config: Config, file: Path, device: torch.device) -> dict[str, Any]:
@@ -107,9 +109,9 @@ def store(path: Path, stage: Stage, found: dict[str, Any]) -> None:
     """Write a result into the file beside the weights; raises ValueError unless it is of the whole test set."""
     if found["images"] != IMAGES:
         raise ValueError(f"only results of all {IMAGES} images are stored; this one is of {found['images']}")
-    said = weights.beside(path)
-    said["results"][key_of(stage)] = found
-    write_json(path.with_suffix(".json"), said)
+    note = weights.beside(path)
+    note["results"][key_of(stage)] = found
+    write_json(path.with_suffix(".json"), note)
 
 
 def agrees(found: dict[str, Any], stored: dict[str, Any]) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.pathx.batch import Batch
-from experiments.pathx.orders import BASE
-from experiments.pathx.relations import Relation
+from experiments.pathx.data.device_batch import Batch
+from experiments.pathx.masks.orders import BASE
+from experiments.pathx.masks.relations import Relation
 from sparseflash import BlockMask
 from sparseflash.analysis import density, layers_to_full_reach, reach
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.pathfinder.cnn.results import STORED, stored
 from experiments.pathfinder.parameters import lra
-from experiments.pathx.helped import helped_of, told
+from experiments.pathx.supervision import described, of_model
 
 HEAD = ["system", "Path-X", "Path-256", "parameters", "images seen at the task's size or below", "compute"]
 
@@ -29,15 +29,16 @@ PUBLISHED: list[list[str]] = [
 
 
 def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The models below a folder with stored results: name, and what the file beside the weights says."""
-    said = []
+    """The models below a folder with stored results: name, and what the file beside the weights says.
+
+    The weights themselves may be elsewhere: a result stays in the table when its weights are no longer stored.
+    """
+    found = []
     for path in sorted(folder.rglob("*.json")):
-        if path.with_suffix(".safetensors").is_file():
-            note = json.loads(path.read_text())
-            if note.get("results"):
-                name = path.parent.name if path.stem == "model" else path.stem
-                said.append((name, note))
-    return said
+        values = json.loads(path.read_text())
+        if isinstance(values, dict) and "sha256" in values and values.get("results"):
+            found.append((path.parent.name if path.stem == "model" else path.stem, values))
+    return found
 
 
 def with_error(found: dict[str, Any]) -> str:
@@ -87,11 +88,11 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                 if not accuracies:
                     continue
                 how = "background dropped" if background == "drop" else "all pixels live"
-                helped = told(helped_of(note))
-                helped = f", {helped}" if helped else ""
+                supervision = described(of_model(note))
+                supervision = f", {supervision}" if supervision else ""
                 cost = note["cost"]
                 ours.append([
-                    f"ours: {name}, {how}{helped}", accuracies.get("128", "-"), accuracies.get("256", "-"),
+                    f"ours: {name}, {how}{supervision}", accuracies.get("128", "-"), accuracies.get("256", "-"),
                     f"{note['parameters'] / 1e6:.2f}M", f"{cost['images'] / 1e6:.2f}M",
                     f"{cost['minutes']:.0f} min, {note['device']}",
                 ])  # fmt: skip
@@ -99,7 +100,7 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """The table with what must be said about it."""
+    """The table below what a reader must know about it."""
     text = [
         "# Path-X and Path-256",
         "",

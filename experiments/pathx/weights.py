@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from experiments.lra import tensorfile
-from experiments.lra.files import write_json
-from experiments.lra.tensorfile import sha256
 from experiments.pathfinder.parameters import MARKER_COUNTS
 from experiments.pathx.config import Config, as_dict, from_dict
-from experiments.pathx.model import PathModel
-from experiments.pathx.packing import LEVELS
-from experiments.pathx.relations import parse_layers
+from experiments.pathx.data.packing import LEVELS
+from experiments.pathx.masks.relations import parse_layers
+from experiments.pathx.model.classifier import PathModel
+from experiments.training import tensor_files
+from experiments.training.atomic_files import write_json
+from experiments.training.fingerprint import sha256
 
 KIND = "experiments.pathx model"
 
@@ -35,13 +35,13 @@ def build(config: Config) -> PathModel:
         mlp=config.mlp,
         dropout=config.dropout,
         registers=config.registers,
-        traces=(LEVELS if config.hidden else MARKER_COUNTS) if config.auxiliary else 0,
+        pixel_classes=(LEVELS if config.hidden else MARKER_COUNTS) if config.auxiliary else 0,
     )
 
 
 def save(path: Path, model: PathModel, config: Config, about: dict[str, Any]) -> None:
     """Write the weights and the file beside them."""
-    tensorfile.write(path, model, {"kind": KIND, "config": as_dict(config), **about})
+    tensor_files.write(path, model, {"kind": KIND, "config": as_dict(config), **about})
     write_json(path.with_suffix(".json"), {"sha256": sha256(path), **about, "results": {}})
 
 
@@ -58,7 +58,7 @@ def load(path: Path, expected: str | None = None) -> tuple[PathModel, Config, di
     found = sha256(path)
     if found != expected:
         raise ValueError(f"{path} must have the SHA-256 {expected}; got {found}: it is another file, or damaged")
-    tensors, about = tensorfile.read(path, KIND)
+    tensors, about = tensor_files.read(path, KIND)
     config = from_dict(about["config"])
     model = build(config)
     model.load_state_dict(tensors)
@@ -71,9 +71,9 @@ def is_whole(path: Path) -> bool:
 
 
 def beside(path: Path) -> dict[str, Any]:
-    """What the file beside the weights says."""
+    """The values of the file beside the weights."""
     note = path.with_suffix(".json")
     if not note.is_file():
         raise FileNotFoundError(f"{path} is not loaded without its SHA-256, which {note} would hold; pass --sha256")
-    said: dict[str, Any] = json.loads(note.read_text())
-    return said
+    values: dict[str, Any] = json.loads(note.read_text())
+    return values

@@ -15,7 +15,7 @@ from uninterpreted import ROOT, python
 
 
 def reports(*arguments):
-    done = python("-m", "experiments.compile", "--json", *arguments)
+    done = python("-m", "experiments.benchmarks.compile", "--json", *arguments)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -56,7 +56,7 @@ def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
 def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
     """As keys that are read once are: see launch.py. What matrix instructions read are the pieces, in bf16."""
     source = (
-        "from experiments.compile.report import compile_all\n"
+        "from experiments.benchmarks.compile.report import compile_all\n"
         "from sparseflash.backends.triton import launch\n"
         "launch._is_read_often = lambda *asked: False\n"
         "for r in compile_all(90, 'float32', 64, value_dim=16): print(r.kernel, r.wgmma > 0, r.two_layouts)"
@@ -152,7 +152,7 @@ def test_what_is_compiled_ahead_is_looked_at(monkeypatch, shared, constant, mess
     ],
 )
 def test_options_that_cannot_be_served_are_explained(words, message):
-    command = [sys.executable, "-m", "experiments.compile", *words]
+    command = [sys.executable, "-m", "experiments.benchmarks.compile", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())

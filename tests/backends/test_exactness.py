@@ -25,7 +25,7 @@ from exactness import (
     sizes_for,
     spread_out,
 )
-from experiments.speed.precision import products_in_tf32
+from experiments.benchmarks.speed.precision import products_in_tf32
 from plans import prepared_anew
 from sparseflash.testing import error_in_yardsticks
 from strategies import Problem, Recipe, problems

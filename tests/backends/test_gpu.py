@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.speed import patterns
+from experiments.benchmarks.speed import patterns
 from plans import kernels_of
 from sparseflash import BlockMask, attention, masks
 from waiting import waiting_raises

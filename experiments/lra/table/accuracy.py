@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lra.config import GENERATOR, VALIDATION
-from experiments.lra.runlog import read
 from experiments.lra.tasks.task import Options
+from experiments.training.run_log import read
 
 _LINES = 20  # of a log, at the end of a run: a single one is a few hundred examples
-# What may differ between runs that are counted as one setting: luck, and what does not touch the weights.
+# What may differ between runs that count as one setting: the seed, and what does not change the weights.
 _APART = ("seed", "device", "checkpoint_every", "log_every")
-# What says nothing of a run that classifies. Weights to begin with are told apart by what they are, not where.
+# What does not matter to a run that classifies. Weights to begin with are compared by what they are, not by their path.
 _NOTHING = ("objective", "hidden", "initial")
 # What runs from before there was a setting did.
 _BEFORE = {
@@ -196,8 +196,8 @@ def described(initial: dict[str, Any] | None, origin: str = "") -> str:
     before = initial.get("before", [])
     if len(seen) != len(before) + 1:  # from when only the last run's costs were kept: they follow all runs' data
         before, seen = [], [" and ".join(dict.fromkeys(seen))]
-    told = zip([*before, initial], seen, strict=True)
-    return ", ".join(stage(each) + (f" ({name})" if name not in ("", name_of(origin)) else "") for each, name in told)
+    runs = zip([*before, initial], seen, strict=True)
+    return ", ".join(stage(each) + (f" ({name})" if name not in ("", name_of(origin)) else "") for each, name in runs)
 
 
 def name_of(origin: str) -> str:

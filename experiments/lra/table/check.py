@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.lra import masks
 from experiments.lra.config import Config
-from experiments.lra.step import build_model, forward
+from experiments.lra.losses import forward
+from experiments.lra.model.build import build_model, mask_of
 from experiments.lra.table.shapes import ragged_batch, without_dropout
 from experiments.lra.tasks import TASKS
 
@@ -29,7 +29,7 @@ class Yardstick:
         self.device = device
         self._known: dict[str, tuple[Results, float]] = {}
 
-    def judge(self, config: Config) -> float:
+    def error_of(self, config: Config) -> float:
         """The model's error in units of what is allowed, at most 1 for a right one."""
         config = without_dropout(config)
         plain = replace(config, attention="standard")
@@ -43,8 +43,7 @@ class Yardstick:
 
 def results(config: Config, device: torch.device, dtype: torch.dtype | None = None) -> Results:
     """Logits [B, C] and gradients of two ragged examples; dtype: of the whole model instead of its own precision."""
-    mask = masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
-    model = build_model(config, TASKS[config.task], mask.to(device))
+    model = build_model(config, TASKS[config.task], mask_of(config).to(device))
     batch = ragged_batch(config).to(device)
     if dtype is None:
         logits = forward(model, batch, config)

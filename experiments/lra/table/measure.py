@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from experiments.lra import masks
+from experiments.benchmarks import timing
 from experiments.lra.config import Config
-from experiments.lra.recorded import steps_of
-from experiments.lra.step import Steps, build_model, build_optimizer
+from experiments.lra.graph_steps import steps_of
+from experiments.lra.losses import objective_of
+from experiments.lra.model.build import build_model, build_optimizer, mask_of
 from experiments.lra.table.check import Yardstick
 from experiments.lra.table.shapes import REFERENCE, full_batch
 from experiments.lra.tasks import TASKS
-from experiments.speed import timing
-from experiments.speed.memory import allocated
+from experiments.training.steps import Steps
 
 OK, WRONG, OUT_OF_MEMORY, FAILED, NOT_RUN = "ok", "WRONG", "out of memory", "FAILED", "not run"
 
@@ -51,13 +51,13 @@ class Candidate:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
         self.device = device
-        before = allocated(device)
-        mask = masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        mask = mask_of(config)
         self.density = mask.density
         self.model = build_model(config, TASKS[config.task], mask.to(device))
         self.optimizer = build_optimizer(config, self.model)
         self.batch = full_batch(config, config.batch).to(device)
-        self.steps = Steps(self.model, self.optimizer, config, device)
+        self.steps = Steps(self.model, self.optimizer, objective_of(config, device), device)
         self.step()  # compiles, and allocates the optimiser's state
         self.step()
         self.memory_gb: float | None = None
@@ -67,8 +67,8 @@ class Candidate:
             torch.cuda.synchronize(device)
             self.memory_gb = (torch.cuda.max_memory_allocated(device) - before) / 1e9
 
-    def record(self, pool: Any) -> None:
-        """Let the steps be recorded, if the settings say so. pool: memory that candidates share."""
+    def capture(self, pool: Any) -> None:
+        """Let the steps be CUDA graphs, if the settings say so. pool: memory that candidates share."""
         self.steps = steps_of(self.model, self.optimizer, self.config, self.device, pool=pool)
         self.step()
 
@@ -91,7 +91,7 @@ def measure(
     there is something to compare with: the rows of both are kept.
     """
     found: list[Row] = []
-    verdicts = judged(configs, device, say)
+    verdicts = checked(configs, device, say)
     while True:
         rows = at_one_batch(configs, verdicts, device, rounds, steps, say)
         found += rows
@@ -103,13 +103,13 @@ def measure(
         configs = {variant: replace(config, batch=half) for variant, config in configs.items()}
 
 
-def judged(configs: dict[str, Config], device: torch.device, say: Callable[[str], None]) -> dict[str, Row]:
+def checked(configs: dict[str, Config], device: torch.device, say: Callable[[str], None]) -> dict[str, Row]:
     """A row for each variant with its error; what is wrong is marked so, and will not be timed."""
     yardstick, rows = Yardstick(device), {}
     for variant, config in configs.items():
         row = rows[variant] = new_row(variant, config)
         with caught(row, device):
-            row.error = yardstick.judge(config)
+            row.error = yardstick.error_of(config)
             if not row.error <= 1:
                 row.status, row.reason = WRONG, "logits and gradients differ from fp64 by more than rounding explains"
         if row.status == OUT_OF_MEMORY:  # that of the check, which a smaller batch would not help
@@ -134,12 +134,12 @@ def at_one_batch(
         if row.status == OK:
             with caught(row, device):
                 candidates[variant] = Candidate(configs[variant], device)
-    # Only when all have run alone: a recording keeps its memory. The largest first, the others fit in.
+    # Only when all have run alone: a graph keeps its memory. The largest first, then the others fit in.
     for variant in sorted(candidates, key=lambda variant: -(candidates[variant].memory_gb or 0.0)):
         with caught(rows[variant], device):
-            candidates[variant].record(pool)
+            candidates[variant].capture(pool)
         if rows[variant].status != OK:
-            rows[variant].reason = f"recording it beside the others: {rows[variant].reason}"
+            rows[variant].reason = f"capturing it beside the others: {rows[variant].reason}"
             del candidates[variant]
     calls = {
         variant: timing.Timed(candidate.step, partial(fresh_memory, device))

@@ -71,10 +71,10 @@ def _accuracies(results: Results, axes: Axes) -> None:
             place = group + (number - (len(variants) - 1) / 2) * 0.8 / len(variants)
             # Which of several settings counts is not for a program to say: all of them are shown.
             for each in matching(results.accuracies, task, variant):
-                told = each.inputs != "as they are" or each.initial != "nothing"
+                has_more = each.inputs != "as they are" or each.initial != "nothing"
                 axes.errorbar(
                     place, 100 * each.mean, 100 * (each.std or 0.0), fmt="o", capsize=2, color=color,
-                    markerfacecolor="white" if told else color,
+                    markerfacecolor="white" if has_more else color,
                 )  # fmt: skip
         axes.plot([], [], "o", color=color, label=TITLES[variant])
     axes.plot(

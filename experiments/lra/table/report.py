@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.lra.files import replace_text, write_json
 from experiments.lra.table.accuracy import Accuracy
 from experiments.lra.table.measure import FAILED, WRONG, Row
 from experiments.lra.table.shapes import FIVE, VARIANTS
+from experiments.training.atomic_files import write_json, write_text
 
 # FlashAttention (Dao et al., 2022), table 3: speed-up as a geometric mean over the five tasks, and its mean accuracy.
 PAPER = {"standard": (1.0, 0.593), "dense": (2.4, 0.598), "block-sparse": (2.8, 0.596)}
@@ -196,7 +196,7 @@ def write(results: Results, out: Path) -> None:
     write_json(out / "table.json", {"facts": results.facts, **rows})
     _write_csv(rows["times"], out / "times.csv")
     _write_csv(rows["accuracies"], out / "accuracy.csv")
-    replace_text(out / "table.md", page(results))
+    write_text(out / "table.md", page(results))
 
 
 def _write_csv(lines: list[dict[str, Any]], path: Path) -> None:

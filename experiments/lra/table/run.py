@@ -13,7 +13,7 @@ from experiments.lra.table import accuracy, report
 from experiments.lra.table.measure import NOT_RUN, Row, measure, new_row
 from experiments.lra.table.plot import draw
 from experiments.lra.table.shapes import FIVE, REFERENCE, VARIANTS, settings
-from experiments.speed.environment import environment
+from experiments.training.environment import environment
 
 PRESETS = ("lra", "nystromformer", "modern")  # those with all five tasks
 

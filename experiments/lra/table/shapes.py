@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from experiments.lra.batches import Batch, collate
-from experiments.lra.cache import Examples
 from experiments.lra.config import Config, configure
+from experiments.lra.data.batches import Batch, collate
+from experiments.lra.data.examples import Examples
 from experiments.lra.tasks import TASKS
 
 # The five tasks of the paper's mean. Path-X is a table of its own there, without times.

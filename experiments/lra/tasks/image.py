@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.lra.cache import Examples, Row, cached
+from experiments.lra.data.examples import Examples, Row, cached
 from experiments.lra.tasks.task import Data, Task, need
 
 TASK = Task("image", 258, 10, longest=1024, side=32)

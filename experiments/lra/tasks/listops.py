@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.lra import tokens
-from experiments.lra.cache import Examples, Row, cached
-from experiments.lra.generate import LABEL, SPLITS
-from experiments.lra.listops import CLOSE, MIN
-from experiments.lra.positions import Brackets
+from experiments.lra.data.examples import Examples, Row, cached
+from experiments.lra.data.listops import tokens
+from experiments.lra.data.listops.generator import LABEL, SPLITS
+from experiments.lra.data.listops.grammar import CLOSE, MIN
+from experiments.lra.model.positions import Brackets
 from experiments.lra.tasks.task import Data, Kinds, Task, has_all, need
 
 # Ids are symbols of the grammar plus 1; see tokens.py.

@@ -1,9 +1,7 @@
 """Pathfinder, Path-X and Path-256: are two dots on one path, pixel by pixel.
 
-The release's images and metadata, or a file that `python -m experiments.pathfinder generate` has written:
-
-<folder>/pathfinder<R>/<fold>/imgs/<batch>/sample_<i>.png   8-bit grey, R x R
-<folder>/pathfinder<R>/<fold>/metadata/<batch>.npy          a line an image, as text or as a NumPy array of strings
+The images are those of the release's folders (pathfinder_files.py), or of a file that `python -m
+experiments.pathfinder generate` has written.
 """
 
 from __future__ import annotations
@@ -12,23 +10,23 @@ import json
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
 
-from experiments.lra.cache import Examples, Row, cached
-from experiments.lra.tasks.task import Data, Kinds, Options, Task, need
-from experiments.pathfinder.parameters import LABEL, MARKER_COUNTS, UNFINISHED, Parameters
+from experiments.lra.data.examples import Examples, Row, cached
+from experiments.lra.tasks.pathfinder_files import find, number_of, read_metadata, rows_of
+from experiments.lra.tasks.task import Data, Kinds, Options, Task
+from experiments.pathfinder.parameters import LABEL, MARKER_COUNTS, Parameters
 
 if TYPE_CHECKING:
     from experiments.pathfinder.vectors import Vectors
 
 SIDES = (32, 64, 128, 256)
 TASKS = {
-    f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side, traces=MARKER_COUNTS)
+    f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side, pixel_classes=MARKER_COUNTS)
     for side in SIDES
 }
 
@@ -39,17 +37,9 @@ FOLDS = {
 }
 CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a path
 SPLITS = ("shuffled", "ordered")
-RELEASE = Path("lra_release")  # the folder of the arena's archive, and of another one in it
 _SHUFFLE_SEED = 42  # of S4 and of those who took its loader
 _RENDERED_AT_ONCE = 500
 _IMAGES_FOR_SHORTCUTS = 10_000
-
-
-class Sample(NamedTuple):
-    """One line of the metadata."""
-
-    image: Path
-    label: int  # 1: the two dots are on one path
 
 
 def load(task: Task, folder: Path, options: Options) -> Data:
@@ -78,7 +68,7 @@ def load(task: Task, folder: Path, options: Options) -> Data:
     metadata = sorted((place / "metadata").glob("*.npy"), key=number_of)
     samples = [sample for path in metadata for sample in read_metadata(path, place)]
     everything = cached(
-        place, f"{task.name}-{fold}", metadata, lambda: read(samples, task.longest), shift=1, total=len(samples)
+        place, f"{task.name}-{fold}", metadata, lambda: rows_of(samples, task.longest), shift=1, total=len(samples)
     )  # fmt: skip
     if (place / LABEL).is_file():
         about = json.loads((place / LABEL).read_text())
@@ -98,8 +88,10 @@ def generated_in(folder: Path, task: Task, difficulty: str) -> list[Path]:
 
 
 def load_generated(task: Task, path: Path, options: Options) -> Data:
-    """The images of a file of vectors, rendered into the cache once; told with what one can answer without tracing,
-    and with what a small 2-D CNN answers, where that is stored."""
+    """The images of a file of vectors, rendered into the cache once.
+
+    Their rules are those that answer without tracing, and a small 2-D CNN where its accuracy is stored.
+    """
     # Only here: Numba, which renders, takes a second to import.
     from experiments.pathfinder.bins import marker_distances
     from experiments.pathfinder.cnn.results import stored
@@ -135,7 +127,7 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
         tested = dealt_out(len(vectors), options, path)[2]
         return Kinds("marker distance", names, quarters[tested], {each.rule: each.by_distance for each in fitted()})
 
-    def traces() -> Examples:
+    def pixel_labels() -> Examples:
         name = f"{path.stem}-markers"
         rows = partial(image_rows, vectors, marker_counts)
         counts = cached(path.parent, name, [path], rows, shift=0, total=len(vectors))
@@ -143,7 +135,14 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
 
     origin = generated_origin(vectors.parameters, vectors.seed)
     return Data(
-        task, path, origin, True, *split(everything, options, path), shortcuts=rules, kinds=by_distance, traces=traces
+        task,
+        path,
+        origin,
+        True,
+        *split(everything, options, path),
+        shortcuts=rules,
+        kinds=by_distance,
+        pixel_labels=pixel_labels,
     )
 
 
@@ -171,99 +170,3 @@ def dealt_out(images: int, options: Options, place: Path) -> tuple[NDArray[np.in
         rows = torch.randperm(images, generator=torch.Generator().manual_seed(_SHUFFLE_SEED)).numpy()
     last = images - 2 * tenth
     return rows[:last], rows[last : last + tenth], rows[last + tenth :]
-
-
-def find(task: Task, folder: Path, fold: str) -> Path:
-    """The folder of one fold: in `folder`, or in the folders where the released archive keeps it.
-
-    The archive holds two different folders pathfinder128, of which published results use the inner one, that of
-    lra_release/lra_release; the outer one is easier (Long Range Arena, issue 38). So of copies of the archive the
-    innermost counts. Raises ValueError where another folder lies beside them: nothing says which one is meant.
-    """
-    advice = (
-        f"place {task.name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
-        "archive holds two folders pathfinder128: take that of lra_release/lra_release), or pass a file that "
-        "`python -m experiments.pathfinder generate` has written"
-    )
-    need(folder, advice)
-    inside = Path(task.name) / fold
-    places = (inside, Path(fold), Path(), RELEASE / inside, RELEASE / RELEASE / inside)
-    found = {
-        (folder / place).resolve(): place
-        for place in places
-        if all((folder / place / name).is_dir() for name in ("imgs", "metadata"))
-        and (folder / place).resolve().name == fold
-    }
-    if not found:
-        raise FileNotFoundError(f"the data folder {folder} holds no {inside}; {advice}")
-    chosen = list(found)[-1]
-    released = [place.parts[:1] == RELEASE.parts or folder.resolve().name == RELEASE.name for place in found.values()]
-    if len(found) > 1 and not all(released):
-        raise ValueError(
-            f"the data folder {folder} must hold one {inside}; got {' and '.join(map(str, found))}: name one of them"
-        )
-    if (chosen / UNFINISHED).exists() and not (chosen / LABEL).exists():
-        raise ValueError(
-            f"{chosen} holds only a part of the generated images that were being written there; write them again with "
-            "`python -m experiments.pathfinder export`"
-        )
-    if not any((chosen / "metadata").glob("*.npy")):
-        raise FileNotFoundError(f"{chosen / 'metadata'} holds no .npy file; {advice}")
-    return chosen
-
-
-def number_of(metadata: Path) -> int:
-    """A batch's number: files are called `<number>.npy`."""
-    if not metadata.stem.isdecimal():
-        raise ValueError(f"a file of metadata must be called <number>.npy; got {metadata}")
-    return int(metadata.stem)
-
-
-def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
-    """The samples of one file of metadata, in either form; raises ValueError naming file and line."""
-    with open(path, "rb") as file:
-        is_array = file.read(6) == b"\x93NUMPY"
-    if is_array:
-        try:
-            # Strings of bytes are what NumPy under Python 2 has written.
-            lines = [" ".join(row) for row in np.load(path, allow_pickle=False).astype(str)]
-        except ValueError as error:
-            raise ValueError(f"{path} must be an array of strings: {error}") from None
-    else:
-        lines = path.read_text(errors="replace").splitlines()
-    for number, line in enumerate(lines, start=1):
-        fields = line.split()
-        if not fields:
-            continue
-        if len(fields) < 4 or fields[3] not in ("0", "1"):
-            raise ValueError(
-                f"line {number} of {path} must begin with folder, file, number and label (0 or 1); got {line[:60]!r}"
-            )
-        image = Path(fields[0], fields[1])
-        if image.is_absolute() or ".." in image.parts:
-            raise ValueError(f"line {number} of {path} names a file outside {place}: {line[:60]!r}")
-        yield Sample(place / image, int(fields[3]))
-
-
-def read(samples: list[Sample], pixels: int) -> Iterator[Row]:
-    """A row for each image that is not empty."""
-    for sample in samples:
-        if not sample.image.is_file():
-            raise FileNotFoundError(
-                f"the metadata names {sample.image}, which does not exist; unpack the archive again"
-            )
-        if sample.image.stat().st_size > 0:
-            yield sample.label, (grey_pixels(sample.image, pixels).tobytes(),)
-
-
-def grey_pixels(path: Path, pixels: int) -> NDArray[np.uint8]:
-    """An 8-bit grey image in rows, uint8 `[pixels]`."""
-    try:
-        with Image.open(path) as image:
-            grey = np.asarray(image)
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{path} is not a readable image: {error}") from None
-    side = int(pixels**0.5)
-    if grey.dtype != np.uint8 or grey.shape != (side, side):
-        raise ValueError(f"{path} must be an 8-bit grey image of {side} x {side}; got {grey.dtype} {list(grey.shape)}")
-    return grey.reshape(-1)

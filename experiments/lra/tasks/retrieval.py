@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.lra.cache import Examples, Row, cached
+from experiments.lra.data.examples import Examples, Row, cached
 from experiments.lra.tasks.task import Data, Task, has_all, need
 
 TASK = Task("retrieval", 258, 2, towers=2, longest=4000)

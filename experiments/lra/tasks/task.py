@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.lra.cache import Examples
-from experiments.lra.positions import Brackets
+from experiments.lra.data.examples import Examples
+from experiments.lra.model.positions import Brackets
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Task:
     longest: int = 0  # tokens that the published models see of a sequence
     side: int | None = None  # pixels along a side, of a square image in rows
     brackets: Brackets | None = None  # of expressions
-    traces: int = 0  # classes of a drawn pixel, of images whose generator may tell them
+    pixel_classes: int = 0  # of a drawn pixel, of images whose generator may know its class
 
     @property
     def cls(self) -> int:
@@ -54,8 +54,8 @@ class Data:
     test: Examples
     shortcuts: Callable[[], list[tuple[str, float]]] = list  # rules that avoid the task, and their accuracies; slow
     kinds: Callable[[], Kinds] | None = None  # slow, too; None: nothing is known of the examples
-    # The classes of the training images' pixels (trace.py) in the order of `train`; None: nothing tells them.
-    traces: Callable[[], Examples] | None = None
+    # The classes of the training images' pixels (pixel_labels.py) in the order of `train`; None: they are not known.
+    pixel_labels: Callable[[], Examples] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.lra.cache import Examples, Row, cached
+from experiments.lra.data.examples import Examples, Row, cached
 from experiments.lra.tasks.task import Data, Task, need
 
 TASK = Task("text", 258, 2, longest=4096)

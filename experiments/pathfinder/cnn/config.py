@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.pathx.sources import MOST_IMAGES
-
-PRECISIONS = ("fp32", "bf16")
+from experiments.pathfinder.seeds import MOST_IMAGES
+from experiments.training.settings import PRECISIONS, check_one_of
 
 
 @dataclass(frozen=True)
@@ -35,5 +34,4 @@ class Config:
         for name in ("steps", "minutes"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {self.precision!r}")
+        check_one_of("precision", self.precision, PRECISIONS)

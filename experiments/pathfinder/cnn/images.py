@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.pathfinder import testset
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.generate import Settings, generate
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.render_device import DeviceRenderer
+from experiments.pathfinder.seeds import TEST_SEED, image_index, training_seed
 from experiments.pathfinder.vectors import Vectors, collect
-from experiments.pathx import testset
-from experiments.pathx.sources import TEST_SEED, image_index, training_seed
-from experiments.pathx.stream import Stream
+from experiments.training.prefetch import Prefetcher
 
 
 class Batch(NamedTuple):
@@ -28,15 +28,15 @@ class Batch(NamedTuple):
 
 
 def fresh(
-    parameters: Parameters, seed: int, size: int, stream: Stream, device: torch.device
+    parameters: Parameters, seed: int, size: int, prefetcher: Prefetcher, device: torch.device
 ) -> Generator[Batch, None, None]:
-    """Batches of `size` images that are drawn for them, by the stream's processes, and seen once.
+    """Batches of `size` images that are drawn for them, by other processes, and seen once.
 
     seed: of the run; its images are those of no other run, and of no test.
     """
     calls = ((parameters, training_seed(seed), step, size) for step in count())
     everything = torch.arange(size)
-    for vectors in stream.in_order(drawn_for, calls):
+    for vectors in prefetcher.in_order(drawn_for, calls):
         yield batch(DeviceRenderer(vectors, device), vectors, everything)
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.lra.files import write_json
+from experiments.training.atomic_files import write_json
 
 STORED = Path(__file__).parents[2] / "results" / "pathfinder"
 RULE = "small 2-D CNN"  # what tables of baselines call it
@@ -41,8 +41,8 @@ def stored(name: str, folder: Path | None = None) -> Figure | None:
 
 def as_rule(figure: Figure) -> Figure:
     """What tables of rules tell of a figure; as `experiments.pathfinder.bins.by_distance` has its rules."""
-    told = {name: figure[name] for name in ("rule", "accuracy", "error", "images")}
-    return told | {"by_distance": figure["by_distance"]["accuracy"]}
+    kept = {name: figure[name] for name in ("rule", "accuracy", "error", "images")}
+    return kept | {"by_distance": figure["by_distance"]["accuracy"]}
 
 
 def all_in(folder: Path) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""One kind of images: a network trained, tested, and told with all that is needed to judge and repeat it."""
+"""One kind of images: a network trained and tested, and its result with all that is needed to judge and repeat it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experiments.lra.generate import available_cores
-from experiments.lra.metrics import device_name, versions
-from experiments.lra.runlog import Record
-from experiments.lra.tensorfile import sha256
 from experiments.pathfinder.bins import by_distance
 from experiments.pathfinder.cnn.config import Config
 from experiments.pathfinder.cnn.images import Batch, fresh, repeated
 from experiments.pathfinder.cnn.results import RULE, Figure
 from experiments.pathfinder.cnn.train import Training, answers
 from experiments.pathfinder.parameters import Parameters
+from experiments.pathfinder.seeds import TEST_SEED
 from experiments.pathfinder.vectors import Vectors, load
-from experiments.pathx.sources import TEST_SEED
-from experiments.pathx.stream import Stream
+from experiments.training.environment import device_name, versions
+from experiments.training.fingerprint import sha256
+from experiments.training.prefetch import Prefetcher
+from experiments.training.run_log import Record
+from experiments.training.workers import available_cores
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Source:
             raise ValueError(f"{path} must hold other images than a test set's; its seed, {TEST_SEED}, is theirs")
         return cls(vectors.parameters, vectors, path.name)
 
-    def batches(self, config: Config, stream: Stream, device: torch.device) -> Generator[Batch, None, None]:
+    def batches(self, config: Config, prefetcher: Prefetcher, device: torch.device) -> Generator[Batch, None, None]:
         """What `Training.train` takes."""
         if self.vectors is None:
-            return fresh(self.parameters, config.seed, config.batch, stream, device)
+            return fresh(self.parameters, config.seed, config.batch, prefetcher, device)
         return repeated(self.vectors, config.seed, config.batch, device)
 
 
@@ -64,12 +64,12 @@ def train(
     workers: processes that draw fresh images, 0 for none, by default all cores but one; a file's images need none.
     """
     with (
-        Stream(workers if source.vectors is None else 0) as stream,
-        closing(source.batches(training.config, stream, training.device)) as batches,
+        Prefetcher(workers if source.vectors is None else 0) as prefetcher,
+        closing(source.batches(training.config, prefetcher, training.device)) as batches,
     ):
         if training.device.type == "cpu":
             # Threads that share a core with what draws wait for each other: twenty times slower, measured.
-            torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() - stream.workers)))
+            torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() - prefetcher.workers)))
         training.train(batches, report)
 
 

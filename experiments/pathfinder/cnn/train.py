@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.lra.runlog import Record
-from experiments.lra.schedule import factor
 from experiments.pathfinder.cnn.config import Config
 from experiments.pathfinder.cnn.images import Batch, in_order
 from experiments.pathfinder.cnn.network import SMALLEST, SmallCNN
 from experiments.pathfinder.vectors import Vectors
+from experiments.training.lr_schedule import factor
+from experiments.training.run_log import Record
+from experiments.training.steps import autocast
 
 LOG_EVERY = 20  # steps; reading a loss waits for the device
 
@@ -98,7 +99,7 @@ def training_step(
 
 def logits_of(model: nn.Module, images: Tensor, precision: str) -> Tensor:
     """[B, 2] in fp32."""
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"):
+    with autocast(images.device, precision):
         logits: Tensor = model(images)
     return logits.float()
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.speed import patterns
+from experiments.benchmarks.speed import patterns
 from plans import plan
 from sparseflash import BlockMask, masks
 from sparseflash.backends.triton.configs import config_for

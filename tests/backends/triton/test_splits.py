@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cutting import chunks_of
 from dynamic_masks import made_dynamic
 from exactness import FP32_SIZES, check, spread_out
-from experiments.speed import patterns
+from experiments.benchmarks.speed import patterns
 from plans import kernels_of, plan
 from sparseflash import BlockMask, attention, masks
 from sparseflash.backends.triton import launcher

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cutting import chunks_of
 from dynamic_masks import made_dynamic
 from exactness import check, loads
-from experiments.speed import patterns
-from experiments.speed.precision import products_in_tf32
+from experiments.benchmarks.speed import patterns
+from experiments.benchmarks.speed.precision import products_in_tf32
 from plans import plan
 from retiling import WAYS, tilings_of, tilings_taken_by
 from sparseflash import BlockMask, attention, masks

@@ -8,31 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from test_lra_train import DATA, TINY
 from typer.testing import CliRunner
 
-from experiments.lra import cli, demo, step
+from experiments.lra import cli, demo
 from experiments.lra.config import DEFAULTS, HELP, configure, resumed
-from experiments.lra.generate import Settings, generate
+from experiments.lra.data.listops.generator import Settings, generate
 from experiments.lra.presets import PRESETS
-from experiments.lra.step import training_step
-from experiments.lra.termination import told_to_end
-
-WINDOW = {"window": TINY.window}  # which the local mask alone has
-OPTIONS = {name: value for name, value in vars(TINY).items() if name not in WINDOW and value != DEFAULTS[name]}
+from experiments.training import steps
+from experiments.training.signals import sigterm_caught
+from experiments.training.steps import training_step
+from lra_commands import OPTIONS, WINDOW, call
+from lra_runs import DATA, TINY
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return generate(DATA, tmp_path_factory.mktemp("data"), workers=1)
-
-
-def call(*words, **options):
-    """Run a command; option names with underscores, as fields of Config."""
-    words = list(map(str, words))
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    return CliRunner().invoke(cli.app, words)
 
 
 def test_train_trains_and_reports_beside_the_baselines(folder, tmp_path):
@@ -56,15 +47,15 @@ def test_train_pauses_and_resumes(folder, tmp_path):
 
 def test_sigterm_saves_and_stops(folder, tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    steps = []
+    taken = []
 
     def killed(*arguments, **options):
-        steps.append(1)
-        if len(steps) == 2:
+        taken.append(1)
+        if len(taken) == 2:
             signal.raise_signal(signal.SIGTERM)
         return training_step(*arguments, **options)
 
-    monkeypatch.setattr(step, "training_step", killed)
+    monkeypatch.setattr(steps, "training_step", killed)
     result = call("train", data=folder, out=tmp_path, seeds="0,1", **OPTIONS)
     assert result.exit_code == 0, result.output
     assert "Paused at step 2" in result.output
@@ -75,7 +66,7 @@ def test_sigterm_saves_and_stops(folder, tmp_path, monkeypatch):
 def test_sigterm_is_left_alone_in_other_threads():
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: told_to_end().__enter__()()).result() is False
+        assert pool.submit(lambda: sigterm_caught().__enter__()()).result() is False
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -333,7 +324,7 @@ def test_resumed_runs_keep_their_settings():
 
 def test_the_modern_presets_checkpoint_fits_four_files():
     """Weights and two moments in fp32, in files below 16 MiB."""
-    from experiments.lra.step import build_model
+    from experiments.lra.model.build import build_model
     from experiments.lra.tasks import TASKS
     from sparseflash import BlockMask
 

@@ -10,20 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_lra_model import TINY, fake_batch
 
-from experiments.lra import tensorfile, weights
-from experiments.lra.batches import PADDING
+from experiments.lra import weights
+from experiments.lra.data.batches import PADDING
+from experiments.lra.data.listops.generator import Settings, generate
 from experiments.lra.denoise import frequency_baseline, hidden_for_scoring, hidden_for_training, hide
-from experiments.lra.generate import Settings, generate
-from experiments.lra.resume import check_unused
-from experiments.lra.step import build_model, build_optimizer, training_step
+from experiments.lra.model.build import build_model, build_optimizer
 from experiments.lra.table import accuracy
 from experiments.lra.tasks import TASKS, load
 from experiments.lra.train import Run
+from experiments.training import tensor_files
+from experiments.training.fingerprint import sha256
+from experiments.training.run_folder import check_unused
+from lra_models import SMALL, fake_batch, training_step
 from sparseflash import masks
 
-DENOISE = replace(TINY, objective="denoise", hidden=0.25)
+DENOISE = replace(SMALL, objective="denoise", hidden=0.25)
 SHORT = replace(
     DENOISE, mask="local", window=16, batch=8, max_tokens=40, steps=4, warmup=1, eval_every=2, checkpoint_every=3,
     log_every=2, average=0.5, device="cpu",
@@ -140,10 +142,10 @@ def in_parts(pretrained, monkeypatch, tmp_path):
     """The weights of a run, in one file and in several: the folders, and what begins with each of them."""
     run, _ = pretrained
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder, limit in ((whole, weights.PART_BYTES), (parts, 12_000)):
+    for folder, limit in ((whole, tensor_files.PART_BYTES), (parts, 12_000)):
         folder.mkdir()
-        monkeypatch.setattr(weights, "PART_BYTES", limit)
-        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4}, [run.seen])
+        monkeypatch.setattr(tensor_files, "PART_BYTES", limit)
+        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4}, [run.fingerprint])
     return run, whole, parts
 
 
@@ -157,41 +159,41 @@ def test_a_large_model_is_written_in_parts_and_read_by_any_of_its_names(in_parts
     largest = max(tensor.nbytes for tensor in tensors.values())
     assert all((parts / name).stat().st_size <= max(12_000, largest + 2_000) for name in names)
     for path in (whole, parts, parts / weights.FILE, parts / names[0], parts / names[-1]):
-        found, about = tensorfile.read(path, weights.KIND)
+        found, about = tensor_files.read(path, weights.KIND)
         assert about["cost"] == {"steps": 4}
         assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
     hashed = hashlib.sha256(b"".join((parts / name).read_bytes() for name in names)).hexdigest()
-    of_parts, of_whole = (weights.begin_from(run.model, path, run.config, run.seen) for path in (parts, whole))
+    of_parts, of_whole = (weights.begin_from(run.model, path, run.config, run.fingerprint) for path in (parts, whole))
     assert of_parts["sha256"] == hashed
-    assert of_whole["sha256"] == tensorfile.sha256(whole / weights.FILE)
+    assert of_whole["sha256"] == sha256(whole / weights.FILE)
 
 
 def test_a_model_replaces_another_of_its_name_whole_or_in_parts(in_parts):
     run, whole, parts = in_parts
-    weights.save(whole / weights.FILE, run.model, run.config, {}, [run.seen])
+    weights.save(whole / weights.FILE, run.model, run.config, {}, [run.fingerprint])
     assert sorted(each.name for each in whole.iterdir()) == sorted(each.name for each in parts.iterdir())
-    tensorfile.write(parts / weights.FILE, run.model, {"kind": weights.KIND})
+    tensor_files.write(parts / weights.FILE, run.model, {"kind": weights.KIND})
     assert [each.name for each in parts.iterdir()] == [weights.FILE]
-    tensorfile.remove(whole / weights.FILE)
+    tensor_files.remove(whole / weights.FILE)
     assert list(whole.iterdir()) == []
 
 
 def test_parts_that_are_not_those_of_one_model_are_refused(in_parts):
     run, _, parts = in_parts
-    first, *_, last = tensorfile.files(parts)
+    first, *_, last = tensor_files.files(parts)
     with pytest.raises(FileExistsError, match="holds a run"):
         check_unused(parts)
     kept = last.read_bytes()
     last.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {last.name}$"):
-        tensorfile.read(parts, weights.KIND)
-    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5}, [run.seen])
+        tensor_files.read(parts, weights.KIND)
+    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5}, [run.fingerprint])
     last.write_bytes(kept)
     with pytest.raises(ValueError, match=f"{last.name} must be a part of the same model as the first part"):
-        tensorfile.read(parts, weights.KIND)
+        tensor_files.read(parts, weights.KIND)
     first.rename(parts / "model-00001-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"must hold the parts of one model.safetensors; got some of \[2, \d+\] parts"):
-        tensorfile.files(first)
+        tensor_files.files(first)
 
 
 def test_other_files_are_refused(pretrained, tmp_path):
@@ -200,7 +202,7 @@ def test_other_files_are_refused(pretrained, tmp_path):
 
     def begin(path, **changes):
         config = replace(SHORT, objective="classify", **changes)
-        weights.begin_from(build_model(config, TASKS["listops"], run.mask), path, config, run.seen)
+        weights.begin_from(build_model(config, TASKS["listops"], run.mask), path, config, run.fingerprint)
 
     with pytest.raises(FileNotFoundError, match="there is no file"):
         begin(path)
@@ -242,7 +244,7 @@ def test_rotary_positions_do_not_see_where_the_first_token_stands(data, tmp_path
     first = Run(replace(SHORT, steps=1, positions="rotary", pool="mean"), data, tmp_path / "first")
     first.train()
     config = replace(SHORT, objective="classify", initial=str(first.folder), positions="rotary", pool="cls", steps=1)
-    assert Run(config, data, tmp_path / "second").train()["initial"]["seen"] == [first.seen]
+    assert Run(config, data, tmp_path / "second").train()["initial"]["seen"] == [first.fingerprint]
 
 
 def test_what_all_runs_before_have_cost_is_told(pretrained, data, tmp_path):
@@ -255,7 +257,7 @@ def test_what_all_runs_before_have_cost_is_told(pretrained, data, tmp_path):
     (before,) = initial["before"]
     assert (before["objective"], before["steps"], before["seconds"]) == ("denoise", 4, metrics["training_seconds"])
     assert (initial["objective"], initial["seconds"]) == ("classify", of_between["training_seconds"])
-    assert [each["hash"] for each in initial["seen"]] == [first.seen["hash"], between.seen["hash"]]
+    assert [each["hash"] for each in initial["seen"]] == [first.fingerprint["hash"], between.fingerprint["hash"]]
     rows = {row.folder: row.initial for row in accuracy.collect(tmp_path)}
     assert rows == {"a": "denoise 4", "b": f"denoise 4, classify {of_between['tested_step']}"}
     told = accuracy.described(initial, "else")
@@ -286,4 +288,4 @@ def test_weights_that_have_seen_another_split_are_refused(pretrained, data, tmp_
 def test_settings_are_checked():
     for changed, message in (({"objective": "guess"}, "objective must be one of"), ({"hidden": 1.0}, "hidden must be")):
         with pytest.raises(ValueError, match=message):
-            replace(TINY, **changed)
+            replace(SMALL, **changed)

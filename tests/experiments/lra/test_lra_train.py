@@ -8,36 +8,23 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from experiments.lra import checkpoint, clock, step, train
-from experiments.lra.config import Config, configure, resumed
-from experiments.lra.generate import Settings, generate
+import experiments
+from experiments.lra import train
+from experiments.lra.config import configure, resumed
+from experiments.lra.data.listops.generator import generate
+from experiments.lra.losses import objective_of
 from experiments.lra.presets import PRESETS
-from experiments.lra.ranks import find_device
-from experiments.lra.runlog import RunLog, read
 from experiments.lra.tasks import load
 from experiments.lra.train import Run, saved_run
-
-DATA = Settings(10, 60, train=64, val=16, test=24)
-TINY = Config(
-    mask="butterfly", block=16, window=16, depth=2, width=32, heads=2, mlp=32, dropout=0.1, attention_dropout=0.2,
-    average=0.9, batch=8, max_tokens=40,
-    lr=3e-3, warmup=2, steps=11, eval_every=4, checkpoint_every=3, log_every=2, device="cpu",
-)  # fmt: skip
-
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    """A copy of the run's weights."""
-    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-
-
-def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+from experiments.training import checkpoint, steps
+from experiments.training.run_log import read
+from fake_clock import FakeClock
+from lra_runs import DATA, TINY, same_bits, weights
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +79,7 @@ def test_a_paused_and_resumed_run_gives_the_same_bits(data, whole, tmp_path, sto
     assert first.train(pause=lambda step: step == stop) is None
     torch.manual_seed(99)  # whatever happens in between
     second = Run(TINY, data, tmp_path, resume=True)
-    assert second.step == stop
+    assert second.state.step == stop
     metrics = second.train()
     run, expected, bits = whole
     assert same_bits(weights(second), bits)
@@ -111,7 +98,7 @@ def test_a_run_killed_between_checkpoints_gives_the_same_bits(data, whole, tmp_p
     with pytest.raises(RuntimeError, match="killed"):
         Run(TINY, data, tmp_path).train(pause=die)
     resumed = Run(TINY, data, tmp_path, resume=True)
-    assert resumed.step == 6
+    assert resumed.state.step == 6
     resumed.train()
     run, _, bits = whole
     assert same_bits(weights(resumed), bits)
@@ -126,7 +113,7 @@ def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
         f"Run(Config(**{vars(config)!r}), load('listops', Path(sys.argv[1])), Path(sys.argv[2])).train()"
     )
     command = [sys.executable, "-c", script, str(data.folder), str(tmp_path / "run")]
-    root = Path(__file__).parents[3]
+    root = Path(experiments.__file__).parents[1]
     # As many as this process: sums that are split among threads depend on their number.
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     process = subprocess.Popen(command, cwd=root, env=environment)
@@ -139,9 +126,9 @@ def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     killed = Run(config, data, tmp_path / "run", resume=True)
-    assert killed.step > 0 and killed.step % 5 == 0
+    assert killed.state.step > 0 and killed.state.step % 5 == 0
     uninterrupted = Run(replace(config, checkpoint_every=10**6), data, tmp_path / "other")
-    uninterrupted.train(pause=lambda step: step == killed.step)
+    uninterrupted.train(pause=lambda step: step == killed.state.step)
     assert same_bits(weights(killed), weights(uninterrupted))
 
 
@@ -221,25 +208,8 @@ def test_a_run_ends_with_its_time(data, tmp_path):
     assert run.log.of_kind("train")[-1]["lr"] < 0.2 * TINY.lr  # the schedule ended with it
 
 
-class TicksOnRehearsal:
-    """A clock that stands still but for a rehearsal, which takes 1000 seconds, and steps, which take one each."""
-
-    def __init__(self, monkeypatch, module, name):
-        self.now = 0.0
-        monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        for called, seconds in ((name, 1000.0), ("training_step", 1.0)):
-            monkeypatch.setattr(module, called, self.taking(seconds, getattr(module, called)))
-
-    def taking(self, seconds, function):
-        def called(*arguments, **options):
-            self.now += seconds
-            return function(*arguments, **options)
-
-        return called
-
-
 def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
-    TicksOnRehearsal(monkeypatch, step, "rehearsal")
+    FakeClock(monkeypatch)
     config = replace(TINY, minutes=3.5 / 60, schedule="cosine")
     assert Run(config, data, tmp_path).train(pause=lambda step: step == 2) is None
     metrics = Run(config, data, tmp_path, resume=True).train()
@@ -254,7 +224,7 @@ def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
 def test_what_is_prepared_in_the_middle_of_a_run_is_no_training(data, tmp_path, monkeypatch):
     """As steps are that are recorded when a batch of a new shape comes."""
 
-    class PreparesLate(step.Steps):
+    class PreparesLate(steps.Steps):
         calls = 0
 
         def __call__(self, batch, lr):
@@ -263,15 +233,19 @@ def test_what_is_prepared_in_the_middle_of_a_run_is_no_training(data, tmp_path, 
                 self.prepare(batch)
             return super().__call__(batch, lr)
 
-    TicksOnRehearsal(monkeypatch, step, "rehearsal")
-    monkeypatch.setattr(train, "steps_of", PreparesLate)
+    FakeClock(monkeypatch)
+
+    def steps_of(model, optimizer, config, device, data_parallel):
+        return PreparesLate(model, optimizer, objective_of(config, device), device, data_parallel)
+
+    monkeypatch.setattr(train, "steps_of", steps_of)
     config = replace(TINY, minutes=3.5 / 60, schedule="cosine", log_every=2)
     metrics = Run(config, data, tmp_path).train()
     assert (metrics["steps"], metrics["training_seconds"], metrics["startup_seconds"]) == (4, 4.0, 2000.0)
 
 
 def test_starting_up_changes_no_bit(data, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "rehearsal", lambda *_: None)
+    monkeypatch.setattr(steps, "dry_run", lambda *_: None)
     run = Run(TINY, data, tmp_path)
     run.train()
     assert same_bits(weights(run), whole[2])
@@ -345,142 +319,3 @@ def test_resuming_needs_the_same_examples_not_only_as_many(data, tmp_path):
 def test_a_diverging_run_says_what_to_change(data, tmp_path):
     with pytest.raises(FloatingPointError, match=r"the loss is nan at step \d+; lower --lr \(now 1e\+30\)"):
         Run(replace(TINY, lr=1e30, warmup=1, clip=0.0), data, tmp_path).train()
-
-
-def test_unknown_devices_are_refused():
-    assert find_device("auto").type in ("cpu", "cuda")
-    with pytest.raises(ValueError, match="the device must be auto, cpu, cuda or cuda:<number>; got 'tpu'"):
-        find_device("tpu")
-    with pytest.raises(ValueError, match="got 'meta'"):
-        find_device("meta")
-    with pytest.raises(ValueError, match=r"PyTorch sees \d+ GPUs here; got the device 'cuda:99'"):
-        find_device("cuda:99")
-
-
-def test_checkpoint_files_stay_below_their_limit_and_lose_nothing(data, whole, monkeypatch, tmp_path):
-    run, _, bits = whole
-    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
-    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
-    parts = sorted(saved.glob("part-*.safetensors"))
-    assert len(parts) > 3
-    assert all(path.stat().st_size <= 20_000 for path in parts)
-    names = [name for part in parts for name in load_file(part)]
-    assert len(names) == len(set(names))
-    other = Run(replace(TINY, seed=5), data, tmp_path / "other")
-    assert checkpoint.load(saved, other.model, other.optimizer) == checkpoint.Progress(5, 1.5)
-    assert same_bits(weights(other), bits)
-    ours, theirs = (r.optimizer.state_dict()["state"] for r in (other, run))
-    assert all(torch.equal(ours[i][key], theirs[i][key]) for i in theirs for key in theirs[i])
-
-
-def test_a_checkpoint_has_the_random_state_of_the_gpu_that_it_ran_on(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": asked.append(torch.device(device)))
-    second = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True)
-    model = SimpleNamespace(state_dict=dict, named_parameters=list, parameters=lambda: iter([second]))
-    optimizer = SimpleNamespace(state_dict=lambda: {"state": {}}, param_groups=[])
-    random = [checkpoint.random_state(second.device)]
-    assert [name for name, _ in checkpoint.collect(model, optimizer, None, random)] == ["random.cpu", "random.cuda"]
-    assert asked == [second.device]
-
-
-def test_a_tensor_above_the_limit_has_a_file_of_its_own():
-    tensors = {"small": torch.zeros(2), "large": torch.zeros(1000), "last": torch.zeros(2)}
-    assert [list(part) for part in checkpoint.split(tensors, 600)] == [["small"], ["large"], ["last"]]
-
-
-def test_checkpoints_of_another_format_are_refused(whole, tmp_path):
-    run, _, _ = whole
-    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
-    (saved / "state.json").write_text('{"format": 0, "step": 5, "seconds": 1.5}')
-    with pytest.raises(ValueError, match="must have the checkpoint format 1"):
-        checkpoint.load(saved, run.model, run.optimizer)
-
-
-def in_parts(run, folder, step, monkeypatch):
-    """A checkpoint in several files."""
-    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
-    saved = checkpoint.save(folder, checkpoint.Progress(step, 1.5), run.model, run.optimizer, run.average)
-    assert len(list(saved.glob("part-*"))) > 3
-    return saved
-
-
-@pytest.mark.parametrize("which", [0, -1])
-def test_a_checkpoint_that_lacks_a_part_is_refused(whole, monkeypatch, tmp_path, which):
-    run, _, _ = whole
-    saved = in_parts(run, tmp_path, 5, monkeypatch)
-    gone = sorted(saved.glob("part-*"))[which]
-    gone.unlink()
-    with pytest.raises(ValueError, match=f"must be whole; it lacks {gone.name}$"):
-        checkpoint.load(saved, run.model, run.optimizer, run.average)
-    with pytest.raises(ValueError, match=f"it lacks {gone.name}. Copy what is missing"):
-        checkpoint.newest(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("optimizer.head.2.bias.", "optimiser's state of every parameter; head.2.bias has none"),
-        ("optimizer.", "optimiser's state of every parameter"),
-        ("random.cpu", "random state of process 0"),
-    ],
-)
-def test_a_checkpoint_that_lacks_a_state_is_refused(data, tmp_path, name, message):
-    run = Run(replace(TINY, steps=1), data, tmp_path)
-    run.train()
-    (part,) = checkpoint.checkpoints(tmp_path)[-1].glob("part-*")
-    save_file({key: tensor for key, tensor in load_file(part).items() if not key.startswith(name)}, part)
-    with pytest.raises(ValueError, match=message):
-        checkpoint.load(part.parent, run.model, run.optimizer, run.average)
-
-
-def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_replaces_the_others(whole, monkeypatch, tmp_path):
-    run, _, _ = whole
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    older, newer = (in_parts(run, tmp_path / name, step, monkeypatch) for name, step in (("a", 5), ("b", 6)))
-    newer = newer.rename(tmp_path / "a" / newer.name)
-    assert checkpoint.newest(tmp_path / "a") == newer
-    (newer / "state.json").unlink()
-    assert checkpoint.checkpoints(tmp_path / "a") == [older]
-    assert checkpoint.newest(tmp_path / "a") == older
-    again = checkpoint.save(tmp_path / "a", checkpoint.Progress(6, 1.5), run.model, run.optimizer)
-    assert checkpoint.folders(tmp_path / "a") == [again] == [newer]
-    assert checkpoint.newest(tmp_path / "b") is None
-
-
-def test_a_checkpoint_of_the_same_step_says_what_is_so_now(whole, tmp_path):
-    run, _, _ = whole
-    for stage in (1, 2):
-        progress = checkpoint.Progress(5, 1.5, {"stage": stage})
-        saved = checkpoint.save(tmp_path, progress, run.model, run.optimizer)
-    assert checkpoint.load(saved, run.model, run.optimizer) == progress
-
-
-def test_a_failing_save_keeps_the_older_checkpoint(whole, monkeypatch, tmp_path):
-    run, _, _ = whole
-    older = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(tmp_path, checkpoint.Progress(6, 2.0), run.model, run.optimizer)
-    assert list(tmp_path.iterdir()) == [older]
-
-
-def test_what_a_kill_left_half_written_is_removed(whole, tmp_path):
-    run, _, _ = whole
-    (tmp_path / ".checkpoint-abc").mkdir()
-    saved = checkpoint.save(tmp_path, checkpoint.Progress(5, 1.5), run.model, run.optimizer)
-    assert checkpoint.checkpoints(tmp_path) == list(tmp_path.iterdir()) == [saved]
-
-
-def test_a_log_drops_what_a_resumed_run_will_write_again(tmp_path):
-    path = tmp_path / "log.jsonl"
-    log = RunLog(path, None)
-    for number in (1, 2, 3):
-        log.write({"kind": "train", "step": number})
-    with open(path, "a") as file:
-        file.write('{"kind": "tra')  # cut short by a kill
-    again = RunLog(path, 2)
-    assert [record["step"] for record in again.records] == [1, 2]
-    again.write({"kind": "val", "step": 2})
-    assert read(path) == [{"kind": "train", "step": 1}, {"kind": "train", "step": 2}, {"kind": "val", "step": 2}]

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
-from test_pathfinder_draw import OTHER
 from typer.testing import CliRunner
 
 from experiments.pathfinder import cli, original
@@ -13,6 +12,7 @@ from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.picture import picture, strip
 from experiments.pathfinder.vectors import collect, load
+from pathfinder_parameters import OTHER
 
 
 def call(*words):

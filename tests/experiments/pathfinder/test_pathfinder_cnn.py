@@ -20,11 +20,11 @@ from experiments.pathfinder.cnn.train import Training, answers
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import LRA, lra
 from experiments.pathfinder.render import render
+from experiments.pathfinder.seeds import TEST_SEED, image_index, training_seed
 from experiments.pathfinder.vectors import collect, save
 from experiments.pathx import evaluate, table
 from experiments.pathx.config import Stage
-from experiments.pathx.sources import TEST_SEED, image_index, training_seed
-from experiments.pathx.stream import Stream
+from experiments.training.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 EASY = lra(32, 6)
@@ -66,7 +66,7 @@ def test_the_network_answers_and_each_of_its_last_places_sees_the_whole_image(si
 
 
 def test_fresh_batches_are_those_of_the_training_seed():
-    with Stream(0) as stream:
+    with Prefetcher(0) as stream:
         first, second = islice(fresh(EASY, 5, 3, stream, CPU), 2)
     seed = training_seed(5)
     vectors = collect(EASY, seed, [draw(EASY, seed, image_index(0, 1, place)) for place in range(3)])

@@ -16,13 +16,9 @@ from experiments.pathfinder.render import render
 from experiments.pathfinder.tables import tables
 from experiments.pathfinder.vectors import collect
 from pathfinder_oracle import Oracle
+from pathfinder_parameters import OTHER
 
 CELLS = [(size, contour) for size in LRA for contour in FOLDS]
-OTHER = Parameters(
-    **{"size": 96, "dash_length": 4, "margins": (1, 2, 4), "thickness": 1.5, "marker_radius": 2.0, "seed_distance": 10},
-    **{"padding": 5, "continuity": 1.4, "target_contrast": 0.7, "distractor_contrast": 1.2, "distractors": 9},
-    **{"contour_length": 5, "distractor_length": 1},
-)
 
 
 def check_against_oracle(parameters, seed, index):

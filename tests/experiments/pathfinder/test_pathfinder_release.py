@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from test_pathfinder_draw import OTHER
 
 from experiments.lra.tasks import load
 from experiments.lra.tasks.task import Options
@@ -15,6 +14,7 @@ from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.release import export
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import collect
+from pathfinder_parameters import OTHER
 
 
 @pytest.fixture(scope="module")

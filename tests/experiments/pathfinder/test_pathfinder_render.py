@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pathfinder_draw import OTHER
 
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.owners import marker_counts
@@ -15,6 +14,7 @@ from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.render import render
 from experiments.pathfinder.render_device import DeviceRenderer
 from experiments.pathfinder.vectors import Vectors, collect
+from pathfinder_parameters import OTHER
 
 CASES = {"32-6": lra(32, 6), "64-6": lra(64, 6), "128-9": lra(128, 9), "256-6": lra(256, 6), "other": OTHER}
 CASES["large"] = replace(OTHER, size=300)

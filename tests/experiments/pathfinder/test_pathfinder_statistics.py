@@ -10,7 +10,7 @@ from experiments.pathfinder import original
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.report import deviation, markdown, shortcuts_report, statistics_report
-from experiments.pathfinder.shortcuts import Pairs, describe, judge, pairs, shortcuts, tip_directions
+from experiments.pathfinder.shortcuts import Pairs, describe, evaluate, pairs, shortcuts, tip_directions
 from experiments.pathfinder.statistics import COLUMNS, Estimate, estimate, statistics
 from experiments.pathfinder.vectors import collect
 
@@ -95,7 +95,7 @@ def test_shortcuts_are_the_original_generators():
 def test_a_shortcut_learns_nothing_from_answers_at_random():
     examples = pairs(vectors_of(32, 6))[:1000]
     labels = np.random.default_rng(0).integers(0, 2, examples.labels.shape).astype(np.uint8)
-    assert abs(judge("control", examples.features, labels, seed=0).accuracy - 0.5) < 0.03
+    assert abs(evaluate("control", examples.features, labels, seed=0).accuracy - 0.5) < 0.03
 
 
 def test_too_few_images_are_refused():

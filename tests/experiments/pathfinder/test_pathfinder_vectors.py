@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_pathfinder_draw import OTHER
 
 from experiments.pathfinder import vectors as vectors_module
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.vectors import KIND, array_types, collect, join, load, save
+from pathfinder_parameters import OTHER
 
 P = lra(128, 6)
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.lra.step import adamw
-from experiments.pathx.batch import on_device
 from experiments.pathx.config import Config
-from experiments.pathx.model import PathModel
-from experiments.pathx.packing import pack, stack
-from experiments.pathx.relations import parse_layers
-from experiments.pathx.step import forward, training_step
+from experiments.pathx.data.device_batch import on_device
+from experiments.pathx.data.packing import pack, stack
+from experiments.pathx.losses import forward
+from experiments.pathx.masks.relations import parse_layers
+from experiments.pathx.model.classifier import PathModel
+from experiments.training.optimizer import adamw
 from pathx_images import image
+from pathx_steps import training_step
 from sparseflash import attention
 from waiting import waiting_raises
 

@@ -1,0 +1,4 @@
+"""What a live score costs under masks of small blocks, by kernel, and in which tiles.
+
+Commands: ``python -m experiments.benchmarks.blocks`` and ``.blocks.fit``. Imports benchmarks.timing, speed and tune.
+"""

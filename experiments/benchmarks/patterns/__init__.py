@@ -1,0 +1,4 @@
+"""The pattern library as one page of pictures and one table of numbers: ``python -m experiments.benchmarks.patterns``.
+
+Imports the library alone; no other folder imports it.
+"""

@@ -1,0 +1,35 @@
+"""The patterns that the gallery draws and the table measures, one entry each.
+
+To add a pattern, add an entry to the list of its group in `entries/`; `test_patterns_catalogue.py` holds its
+`live` against its builder, and fails where a public function of `sparseflash.masks` has no entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.benchmarks.patterns.entries import butterflies, choices, factorized, graphs, grids, sequences
+from experiments.benchmarks.patterns.entries.pattern import CHOSEN as CHOSEN
+from experiments.benchmarks.patterns.entries.pattern import LONG as LONG
+from experiments.benchmarks.patterns.entries.pattern import MEDIUM as MEDIUM
+from experiments.benchmarks.patterns.entries.pattern import Pattern as Pattern
+
+PATTERNS: list[Pattern] = [
+    *sequences.PATTERNS,
+    *butterflies.PATTERNS,
+    *factorized.PATTERNS,
+    *graphs.PATTERNS,
+    *grids.PATTERNS,
+    *choices.PATTERNS,
+]
+
+
+def select(names: Sequence[str] | None) -> list[Pattern]:
+    """The entries of these names, in the catalogue's order; all without names."""
+    if not names:
+        return PATTERNS
+    known = {pattern.name for pattern in PATTERNS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"a pattern must be one of {'; '.join(sorted(known))}; got {'; '.join(unknown)}.")
+    return [pattern for pattern in PATTERNS if pattern.name in names]

@@ -1,0 +1,151 @@
+"""How long a mask FlexAttention's `create_block_mask` can build here: a process of its own, that a limit may stop.
+
+python -m experiments.benchmarks.patterns.flex NAME --mode compiled --seconds 10 --gigabytes 8
+
+doubles the length until a build takes too long or too much memory, and prints a line of JSON a length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MODES = ("eager", "compiled")
+SHORTEST = 1024  # tokens
+LONGEST = 1 << 20
+# For importing PyTorch and compiling, beyond the builds themselves.
+_STARTING_SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The longest mask that was built within the limits."""
+
+    tokens: int
+    seconds: float
+    megabytes: float  # 10^6 bytes, peak of the process over its peak in building a mask of SHORTEST tokens
+    stopped: str  # what ended the search: "time", "memory", "longest", or an error in one line
+
+
+def longest(name: str, mode: str, *, block: int, seconds: float, gigabytes: float, most: int = LONGEST) -> Peer | None:
+    """Measures in another process; None if not even the shortest mask could be built."""
+    command = [
+        sys.executable, "-m", "experiments.benchmarks.patterns.flex", name, "--mode", mode, "--block", str(block),
+        "--seconds", str(seconds), "--gigabytes", str(gigabytes), "--most", str(most),
+    ]  # fmt: skip
+    return read(*output_within(command, _STARTING_SECONDS + 4 * seconds))
+
+
+def output_within(command: Sequence[str], seconds: float) -> tuple[str, str]:
+    """What a command printed before it ended or was stopped, and why it ended early ("" if it did not)."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        printed, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0], "time"
+    if process.returncode == 0:
+        return printed, ""
+    lines = errors.strip().splitlines()
+    return printed, lines[-1] if lines else f"exit status {process.returncode}"
+
+
+def read(printed: str, ended: str) -> Peer | None:
+    """The last complete build in what the process printed."""
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
+    builds = [line for line in lines if "tokens" in line]
+    if not builds:
+        return None
+    stopped = next((line["stopped"] for line in lines if "stopped" in line), ended)
+    return Peer(builds[-1]["tokens"], builds[-1]["seconds"], builds[-1]["megabytes"], stopped)
+
+
+def search(
+    build: Callable[[int], Any], report: Callable[[dict[str, Any]], None], *, seconds: float, most: int = LONGEST
+) -> None:
+    """Calls `build` with doubled lengths while it is quick enough, and reports each length and what ended it."""
+    build(SHORTEST)  # imports, compilers, thread pools: neither time nor memory of a mask
+    before = peak_bytes()
+    tokens = SHORTEST
+    while tokens <= most:
+        try:
+            # Twice, because the first build of a length may compile again.
+            took = min(timed(build, tokens), timed(build, tokens))
+        except (MemoryError, RuntimeError) as failure:
+            if isinstance(failure, MemoryError) or "memory" in str(failure):
+                return report({"stopped": "memory"})
+            raise
+        if took > seconds:
+            return report({"stopped": "time"})
+        report({"tokens": tokens, "seconds": took, "megabytes": (peak_bytes() - before) / 1e6})
+        if 4 * took > seconds:  # twice the length is four times the scores, and a rule is asked about each
+            return report({"stopped": "time"})
+        tokens *= 2
+    return report({"stopped": "longest"})
+
+
+def timed(build: Callable[[int], Any], tokens: int) -> float:
+    start = time.perf_counter()
+    build(tokens)
+    return time.perf_counter() - start
+
+
+def peak_bytes() -> int:
+    """The most memory that this program has held, on Linux.
+
+    Not `ru_maxrss`: that keeps the peak of the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The other process."""
+    described = argparse.ArgumentParser("python -m experiments.benchmarks.patterns.flex", description=__doc__)
+    described.add_argument("name", help="a pattern of the catalogue")
+    described.add_argument("--mode", choices=MODES, default="eager")
+    described.add_argument("--block", type=int, default=128, help="tokens")
+    described.add_argument("--seconds", type=float, default=10.0, help="the longest that one build may take")
+    described.add_argument("--gigabytes", type=float, default=8.0, help="the most memory that it may take")
+    described.add_argument("--most", type=int, default=LONGEST, help="tokens; no longer mask is tried")
+    given = described.parse_args(arguments)
+
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from experiments.benchmarks.patterns.catalogue import select
+
+    (pattern,) = select([given.name])
+    live = pattern.live
+    if live is None:
+        raise SystemExit(f"{given.name} has no formula for FlexAttention.")
+    heads = pattern.build(SHORTEST, given.block).shape[1]
+    create = torch.compile(create_block_mask) if given.mode == "compiled" else create_block_mask
+
+    def build(tokens: int) -> object:
+        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return live(h, q, k, tokens, given.block)
+
+        return create(
+            mask_mod, None, heads if heads > 1 else None, tokens, tokens, device="cpu", BLOCK_SIZE=given.block
+        )
+
+    def report(line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    allowed = in_use + int(given.gigabytes * 1e9)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    search(build, report, seconds=given.seconds, most=given.most)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The rows as JSON and as a Markdown table, put between two marks of a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from experiments.benchmarks.patterns.flex import Peer
+from experiments.benchmarks.patterns.measure import Row
+
+BEGIN, END = "<!-- patterns table: begin -->", "<!-- patterns table: end -->"
+COLUMNS = (
+    "pattern",
+    "live scores",
+    "density",
+    "live tiles",
+    "layers",
+    "built",
+    "in",
+    "mask",
+    "Flex, eager",
+    "Flex, compiled",
+)
+LEFT = 2  # columns of text; the others are numbers
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table, a row a pattern, in the given order."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * LEFT + "---:|" * (len(COLUMNS) - LEFT)]
+    for row in rows:
+        cells = (
+            row.name,
+            row.rule.replace("|", "\\|"),
+            f"{100 * row.density:.3g} %",
+            f"{row.tiles:,.0f}",
+            str(row.layers),
+            length(row.tokens),
+            duration(row.seconds),
+            size(row.megabytes),
+            peer(row.eager),
+            peer(row.compiled),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def peer(found: Peer | None) -> str:
+    """The longest mask that the peer could build, how long it took, its memory."""
+    if found is None:
+        return "-"
+    return f"{length(found.tokens)}: {duration(found.seconds)}, {size(found.megabytes)}"
+
+
+def length(tokens: int) -> str:
+    """16K, 1M: of 1024."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= unit and tokens % unit == 0:
+            return f"{tokens // unit}{letter}"
+    return f"{tokens:,}"
+
+
+def duration(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def size(megabytes: float) -> str:
+    return f"{megabytes / 1000:.3g} GB" if megabytes >= 999.5 else f"{megabytes:.3g} MB"
+
+
+def put(text: str, path: Path) -> None:
+    """Replaces what stands between the two marks of a file; a file without marks gets them at its end."""
+    old = path.read_text(encoding="utf-8") if path.exists() else "# The pattern library\n"
+    between = f"{BEGIN}\n{text}\n{END}"
+    if old.count(BEGIN) > 1 or old.count(BEGIN) != old.count(END):
+        raise ValueError(f"{path} must have the marks {BEGIN} and {END} once each, or not at all.")
+    if BEGIN in old:
+        before, rest = old.split(BEGIN)
+        new = before + between + rest.split(END)[1]
+    else:
+        new = old.rstrip("\n") + f"\n\n{between}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(new, encoding="utf-8")
+
+
+def load(path: Path) -> dict[str, Row]:
+    """The rows measured before, by name."""
+    if not path.exists():
+        return {}
+    return {values["name"]: Row.of_json(values) for values in json.loads(path.read_text(encoding="utf-8"))}
+
+
+def save(rows: Iterable[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n", encoding="utf-8")

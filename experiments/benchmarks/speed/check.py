@@ -1,0 +1,201 @@
+"""Is the result right? Forward and gradients on the run's own inputs against dense attention in fp64.
+
+Some heads are compared: every output row and every gradient row up to a billion live scores a head, above that the rows
+of some query blocks and key blocks (`part`); all others must be finite. The scores are computed a few block rows at a
+time and on the live key blocks of those rows only, so memory is bounded and a sparse mask is cheap. The yardstick is a
+plain PyTorch implementation in the dtype of the inputs under the same mask: an error may be twice its error, plus one
+unit in the last place of the largest reference value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experiments.benchmarks.speed.patterns import Pattern
+from experiments.benchmarks.speed.peers.runner import Inputs
+
+NAMES = ("out", "dq", "dk", "dv")
+SCORES_AT_ONCE = 2**25  # 256 MiB of fp64
+LIVE_SCORES_IN_FULL = 2**30  # of a head: 0.2 s on an H100
+# A peer counts as computing the same function when it differs from ours, verified, by less than this
+# (Frobenius norms). Rounding stays well below; a wrong mask or a wrong scale does not.
+SAME_FUNCTION = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 3e-3, torch.float64: 1e-6}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a head that is compared: outputs and gradients of queries in the block rows `rows`, gradients of
+    keys and values in the key blocks `columns`. Whole: every row and every key block."""
+
+    rows: Tensor  # bool [M]
+    columns: Tensor  # bool [M]: blocks that see queries of `rows` only, so that their gradients are complete
+    block: int
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.rows.all()) and bool(self.columns.all())
+
+    def tokens(self, name: str) -> Tensor:
+        """Bool [N]: the tokens whose `name` (one of NAMES) is compared."""
+        return (self.columns if name in ("dk", "dv") else self.rows).repeat_interleave(self.block)
+
+    def __str__(self) -> str:
+        if self.whole:
+            return "in full"
+        count = len(self.rows)
+        return f"{int(self.rows.sum())} of {count} query blocks and {int(self.columns.sum())} of {count} key blocks"
+
+
+def part(pattern: Pattern, *, limit: int = LIVE_SCORES_IN_FULL, blocks: int = 16, seed: int = 0) -> Part:
+    """What to compare of a head: all of it up to `limit` live scores; above, `blocks` block rows, and `blocks` key
+    blocks with every block row that sees one of them. The first and the last are among them, the others are drawn."""
+    layout = pattern.full | pattern.partial
+    every = torch.ones(len(layout), dtype=torch.bool, device=layout.device)
+    if pattern.kept <= limit:
+        return Part(every, every, pattern.block)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randperm(len(layout), generator=generator)[: blocks - 2].to(layout.device) for _ in range(2)]
+    rows, columns = torch.zeros_like(every), torch.zeros_like(every)
+    for chosen, some in ((rows, drawn[0]), (columns, drawn[1])):
+        chosen[some] = chosen[0] = chosen[-1] = True
+    rows |= layout[:, columns].any(1)
+    return Part(rows, ~layout[~rows].any(0), pattern.block)
+
+
+def _chunks(pattern: Pattern, rows: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The query rows in chunks of whole blocks: their positions int64 [R], and those of the keys live in them [C].
+
+    `rows`: bool [M], the block rows to take, all if None. A chunk has about 1024 rows, fewer where it would hold more
+    than SCORES_AT_ONCE scores.
+    """
+    layout, block = pattern.full | pattern.partial, pattern.block
+    positions = torch.arange(pattern.length, device=layout.device).view(-1, block)
+    wanted = torch.arange(len(layout), device=layout.device) if rows is None else rows.nonzero()[:, 0]
+    begin = 0
+    while begin < len(wanted):
+        count = max(1, 1024 // block)
+        columns = positions[layout[wanted[begin : begin + count]].any(0)]
+        while count > 1 and count * block * columns.numel() > SCORES_AT_ONCE:
+            count //= 2
+            columns = positions[layout[wanted[begin : begin + count]].any(0)]
+        yield positions[wanted[begin : begin + count]].reshape(-1), columns.reshape(-1)
+        begin += count
+
+
+def plain_attention(
+    head: Sequence[Tensor], pattern: Pattern, dtype: torch.dtype, rows: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Output and gradients of one head in plain PyTorch: softmax(q k^T / sqrt(D) on live scores) v.
+
+    `head`: q, k, v and the gradient of the output, [N, D] each. All arithmetic is in `dtype`, rounded after
+    every operation, but gradients of keys and values are summed over the row chunks in at least fp32, which is how they
+    are returned. Every row must have a live key. Returns NAMES -> [N, D]; `rows`: bool [M], the block rows to compute,
+    all if None: the outputs of the others are undefined, and their shares of the gradients are missing.
+    """
+    q, k, v, dout = (tensor.detach().to(dtype) for tensor in head)
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    dk, dv = torch.zeros_like(k, dtype=sum_dtype), torch.zeros_like(v, dtype=sum_dtype)
+    for chosen, columns in _chunks(pattern, rows):
+        live = pattern.live(chosen[:, None], columns[None, :])  # [R, C]
+        q_rows, k_live, v_live = (t.requires_grad_() for t in (q[chosen], k[columns], v[columns]))
+        with torch.enable_grad():
+            scores = (q_rows @ k_live.mT) * q.shape[-1] ** -0.5
+            out_rows = torch.softmax(scores.masked_fill(~live, float("-inf")), dim=-1) @ v_live
+        gradients = torch.autograd.grad(out_rows, (q_rows, k_live, v_live), dout[chosen])
+        out[chosen], dq[chosen] = out_rows.detach(), gradients[0]
+        dk[columns] += gradients[1].to(sum_dtype)
+        dv[columns] += gradients[2].to(sum_dtype)
+    return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+
+def error_ratio(result: Tensor, plain: Tensor, truth: Tensor) -> float:
+    """The error of `result` over the yardstick, the worse of the largest and the root-mean-square one; at
+    most 1 is right.
+
+    NaN where the result or the yardstick is not finite.
+    """
+    unit = torch.finfo(plain.dtype).eps
+    error, plain_error = (result.double() - truth).abs(), (plain.double() - truth).abs()
+    largest = error.max() / (2 * plain_error.max() + unit * truth.abs().max())
+    rms = error.square().mean().sqrt() / (2 * plain_error.square().mean().sqrt() + unit * truth.square().mean().sqrt())
+    return float(torch.maximum(largest, rms))  # maximum, unlike max(), keeps a NaN
+
+
+def _plain_group(
+    inputs: Inputs, b: int, kv_head: int, pattern: Pattern, dtype: torch.dtype, rows: Tensor | None
+) -> dict[str, Tensor]:
+    """`plain_attention` of the query heads of one key head: out and dq [G, N, D], dk and dv [N, D], in `dtype`."""
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    heads: list[dict[str, Tensor]] = []
+    for h in range(kv_head * group, (kv_head + 1) * group):
+        head = (inputs.q[b, h], inputs.k[b, kv_head], inputs.v[b, kv_head], inputs.dout[b, h])
+        heads.append(plain_attention(head, pattern, dtype, rows))
+    summed = {name: sum(head[name] for head in heads[1:]) + heads[0][name] for name in ("dk", "dv")}
+    stacked = {name: torch.stack([head[name] for head in heads]) for name in ("out", "dq")}
+    return {name: tensor.to(dtype) for name, tensor in (stacked | summed).items()}
+
+
+def error_ratios(
+    results: Mapping[str, Tensor],
+    inputs: Inputs,
+    pattern: Pattern,
+    heads: Sequence[tuple[int, int]],
+    compared: Part | None = None,
+) -> dict[str, float]:
+    """The worst `error_ratio` over `heads`, pairs (batch, head of k and v), of each entry of `results`.
+
+    results: some of NAMES -> [B, H, N, D]; "inference" is one more output. `compared`: the part of each head, all of it
+    if None. NaN where any element of a result, compared or not, is not finite.
+    """
+    worst = dict.fromkeys(results, 0.0)
+    rows = None if compared is None or compared.whole else compared.rows
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    for b, h in heads:
+        truth = _plain_group(inputs, b, h, pattern, torch.float64, rows)
+        plain = _plain_group(inputs, b, h, pattern, inputs.q.dtype, rows)
+        for name, result in results.items():
+            key = "out" if name == "inference" else name
+            mine = result[b, h].detach() if key in ("dk", "dv") else result[b, h * group : (h + 1) * group].detach()
+            three = (mine, plain[key], truth[key])
+            if rows is not None:
+                assert compared is not None
+                tokens = compared.tokens(key)
+                three = tuple(tensor[..., tokens, :] for tensor in three)
+            ratio = error_ratio(*three)
+            if ratio > worst[name] or math.isnan(ratio):  # once NaN, NaN to the end
+                worst[name] = ratio
+    for name, result in results.items():
+        if not bool(torch.isfinite(result).all()):
+            worst[name] = math.nan
+    return worst
+
+
+def checked_heads(batch: int, heads: int, count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """`count` pairs (batch, head of k and v): the first, the last, and others drawn; all if there are no more."""
+    total = batch * heads
+    generator = torch.Generator().manual_seed(seed)
+    between = (torch.randperm(max(total - 2, 0), generator=generator) + 1).tolist()
+    chosen = [0, total - 1, *between][: max(1, count)] if total > 1 else [0]
+    return [divmod(index, heads) for index in chosen]
+
+
+def difference(result: Tensor, ours: Tensor) -> float:
+    """||result - ours|| / ||ours||, in Frobenius norms."""
+    apart, size = 0.0, 0.0
+    for one, other in zip(result, ours):  # a batch element at a time: fp32 copies of all would double the memory
+        apart += float((one.float() - other.float()).norm()) ** 2
+        size += float(other.float().norm()) ** 2
+    return math.sqrt(apart / size)
+
+
+def poison(like: Tensor, count: int) -> None:
+    """Leaves NaN in freed buffers of the size of `like`: what a kernel does not write then shows."""
+    buffers = [torch.full_like(like, float("nan"), dtype=torch.float32) for _ in range(count)]
+    buffers += [torch.full_like(like, float("nan")) for _ in range(count)]
+    del buffers

@@ -1,0 +1,111 @@
+"""The first calls of a new process with empty caches: imports of kernels, compilation and all.
+
+`python -m experiments.benchmarks.speed.first_call` is the process itself: it reads a question from standard input and
+writes the answers to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from experiments.benchmarks.speed.candidate import Candidate, compare, prepare, verify
+from experiments.benchmarks.speed.cases import BACKWARD, FIRST, FORWARD, Case
+from experiments.benchmarks.speed.check import checked_heads
+from experiments.benchmarks.speed.patterns import pattern
+from experiments.benchmarks.speed.precision import products_in_tf32
+from experiments.benchmarks.speed.rows import FAILED, OK, OURS
+
+if TYPE_CHECKING:
+    from experiments.benchmarks.speed.run import Options
+
+PASS_OF = dict(zip(FIRST, (FORWARD, BACKWARD)))
+SECONDS = 240.0
+# Where Triton, torch.compile and CuTe keep what they compiled.
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a row of a first call needs. `seconds` of FIRST_BACKWARD: a forward with gradients and its backward, after
+    the inference call of FIRST_FORWARD."""
+
+    status: str
+    reason: str = ""
+    seconds: float | None = None
+    error: float | None = None
+    difference: float | None = None
+    checked: str = ""
+
+
+def in_new_process(case: Case, name: str, options: Options, *, limit: float = SECONDS) -> list[Answer]:
+    """The answers of `case.passes`, each one of FIRST, for the implementation `name`: "ours" or one of PEERS."""
+    question = pickle.dumps((case, name, options))
+    with tempfile.TemporaryDirectory() as empty:
+        done = None
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "experiments.benchmarks.speed.first_call"],
+                input=question,
+                capture_output=True,
+                timeout=limit,
+                check=True,
+                cwd=Path(__file__).parents[3],
+                env=os.environ | {cache: str(Path(empty, cache)) for cache in CACHES},
+            )
+        except subprocess.TimeoutExpired:
+            reason = f"no answer after {limit:g} s"
+        except subprocess.CalledProcessError as failure:
+            print(failure.stderr.decode(errors="replace")[-1500:], file=sys.stderr, flush=True)
+            reason = f"the process ended with {failure.returncode}"
+    if done is None:
+        return [Answer(FAILED, reason) for _ in case.passes]
+    return [Answer(**answer) for answer in json.loads(done.stdout.splitlines()[-1])]
+
+
+def answers(case: Case, name: str, options: Options) -> list[Answer]:
+    """The first calls in this process: of `name` before those of ours, which are its measure of being right."""
+    from experiments.benchmarks.speed.peers import PEERS, ours
+    from experiments.benchmarks.speed.run import make_inputs
+
+    device = options.device
+    live = pattern(case.kind, case.length, case.block).to(device)
+    inputs = make_inputs(case, options)
+    # The context of the device and its libraries are not what is measured.
+    torch.ones(64, 64, device=device, dtype=case.dtype) @ torch.ones(64, 64, device=device, dtype=case.dtype)
+    passes = tuple(PASS_OF[way] for way in case.passes)
+    asked = replace(case, passes=passes)
+    candidate = prepare(name, ours if name == OURS else PEERS[name], asked, live, inputs, device)
+    verified = candidate if name == OURS else prepare(OURS, ours, asked, live, inputs, device)
+    verify(verified, inputs, live, checked_heads(case.batch, case.heads_of_keys, options.heads, options.seed))
+    if candidate is not verified:
+        compare(candidate, verified, case.dtype)
+    return [_answer(candidate, way) for way in passes]
+
+
+def _answer(candidate: Candidate, way: str) -> Answer:
+    status, reason = candidate.verdicts.get(way, (OK, ""))
+    seconds = candidate.first_call_s.get(way) if status == OK else None
+    error, difference = candidate.errors.get(way), candidate.differences.get(way)
+    return Answer(status, reason, seconds, error, difference, candidate.checked)
+
+
+def main() -> None:
+    """Answers the question on standard input."""
+    case, name, options = pickle.loads(sys.stdin.buffer.read())
+    with products_in_tf32(case.tf32 and options.device.type == "cuda"):
+        found = answers(case, name, options)
+    print("\n" + json.dumps([asdict(answer) for answer in found]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

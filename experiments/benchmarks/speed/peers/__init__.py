@@ -1,0 +1,30 @@
+"""Who is measured. A peer is one function in a file of its own (or beside its kin), entered in `PEERS` here.
+
+It takes the case, its pattern and ours' inputs, and returns a `Runner`; it raises `Unavailable` with the
+reason where it cannot serve the case. Anything else that it raises is reported as its failure, and the run
+goes on.
+"""
+
+from __future__ import annotations
+
+from experiments.benchmarks.speed.peers.flashattention4 import fa4
+from experiments.benchmarks.speed.peers.flexattention import flex, flex_autotune
+from experiments.benchmarks.speed.peers.library import ours, reference
+from experiments.benchmarks.speed.peers.runner import Peer
+from experiments.benchmarks.speed.peers.scaled_dot_product import sdpa, sdpa_cudnn, sdpa_fa2
+
+PEERS: dict[str, Peer] = {
+    "flex": flex,
+    "flex-autotune": flex_autotune,
+    "fa4": fa4,
+    "sdpa-fa2": sdpa_fa2,
+    "sdpa-cudnn": sdpa_cudnn,
+    "sdpa": sdpa,
+    "reference": reference,
+}
+DEFAULT_PEERS = {
+    "cuda": ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa"),
+    "cpu": ("sdpa", "reference"),
+}
+
+__all__ = ["DEFAULT_PEERS", "PEERS", "ours"]

@@ -1,0 +1,99 @@
+"""FlashAttention-4 (`flash-attn-4`, the CuTe DSL): dense, causal and window masks by its own arguments, block-sparse
+lists from `sparseflash.interop.fa4` for the others.
+
+Inputs lie as it wants them, [B, N, H, D], from the start: no copy is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from experiments.benchmarks.speed.cases import Case
+from experiments.benchmarks.speed.patterns import WINDOWS, Pattern, Rule, block_mask
+from experiments.benchmarks.speed.peers.flexattention import block_lists
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from sparseflash.interop.fa4 import BlockSparseTensors, to_fa4
+
+
+class Package(NamedTuple):
+    """What is used of the package."""
+
+    attention: Callable[..., tuple[Tensor, Tensor | None]]
+    tensors: Callable[..., Any]  # BlockSparseTensorsTorch
+    cute: Any  # cutlass.cute
+
+
+def load() -> Package:
+    """The package; Unavailable with the reason where it is not installed or does not import."""
+    try:
+        from cutlass import cute
+        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    except ImportError as failure:
+        raise Unavailable(f"flash-attn-4 is not installed: {failure}") from failure
+    return Package(flash_attn_func, BlockSparseTensorsTorch, cute)
+
+
+def mask_mod(rule: Rule, package: Package) -> Callable[..., Any]:
+    """The element rule with FA4's arguments, compiled into its kernel."""
+
+    @package.cute.jit  # type: ignore[untyped-decorator]
+    def live(batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return rule(q_idx, kv_idx)
+
+    return live
+
+
+def small_blocks(pattern: Pattern) -> tuple[BlockSparseTensors, BlockSparseTensors]:
+    """The lists of a mask whose blocks `to_fa4` refuses, because FA4 does not train with them. It may still run a pass:
+    4.0.0b36 has a forward for blocks of 64 on Hopper. What it cannot do, it says itself when it is called."""
+    forward, backward = (
+        BlockSparseTensors(*_lists(partly), *_lists(full), (pattern.block, pattern.block))
+        for partly, full in ((pattern.partial, pattern.full), (pattern.partial.mT, pattern.full.mT))
+    )
+    return forward, backward
+
+
+def _lists(layout: Tensor) -> tuple[Tensor, Tensor]:
+    counts, columns = block_lists(layout)
+    return counts, columns[..., : max(1, int(counts.max()))].contiguous()
+
+
+def arguments(case: Case, pattern: Pattern, package: Package, device: torch.device) -> dict[str, Any]:
+    """The arguments of `flash_attn_func` that say the mask."""
+    if case.kind == "dense":
+        return {}
+    if case.kind == "causal":
+        return {"causal": True}
+    if case.kind in WINDOWS:
+        return {"window_size": (WINDOWS[case.kind], WINDOWS[case.kind])}
+    if case.block == 128:
+        mask = block_mask(case.kind, case.length, case.block).to(device)
+        forward, backward, _ = to_fa4(mask, partial=pattern.rule is not None)
+    else:
+        forward, backward = small_blocks(pattern)
+    given = {
+        "block_sparse_tensors": package.tensors(**forward._asdict()),
+        "block_sparse_tensors_bwd": package.tensors(**backward._asdict()),
+    }
+    return given if pattern.rule is None else given | {"mask_mod": mask_mod(pattern.rule, package)}
+
+
+def fa4(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+    """FlashAttention-4 with the configuration that it picks."""
+    if inputs.q.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        raise Unavailable("fp16 and bf16 only")
+    package = load()
+    options = arguments(case, pattern, package, inputs.q.device)
+    q, k, v, dout = (tensor.detach().transpose(1, 2).contiguous() for tensor in inputs.tensors)
+    return Runner(
+        lambda q, k, v: package.attention(q, k, v, **options)[0],
+        Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout),
+        to_bhnd=lambda tensor: tensor.transpose(1, 2),
+    )

@@ -1,0 +1,30 @@
+"""sparseflash itself: the library's default backend for the device, and the dense reference."""
+
+from __future__ import annotations
+
+from experiments.benchmarks.speed.cases import Case
+from experiments.benchmarks.speed.patterns import Pattern, block_mask
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from sparseflash import attention
+
+# The reference holds several N x N matrices a head.
+REFERENCE_LIMIT = 4096  # tokens
+
+
+def ours(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+    """`attention` with the mask of the case; `mask=None` where single dense calls are timed."""
+    if case.kind == "dense" and "call" in case.passes:
+        return Runner(attention, inputs)
+    mask = block_mask(case.kind, case.length, case.block)
+    if abs(mask.density - pattern.density) > 0.5 / case.length**2:
+        raise ValueError(f"the mask must keep {pattern.kept} scores; got a density of {mask.density:.6%}.")
+    mask = mask.to(inputs.q.device)
+    return Runner(lambda q, k, v: attention(q, k, v, mask), inputs)
+
+
+def reference(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+    """The library's dense reference in plain PyTorch, for short lengths."""
+    if case.length > REFERENCE_LIMIT:
+        raise Unavailable(f"dense, so for at most {REFERENCE_LIMIT} tokens")
+    mask = block_mask(case.kind, case.length, case.block).to(inputs.q.device)
+    return Runner(lambda q, k, v: attention(q, k, v, mask, backend="reference"), inputs)

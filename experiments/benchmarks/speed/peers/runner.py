@@ -1,0 +1,73 @@
+"""The interface between a peer and the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from experiments.benchmarks.speed.cases import Case
+from experiments.benchmarks.speed.patterns import Pattern
+
+
+class Unavailable(Exception):
+    """The peer does not serve this case, and says why."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Leaves q, k, v that require grad, and the output's gradient: [B, H, N, D] or a peer's own order. k and v may have
+    fewer heads than q."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.dout
+
+
+def as_given(tensor: Tensor) -> Tensor:
+    """The tensor itself: the peer's order is [B, H, N, D]."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One implementation, ready to be called on inputs in its own order.
+
+    `call(q, k, v)` returns the output. `context()` is entered around whole loops of calls, so what it costs
+    is not timed. `to_bhnd` brings an output or a gradient to [B, H, N, D], for comparing only.
+    """
+
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    inputs: Inputs
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    to_bhnd: Callable[[Tensor], Tensor] = as_given
+
+    def forward(self) -> Tensor:
+        """A call whose output can be differentiated."""
+        return self.call(self.inputs.q, self.inputs.k, self.inputs.v)
+
+    def gradients(self, out: Tensor, *, retain_graph: bool = False) -> tuple[Tensor, ...]:
+        """The gradients of q, k and v, from an output of `forward`."""
+        leaves = self.inputs.q, self.inputs.k, self.inputs.v
+        return torch.autograd.grad(out, leaves, self.inputs.dout, retain_graph=retain_graph)
+
+    def step(self) -> tuple[Tensor, ...]:
+        """The output and the gradients of q, k and v: one call forward and one backward."""
+        out = self.forward()
+        return out.detach(), *self.gradients(out)
+
+    def inference(self) -> Callable[[], Tensor]:
+        """A call on inputs that require no grad."""
+        return partial(self.call, *(tensor.detach() for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)))
+
+
+Peer = Callable[[Case, Pattern, Inputs], Runner]

@@ -1,0 +1,42 @@
+"""PyTorch's scaled_dot_product_attention: no sparse masks, so dense and causal cases only."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from experiments.benchmarks.speed.cases import CALL, Case
+from experiments.benchmarks.speed.patterns import Pattern
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+
+
+def _runner(case: Case, inputs: Inputs, backend: SDPBackend | None) -> Runner:
+    if case.kind not in ("dense", "causal"):
+        raise Unavailable("dense and causal masks only")
+    if backend is not None and inputs.q.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    if backend is not None and case.dtype == torch.float32:
+        raise Unavailable("no fp32")
+    causal, grouped = case.kind == "causal", case.heads_of_keys < case.heads
+    call = lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)  # noqa: E731
+    if backend is None:
+        return Runner(call, inputs)
+    return Runner(call, inputs, context=lambda: sdpa_kernel(backend))
+
+
+def sdpa(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+    """The backend PyTorch picks. On a GPU for single calls and fp32 only: FA2 and cuDNN have rows of their own."""
+    if inputs.q.device.type == "cuda" and CALL not in case.passes and case.dtype != torch.float32:
+        raise Unavailable("single calls and fp32 only; FA2 and cuDNN are timed by name")
+    return _runner(case, inputs, None)
+
+
+def sdpa_fa2(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+    """FlashAttention-2 as PyTorch ships it."""
+    return _runner(case, inputs, SDPBackend.FLASH_ATTENTION)
+
+
+def sdpa_cudnn(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+    """cuDNN's fused attention."""
+    return _runner(case, inputs, SDPBackend.CUDNN_ATTENTION)

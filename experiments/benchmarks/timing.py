@@ -1,0 +1,124 @@
+"""Milliseconds of a call: medians over CUDA events, implementations taking turns.
+
+Turns: each implementation runs a short series, then the next one does, and so on for some rounds, so that a
+change of clocks meets all of them. Every measured launch finds the L2 cache flushed, and finds the GPU still
+busy with a short sleep, so that the time between the events is the GPU's alone and not the host's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from experiments.training.clock import synchronize
+
+T = TypeVar("T")
+
+FLUSH_BYTES = 256 * 2**20  # five times the L2 cache of an H100
+SLEEP_CYCLES = 1_200_000  # about 0.6 ms: longer than the host takes over a forward and a backward
+LAUNCHES_A_ROUND = (4, 40)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call without arguments, and the context to hold around a series of it."""
+
+    call: Callable[[], object]
+    context: Callable[[], AbstractContextManager[object]]
+
+
+@dataclass
+class Timing:
+    """Median milliseconds; `spread` is the range of the rounds' medians over it; or the failure."""
+
+    ms: float = float("nan")
+    spread: float = float("nan")
+    failure: Exception | None = None
+    rounds: list[list[float]] = field(default_factory=list)  # milliseconds
+
+    def finish(self) -> None:
+        """Sets `ms` and `spread` from the rounds."""
+        self.ms = median(sample for samples in self.rounds for sample in samples)
+        medians = [median(samples) for samples in self.rounds]
+        self.spread = (max(medians) - min(medians)) / self.ms
+
+
+def first_call(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds of one call by the host's clock, compilation included, and what it returned."""
+    synchronize(device)
+    begin = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return time.perf_counter() - begin, result
+
+
+def _series(call: Callable[[], object], count: int, device: torch.device, flush: torch.Tensor | None) -> list[float]:
+    if flush is None:
+        return [first_call(call, device)[0] * 1e3 for _ in range(count)]
+    begins = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+    for begin, end in zip(begins, ends):
+        flush.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) for begin, end in zip(begins, ends)]
+
+
+def in_turns(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, round_ms: float) -> dict[str, Timing]:
+    """The time of each call: `rounds` series of about `round_ms` milliseconds each, in turns."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    fewest, most = LAUNCHES_A_ROUND
+
+    def series(call: Callable[[], object]) -> list[float]:
+        warm_ms = min(_series(call, 2, device, flush))
+        return _series(call, min(max(int(round_ms / warm_ms), fewest), most), device, flush)
+
+    return _by_turns(calls, rounds, series)
+
+
+def of_single_calls(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, count: int) -> dict[str, Timing]:
+    """Host time of a call, in turns: loops of `count` calls, then a synchronisation, over their number."""
+
+    def series(call: Callable[[], object]) -> list[float]:
+        for _ in range(3):
+            call()
+        seconds, _ = first_call(partial(_loop, call, count), device)
+        return [seconds / count * 1e3]
+
+    return _by_turns(calls, rounds, series)
+
+
+def _loop(call: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+def _by_turns(
+    calls: Mapping[str, Timed], rounds: int, series: Callable[[Callable[[], object]], list[float]]
+) -> dict[str, Timing]:
+    """A series of each call in every round; a call that fails is not called again."""
+    timings = {name: Timing() for name in calls}
+    for _ in range(rounds):
+        for name, timed in calls.items():
+            timing = timings[name]
+            if timing.failure is not None:
+                continue
+            try:
+                with timed.context():
+                    timing.rounds.append(series(timed.call))
+            except Exception as failure:
+                timing.failure = failure
+    for timing in timings.values():
+        if timing.failure is None:
+            timing.finish()
+    return timings

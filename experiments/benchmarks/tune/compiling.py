@@ -1,0 +1,77 @@
+"""Which candidates are worth a timing: compiled on all cores, without a GPU, and judged by what ptxas says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import as_completed
+from typing import NamedTuple
+from unittest import mock
+
+from experiments.benchmarks.compile.report import Report, compile_all
+from experiments.benchmarks.tune.space import Target
+from experiments.training.workers import available_cores, worker_pool
+from sparseflash.backends.triton import launch
+from sparseflash.backends.triton.configs import Config
+
+# Bytes that a limit of registers may cost: outside the loop over full tiles, which the times will tell.
+_SPILLED_FOR_A_PROGRAM = 160
+_COMPILED = {"half": "bfloat16", "tf32": "tf32", "fp32": "float32"}
+
+
+class Compiled(NamedTuple):
+    """A candidate and what became of it."""
+
+    target: Target
+    config: Config
+    report: Report | None  # None: it does not compile
+    why: str  # empty: it may be timed
+
+
+def compile_candidates(
+    targets: dict[Target, list[Config]],
+    arch: int,
+    shared_limit: int,
+    *,
+    spills: bool = False,
+    workers: int | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Compiled]:
+    """All candidates, in their order. `arch`: 90 for compute capability 9.0; `shared_limit`: bytes a program; `spills`:
+    those that spill or serialise may be timed, too."""
+    wanted = [(target, config) for target, configs in targets.items() for config in configs]
+    found: dict[tuple[Target, Config], Compiled] = {}
+    with worker_pool(workers or available_cores()) as pool:
+        running = [pool.submit(compile_one, *each, arch, shared_limit, spills) for each in wanted]
+        for done, future in enumerate(as_completed(running), start=1):
+            result = future.result()
+            found[result.target, result.config] = result
+            progress(done)
+    return [found[each] for each in wanted]
+
+
+def compile_one(target: Target, config: Config, arch: int, shared_limit: int, spills: bool = False) -> Compiled:
+    """One candidate. A configuration that spills or waits for its own products is not worth a timing."""
+    if config.q_in_registers and (target.arithmetic == "fp32" or target.kernel != "forward"):
+        return Compiled(target, config, None, "only a forward that reads no pieces can have its queries in registers")
+    try:
+        with mock.patch.object(launch, "config_for", lambda *asked: config):
+            reports = compile_all(
+                arch, _COMPILED[target.arithmetic], target.dim, descriptors=target.descriptors, only=target.kernel
+            )
+    except Exception as error:
+        return Compiled(target, config, None, f"does not compile: {str(error).splitlines()[0][:120] or type(error)}")
+    report = reports[-1]  # of the two forms of dq in fp32, the one that writes dq
+    spilled = max(each.spilled for each in reports)
+    shared = max(each.shared for each in reports)
+    if report.descriptors != target.descriptors:
+        return Compiled(target, config, report, "the launcher takes no descriptors here")
+    if shared > shared_limit:
+        return Compiled(target, config, report, f"{shared} bytes of shared memory")
+    if spills:
+        return Compiled(target, config, report, "")
+    # The sums of pieces beside the results fill the registers of wide heads: the times tell what that costs.
+    if target.arithmetic != "fp32" and spilled > (_SPILLED_FOR_A_PROGRAM if config.registers else 0):
+        return Compiled(target, config, report, f"spills {spilled} bytes")
+    if any(each.serialised for each in reports):
+        return Compiled(target, config, report, "its matrix instructions wait for one another")
+    return Compiled(target, config, report, "")

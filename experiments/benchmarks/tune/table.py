@@ -1,0 +1,46 @@
+"""Writes a configuration into the shipped table, `sparseflash/backends/triton/configs.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from experiments.benchmarks.tune.space import Target
+from sparseflash.backends.triton import configs
+from sparseflash.backends.triton.configs import Config
+
+SOURCE = Path(configs.__file__)
+
+
+def table_name(capability: tuple[int, int], descriptors: bool) -> str:
+    """The name of the table that a launch on this architecture reads."""
+    table = configs._table(capability, descriptors)
+    return next(name for name, value in vars(configs).items() if value is table)
+
+
+def shipped(target: Target, capability: tuple[int, int]) -> Config:
+    """What is shipped now."""
+    return configs._table(capability, target.descriptors)[target.kernel, target.arithmetic, target.dim]
+
+
+def with_entry(source: str, table: str, target: Target, config: Config) -> str:
+    """The source with this entry in this table, in the place of an old one or at the end.
+
+    An entry that the table takes over from another one stays as it is for that other.
+    """
+    found = re.search(rf"^{table}: _Table = \{{\n(.*?)^\}}", source, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"{SOURCE.name} has no table {table}")
+    body = found[1]
+    key = f'("{target.kernel}", "{target.arithmetic}", {target.dim})'
+    entry = f"    {key}: Config({', '.join(map(str, config))}),\n"
+    old = re.compile(rf"^    {re.escape(key)}: .*\n", re.MULTILINE)
+    body = old.sub(entry, body) if old.search(body) else body + entry
+    return source[: found.start(1)] + body + source[found.end(1) :]
+
+
+def write_entry(capability: tuple[int, int], target: Target, config: Config) -> str:
+    """Changes the file; returns the table's name."""
+    name = table_name(capability, target.descriptors)
+    SOURCE.write_text(with_entry(SOURCE.read_text(), name, target, config))
+    return name

@@ -1,1 +1,0 @@
-"""How exact the drawn cases of a test run were: from the records that the tests leave to a table."""

@@ -1,1 +1,0 @@
-"""What attention costs in operations, bytes and time: ``python -m experiments.io``, see README.md."""

@@ -1,0 +1,204 @@
+"""Batches: sequences of about one length as the rows of a tensor, padded to the longest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from experiments.lra.data.augment import Image, Turning
+from experiments.lra.data.examples import Examples
+from experiments.lra.data.order import Order
+from experiments.training.steps import NO_LABEL, BatchSize
+
+PADDING = 0
+_TENSORS = ("ids", "lengths", "places", "labels", "asked", "pixel_labels")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How sequences become rows of a batch."""
+
+    block: int  # of the mask
+    max_tokens: int  # longer sequences are cut to this many tokens, as in the reference loader
+    cls: int | None  # the id of [CLS], which is put first; None: it is not
+    drop_background: bool = False  # leave out symbols 0, the black pixels of an image
+    multiple: int | None = None  # rows have a multiple of so many tokens; None: whole blocks of the mask
+
+    @property
+    def first(self) -> int:
+        """Where a sequence begins in its row."""
+        return int(self.cls is not None)
+
+    @property
+    def length(self) -> int:
+        """The length of the longest row, in whole blocks: that of the mask.
+
+        >>> Shape(128, 2000, cls=16).length
+        2048
+        """
+        return -(-(self.max_tokens + self.first) // self.block) * self.block
+
+    def places(self, longest: int) -> int:
+        """How many places there are for tokens, of sequences of at most `longest` symbols."""
+        return self.first + longest if self.drop_background else self.length
+
+    def row(self, tokens: int) -> int:
+        """The length of the rows of a batch whose longest sequence has this many tokens, [CLS] counted."""
+        multiple = self.multiple or self.block
+        return -(-tokens // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B examples of T sequences each; the sequences of an example follow each other."""
+
+    ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest one's, rounded up
+    lengths: torch.Tensor  # int32 [B * T], tokens before the padding, [CLS] counted
+    places: torch.Tensor | None  # int64 [B * T, N], where each token stood before some were left out; None: none was
+    labels: torch.Tensor  # int64 [B], or [M] if tokens are asked for
+    live_tokens: int  # sum of lengths, known without asking the device
+    asked: torch.Tensor | None = None  # int64 [M], places in the flattened ids whose tokens are to be named
+    pixel_labels: torch.Tensor | None = None  # int64 [B * T, N], the classes of drawn pixels; NO_LABEL elsewhere
+
+    @property
+    def size(self) -> BatchSize:
+        return BatchSize(len(self.labels), self.live_tokens, self.ids.numel())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that the batch has, by their names."""
+        found = {name: getattr(self, name) for name in _TENSORS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device; from pinned memory where that lets the copy overlap with work on a GPU."""
+        pins = device.type == "cuda" and self.ids.device.type == "cpu"
+        return self._with_each(lambda tensor: (tensor.pin_memory() if pins else tensor).to(device, non_blocking=pins))
+
+    def copy_on(self, device: torch.device) -> Batch:
+        """The batch on a device, in tensors of its own."""
+        return self._with_each(lambda tensor: tensor.to(device, copy=True))
+
+    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+
+
+def collate(
+    examples: Examples,
+    rows: NDArray[np.int64],
+    shape: Shape,
+    change: Callable[[list[Image]], list[Image]] | None = None,
+    pixel_labels: Examples | None = None,
+) -> Batch:
+    """The examples with these indices as one batch.
+
+    change: what is done to their sequences first; pixel_labels: the classes of every example's pixels, in its order.
+    """
+
+    def sequences_of(source: Examples) -> list[NDArray[np.uint8]]:
+        found = [source.sequence(row, tower) for row in rows for tower in range(source.towers)]
+        return found if change is None else change(found)
+
+    sequences = sequences_of(examples)
+    classes = None if pixel_labels is None else sequences_of(pixel_labels)
+    kept = [live_pixels(each, shape) for each in sequences] if shape.drop_background else None
+    if kept is not None:
+        sequences = [each[pixels] for each, pixels in zip(sequences, kept, strict=True)]
+    sequences = [each[: shape.max_tokens] for each in sequences]
+    first = shape.first
+    lengths = np.array([first + len(each) for each in sequences], np.int32)
+    ids = np.full((len(sequences), shape.row(int(lengths.max()))), PADDING, np.int64)
+    places = None if kept is None else np.zeros_like(ids)
+    labelled = None if classes is None else np.full_like(ids, NO_LABEL)
+    for row, sequence in enumerate(sequences):
+        own = slice(first, lengths[row])  # not [CLS], nor padding
+        ids[row, own] = sequence
+        ids[row, own] += examples.shift
+        if places is not None and kept is not None:
+            places[row, own] = kept[row]
+            places[row, own] += first
+        if labelled is not None and classes is not None:
+            shown = classes[row][: len(sequence)] if kept is None else classes[row][kept[row]]
+            labelled[row, own] = np.where(sequence > 0, shown.astype(np.int64), NO_LABEL)  # black pixels have no class
+    if shape.cls is not None:
+        ids[:, 0] = shape.cls
+    return Batch(
+        torch.from_numpy(ids),
+        torch.from_numpy(lengths),
+        None if places is None else torch.from_numpy(places),
+        torch.from_numpy(examples.labels[rows].astype(np.int64)),
+        int(lengths.sum()),
+        pixel_labels=None if labelled is None else torch.from_numpy(labelled),
+    )
+
+
+def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
+    """Where an image is not black; of one that is black all over, its first pixel."""
+    live = np.flatnonzero(symbols)
+    check_pixels(len(live), shape)
+    return live if len(live) else np.zeros(1, np.int64)
+
+
+def check_images(examples: Examples, shape: Shape) -> None:
+    """Raises ValueError if an image has more pixels than a row has tokens: before a run, not at its end."""
+    if shape.drop_background and shape.max_tokens < (examples.ends - examples.begins).max():
+        check_pixels(int(live_counts(examples).max()), shape)
+
+
+def live_counts(examples: Examples) -> NDArray[np.int64]:
+    """How many pixels of each image are not black. int64 [n]"""
+    counts = np.zeros(len(examples), np.int64)
+    for row in np.argsort(examples.begins[:, 0]):  # as they lie on the disk
+        counts[row] = np.count_nonzero(examples.sequence(row))
+    return counts
+
+
+def blocks_of_rows(examples: Examples, shape: Shape) -> NDArray[np.int64]:
+    """How long each example's rows are, in blocks. int64 [n]"""
+    symbols = live_counts(examples).clip(min=1) if shape.drop_background else (examples.ends - examples.begins).max(1)
+    return -(-(np.minimum(symbols, shape.max_tokens) + shape.first) // shape.block)
+
+
+def check_pixels(live: int, shape: Shape) -> None:
+    if live > shape.max_tokens:
+        raise ValueError(
+            f"an image has {live} pixels that are not black, and would lose some: raise --max-tokens, which is "
+            f"{shape.max_tokens}"
+        )
+
+
+def training_batches(
+    examples: Examples,
+    shape: Shape,
+    order: Order,
+    first_step: int,
+    turning: Turning | None = None,
+    pixel_labels: Examples | None = None,
+) -> Iterator[Batch]:
+    """Batches for the steps from `first_step` on, without end.
+
+    turning: of images; None: they stay as they are. pixel_labels: the classes of their pixels.
+    """
+    for step in count(first_step):
+        change = None if turning is None else partial(turning, step)
+        yield collate(examples, order.rows(step), shape, change, pixel_labels)
+
+
+def evaluation_batches(
+    examples: Examples,
+    shape: Shape,
+    batch: int,
+    limit: int,
+    share: slice = slice(None),
+) -> Iterator[Batch]:
+    """The first `limit` examples once, in the order of the file; the last batch may be smaller.
+
+    share: which of the batches are this process's, where several evaluate together.
+    """
+    for start in range(0, min(limit, len(examples)), batch)[share]:
+        yield collate(examples, np.arange(start, min(start + batch, limit, len(examples))), shape)

@@ -1,0 +1,120 @@
+"""A finished run, tested: on the data that it was trained on, or on others, and what its answers depend on."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.lra import weights
+from experiments.lra.baselines import baselines
+from experiments.lra.config import Config, from_saved
+from experiments.lra.data.batches import check_images, evaluation_batches
+from experiments.lra.data.examples import Examples
+from experiments.lra.data.fingerprint import fingerprint
+from experiments.lra.losses import forward
+from experiments.lra.model.build import build_model, mask_of
+from experiments.lra.model.classifier import Classifier
+from experiments.lra.tasks import TASKS
+from experiments.lra.tasks.task import Data, Kinds
+from experiments.training import tensor_files
+from experiments.training.environment import device_name, versions
+from experiments.training.fingerprint import check_disjoint, sha256
+from experiments.training.host_threads import single_host_thread
+
+
+def opened(path: Path, device: torch.device) -> tuple[Classifier, Config, dict[str, Any]]:
+    """The model of a finished run that classifies, its settings, and what its file says of it.
+
+    path: the run's folder, or its model.safetensors.
+    """
+    found, about = tensor_files.read(path, weights.KIND)
+    config = replace(from_saved(about["config"]), compiled=False, recorded=False)
+    if device.type == "cpu":  # where bf16 is slower
+        config = replace(config, precision="fp32")
+    if config.objective != "classify":
+        raise ValueError(f"{path} must hold a model that classifies; it was trained with objective={config.objective}")
+    model = build_model(config, TASKS[config.task], mask_of(config).to(device))
+    assert isinstance(model, Classifier)
+    model.load_state_dict(found)
+    return model, config, about
+
+
+def evaluate(
+    path: Path,
+    model: Classifier,
+    config: Config,
+    about: dict[str, Any],
+    data: Data,
+    *,
+    progress: Callable[[int], None] = lambda tested: None,
+) -> dict[str, Any]:
+    """The accuracy of a model on the test split of some data, as plain values for a JSON file.
+
+    path, model, config, about: as `opened` takes and gives them; progress: called with the number of examples that have
+    been tested. Losses are mean cross-entropies in nats. Raises ValueError for data that it may have been trained on.
+    """
+    check_disjoint(path, about.get("seen"), fingerprint(data))
+    device = next(model.parameters()).device
+    right, loss = answers(model, data.test, config, device, progress)
+    accuracy = float(right.double().mean())
+    return {
+        "task": data.task.name,
+        "generated_data": data.generated,
+        "data": {**fingerprint(data), "folder": str(data.folder)},
+        "trained_on": about.get("seen"),
+        "mask": config.mask,
+        "attention": config.attention,
+        "objective": config.objective,
+        "pixel_labels": about["cost"].get("pixel_labels", False),
+        "test_examples": len(right),
+        "test_accuracy": accuracy,
+        "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # standard
+        "test_loss": loss,
+        "baselines": [asdict(rule) for rule in baselines(data)],
+        "kinds": None if data.kinds is None else by_kind(data.kinds(), right),
+        "weights": sha256(*tensor_files.files(path)),
+        "steps": about["cost"]["steps"],
+        "tested_step": about["cost"].get("tested_step", about["cost"]["steps"]),
+        "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),
+        "device": device_name(device),
+        "versions": versions(),
+    }
+
+
+@torch.inference_mode()
+def answers(
+    model: Classifier, examples: Examples, config: Config, device: torch.device, progress: Callable[[int], None]
+) -> tuple[Tensor, float]:
+    """Which examples are answered rightly, bool [n] on the CPU; and the loss."""
+    check_images(examples, config.shape)
+    model.eval()
+    right, loss, tested = [], torch.zeros((), dtype=torch.float64, device=device), 0
+    with single_host_thread(device):
+        for batch in evaluation_batches(examples, config.shape, config.batch, len(examples)):
+            batch = batch.to(device)
+            logits = forward(model, batch, config)
+            loss += F.cross_entropy(logits, batch.labels, reduction="sum")
+            right.append(logits.argmax(-1) == batch.labels)
+            progress(tested := tested + len(batch.labels))
+    return torch.cat(right).cpu(), float(loss) / len(examples)
+
+
+def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:
+    """Accuracies in the groups that have examples, beside those of rules."""
+    groups = []
+    for number, name in enumerate(kinds.names):
+        chosen = right[torch.from_numpy(kinds.of_test == number)]
+        if len(chosen):
+            rules = {rule: accuracies[number] for rule, accuracies in kinds.rules.items()}
+            accuracy = float(chosen.double().mean())
+            groups.append({"name": name, "examples": len(chosen), "accuracy": accuracy, "rules": rules})
+    return {"by": kinds.by, "groups": groups}

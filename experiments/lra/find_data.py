@@ -1,0 +1,36 @@
+"""The data of a command: in the folder that the user has named, or generated where none is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.lra.config import Config
+from experiments.lra.data.listops.generator import LABEL, Settings, generate
+from experiments.lra.tasks import load
+from experiments.lra.tasks.task import Data
+from experiments.training.progress_bar import counting_bar
+from experiments.training.workers import available_cores
+
+DATA = Path("data/lra")
+
+
+def generated(settings: Settings, parent: Path, console: Console, workers: int | None = None) -> Path:
+    """The folder of some generated data, written under a progress bar if it is missing."""
+    if (parent / settings.folder_name / LABEL).exists():
+        return parent / settings.folder_name
+    name = f"Generating ListOps on {workers or available_cores()} cores"
+    with counting_bar(console, name, sum(settings.sizes)) as progress:
+        return generate(settings, parent, workers=workers, progress=progress)
+
+
+def find_data(config: Config, folder: Path | None, console: Console) -> Data:
+    """The data in the folder that the user named, or else generated data, made if it is missing.
+
+    A named folder is never filled: whoever asks for the released files must not get others.
+    """
+    if folder is None and config.task != "listops":
+        made = " (or a file that `python -m experiments.pathfinder generate` writes)" if "path" in config.task else ""
+        raise ValueError(f"the task {config.task} needs --data, the folder with its files{made}")
+    return load(config.task, generated(config.generator, DATA, console) if folder is None else folder, config.data)

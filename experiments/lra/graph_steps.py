@@ -1,0 +1,107 @@
+"""Training steps of a run, as CUDA graphs where they can be: one graph for each shape of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from experiments.lra.config import Config
+from experiments.lra.data.batches import PADDING, Batch, Shape
+from experiments.lra.losses import objective_of
+from experiments.training.cuda_graphs import GraphInputs, GraphSteps, copy_into
+from experiments.training.steps import NO_LABEL, Steps
+
+# Attention that takes whole blocks has as many shapes at 4,096 tokens in blocks of 128. One that takes any length has
+# hundreds, and the rarer ones are not worth a graph.
+MOST_SHAPES = 40
+
+
+class BatchShape(NamedTuple):
+    """What a graph is for: batches of one shape. Sequences that fill it need no care for padding."""
+
+    ids: tuple[int, ...]
+    padded: bool
+
+
+@dataclass(frozen=True)
+class StaticBatch:
+    """The tensors of a batch, for others of its shape to be copied into."""
+
+    batch: Batch
+    config: Config
+
+    @classmethod
+    def of(cls, batch: Batch, config: Config, device: torch.device) -> StaticBatch:
+        return cls(with_most_labels(batch, config).copy_on(device), config)
+
+    def fits(self, batch: Batch) -> bool:
+        """All batches of a shape do."""
+        return True
+
+    def fill(self, batch: Batch) -> None:
+        """Copy a batch of the same shape; the host does not wait for it."""
+        for name, tensor in with_most_labels(batch, self.config).tensors().items():
+            copy_into(getattr(self.batch, name), tensor)
+
+    def on_device(self) -> Batch:
+        return self.batch
+
+
+def shape_of(batch: Batch) -> BatchShape:
+    """The graph that a batch needs."""
+    return BatchShape(tuple(batch.ids.shape), batch.live_tokens < batch.ids.numel())
+
+
+def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
+    """The batch in rows that hold the task's longest sequence."""
+    length = shape.row(shape.max_tokens + shape.first)
+    missing = length - batch.ids.shape[1]
+    if missing <= 0:
+        return batch
+    return replace(
+        batch,
+        ids=F.pad(batch.ids, (0, missing), value=PADDING),
+        places=None if batch.places is None else F.pad(batch.places, (0, missing)),
+        pixel_labels=None if batch.pixel_labels is None else F.pad(batch.pixel_labels, (0, missing), value=NO_LABEL),
+    )
+
+
+def with_most_labels(batch: Batch, config: Config) -> Batch:
+    """The batch with as many places that are asked for as any of its shape can have; the added ones have no label."""
+    if batch.asked is None:
+        return batch
+    most = max(1, round(config.hidden * batch.ids.numel()))
+    asked, labels = batch.asked.new_zeros(most), batch.labels.new_full((most,), NO_LABEL)
+    asked[: len(batch.asked)], labels[: len(batch.labels)] = batch.asked, batch.labels
+    return replace(batch, asked=asked, labels=labels)
+
+
+def steps_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    device: torch.device,
+    data_parallel: nn.Module | None = None,
+    pool: Any = None,
+) -> Steps[Batch, Batch]:
+    """The training steps of a run: as CUDA graphs if the settings say so and one process trains alone on a GPU.
+
+    pool: memory that the graphs share with others, by `torch.cuda.graph_pool_handle()`.
+    """
+    objective = objective_of(config, device)
+    alone = data_parallel is None or data_parallel is model
+    if not (config.recorded and device.type == "cuda" and alone):
+        return Steps(model, optimizer, objective, device, data_parallel)
+    inputs: GraphInputs[Batch, Batch] = GraphInputs(
+        static=partial(StaticBatch.of, config=config, device=device),
+        key=shape_of,
+        most=MOST_SHAPES,
+        first=partial(padded_to_longest, shape=config.shape),
+    )
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    return GraphSteps(model, optimizer, objective, device, inputs, pool)

@@ -1,0 +1,44 @@
+"""The losses of a batch: of its answers or hidden tokens, and of its pixels' classes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.lra.config import Config
+from experiments.lra.data.batches import Batch
+from experiments.lra.pixel_labels import pixel_label_loss
+from experiments.training.steps import Objective, Outcome, autocast
+
+
+def objective_of(config: Config, device: torch.device) -> Objective[Batch, Batch]:
+    """What a run minimises."""
+    return Objective(lambda batch: batch.to(device), partial(losses, config=config), config.clip)
+
+
+def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outcome]:
+    """The loss that is minimised, and what is logged of the step."""
+    logits, pixel_logits = outputs(model, batch, config)
+    loss = F.cross_entropy(logits, batch.labels)
+    auxiliary = torch.zeros((), device=logits.device)
+    if pixel_logits is not None and batch.pixel_labels is not None:
+        auxiliary = pixel_label_loss(pixel_logits, batch.pixel_labels)
+    total = loss + config.auxiliary * auxiliary if config.auxiliary else loss
+    return total, Outcome.of(logits, batch.labels, loss, auxiliary)
+
+
+def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
+    """Logits in fp32, for each of the batch's labels."""
+    return outputs(model, batch, config)[0]
+
+
+def outputs(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
+    """These and, of a model with pixel labels in training, those of every token's class, in fp32."""
+    asked = () if batch.asked is None else (batch.asked,)
+    with autocast(batch.ids.device, config.precision):
+        found = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel(), *asked)
+    logits, pixel_logits = found if isinstance(found, tuple) else (found, None)
+    return logits.float(), None if pixel_logits is None else pixel_logits.float()

@@ -1,0 +1,72 @@
+"""The classifier: an encoder, pooling over the live positions, and a head.
+
+Shapes: B sequences, N positions (padded), W width, C classes, T sequences an example (1, or 2 for Retrieval).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.lra.model.encoder import Encoder
+from sparseflash import BlockMask
+
+POOLS = ("cls", "first", "mean", "max", "mean+max")
+
+
+class Classifier(Encoder):
+    """Answers with a class.
+
+    towers: sequences an example. Of two, x and y, the head reads [x, y, x * y, x - y] (the Long Range Arena's "NLI").
+    pool: "cls" reads position 0, where the batches then put [CLS]; "first" reads it too, but there the
+        example's own first token stands; "mean" and "max" read all live positions.
+    sizes: of the encoder; see encoder.py.
+    """
+
+    def __init__(
+        self,
+        masks: Sequence[BlockMask],
+        *,
+        classes: int,
+        towers: int = 1,
+        pool: str,
+        width: int,
+        mlp: int,
+        **sizes: Any,
+    ) -> None:
+        if pool not in POOLS:
+            raise ValueError(f"pool must be one of {', '.join(POOLS)}; got {pool!r}")
+        super().__init__(masks, width=width, mlp=mlp, first=int(pool == "cls"), **sizes)
+        self.pool, self.towers = pool, towers
+        features = width * (2 if pool == "mean+max" else 1) * (1 if towers == 1 else 4)
+        self.head = nn.Sequential(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
+
+    def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
+        """Logits [B, C] of ids [B * T, N]; the other arguments are those of `encode`."""
+        return self.answers(self.encode(ids, lengths, places, padded), lengths)
+
+    def answers(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Logits [B, C] from the encoder's features [B * T, N, W]."""
+        pooled = pool(x, lengths, self.pool)  # [B * T, W]
+        if self.towers == 2:
+            first, second = pooled[0::2], pooled[1::2]
+            pooled = torch.cat([first, second, first * second, first - second], dim=-1)
+        logits: Tensor = self.head(pooled)
+        return logits
+
+
+def pool(x: Tensor, lengths: Tensor, how: str) -> Tensor:
+    """One vector [B, W] for each sequence of x [B, N, W]; [B, 2 W] for "mean+max"."""
+    if how in ("cls", "first"):
+        return x[:, 0]
+    live = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]  # [B, N, 1]
+    parts = []
+    if "mean" in how:
+        parts.append((x * live).sum(1) / lengths[:, None])
+    if "max" in how:
+        parts.append(x.masked_fill(~live, -math.inf).amax(1))
+    return torch.cat(parts, dim=-1)

@@ -1,0 +1,147 @@
+"""A pre-LN transformer encoder whose layers each attend through their own mask.
+
+Shapes: B sequences, N positions (padded), W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.lra.model.positions import POSITIONS, Brackets, Nesting, sinusoids
+from experiments.training.layers.attention import IMPLEMENTATIONS, ElementMask
+from experiments.training.layers.rotary import RotaryPositions
+from experiments.training.layers.transformer import Halves, Layer, SelfAttention, compiled_halves, head_dim_of
+from sparseflash import BlockMask
+
+
+class Encoder(nn.Module):
+    """Embedding, positions, layers and a norm.
+
+    masks: one for each layer, for the longest batch, on the device where the model will run.
+    places: how many places there are; more than the mask's length where batches leave tokens out.
+    first: the place where an example's own tokens begin; 1 where [CLS] stands before them.
+    side: pixels along a side, of images.
+    brackets: of expressions; positions "nested" need them.
+    attention: the implementation that computes it; see experiments/training/layers/attention.py.
+    """
+
+    def __init__(
+        self,
+        masks: Sequence[BlockMask],
+        *,
+        vocabulary: int,
+        width: int,
+        heads: int,
+        head_dim: int | None = None,
+        mlp: int,
+        dropout: float,
+        attention_dropout: float = 0.0,
+        positions: str,
+        places: int = 0,
+        first: int = 0,
+        side: int | None = None,
+        brackets: Brackets | None = None,
+        qk_norm: bool = False,
+        attention: str = "sparseflash",
+    ) -> None:
+        super().__init__()
+        if attention not in IMPLEMENTATIONS:
+            raise ValueError(f"attention must be one of {', '.join(IMPLEMENTATIONS)}; got {attention!r}")
+        head_dim = head_dim_of(width, heads, head_dim)
+        if positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}; got {positions!r}")
+        self.masks = tuple(masks)
+        self._cropped: dict[tuple[int, int], BlockMask] = {}
+        self._patterns: dict[int, Tensor | None] = {}
+        self.attention = attention
+        places = max(places, self.masks[0].q_len)
+        self.embedding = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        self.positions: Tensor | nn.Parameter | None = None
+        self.rotary: RotaryPositions | None = None
+        self.nesting: Nesting | None = None
+        if positions == "learned":
+            self.positions = nn.Parameter(torch.randn(places, width) * width**-0.5)
+        elif positions == "sinusoidal":
+            del self.positions
+            self.register_buffer("positions", sinusoids(places, width), persistent=False)
+        else:
+            self.rotary = RotaryPositions(head_dim, side if positions == "rotary2d" else None, first)
+        if positions == "nested":
+            if brackets is None:
+                raise ValueError("positions=nested needs to know which ids are brackets; got none")
+            self.nesting = Nesting(brackets, vocabulary, width)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(
+            Layer(width, mlp, dropout, SelfAttention(width, heads, head_dim, attention_dropout, qk_norm, attention))
+            for _ in self.masks
+        )
+        self.norm = nn.LayerNorm(width)
+        self.training_halves = Halves()
+
+    def compile_layers(self) -> None:
+        """Let torch.compile fuse what surrounds attention in training. Evaluation is not compiled."""
+        self.training_halves = compiled_halves()
+
+    def encode(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
+        """Features [B, N, W] of ids [B, N]; positions at or past lengths [B] are padding and take no part.
+
+        places: where the tokens stood before some were left out, [B, N]; None: none was.
+        padded: False promises that there is no padding.
+        """
+        x = self.embedding(ids)
+        if self.positions is not None:
+            # Not positions[places]: its gradient adds the tokens of one place one after the other, and all padding has
+            # the same place.
+            x = x + (self.positions[: ids.shape[1]] if places is None else F.embedding(places, self.positions))
+        if self.nesting is not None:
+            x = x + self.nesting(ids)
+        rotation = None
+        if self.rotary is not None:
+            rotation = self.rotary(torch.arange(ids.shape[1], device=ids.device)[None] if places is None else places)
+        x = self.dropout(x)
+        masks: Sequence[BlockMask | ElementMask]
+        if self.attention == "sparseflash":
+            masks = self.masks_for(ids.shape[1], lengths)
+        else:
+            masks = self.element_masks_for(ids.shape[1], lengths if padded else None)
+        halves = self.training_halves if self.training else Halves()
+        for layer, mask in zip(self.layers, masks, strict=True):
+            q, k, v = halves.before(layer, x, rotation)
+            x = halves.after(layer, x, layer.attention.mix(q, k, v, mask))
+        features: Tensor = self.norm(x)
+        return features
+
+    def masks_for(self, length: int, lengths: Tensor) -> list[BlockMask]:
+        """Each layer's mask for a batch of `length` positions, with its padding.
+
+        Layers that share a mask share the plan that the library derives for this batch's lengths.
+        """
+        padded: dict[int, BlockMask] = {}
+        for mask in self.masks:
+            key = (id(mask), length)
+            if key not in self._cropped:
+                # It is used for training, too, where autograd refuses tensors that were made in inference mode.
+                with torch.inference_mode(False):
+                    whole = length == mask.q_len
+                    self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
+            if id(mask) not in padded:
+                padded[id(mask)] = self._cropped[key].with_lengths(lengths)
+        return [padded[id(mask)] for mask in self.masks]
+
+    def element_masks_for(self, length: int, lengths: Tensor | None) -> list[ElementMask]:
+        """The same for the implementations without block masks; no lengths: there is no padding."""
+        found: dict[int, ElementMask] = {}
+        for mask in self.masks:
+            if id(mask) not in self._patterns:
+                with torch.inference_mode(False):
+                    self._patterns[id(mask)] = None if mask.density == 1 else mask.to_dense()
+            if id(mask) not in found:
+                pattern = self._patterns[id(mask)]
+                pattern = pattern[..., :length, :length] if pattern is not None else None
+                found[id(mask)] = ElementMask.within(pattern, lengths, length)
+        return [found[id(mask)] for mask in self.masks]

@@ -1,0 +1,59 @@
+"""A second loss in training: which curve each drawn pixel of a Pathfinder image lies on, which its generator knows.
+
+The answer alone is one bit for an image of hundreds of pixels, and the loss can stay at that of guessing for long. Here
+every pixel has a label: how many markers the curve through it has, which is what has to be found by tracing. Only files
+that `python -m experiments.pathfinder generate` has written have these labels, and results say that they were used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.lra.data.examples import Examples
+from experiments.lra.model.classifier import Classifier
+from experiments.lra.tasks.task import Data
+from experiments.training.steps import NO_LABEL
+
+
+class PixelLabelClassifier(Classifier):
+    """A classifier with a second head, which says every token's class while the model trains.
+
+    pixel_classes: how many classes there are; sizes: those of the classifier.
+    """
+
+    def __init__(self, *arguments: Any, pixel_classes: int, width: int, **sizes: Any) -> None:
+        super().__init__(*arguments, width=width, **sizes)
+        self.tracer = nn.Linear(width, pixel_classes)
+
+    def forward(  # type: ignore[override]
+        self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The classifier's logits [B, C]; in training, also those of the tokens' classes [B, N, pixel_classes]."""
+        x = self.encode(ids, lengths, places, padded)
+        logits = self.answers(x, lengths)
+        return (logits, self.tracer(x)) if self.training else logits
+
+
+def pixel_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy, in nats, of the tokens that have a class.
+
+    logits: [B, N, classes]; labels: int64 [B, N], `NO_LABEL` where there is none.
+
+    >>> import torch
+    >>> round(pixel_label_loss(torch.zeros(1, 2, 3), torch.tensor([[1, NO_LABEL]])).item(), 4)
+    1.0986
+    """
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
+
+
+def pixel_labels_of(data: Data) -> Examples:
+    """The classes of the training images' pixels; raises ValueError where the data do not have them."""
+    if data.pixel_labels is None:
+        raise ValueError(
+            f"auxiliary needs data that say which curve each pixel lies on, as a file that `python -m "
+            f"experiments.pathfinder generate` has written does; {data.folder} does not: leave it at 0"
+        )
+    return data.pixel_labels()

@@ -1,0 +1,70 @@
+"""Runs that differ in their seed: which of them are complete, and what their results have in common."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.lra.config import FREE_ON_RESUME, Config, as_dict, from_saved, resumed
+from experiments.training.fingerprint import check_same_data
+from experiments.training.run_folder import SETTINGS
+from experiments.training.series import Metrics
+
+
+def settings(config: Config, data: Path) -> dict[str, Any]:
+    """What all runs of a series have in common, as plain values. data: their folder."""
+    return {"config": as_dict(config), "data": {"folder": str(data)}}
+
+
+def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics | None, bool]:
+    """The metrics of a complete run, None where it is not or is now to be longer; and whether there is a run at all.
+
+    data: as `fingerprint.described` has it. Raises ValueError where it is a run of other settings or on other data.
+    """
+    saved = folder / SETTINGS
+    if not saved.exists():
+        return None, False
+    chosen = {name: value for name, value in as_dict(config).items() if name not in FREE_ON_RESUME}
+    began = json.loads(saved.read_text())
+    resumed(from_saved(began["config"]), chosen)
+    check_same_data(began["data"], data)
+    path = folder / "metrics.json"
+    if not path.is_file():
+        return None, True
+    metrics: Metrics = json.loads(path.read_text())
+    used = metrics["config"]
+    return metrics if (used["steps"], used["minutes"]) == (config.steps, config.minutes) else None, True
+
+
+def summary(runs: Sequence[Metrics]) -> Metrics:
+    """What the runs of one setting have in common, and the spread of their results.
+
+    The standard deviation is that of a sample (n - 1); None for one run.
+    """
+    first = runs[0]
+    same = (
+        "task", "generated_data", "data", "mask", "attention", "density", "length", "test_examples", "baselines",
+        "parameters",
+    )  # fmt: skip
+    of_a_run = ("test_accuracy", "test_loss", "plateau_left_at", "steps", "training_seconds", "tokens_per_s", "device")
+    later = ("tested_step", "validation_accuracy")  # which metrics of older runs may lack
+    accuracies = [metrics["test_accuracy"] for metrics in runs]
+    return {
+        **{name: first.get(name) for name in same},
+        "test_accuracy_mean": statistics.fmean(accuracies),
+        "test_accuracy_std": statistics.stdev(accuracies) if len(runs) > 1 else None,
+        "runs": [
+            {
+                "seed": each["config"]["seed"],
+                **{name: each[name] for name in of_a_run},
+                **{name: each.get(name) for name in later},
+            }
+            for each in runs
+        ],
+        "pixel_labels": first.get("pixel_labels", False),
+        "config": {name: value for name, value in first["config"].items() if name != "seed"},
+        "versions": first["versions"],
+    }

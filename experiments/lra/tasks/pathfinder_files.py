@@ -1,0 +1,124 @@
+"""Pathfinder images as the release has them, and as `python -m experiments.pathfinder export` writes them.
+
+<folder>/pathfinder<R>/<fold>/imgs/<batch>/sample_<i>.png   8-bit grey, R x R
+<folder>/pathfinder<R>/<fold>/metadata/<batch>.npy          a line an image, as text or as a NumPy array of strings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from experiments.lra.data.examples import Row
+from experiments.lra.tasks.task import Task, need
+from experiments.pathfinder.parameters import LABEL, UNFINISHED
+
+RELEASE = Path("lra_release")  # the folder of the arena's archive, and of another one in it
+
+
+class Sample(NamedTuple):
+    """One line of the metadata."""
+
+    image: Path
+    label: int  # 1: the two dots are on one path
+
+
+def find(task: Task, folder: Path, fold: str) -> Path:
+    """The folder of one fold: in `folder`, or in the folders where the released archive keeps it.
+
+    The archive holds two different folders pathfinder128, of which published results use the inner one, that of
+    lra_release/lra_release; the outer one is easier (Long Range Arena, issue 38). So of copies of the archive the
+    innermost counts. Raises ValueError where another folder lies beside them: nothing says which one is meant.
+    """
+    advice = (
+        f"place {task.name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
+        "archive holds two folders pathfinder128: take that of lra_release/lra_release), or pass a file that "
+        "`python -m experiments.pathfinder generate` has written"
+    )
+    need(folder, advice)
+    inside = Path(task.name) / fold
+    places = (inside, Path(fold), Path(), RELEASE / inside, RELEASE / RELEASE / inside)
+    found = {
+        (folder / place).resolve(): place
+        for place in places
+        if all((folder / place / name).is_dir() for name in ("imgs", "metadata"))
+        and (folder / place).resolve().name == fold
+    }
+    if not found:
+        raise FileNotFoundError(f"the data folder {folder} holds no {inside}; {advice}")
+    chosen = list(found)[-1]
+    released = [place.parts[:1] == RELEASE.parts or folder.resolve().name == RELEASE.name for place in found.values()]
+    if len(found) > 1 and not all(released):
+        raise ValueError(
+            f"the data folder {folder} must hold one {inside}; got {' and '.join(map(str, found))}: name one of them"
+        )
+    if (chosen / UNFINISHED).exists() and not (chosen / LABEL).exists():
+        raise ValueError(
+            f"{chosen} holds only a part of the generated images that were being written there; write them again with "
+            "`python -m experiments.pathfinder export`"
+        )
+    if not any((chosen / "metadata").glob("*.npy")):
+        raise FileNotFoundError(f"{chosen / 'metadata'} holds no .npy file; {advice}")
+    return chosen
+
+
+def number_of(metadata: Path) -> int:
+    """A batch's number: files are called `<number>.npy`."""
+    if not metadata.stem.isdecimal():
+        raise ValueError(f"a file of metadata must be called <number>.npy; got {metadata}")
+    return int(metadata.stem)
+
+
+def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
+    """The samples of one file of metadata, in either form; raises ValueError naming file and line."""
+    with open(path, "rb") as file:
+        is_array = file.read(6) == b"\x93NUMPY"
+    if is_array:
+        try:
+            # Strings of bytes are what NumPy under Python 2 has written.
+            lines = [" ".join(row) for row in np.load(path, allow_pickle=False).astype(str)]
+        except ValueError as error:
+            raise ValueError(f"{path} must be an array of strings: {error}") from None
+    else:
+        lines = path.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        fields = line.split()
+        if not fields:
+            continue
+        if len(fields) < 4 or fields[3] not in ("0", "1"):
+            raise ValueError(
+                f"line {number} of {path} must begin with folder, file, number and label (0 or 1); got {line[:60]!r}"
+            )
+        image = Path(fields[0], fields[1])
+        if image.is_absolute() or ".." in image.parts:
+            raise ValueError(f"line {number} of {path} names a file outside {place}: {line[:60]!r}")
+        yield Sample(place / image, int(fields[3]))
+
+
+def rows_of(samples: list[Sample], pixels: int) -> Iterator[Row]:
+    """A row for each image that is not empty."""
+    for sample in samples:
+        if not sample.image.is_file():
+            raise FileNotFoundError(
+                f"the metadata names {sample.image}, which does not exist; unpack the archive again"
+            )
+        if sample.image.stat().st_size > 0:
+            yield sample.label, (grey_pixels(sample.image, pixels).tobytes(),)
+
+
+def grey_pixels(path: Path, pixels: int) -> NDArray[np.uint8]:
+    """An 8-bit grey image in rows, uint8 `[pixels]`."""
+    try:
+        with Image.open(path) as image:
+            grey = np.asarray(image)
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"{path} is not a readable image: {error}") from None
+    side = int(pixels**0.5)
+    if grey.dtype != np.uint8 or grey.shape != (side, side):
+        raise ValueError(f"{path} must be an 8-bit grey image of {side} x {side}; got {grey.dtype} {list(grey.shape)}")
+    return grey.reshape(-1)

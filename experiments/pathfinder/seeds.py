@@ -1,0 +1,42 @@
+"""The seeds of images that a model sees: fresh ones at every step of training, and never one of a test set.
+
+An image is drawn from a seed and an index alone (draw.py). Training, validation and test have seeds of their own, so
+that they share no image whatever the number of steps; in training, the index says stage, step and place. Runs that
+follow one another by --initial have seeds of their own too: otherwise, with equal --seed, the next one would see the
+same images again.
+"""
+
+from __future__ import annotations
+
+TEST_SEED = 10**18
+VALIDATION_SEED = 10**18 + 1
+FIRST_TRAINING_SEED = 2 * 10**18
+RUNS = 10**18  # as many runs have seeds of their own
+MOST_EARLIER = 6  # runs behind the weights that a run begins with: above, seeds would pass 2^63
+
+_STEPS_BITS, _IMAGES_BITS = 40, 16
+MOST_IMAGES = 1 << _IMAGES_BITS  # of a step
+
+
+def training_seed(run_seed: int, earlier: int = 0) -> int:
+    """The seed of a run's images. earlier: how many runs have trained the weights that it begins with.
+
+    >>> len({training_seed(0), training_seed(1), training_seed(0, earlier=1), training_seed(1, earlier=1)})
+    4
+    """
+    if not 0 <= run_seed < RUNS:
+        raise ValueError(f"seed must be from 0 to {RUNS - 1}; got {run_seed}")
+    if not 0 <= earlier <= MOST_EARLIER:
+        raise ValueError(f"weights to begin with must have at most {MOST_EARLIER} runs behind them; got {earlier}")
+    return FIRST_TRAINING_SEED + earlier * RUNS + run_seed
+
+
+def image_index(stage: int, step: int, place: int) -> int:
+    """The index of an image in its seed: no two (stage, step, place) share one.
+
+    >>> len({image_index(stage, step, place) for stage in (0, 1) for step in (0, 1) for place in (0, 1)})
+    8
+    """
+    if place >= MOST_IMAGES or step >= 1 << _STEPS_BITS:
+        raise ValueError(f"a step has at most {MOST_IMAGES} images, a stage 2^{_STEPS_BITS} steps; got {place}, {step}")
+    return (stage << _STEPS_BITS | step) << _IMAGES_BITS | place

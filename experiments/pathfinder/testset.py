@@ -1,0 +1,70 @@
+"""The test sets: 20,000 images a fold, from a seed that no training uses, each in a file whose hash is known.
+
+<folder>/pathfinder128-cl14-generated-20000-seed1000000000000000000.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments.pathfinder.generate import Settings, generate
+from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.seeds import TEST_SEED
+from experiments.training.atomic_files import write_json
+from experiments.training.fingerprint import sha256
+
+IMAGES = 20_000
+HASHES = Path(__file__).parent / "testsets.json"
+NAMES = {(128, 14): "Path-X", (256, 14): "Path-256"}
+
+
+def title(size: int, contour: int) -> str:
+    """What results call a fold.
+
+    >>> title(128, 14)
+    'LRA-parameter generated Path-X'
+    """
+    name = NAMES.get((size, contour), f"Pathfinder-{size}, contour length {contour}")
+    return f"LRA-parameter generated {name}"
+
+
+def settings_of(size: int, contour: int) -> Settings:
+    """What the file of a fold depends on."""
+    return Settings(lra(size, contour), IMAGES, TEST_SEED)
+
+
+def test_set(
+    size: int,
+    contour: int,
+    folder: Path,
+    *,
+    workers: int | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+    record: bool = False,
+    hashes: Path = HASHES,
+) -> Path:
+    """The file of a fold, written if it is missing, and checked.
+
+    record: write down the hash of a fold that has none. Raises ValueError where the hash is another than that written
+    down, or none is.
+    """
+    settings = settings_of(size, contour)
+    path = generate(settings, folder, workers=workers, progress=progress)
+    known: dict[str, str] = json.loads(hashes.read_text()) if hashes.is_file() else {}
+    found = sha256(path)
+    if settings.name not in known and record:
+        write_json(hashes, dict(sorted({**known, settings.name: found}.items())))
+        return path
+    if settings.name not in known:
+        raise ValueError(f"there is no known hash of {settings.name}; `testset --record` writes it down")
+    if found != known[settings.name]:
+        raise ValueError(
+            f"{path} must have the SHA-256 {known[settings.name]}; got {found}: other images would give other results. "
+            "Install the versions that constraints.txt names, and delete the file"
+        )
+    return path
+
+
+test_set.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's

@@ -1,0 +1,130 @@
+"""The batches of a stage: fresh images, drawn, rendered and packed.
+
+A batch is a function of the settings, the stage, the step and the number of runs before this one. So batches do not
+depend on the number of processes that make them, and a resumed run can begin anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.pathfinder.draw import draw
+from experiments.pathfinder.owners import marker_counts
+from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.render import render
+from experiments.pathfinder.seeds import image_index, training_seed
+from experiments.pathfinder.vectors import Vectors, collect, join
+from experiments.pathx.config import Config, Stage, most_tokens
+from experiments.pathx.data.masked_pixels import hide
+from experiments.pathx.data.packing import Packed, blocks_needed, pack, stack
+from experiments.pathx.masks.relations import Relation
+
+_FULLEST = 3300  # tokens that images of 128 and 256 pixels have at most, about
+_FEWEST = 256  # tokens of an image, on average over a batch; those of 32 pixels and 6 dashes have 284
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the batches of a stage depend on, beside the step."""
+
+    number: int  # of the stage
+    size: int
+    contours: tuple[int, ...]  # of the images in turns; those that are not trained on have the first
+    seed: int  # of the images
+    background: str
+    tokens: int
+    layers: tuple[Relation, ...]
+    block: int
+    registers: int
+    pixel_labels: bool  # with the marker counts of the pixels
+    hidden: float = 0.0  # share of the drawn pixels, which are to be named
+
+
+def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
+    """The recipe of a stage. earlier: how many runs have trained the weights that the run begins with."""
+    stage: Stage = config.curriculum[number]
+    return Recipe(
+        number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
+        config.layers_of(stage), config.block, config.registers, config.auxiliary > 0 and not config.hidden,
+        config.hidden,
+    )  # fmt: skip
+
+
+def most_images(recipe: Recipe) -> int:
+    """How many images a batch may have."""
+    least = blocks_of_whole(recipe) if recipe.background == "keep" else -(-_FEWEST // recipe.block)
+    return max(1, recipe.tokens // recipe.block // least)
+
+
+def most_blocks(recipe: Recipe) -> int:
+    """How many blocks an image may be expected to have at most."""
+    if recipe.background == "keep":
+        return blocks_of_whole(recipe)
+    return -(-(recipe.registers + most_tokens(recipe.size)) // recipe.block)
+
+
+def blocks_of_whole(recipe: Recipe) -> int:
+    """The blocks of an image all of whose pixels are tokens."""
+    return recipe.size**2 // recipe.block + (recipe.registers > 0)
+
+
+def drawn(size: int, contour: int, seed: int, index: int) -> Vectors:
+    """One image, as vectors."""
+    parameters = lra(size, contour)
+    return collect(parameters, seed, [draw(parameters, seed, index)])
+
+
+def make(recipe: Recipe, step: int) -> Packed:
+    """The batch of a step (from 0): images in the order of their indices, up to the first that does not fit."""
+    blocks = recipe.tokens // recipe.block
+    keeps = recipe.background == "keep"
+    images, labels, pixel_labels = [], [], []
+    left, most = blocks, most_images(recipe)
+    while len(images) < most:
+        contour = recipe.contours[len(images) % len(recipe.contours)]
+        vectors = drawn(recipe.size, contour, recipe.seed, image_index(recipe.number, step, len(images)))
+        image = render(vectors)[0]
+        left -= blocks_of_whole(recipe) if keeps else blocks_needed(image, recipe.registers, recipe.block)
+        if left < 0:
+            break
+        images.append(image)
+        labels.append(int(vectors.labels[0]))
+        if recipe.pixel_labels:
+            pixel_labels.append(marker_counts(vectors)[0])
+    common = {
+        "block": recipe.block,
+        "registers": recipe.registers,
+        "pixel_labels": pixel_labels if recipe.pixel_labels else None,
+    }
+    if keeps:
+        packed = stack(images, labels, recipe.layers, **common)
+    else:
+        packed = pack(images, labels, recipe.layers, blocks=blocks, **common)
+    if not recipe.hidden:
+        return packed
+    return hide(packed, recipe.hidden, np.random.default_rng([recipe.seed, image_index(recipe.number, step, 0)]))
+
+
+def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | None = None) -> Packed:
+    """Images first .. last - 1 as one batch, as long as it needs to be."""
+    images = list(render(vectors, first, last))
+    labels = vectors.labels[first:last].tolist()
+    pixel_labels = list(marker_counts(vectors, first, last)) if recipe.pixel_labels else None
+    form = stack if recipe.background == "keep" else pack
+    return form(
+        images, labels, recipe.layers, block=recipe.block, registers=recipe.registers, pixel_labels=pixel_labels
+    )
+
+
+def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
+    """Images first .. last - 1 of the recipe's seed as one batch."""
+    drawings = [drawn(recipe.size, recipe.contours[0], recipe.seed, index) for index in range(first, last)]
+    return pack_vectors(recipe, join(drawings))
+
+
+def images_at_once(recipe: Recipe) -> int:
+    """How many images make a batch of about the recipe's tokens, when all are to be seen."""
+    most = recipe.size**2 if recipe.background == "keep" else min(recipe.size**2, _FULLEST)
+    return max(1, recipe.tokens // most)

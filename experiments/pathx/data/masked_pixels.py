@@ -1,0 +1,28 @@
+"""Pixels hidden from the model, which it learns to name: self-pretraining (Amos, Berant and Gupta, 2024).
+
+A hidden pixel looks black. Where black pixels are left out, no other token looks like it; where all pixels are tokens,
+the model also has to find out which of the black ones are hidden. The loss is over the hidden pixels alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from experiments.pathx.data.packing import LEVELS, Packed
+
+HIDDEN = 0  # the grey level that takes its place
+
+
+def hide(packed: Packed, share: float, random: np.random.Generator) -> Packed:
+    """The packing with this share of its drawn pixels hidden, at least one, and all grey levels as what is asked for.
+
+    The masks stay as they are: they depend only on where pixels are.
+    """
+    is_pixel = (packed.ids >= 0) & (packed.ids < LEVELS)
+    levels = np.where(is_pixel, packed.ids, 0).astype(np.uint8)
+    drawn = np.flatnonzero(levels)
+    ids = packed.ids.copy()
+    ids.reshape(-1)[random.choice(drawn, max(1, round(share * len(drawn))), replace=False)] = HIDDEN
+    return replace(packed, ids=ids, pixel_labels=levels)

@@ -1,0 +1,31 @@
+"""Batches of fresh images, made by other processes ahead of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from itertools import count
+
+from experiments.pathfinder.seeds import VALIDATION_SEED
+from experiments.pathx.data.batches import Recipe, draw_and_pack, images_at_once, make
+from experiments.pathx.data.packing import Packed
+from experiments.training.prefetch import Prefetcher
+
+
+class Stream(Prefetcher):
+    """Processes that make batches; 0 workers: this process makes each when it is asked for."""
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def batches(self, recipe: Recipe, first_step: int) -> Generator[Packed, None, None]:
+        """The batches of the steps from `first_step` on, without end. Closing it drops what is made ahead."""
+        return self.in_order(make, ((recipe, step) for step in count(first_step)))
+
+    def validation(self, recipe: Recipe, images: int) -> Callable[[], list[Packed]]:
+        """Begin to make the images that validate a recipe's stage; the function returned waits for them."""
+        recipe = replace(recipe, seed=VALIDATION_SEED, pixel_labels=False, hidden=0.0)
+        each = images_at_once(recipe)
+        return self.begin_all(
+            draw_and_pack, [(recipe, first, min(first + each, images)) for first in range(0, images, each)]
+        )

@@ -1,0 +1,4 @@
+"""Masks of images as tokens: relations of pixels, token orders, lists of live tiles.
+
+For all of pathx; imports the library alone.
+"""

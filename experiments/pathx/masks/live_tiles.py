@@ -1,0 +1,84 @@
+"""Which tiles of the scores of one image hold a live score: the half of a mask that is made on the CPU.
+
+The worker that draws an image knows its pixels before the GPU does, and an image has only some dozens of blocks. So the
+worker finds the tiles exactly: no memory is reserved on the GPU for a worst case, and the host knows every array's size
+without waiting for the device. Which scores are live inside the tiles, the device computes: see packed_masks.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.pathx.masks.relations import Relation
+
+NOWHERE = 1 << 14  # a coordinate farther from every image than any mask reaches
+
+
+class TokenBlocks(NamedTuple):
+    """The tokens of one image in blocks: coordinates int64 [n, block], what is no pixel marked as such."""
+
+    y: NDArray[np.int64]
+    x: NDArray[np.int64]
+    is_pixel: NDArray[np.bool_]  # [n, block]
+    is_register: NDArray[np.bool_]  # [n, block]
+
+
+def live_tiles(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """`(may, full)`, bool [n, n] each: tiles that may have live scores, and those of them in which all are.
+
+    Exact for full tiles. `may` goes by the boxes around the blocks' pixels, so a few tiles of it may be dead.
+    """
+    whole = (blocks.is_pixel | blocks.is_register).all(1)
+    complete = whole[:, None] & whole
+    some = blocks.is_pixel.any(1)
+    inhabited = some[:, None] & some
+    if relation.kind == "dense":
+        may, full = inhabited, complete
+    elif relation.kind in ("butterfly", "factor"):
+        may, full = _cells(relation, blocks)
+    else:
+        may, full = _boxes(relation, blocks)
+    may, full = may & inhabited, full & complete
+    has_register = blocks.is_register.any(1)
+    everyone = blocks.is_register.any(1) | some
+    may |= (has_register[:, None] & everyone) | (everyone[:, None] & has_register)
+    return may, full & may
+
+
+def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    radius = relation.numbers[0]
+    near, inside = [], []
+    for along in (blocks.y, blocks.x):
+        low = np.where(blocks.is_pixel, along, NOWHERE).min(1)
+        high = np.where(blocks.is_pixel, along, -NOWHERE).max(1)
+        least = np.maximum(low[:, None] - high, low - high[:, None])  # the nearest two; 0 or less where boxes meet
+        most = np.maximum(high[:, None] - low, high - low[:, None])  # the farthest two
+        near.append(least <= radius)
+        inside.append(most <= radius)
+    if relation.kind == "near":
+        return near[0] & near[1], inside[0] & inside[1]
+    if relation.kind == "tiles":
+        may = near[0] & near[1]
+        return may, may
+    if relation.kind == "axial":
+        return near[0] | near[1], inside[0] | inside[1]
+    axis = 0 if relation.kind == "rows" else 1
+    return near[axis], inside[axis]
+
+
+def _cells(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """By the rows and the columns of cells that each block touches."""
+    may, full = True, True
+    for along in (blocks.y, blocks.x):
+        cell = along // relation.numbers[0]
+        count = int(np.where(blocks.is_pixel, cell, 0).max()) + 1
+        touched = np.zeros((len(cell), count), np.float32)
+        block, token = np.nonzero(blocks.is_pixel)
+        touched[block, cell[block, token]] = 1
+        related = relation.related(np.arange(count)[:, None], np.arange(count))
+        may = may & ((touched @ related.astype(np.float32) @ touched.T) > 0)
+        full = full & ((touched @ (~related).astype(np.float32) @ touched.T) == 0)
+    return may, full

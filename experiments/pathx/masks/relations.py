@@ -1,0 +1,107 @@
+"""Which pixels a layer lets see each other: by their places, whatever stands between them.
+
+A relation says of two pixels (y, x) and (y', x') of one image whether their score is live, with dy = |y - y'| and
+dx = |x - x'|:
+
+    dense           always
+    near:R          dy <= R and dx <= R                      a window, masks.neighborhood
+    rows:R          dy <= R                                  a band of 2 R + 1 rows; columns:R likewise
+    axial:R         dy <= R or dx <= R                       R = 0: masks.axial
+    butterfly:C     y // C ~ y' // C and x // C ~ x' // C    masks.butterfly_2d, a ~ b: equal, or differ in one bit
+    factor:C:S      the same with a ~ b: equal, or differ in the bit S alone: one staged factor of it
+    tiles:R         blocks of tokens whose boxes come within R pixels see each other whole: near:R, rounded up
+
+All but the last are relations of pixels alone, so that leaving out the background is exactly the same as masking it.
+`tiles:R` depends on how tokens fill blocks, but never on other images of a batch. It has no partial tiles.
+
+Register tokens see and are seen by all tokens of their image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from experiments.pathx.masks.orders import BASE
+
+KINDS = {"dense": 0, "near": 1, "rows": 1, "columns": 1, "axial": 1, "butterfly": 1, "factor": 2, "tiles": 1}
+
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One of the kinds above with its numbers, in pixels."""
+
+    kind: str
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As `parse` reads it."""
+        return ":".join([self.kind, *map(str, self.numbers)])
+
+    @property
+    def order(self) -> str:
+        """The order of the tokens in which it has few live tiles."""
+        return self.kind if self.kind in ("rows", "columns") else BASE
+
+    def live(self, y: Numbers, x: Numbers, other_y: Numbers, other_x: Numbers) -> Numbers:
+        """Whether pixels (y, x) and (other_y, other_x) see each other; broadcasts. For `tiles`: in a live tile."""
+        numbers = self.numbers
+        if self.kind in ("dense", "tiles"):
+            return (y == y) & (other_y == other_y)
+        if self.kind == "near":
+            return ((y - other_y).abs() <= numbers[0]) & ((x - other_x).abs() <= numbers[0])
+        if self.kind == "rows":
+            return (y - other_y).abs() <= numbers[0]
+        if self.kind == "columns":
+            return (x - other_x).abs() <= numbers[0]
+        if self.kind == "axial":
+            return ((y - other_y).abs() <= numbers[0]) | ((x - other_x).abs() <= numbers[0])
+        cell = numbers[0]
+        return self.related(y // cell, other_y // cell) & self.related(x // cell, other_x // cell)
+
+    def related(self, a: Numbers, b: Numbers) -> Numbers:
+        """Whether cells a and b, along one axis, are partners of the butterfly or of one factor of it."""
+        differing = a ^ b
+        if self.kind == "butterfly":
+            return (differing & (differing - 1)) == 0  # at most one bit
+        return (differing == 0) | (differing == self.numbers[1])
+
+
+def parse(text: str) -> Relation:
+    """A relation by its name.
+
+    >>> parse("near:16")
+    Relation(kind='near', numbers=(16,))
+    """
+    kind, *words = text.strip().split(":")
+    if kind not in KINDS or len(words) != KINDS[kind] or not all(word.isdecimal() for word in words):
+        known = ", ".join(":".join([kind, *"RS"[:count]]) for kind, count in KINDS.items())
+        raise ValueError(f"a layer's mask must be one of {known} with whole numbers of pixels; got {text!r}")
+    numbers = tuple(map(int, words))
+    if kind in ("butterfly", "factor") and numbers[0] < 1:
+        raise ValueError(f"the cells of a butterfly must have at least 1 pixel; got {text!r}")
+    if kind == "factor" and (numbers[1] < 1 or numbers[1] & (numbers[1] - 1)):
+        raise ValueError(f"the stride of a factor must be a power of two, in cells; got {text!r}")
+    return Relation(kind, numbers)
+
+
+def parse_layers(text: str) -> tuple[Relation, ...]:
+    """The relation of every layer, first layer first; "*n" repeats one.
+
+    >>> [each.name for each in parse_layers("near:16*2,dense")]
+    ['near:16', 'near:16', 'dense']
+    """
+    layers: list[Relation] = []
+    for word in text.split(","):
+        name, star, count = word.partition("*")
+        if star and not (count.strip().isdecimal() and int(count) > 0):
+            raise ValueError(f"layers must be masks with commas between them, near:16*4,dense say; got {text!r}")
+        layers += [parse(name)] * (int(count) if star else 1)
+    return tuple(layers)

@@ -1,0 +1,120 @@
+"""The classifier of images as tokens: encoder layers, each with a mask and an order of tokens of its own.
+
+Shapes: B rows of N tokens, I images, W width, H heads, D features a head, M blocks in all, K blocks an image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from experiments.pathx.data.device_batch import Batch, between
+from experiments.pathx.data.packing import LEVELS
+from experiments.pathx.masks.orders import BASE
+from experiments.pathx.model.gather import GatherGroups, Permute, places_in_groups
+from experiments.training.layers.rotary import Rotation, plane_rates, plane_rotation
+from experiments.training.layers.transformer import Halves, Layer, SelfAttention, compiled_halves, head_dim_of
+
+CLASSES = 2
+
+
+class PathModel(nn.Module):
+    """Grey levels embedded, layers with 2D rotary positions and normalised queries and keys, mean and max, a head.
+
+    Positions are distances in pixels, so the same weights read images of every size.
+
+    pixel_classes: the classes of a second head, for training, which says every pixel's class; 0: there is none.
+    """
+
+    rates: Tensor
+
+    def __init__(
+        self,
+        *,
+        depth: int,
+        width: int,
+        heads: int,
+        head_dim: int | None = None,
+        mlp: int,
+        dropout: float = 0.0,
+        registers: int = 0,
+        pixel_classes: int = 0,
+    ) -> None:
+        super().__init__()
+        head_dim = head_dim_of(width, heads, head_dim)
+        self.registers = registers
+        self.embedding = nn.Embedding(LEVELS + registers, width)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        self.register_buffer("rates", plane_rates(head_dim), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(
+            Layer(width, mlp, dropout, SelfAttention(width, heads, head_dim, 0.0, qk_norm=True)) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Sequential(nn.Linear(2 * width, mlp), nn.GELU(), nn.Linear(mlp, CLASSES))
+        self.tracer = nn.Linear(width, pixel_classes) if pixel_classes else None
+        self.training_halves = Halves()
+
+    def compile_layers(self) -> None:
+        """Let torch.compile fuse what surrounds attention in training. Evaluation is not compiled."""
+        self.training_halves = compiled_halves()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Logits [I, 2], and of a model with a second head its classes' [B, N, pixel_classes]."""
+        x = self.norm(self.encoded(batch))
+        pooled = pool(x, batch)  # [I, 2 W]
+        logits: Tensor = self.head(pooled)
+        return logits, None if self.tracer is None else self.tracer(x)
+
+    def encoded(self, batch: Batch, listener: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
+        """The tokens after the last layer [B, N, W], in the order that they are stored in.
+
+        listener: called with the number of every layer and its q and k, [B, H, N, D], in the layer's order.
+        """
+        x = self.dropout(self.embedding(batch.ids.clamp(min=0).int()))  # [B, N, W]
+        rotation = plane_rotation(batch.y, batch.x, self.rates)
+        rotations: dict[str, Rotation] = {BASE: rotation}
+        now = BASE
+        halves = self.training_halves if self.training else Halves()
+        for number, (layer, mask, order) in enumerate(zip(self.layers, batch.masks, batch.layer_orders, strict=True)):
+            if order not in rotations:
+                cosines, sines = (each.index_select(2, batch.orders[order].order) for each in rotation)
+                rotations[order] = cosines, sines
+            x, now = reordered(x, batch, now, order), order
+            q, k, v = halves.before(layer, x, rotations[order])
+            if listener is not None:
+                listener(number, q, k)
+            x = halves.after(layer, x, layer.attention.mix(q, k, v, mask))
+        return reordered(x, batch, now, BASE)
+
+
+def reordered(x: Tensor, batch: Batch, now: str, then: str) -> Tensor:
+    """Tokens [B, N, W] from one order into another."""
+    if now == then:
+        return x
+    move = between(batch, now, then)
+    moved: Tensor = Permute.apply(x, move.order, move.inverse)
+    return moved
+
+
+def pool(x: Tensor, batch: Batch) -> Tensor:
+    """Mean and maximum of each image's live tokens, [I, 2 W].
+
+    Over blocks first, then over the blocks of an image: sums in a fixed order, where adding tokens to their images
+    would have none.
+    """
+    live = batch.live.reshape(-1, batch.block, 1)  # [M, block, 1]
+    x = x.reshape(-1, batch.block, x.shape[-1])  # [M, block, W]
+    place = places_in_groups(batch.blocks, len(x))
+
+    def grouped(of_blocks: Tensor, filler: float) -> Tensor:  # [I, K, ...]
+        each: Tensor = GatherGroups.apply(of_blocks, batch.blocks, place, filler)
+        return each
+
+    counts = grouped(live.sum(1).to(x.dtype), 0.0).sum(1)  # [I, 1]
+    means = grouped((x * live).sum(1), 0.0).sum(1) / counts.clamp(min=1)
+    tops = grouped(x.masked_fill(~live, -math.inf).amax(1), -math.inf).amax(1)
+    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # an entry may be no image

@@ -1,0 +1,56 @@
+"""Gathers whose gradients are gathered, too. Scattering them would add in no fixed order, and take longer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+class Permute(torch.autograd.Function):
+    """x[:, order]; inverse undoes the order."""
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        """x: [B, N, W]"""
+        return x.index_select(1, order)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.inverse = inputs[2]  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(1, ctx.inverse), None, None  # type: ignore[attr-defined]
+
+
+class GatherGroups(torch.autograd.Function):
+    """x[groups], and `filler` where a group has no more: each row of x is in one group at most.
+
+    x: [M, W]; groups: int64 [I, K], M where there is none; place: `places_in_groups(groups, M)`. Gives [I, K, W].
+    """
+
+    @staticmethod
+    def forward(x: Tensor, groups: Tensor, place: Tensor, filler: float) -> Tensor:
+        return torch.cat([x, x.new_full((1, x.shape[1]), filler)])[groups]
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
+        ctx.place = inputs[2]  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        nothing = gradient.new_zeros(1, gradient.shape[-1])
+        return torch.cat([gradient.flatten(0, 1), nothing])[ctx.place], None, None, None  # type: ignore[attr-defined]
+
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """The permutation that undoes another, int64 [N]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def places_in_groups(groups: Tensor, count: int) -> Tensor:
+    """Where each of `count` rows is in groups [I, K], counted through them; I K where it is in none. int64 [count]"""
+    places = torch.full((count + 1,), groups.numel(), device=groups.device)
+    # Places that hold no row all write to entry `count`, in any order; it is cut off.
+    return places.scatter_(0, groups.flatten(), torch.arange(groups.numel(), device=groups.device))[:count]

@@ -1,0 +1,49 @@
+"""The answers of a model to images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.pathx.config import Config
+from experiments.pathx.data.device_batch import on_device
+from experiments.pathx.data.packing import Packed
+from experiments.pathx.losses import forward
+from experiments.pathx.masks.relations import Relation
+
+
+class Scores(NamedTuple):
+    """Of n images, on the CPU."""
+
+    chances: Tensor  # float64 [n], of "connected"
+    labels: Tensor  # int64 [n]
+    loss: float  # mean cross-entropy, nats
+
+    @property
+    def right(self) -> Tensor:
+        """bool [n]"""
+        return (self.chances > 0.5) == (self.labels == 1)
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.right.double().mean())
+
+
+@torch.inference_mode()
+def score(
+    model: nn.Module, packings: Iterable[Packed], layers: tuple[Relation, ...], config: Config, device: torch.device
+) -> Scores:
+    """The answers to all images of some packings."""
+    model.eval()
+    logits, labels = [], []
+    for packed in packings:
+        with torch.inference_mode(False):  # masks are kept, and training may use them, too
+            batch = on_device(packed, layers, device, config.registers)
+        logits.append(forward(model, batch, config)[0])
+        labels.append(batch.labels)
+    all_logits, all_labels = torch.cat(logits).double().cpu(), torch.cat(labels).cpu()
+    return Scores(all_logits.softmax(-1)[:, 1], all_labels, float(F.cross_entropy(all_logits, all_labels)))

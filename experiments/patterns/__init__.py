@@ -1,1 +1,0 @@
-"""The pattern library as one page of pictures and one table of numbers."""

@@ -1,0 +1,20 @@
+"""Small files that are complete at every moment, even if the process is killed while it writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file under another name, then rename it over the old version."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write plain values, indented, for people and programs to read."""
+    write_text(path, json.dumps(value, indent=2) + "\n")

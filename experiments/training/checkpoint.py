@@ -1,0 +1,230 @@
+"""Checkpoints: weights, optimiser state and random states, in safetensors files of bounded size.
+
+    <run>/checkpoint-00000500/
+        part-01-of-03.safetensors ...   tensors named model.*, average.*, best.*, optimizer.<parameter>.*, random.*,
+                                        and random.<rank>.* of other processes that train with the first one
+        state.json                      step, seconds of training, the format, the number of processes, and what else
+                                        the kind of run needs
+
+A checkpoint is written under another name and renamed when it is complete. A copy of one may still lack a file, and
+is then ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from experiments.training.atomic_files import write_json
+from experiments.training.best_weights import BestWeights
+from experiments.training.tensor_files import PART_BYTES, split
+from experiments.training.weight_average import WeightAverage
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int  # steps done
+    seconds: float  # of training, over all its sessions
+    details: dict[str, Any] = field(default_factory=dict)  # further plain values that the trainer needs to go on
+
+
+RandomState = dict[str, Tensor]  # of one process: cpu, and cuda if it trains there
+
+
+def save(
+    run: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None = None,
+    random: list[RandomState] | None = None,
+    *,
+    best: BestWeights | None = None,
+) -> Path:
+    """Write a checkpoint into the run's folder, then remove the others.
+
+    random: the states of all processes; None: of this one alone. A checkpoint of the same step has the same tensors
+    already, but its state.json is written again: at the end of a stage, the stage differs.
+    """
+    target = run / f"checkpoint-{progress.step:08}"
+    random = random or [random_state(next(model.parameters()).device)]
+    state = {"format": FORMAT, "processes": len(random), **asdict(progress)}
+    if best is not None:
+        state["best"] = best.state
+    if target.exists() and not missing(target):
+        write_json(target / "state.json", state)
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    for left_by_a_kill in run.glob(".checkpoint-*"):
+        shutil.rmtree(left_by_a_kill)
+    collected = collect(model, optimizer, average, random, best)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collected}
+    unfinished = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=run))
+    try:
+        parts = list(split(tensors, PART_BYTES))
+        for number, part in enumerate(parts, start=1):
+            save_file(part, unfinished / part_name(number, len(parts)))
+        write_json(unfinished / "state.json", state)
+        unfinished.chmod(0o755)  # mkdtemp makes it private
+        os.replace(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for other in folders(run):
+        if other != target:
+            shutil.rmtree(other)
+    return target
+
+
+def load(
+    checkpoint: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None = None,
+    *,
+    best: BestWeights | None = None,
+    rank: int = 0,
+) -> Progress:
+    """Put a checkpoint's state into a model and its optimiser, and set the random states of this process.
+
+    A process that the run did not have before gets new random states, other than those with which it would have begun.
+    Raises ValueError where the checkpoint lacks a file, or the state of a parameter or of a process.
+    """
+    lacking = missing(checkpoint)
+    if lacking:
+        raise ValueError(f"{checkpoint} must be whole; it lacks {', '.join(lacking)}")
+    state = json.loads((checkpoint / "state.json").read_text())
+    if state.pop("format") != FORMAT:
+        raise ValueError(f"{checkpoint} must have the checkpoint format {FORMAT}; written by another version")
+    of_best = state.pop("best", None)
+    processes = state.pop("processes", 1)  # older checkpoints do not say it
+    tensors: dict[str, Tensor] = {}
+    for part in sorted(checkpoint.glob("part-*.safetensors")):
+        tensors |= load_file(part)
+    model.load_state_dict(under("model", tensors))
+    if average is not None:
+        average.load(under("average", tensors))
+    if best is not None:
+        best.load(of_best, under("best", tensors))
+    names = parameter_names(model, optimizer)
+    optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
+    kept = set().union(*optimizer_state.values())
+    for index, name in names.items():
+        # Without it the optimiser would silently begin anew for this parameter.
+        if not kept or optimizer_state[index].keys() != kept:
+            raise ValueError(f"{checkpoint} must have the optimiser's state of every parameter; {name} has none")
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
+    random = under(f"random.{rank}" if rank else "random", tensors)
+    device = next(model.parameters()).device
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"])
+    elif rank < processes:
+        raise ValueError(f"{checkpoint} must have the random state of process {rank}; it has none")
+    else:
+        torch.manual_seed(torch.initial_seed() + state["step"])
+    if "cuda" in random and device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"], device)
+    return Progress(**state)
+
+
+def random_state(device: torch.device) -> RandomState:
+    """The states of this process's generators; each GPU has its own."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def folders(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first, those that lack a file among them."""
+    return sorted(run.glob("checkpoint-*"))
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    return [checkpoint for checkpoint in folders(run) if not missing(checkpoint)]
+
+
+def newest(run: Path) -> Path | None:
+    """The newest complete checkpoint; None where the run has saved nothing.
+
+    Raises ValueError where there are checkpoints, but none is complete: to begin anew would lose the run.
+    """
+    found, whole = folders(run), checkpoints(run)
+    if found and not whole:
+        raise ValueError(
+            f"{found[-1]} must be whole to go on from; it lacks {', '.join(missing(found[-1]))}. Copy what is "
+            "missing, or begin anew with --overwrite"
+        )
+    return whole[-1] if whole else None
+
+
+def missing(checkpoint: Path) -> list[str]:
+    """The names of the files that a checkpoint lacks. Each part's name says how many there are."""
+    names = {path.name for path in checkpoint.glob("part-*-of-*.safetensors")}
+    counts = {int(name.removesuffix(".safetensors").split("-")[-1]) for name in names} or {1}
+    wanted = ["state.json", *(part_name(number, count) for count in counts for number in range(1, count + 1))]
+    return [name for name in wanted if not (checkpoint / name).is_file()]
+
+
+def part_name(number: int, count: int) -> str:
+    """What a part's file is called; numbers are from 1."""
+    return f"part-{number:02}-of-{count:02}.safetensors"
+
+
+def remove(run: Path) -> None:
+    """Delete all checkpoints of a run."""
+    for checkpoint in folders(run):
+        shutil.rmtree(checkpoint)
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None,
+    random: list[RandomState],
+    best: BestWeights | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a checkpoint with their names, in a fixed order."""
+    for name, tensor in model.state_dict().items():
+        yield f"model.{name}", tensor
+    if average is not None:
+        for name, tensor in average.weights.items():
+            yield f"average.{name}", tensor
+    if best is not None:
+        for name, tensor in best.weights.items():
+            yield f"best.{name}", tensor
+    names = parameter_names(model, optimizer)
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, tensor in values.items():
+            yield f"optimizer.{names[index]}.{key}", tensor
+    for rank, state in enumerate(random):
+        for key, tensor in state.items():
+            yield f"random.{rank}.{key}" if rank else f"random.{key}", tensor
+
+
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """The optimiser's number of each parameter -> the model's name for it."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names[parameter] for index, parameter in enumerate(parameters)}
+
+
+def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with the prefix, without it."""
+    start = f"{prefix}."
+    return {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}

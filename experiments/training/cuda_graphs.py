@@ -1,0 +1,181 @@
+"""Training steps as CUDA graphs: what a GPU has to do for the gradients of a batch, launched with one call.
+
+A small model's step is about a thousand kernels, and the host takes longer to launch them than the GPU to run them. A
+graph reads the same addresses at every replay, so a batch is first copied into static tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from experiments.training.optimizer import apply_gradients
+from experiments.training.steps import Batch, Objective, OnDevice, Outcome, Steps, compute_gradients, dry_run
+
+Inner = TypeVar("Inner", contravariant=True)
+Outer = TypeVar("Outer", covariant=True)
+
+
+class StaticInputs(Protocol[Inner, Outer]):
+    """Tensors on the device that batches are copied into, one after the other."""
+
+    def fits(self, batch: Inner) -> bool:
+        """Whether the tensors are large enough for a batch."""
+        ...
+
+    def fill(self, batch: Inner) -> None:
+        """Copy a batch into the tensors; the host does not wait for it."""
+        ...
+
+    def on_device(self) -> Outer:
+        """What the losses take, made of these tensors; its operations become a part of the graph."""
+        ...
+
+
+@dataclass(frozen=True)
+class GraphInputs(Generic[Batch, OnDevice]):
+    """Which graphs a trainer needs.
+
+    static: makes the static tensors of a graph, large enough for the batch and filled with it.
+    key: batches of one key share a graph. Once there are graphs of `most` keys, batches of other keys do without.
+    first: makes of the first batch the one that is captured before all others, which should need the most memory.
+    """
+
+    static: Callable[[Batch], StaticInputs[Batch, OnDevice]]
+    key: Callable[[Batch], Hashable] = lambda batch: None
+    most: int = 1
+    first: Callable[[Batch], Batch] | None = None
+
+
+@dataclass(frozen=True)
+class CapturedStep(Generic[Batch, OnDevice]):
+    """A step up to its gradients, and the tensors that it reads."""
+
+    inputs: StaticInputs[Batch, OnDevice]
+    graph: GradientGraph
+
+
+class GraphSteps(Steps[Batch, OnDevice]):
+    """Like Steps, on one GPU, with a graph for each kind of batch. An outcome's tensors are overwritten by the next.
+
+    pool: memory that the graphs share, by `torch.cuda.graph_pool_handle()`; None: each has its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective[Batch, OnDevice],
+        device: torch.device,
+        inputs: GraphInputs[Batch, OnDevice],
+        pool: Any = None,
+    ) -> None:
+        super().__init__(model, optimizer, objective, device)
+        self.inputs, self.pool = inputs, pool
+        self.captured: dict[Hashable, CapturedStep[Batch, OnDevice]] = {}
+        self.gradients: list[Tensor] | None = None  # of all graphs that share memory, one a parameter
+
+    def _prepare(self, batch: Batch) -> None:
+        """Capture a step on batches like this one."""
+        if not self.captured:
+            if self.pool is not None:
+                self.gradients = [torch.empty_like(parameter) for parameter in self.model.parameters()]
+            if self.inputs.first is not None:
+                self._capture(self.inputs.first(batch))
+        if self._step_for(batch) is None:
+            self._capture(batch)
+
+    def _step_for(self, batch: Batch) -> CapturedStep[Batch, OnDevice] | None:
+        found = self.captured.get(self.inputs.key(batch))
+        return found if found is not None and found.inputs.fits(batch) else None
+
+    def _capture(self, batch: Batch) -> None:
+        key = self.inputs.key(batch)
+        self.captured.pop(key, None)  # gives back the memory of the graph that this one replaces
+        inputs = self.inputs.static(batch)
+
+        def warm_up() -> None:
+            dry_run(self.model, self.objective.losses, inputs.on_device(), self.device)
+
+        def compute() -> Outcome:
+            return compute_gradients(self.model, self.objective, inputs.on_device())
+
+        graph = GradientGraph(self.model, warm_up, compute, self.device, self.pool, self.gradients)
+        self.captured[key] = CapturedStep(inputs, graph)
+
+    def __call__(self, batch: Batch, lr: float) -> Outcome:
+        step = self._step_for(batch)
+        if step is None:
+            if self.inputs.key(batch) not in self.captured and len(self.captured) >= self.inputs.most:
+                return super().__call__(batch, lr)
+            self.prepare(batch)
+            step = self._step_for(batch)
+            assert step is not None
+        step.inputs.fill(batch)
+        outcome = step.graph.replay()
+        apply_gradients(self.optimizer, lr)
+        return outcome
+
+
+class GradientGraph:
+    """What `compute` does on a GPU, which is to leave a gradient with every parameter of the model.
+
+    warm_up: runs once before the capture: all that has to be compiled, and libraries that initialise themselves.
+    pool: memory that graphs share, by `torch.cuda.graph_pool_handle()`. Each replay overwrites what the others have
+        left there, results too. The graph that is captured first should need the most: the others then fit in.
+    gradients: where every graph leaves the gradients, one tensor a parameter; by default each has its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        warm_up: Callable[[], object],
+        compute: Callable[[], Outcome],
+        device: torch.device,
+        pool: Any = None,
+        gradients: Sequence[Tensor] | None = None,
+    ) -> None:
+        model.zero_grad(set_to_none=True)
+        current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            warm_up()
+        current.wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool):
+                self._result = compute()
+                if gradients is not None:
+                    move_gradients(model, gradients)
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails may have left another one current
+        self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+
+    def replay(self) -> Outcome:
+        """Launch it; the result's tensors, and the gradients, are the same ones every time."""
+        self._graph.replay()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient  # another graph may have left its own
+        return self._result
+
+
+def copy_into(static: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor into one that a graph reads; the host does not wait for it."""
+    pins = static.is_cuda and not tensor.is_cuda
+    static.copy_(tensor.pin_memory() if pins else tensor, non_blocking=pins)
+
+
+def move_gradients(model: nn.Module, places: Sequence[Tensor]) -> None:
+    """Let the gradients of a model lie in these tensors, one a parameter."""
+    found = [
+        (parameter, place, parameter.grad)
+        for parameter, place in zip(model.parameters(), places, strict=True)
+        if parameter.grad is not None
+    ]
+    torch._foreach_copy_([place for _, place, _ in found], [gradient for _, _, gradient in found])
+    for parameter, place, _ in found:
+        parameter.grad = place

@@ -1,0 +1,172 @@
+"""Data-parallel training: processes started by torchrun, one a GPU, each with its share of every batch.
+
+    torchrun --nproc-per-node=2 -m experiments.lra train ...
+
+The first process decides whatever depends on the clock or on files, and writes all files; the others follow it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+# The others wait while the first process reads data for the first time. torchrun ends them if it dies.
+_TIMEOUT = timedelta(hours=12)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together; by default it trains alone.
+
+    The methods that exchange something must be called by all processes, in the same order.
+    """
+
+    rank: int = 0
+    count: int = 1
+    # For decisions and small objects, through the CPU: no GPU waits for them.
+    control: dist.ProcessGroup | None = None
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def share(self) -> slice:
+        """Which of a batch's examples are this process's."""
+        return slice(self.rank, None, self.count)
+
+    def broadcast(self, value: float) -> float:
+        """The first process's value."""
+        if self.count == 1:
+            return value
+        received = torch.tensor(value, dtype=torch.float64)
+        dist.broadcast(received, 0, self.control)
+        return received.item()
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """What the function returns in the first process, which alone calls it; what it raises there is raised here."""
+        if self.count == 1:
+            return function()
+        sent: list[Any] = [None, None]
+        if self.first:
+            try:
+                sent[0] = function()
+            except Exception as error:  # the others must not wait forever
+                sent[1] = error
+        dist.broadcast_object_list(sent, 0, self.control)
+        if sent[1] is not None:
+            raise sent[1]
+        result: T = sent[0]
+        return result
+
+    def first_before_others(self, function: Callable[[], T]) -> T:
+        """Call the function in every process, but in the first one before the others: it may write files for them."""
+        kept: list[T] = []
+
+        def call() -> None:
+            kept.append(function())
+
+        self.on_first(call)
+        return kept[0] if kept else function()
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in the first one; an empty list in the others."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        dist.gather_object(value, found if self.first else None, 0, self.control)
+        return found if self.first else []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, on its device."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def data_parallel(self, model: nn.Module) -> nn.Module:
+        """The model, such that a backward pass leaves the mean of all processes' gradients."""
+        if self.count == 1:
+            return model
+        device = next(model.parameters()).device
+        places = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)  # they are constants
+
+    def seed_by_rank(self, seed: int) -> None:
+        """Give every process but the first its own random numbers: no two drop the same features."""
+        if not self.first:
+            torch.manual_seed(int(np.random.SeedSequence([seed, self.rank]).generate_state(1)[0]))
+
+
+SINGLE = Ranks()
+
+
+def world_size() -> int:
+    """How many processes torchrun has started, this one included; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def require_single_process(what: str) -> None:
+    """Raises ValueError where torchrun has started several processes for what one does."""
+    if world_size() > 1:
+        raise ValueError(f"{what} runs in one process; start it without torchrun")
+
+
+@contextmanager
+def process_group(name: str) -> Iterator[Ranks]:
+    """Inside, the processes that torchrun has started know each other; name: of the device, as in the settings."""
+    if world_size() == 1:
+        yield Ranks()
+        return
+    device = find_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where Triton launches its kernels, too
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_TIMEOUT))
+    yield ranks
+    dist.destroy_process_group()  # not after an error: others may still be waiting, and torchrun ends them
+    # A group's threads end with the last reference to it, which a run may hold for long. A thread that still releases a
+    # tensor when Python ends is killed while it waits for Python's lock, and C++ then aborts the process.
+    object.__setattr__(ranks, "control", None)
+
+
+def find_device(name: str) -> torch.device:
+    """The device behind a name; "auto" is a GPU if PyTorch sees one; among several processes each has its own.
+
+    Raises ValueError if it is missing.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}")
+    index: int | None = device.index  # PyTorch's annotation leaves out the None of "cuda"
+    if device.type == "cuda" and (index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"PyTorch sees {torch.cuda.device_count()} GPUs here; got the device {name!r}")
+    if device.type == "cuda" and world_size() > 1:
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        if index is not None:
+            raise ValueError(f"torchrun gives each process its own GPU: the device must be cuda or auto; got {name!r}")
+        if here > torch.cuda.device_count():
+            raise ValueError(
+                f"each process needs a GPU of its own: torchrun started {here} here, and PyTorch sees "
+                f"{torch.cuda.device_count()} GPUs; lower --nproc-per-node"
+            )
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return device

@@ -1,0 +1,78 @@
+"""Where a result was computed: device, versions, commit and command."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import sparseflash
+
+# The columns of the CSV file that name a run. `run`, the time it began, tells runs apart and puts them in order.
+FACTS = (
+    "run", "device", "driver", "cuDNN", "torch", "triton", "flash-attn-4", "python", "date", "commit", "command",
+)  # fmt: skip
+NONE = "-"
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's and how many threads were used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes a result."""
+    return {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": str(torch.__version__),
+        "sparseflash": sparseflash.__version__,
+        "triton": _version("triton", missing="none"),  # there is none for some platforms
+    }
+
+
+def environment(device: torch.device, command: str, commit: str | None) -> dict[str, str]:
+    """FACTS and their values: what a reader needs to repeat a measurement. commit: by default git's."""
+    name, driver, cudnn = "CPU", NONE, NONE
+    if device.type == "cuda":
+        name, cudnn = torch.cuda.get_device_name(device), str(torch.backends.cudnn.version())
+        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = driver.splitlines()[0] if driver else "not known"
+    now = datetime.now(timezone.utc)
+    values = (
+        now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"), name, driver, cudnn, torch.__version__, _version("triton"),
+        _version("flash-attn-4"), platform.python_version(), now.strftime("%Y-%m-%d %H:%M UTC"),
+        _commit() if commit is None else commit, command,
+    )  # fmt: skip
+    return dict(zip(FACTS, values, strict=True))
+
+
+def _output_of(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _version(package: str, missing: str = "not installed") -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return missing
+
+
+def _commit() -> str:
+    commit = _output_of("git", "rev-parse", "--short", "HEAD")
+    if not commit:
+        return "not known"
+    return f"{commit} with changes" if _output_of("git", "status", "--porcelain") else commit

@@ -1,0 +1,89 @@
+"""Attention by each of three implementations, which compute the same.
+
+q, k and v are [B, H, N, D]. `sparseflash` reads a mask of the library; the other two read an `ElementMask`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import sparseflash
+from sparseflash import BlockMask
+
+IMPLEMENTATIONS = ("sparseflash", "sdpa", "standard")
+SMALLEST_HEAD = 16
+
+
+@dataclass(frozen=True)
+class ElementMask:
+    """Which scores are live, for implementations without block masks."""
+
+    scores: Tensor | None  # bool, broadcasts to [B, H, N, N], at least one in a row; None: all are live
+    empty: Tensor | None = None  # bool [B, H or 1, N, 1], the queries whose output is 0; None: there are none
+
+    @classmethod
+    def within(cls, pattern: Tensor | None, lengths: Tensor | None, length: int) -> ElementMask:
+        """A pattern bool [1 or B, 1 or H, N, N], None for all scores, without the keys past lengths [B], None for N."""
+        keys = None
+        if lengths is not None:
+            keys = (torch.arange(length, device=lengths.device) < lengths[:, None])[:, None, None]  # [B, 1, 1, N]
+        if pattern is None:
+            return cls(keys)  # no sequence is empty, so no row is
+        scores = pattern if keys is None else pattern & keys
+        empty = ~scores.any(-1, keepdim=True)
+        return cls(scores | empty, empty)  # the softmax of a row without a live score would be NaN
+
+
+def row_multiple(implementation: str, block: int) -> int:
+    """The number of tokens of which rows of a batch should be a multiple, for the implementation to be fastest.
+
+    Ours takes whole blocks of the mask. Matrix products are slow on rows that do not begin at a multiple of 16 bytes,
+    so `standard`, which stores rows of scores, takes eights; `sdpa` does not store them.
+    """
+    return {"sparseflash": block, "sdpa": 1, "standard": math.gcd(8, block)}[implementation]
+
+
+def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dropout_p: float = 0.0) -> Tensor:
+    """The library's. Its kernel takes heads of at least 16 features; zeros are added to smaller ones, to no effect."""
+    head_dim = q.shape[-1]
+    missing = max(0, SMALLEST_HEAD - head_dim)
+    if missing:
+        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
+    return sparseflash.attention(q, k, v, mask, scale=head_dim**-0.5, dropout_p=dropout_p)[..., :head_dim]
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
+    """PyTorch's own. Without padding it may take a FlashAttention kernel, with padding one that takes masks."""
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.scores, dropout_p=dropout_p)
+    return out if mask.empty is None else out.masked_fill(mask.empty, 0.0)
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
+    """The textbook's: all N x N scores, their softmax, its product with v, each a matrix in memory.
+
+    The plain form with the least memory: the scale is applied to q and the mask in place, which saves two matrices; and
+    the softmax stays in the inputs' dtype, where autocast would write it in fp32 and copy it back.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (q * q.shape[-1] ** -0.5) @ k.mT
+        if mask.scores is not None:
+            scores = scores.masked_fill_(~mask.scores, -math.inf)
+        weights = F.dropout(scores.softmax(-1), dropout_p)
+        out = weights @ v
+    return out if mask.empty is None else out.masked_fill(mask.empty, 0.0)
+
+
+def attention(
+    implementation: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ElementMask, dropout_p: float = 0.0
+) -> Tensor:
+    """Attention [B, H, N, D] by the named implementation, with the kind of mask that it reads."""
+    if isinstance(mask, BlockMask):
+        if implementation != "sparseflash":
+            raise TypeError(f"{implementation} must be given an ElementMask; got a BlockMask")
+        return block_sparse_attention(q, k, v, mask, dropout_p)
+    return {"sdpa": sdpa_attention, "standard": standard_attention}[implementation](q, k, v, mask, dropout_p)

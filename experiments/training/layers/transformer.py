@@ -1,0 +1,111 @@
+"""The pre-norm layer of a transformer encoder, in two halves around its attention.
+
+Shapes: B sequences, N positions (padded), H heads, W width, D features a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.training.layers.attention import ElementMask, attention
+from experiments.training.layers.rotary import Rotation, rotate
+from sparseflash import BlockMask
+
+_GRAPHS = 64  # of each half: lra's table has models of five tasks by five variants in one process
+
+
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, with the weight in the input's dtype: under autocast the two differ, and its kernel warns of that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention over the live scores of a mask."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        dropout: float,
+        qk_norm: bool,
+        implementation: str = "sparseflash",
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.implementation = implementation
+        self.dropout = dropout  # of the weights
+        self.qkv = nn.Linear(width, 3 * heads * head_dim)
+        self.out = nn.Linear(heads * head_dim, width)
+        self.q_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
+        self.k_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
+
+    def project(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each [B, H, N, D]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, N, D]
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast, norms have another dtype
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ElementMask) -> Tensor:
+        """Attention [B, H, N, D]."""
+        return attention(self.implementation, q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
+
+
+class Layer(nn.Module):
+    """What a layer has: attention, then an MLP, each on the normalised input and added to it."""
+
+    def __init__(self, width: int, mlp: int, dropout: float, attention: SelfAttention) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = attention
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, mlp), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp, width))
+        self.dropout = nn.Dropout(dropout)
+
+
+def head_dim_of(width: int, heads: int, head_dim: int | None) -> int:
+    """The features of a head, by default the width shared among the heads."""
+    if head_dim is None and width % heads:
+        raise ValueError(f"width must be a multiple of heads; got width {width}, heads {heads}")
+    return head_dim or width // heads
+
+
+def before_attention(layer: Layer, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, H, N, D] of a layer."""
+    return layer.attention.project(layer.attention_norm(x), rotation)
+
+
+def after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    """The layer's output [B, N, W] from its input and its attention [B, H, N, D]."""
+    x = x + layer.dropout(layer.attention.out(mixed.transpose(1, 2).flatten(2)))
+    result: Tensor = x + layer.dropout(layer.mlp(layer.mlp_norm(x)))
+    return result
+
+
+class Halves(NamedTuple):
+    """What surrounds the attention of a layer."""
+
+    before: Callable[[Layer, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]] = before_attention
+    after: Callable[[Layer, Tensor, Tensor], Tensor] = after_attention
+
+
+def compiled_halves() -> Halves:
+    """The same through torch.compile, which fuses them; attention is one kernel already.
+
+    All layers of a model share two graphs: a pair for the first shape of a batch, and one for all others. Every further
+    width, precision and dropout of a process has graphs of its own. Past the limit, torch.compile raises an error; it
+    does not fall back to running slowly.
+    """
+    torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+    return Halves(torch.compile(before_attention, fullgraph=True), torch.compile(after_attention, fullgraph=True))

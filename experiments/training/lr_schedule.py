@@ -1,0 +1,42 @@
+"""The learning rate over a run, as a factor of its peak."""
+
+from __future__ import annotations
+
+import math
+
+SCHEDULES = ("constant", "cosine", "linear", "rsqrt")
+
+
+def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
+    """The factor for step `step` (from 0).
+
+    >>> [factor("linear", step, 2, step / 10) for step in (0, 1, 6)]
+    [0.5, 1.0, 0.5]
+
+    All schedules rise linearly to 1 over `warmup` steps. Then "constant" stays at 1; "cosine" and "linear" fall to 0 as
+    progress, the part of the run that is done, goes to 1; "rsqrt" falls as sqrt(warmup / step), the Long Range Arena's
+    own. Raises ValueError for another schedule.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"the schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
+    if step < warmup:
+        return (step + 1) / warmup
+    decayed = decay_progress(step, warmup, progress)
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * decayed))
+    if schedule == "linear":
+        return 1 - decayed
+    if schedule == "rsqrt":
+        return math.sqrt(max(1, warmup) / (step + 1))
+    return 1.0
+
+
+def decay_progress(step: int, warmup: int, progress: float) -> float:
+    """The part that is done of what follows the warm-up, for a step after it.
+
+    A run may end by its time, so the progress at which the warm-up ended is estimated from its share of the steps so
+    far.
+    """
+    progress = min(1.0, progress)
+    at_warmup = progress * warmup / max(1, step)
+    return 1.0 if at_warmup >= 1 else (progress - at_warmup) / (1 - at_warmup)

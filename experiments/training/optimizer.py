@@ -1,0 +1,25 @@
+"""The optimiser of all trainers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW. Only the matrices of linear layers decay, not norms, biases, embeddings and positions."""
+    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    chosen = set(matrices)
+    others = [parameter for parameter in model.parameters() if parameter not in chosen]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=matrices[0].is_cuda)
+
+
+def apply_gradients(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Change the weights by the gradients that the parameters have, at this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()

@@ -1,0 +1,83 @@
+"""Options that the commands of several trainers have, declared once."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from math import inf
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from experiments.training.settings import RunSettings, help_texts
+
+Result = TypeVar("Result")
+
+
+def option(settings: type, name: str) -> Any:
+    """The option that sets a field. Leaving it out is not the same as its default, which a preset may change."""
+    (found,) = (each for each in fields(settings) if each.name == name)
+    return typer.Option(help=found.metadata["help"], show_default=found.metadata["shown"])
+
+
+Device = Annotated[str, option(RunSettings, "device")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out, with the run's settings.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that --out already holds.")]
+PauseAfter = Annotated[
+    float | None,
+    typer.Option(help="Save and stop after this many minutes of this session; --resume goes on.", show_default="never"),
+]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, into a run's folder tensorboard.")
+]
+
+
+def command_group(text: str) -> typer.Typer:
+    """A command line with several commands."""
+    return typer.Typer(help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def settings_as_options(settings: type, *names: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Give a command an option for every setting of a class, or for those of these names, in place of `chosen`.
+
+    The command's argument `chosen` gets the settings that the user has chosen, by name; those left out are not in it.
+    A trainer's own settings come first in the help, those of RunSettings after them.
+    """
+    hints = get_type_hints(settings)
+    shared = {each.name for each in fields(RunSettings)}
+    names = names or tuple(sorted(help_texts(settings), key=lambda name: name in shared))  # the sort is stable
+    types = {name: hints[name] for name in names}
+
+    def decorate(command: Callable[..., Result]) -> Callable[..., Result]:
+        @wraps(command)
+        def called(**values: Any) -> Result:
+            given = {name: values.pop(name) for name in types}
+            return command(chosen={name: value for name, value in given.items() if value is not None}, **values)
+
+        hints = get_type_hints(command, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+        for each in inspect.signature(command).parameters.values():
+            if each.name != "chosen":
+                parameters.append(each.replace(annotation=hints[each.name]))
+                continue
+            for name, kind in types.items():
+                annotation = Annotated[kind | None, option(settings, name)]  # type: ignore[valid-type]
+                parameters.append(
+                    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+                )
+        keyword_only = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        called.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
+        called.__annotations__ = {each.name: each.annotation for each in keyword_only}
+        return called
+
+    return decorate
+
+
+def deadline(pause_after: float | None) -> float:
+    """When a session is to pause, by time.monotonic(): after so many minutes from now; never for None."""
+    return inf if pause_after is None else time.monotonic() + 60 * pause_after

@@ -1,0 +1,67 @@
+"""Progress on the terminal: bars where there is one, plain lines where the output goes to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from experiments.training.run_log import Record
+
+RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first that a record has is shown
+
+
+class TrainingBar:
+    """A bar for one run, fed with the records of its log: loss, accuracy, tokens/s or images/s, time left."""
+
+    def __init__(self, console: Console, name: str, progress: Callable[[], float]) -> None:
+        """progress: the part of the run that is done, 0 to 1."""
+        self.console, self.name, self._progress = console, name, progress
+        self._bar = Progress(  # 80 characters
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=10),
+            TextColumn("{task.percentage:3.0f}%  step {task.fields[step]}  {task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = TaskID(0)
+
+    def __enter__(self) -> TrainingBar:
+        self._bar.start()
+        self._task = self._bar.add_task(self.name, total=1.0, step=0, numbers="")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, record: Record) -> None:
+        """Take in one record."""
+        numbers = f"loss {record['loss']:.3f} acc {record['accuracy']:.3f}"
+        if record["kind"] != "train":
+            self.console.print(f"{self.name} step {record['step']}  {record['kind']:5}  {numbers}")
+            return
+        rate, unit = next(rate for rate in RATES if rate[0] in record)
+        numbers += f" {record[rate]:,.0f} {unit}"
+        self._bar.update(self._task, completed=min(1.0, self._progress()), step=record["step"], numbers=numbers)
+        if not self.console.is_terminal and record["step"] % 100 == 0:
+            self.console.print(f"{self.name} step {record['step']}  train  {numbers}")
+
+
+@contextmanager
+def counting_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar for a known number of items; yields the function that takes how many are done."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} / {task.total:,.0f}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda done: bar.update(task, completed=done)

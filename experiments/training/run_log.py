@@ -1,0 +1,73 @@
+"""A run's log: one JSON object a line, on disk as soon as it is written, so that a killed run has its log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.training.atomic_files import write_text
+
+Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the numbers of that kind
+
+MOST_TRAINING = 200  # training records that a thinned log has at most
+LAST = 20  # of these, so many are the last ones of the run, of which tables take the mean
+
+
+class RunLog:
+    """Appends records; a resumed run first drops those that lie after its checkpoint and will come again.
+
+    path: None keeps the records in memory alone.
+    """
+
+    def __init__(self, path: Path | None, resumed_at: int | None) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        if path is None:
+            return
+        self.records = [] if resumed_at is None else [each for each in read(path) if each["step"] <= resumed_at]
+        write(path, self.records)
+
+    def write(self, record: Record) -> None:
+        if self.path is not None:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        self.records.append(record)
+
+    def of_kind(self, kind: str) -> list[Record]:
+        return [record for record in self.records if record["kind"] == kind]
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a log; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]  # what follows the last line end is incomplete
+    return [json.loads(line) for line in lines]
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Write a whole log in place of the old one."""
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def thinned(records: Sequence[Record], most: int = MOST_TRAINING) -> list[Record]:
+    """The records of a log that are worth storing with the results, in their order.
+
+    >>> log = [{"kind": "train", "step": step} for step in range(1000)] + [{"kind": "val", "step": 999}]
+    >>> [record["step"] for record in thinned(log, most=25)][:7], len(thinned(log, most=25))
+    ([0, 245, 490, 734, 979, 980, 981], 26)
+
+    All validations and tests are kept, and of the training records at most `most`: the last 20, of which tables take
+    the mean, and others evenly spaced from the first on. A thinned log is not changed by thinning it again.
+    """
+    if most <= LAST:
+        raise ValueError(f"most must be more than the {LAST} last training records, which are kept; got {most}")
+    training = [number for number, record in enumerate(records) if record["kind"] == "train"]
+    if len(training) <= most:
+        return list(records)
+    early, kept = training[:-LAST], set(training[-LAST:])
+    count = most - LAST
+    kept.update(early[round(place * (len(early) - 1) / max(1, count - 1))] for place in range(count))
+    return [record for number, record in enumerate(records) if record["kind"] != "train" or number in kept]

@@ -1,0 +1,118 @@
+"""Runs that differ in their seed alone, in folders of their own: how much of a result is chance.
+
+<out>/seeds.json    the seeds, the settings and the data of all runs
+<out>/seed0/        a run
+<out>/seed1/
+<out>/summary.json  all results, their mean and standard deviation, when every run is complete
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.training.atomic_files import write_json
+from experiments.training.distributed import SINGLE, Ranks
+from experiments.training.run_folder import SETTINGS, check_unused, discard
+
+SERIES = "seeds.json"
+SUMMARY = "summary.json"
+
+Metrics = dict[str, Any]  # of one run
+
+
+def parsed(text: str) -> tuple[int, ...]:
+    """Seeds from the command line.
+
+    >>> parsed("0,1,2")
+    (0, 1, 2)
+    """
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"--seeds must be whole numbers with commas between them, 0,1,2 say; got {text!r}")
+    seeds = tuple(int(word) for word in words)
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds must be different; got {text!r}")
+    return seeds
+
+
+def saved(folder: Path) -> tuple[int, ...] | None:
+    """The seeds of the series in a folder; None where there is none."""
+    path = folder / SERIES
+    return tuple(json.loads(path.read_text())["seeds"]) if path.is_file() else None
+
+
+def begin(
+    folder: Path,
+    seeds: Sequence[int],
+    settings: dict[str, Any],
+    *,
+    initial: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write down what the series is, so that --resume needs its folder alone.
+
+    settings: plain values that say what all runs have in common; initial: the weights that they begin with. Raises
+    FileExistsError where the folder holds runs and neither `resume` nor `overwrite` is set, and ValueError where
+    overwriting would delete those weights.
+    """
+    held = [name for name in (SERIES, SETTINGS) if (folder / name).exists()]
+    if held and not (resume or overwrite):
+        raise FileExistsError(
+            f"{folder} holds {'runs' if SERIES in held else 'a run'}; go on by --resume, replace by --overwrite, or "
+            "choose another folder with --out"
+        )
+    if SETTINGS in held:
+        raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
+    if not resume:  # a later --resume would take what is left of older runs for this series'
+        older = [place for place in folder.glob("seed*") if place.name.removeprefix("seed").isdecimal()]
+        if overwrite and initial is not None and folder.resolve() in Path(initial).resolve().parents:
+            raise ValueError(f"--initial {initial} lies in {folder}, which --overwrite deletes: move it away")
+        for place in older:
+            if not overwrite:
+                check_unused(place)
+            discard(place)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY).unlink(missing_ok=True)
+    write_json(folder / SERIES, {"seeds": list(seeds), **settings})
+
+
+def run(
+    seeds: Sequence[int],
+    folder: Path,
+    train: Callable[[int, Path, bool], Metrics | None],
+    state: Callable[[int, Path], tuple[Metrics | None, bool]],
+    summary: Callable[[Sequence[Metrics]], Metrics],
+    *,
+    resume: bool,
+    ranks: Ranks = SINGLE,
+) -> Metrics | None:
+    """Train with each seed that is not done yet, and write and return the summary.
+
+    train: trains with this seed in this folder, going on with the run there if the last argument says so; returns its
+        metrics, or None where it was paused. Then the series is paused too.
+    state: the metrics of the run with this seed in this folder, None where it is not complete; and whether there is a
+        run at all.
+    """
+    done = []
+    for seed in seeds:
+        place = folder / f"seed{seed}"
+        metrics, begun = ranks.on_first(partial(state, seed, place)) if resume else (None, False)
+        if metrics is None:
+            metrics = train(seed, place, begun)
+        if metrics is None:
+            return None
+        done.append(metrics)
+    found = summary(done)
+    ranks.on_first(partial(write_json, folder / SUMMARY, found))
+    return found
+
+
+def check_none(folder: Path) -> None:
+    """Raises FileExistsError where the folder holds a series, which a single run in it would hide."""
+    if (folder / SERIES).exists():
+        raise FileExistsError(f"{folder} holds runs with several seeds; choose another folder with --out")

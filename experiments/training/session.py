@@ -1,0 +1,36 @@
+"""A training run on the terminal: a progress bar, TensorBoard, and when the session ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from experiments.training.progress_bar import TrainingBar
+from experiments.training.signals import sigterm_caught
+from experiments.training.tensorboard import TensorBoardLog
+from experiments.training.trainer import Pause, Trainer
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def pausing(deadline: float) -> Iterator[Pause]:
+    """Inside, runs are to be paused at a deadline, by time.monotonic(), or when SIGTERM has come."""
+    with sigterm_caught() as received:
+        yield lambda step: received() or time.monotonic() > deadline
+
+
+def train_shown(
+    run: Trainer[Any], train: Callable[[], Result], console: Console, name: str, *, tensorboard: bool, resumed: bool
+) -> Result:
+    """Call `train` of a run under a bar of this name, and with its log in TensorBoard's files, too, if wanted."""
+    with ExitStack() as stack:
+        run.listeners.append(stack.enter_context(TrainingBar(console, name, run.progress)).show)
+        if tensorboard and run.ranks.first:
+            resumed_at = run.state.step if resumed else None
+            run.listeners.append(stack.enter_context(TensorBoardLog(run.folder, resumed_at)).show)
+        return train()

@@ -1,0 +1,133 @@
+"""One training step: gradients of a loss, and the change of the weights. What a loss is, each trainer says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from experiments.training.clock import Clock, synchronize
+from experiments.training.optimizer import apply_gradients
+
+NO_LABEL = -100  # of what fills up a batch to its shape; F.cross_entropy leaves it out by default
+
+
+class BatchSize(NamedTuple):
+    """What of a batch is counted."""
+
+    answers: int  # labels
+    tokens: int  # without padding
+    places: int  # with padding
+
+
+class Sized(Protocol):
+    """A batch that says how large it is, without asking the device."""
+
+    @property
+    def size(self) -> BatchSize: ...
+
+
+Batch = TypeVar("Batch", bound=Sized)
+OnDevice = TypeVar("OnDevice")
+
+
+class Outcome(NamedTuple):
+    """Of one step, on the device."""
+
+    loss: Tensor  # mean cross-entropy of the answers, nats
+    auxiliary: Tensor  # that of a second loss, over pixels; 0 without one
+    right: Tensor  # number of right answers
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor, loss: Tensor, auxiliary: Tensor) -> Outcome:
+        """logits: [M, classes]; labels: [M]; the two losses of them."""
+        return cls(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == labels).sum())
+
+
+Losses = Callable[[nn.Module, OnDevice], tuple[Tensor, Outcome]]  # the loss to be minimised, and what is logged
+
+
+@dataclass(frozen=True)
+class Objective(Generic[Batch, OnDevice]):
+    """What a trainer minimises."""
+
+    on_device: Callable[[Batch], OnDevice]
+    losses: Losses[OnDevice]
+    clip: float  # largest norm of all gradients together; 0 clips nothing
+
+
+class Steps(Generic[Batch, OnDevice]):
+    """Training steps whose operations the host gives to the device one by one.
+
+    model: whose operations are compiled in a dry run; data_parallel: what is trained, where that is not the model
+        itself (see `Ranks.data_parallel`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective[Batch, OnDevice],
+        device: torch.device,
+        data_parallel: nn.Module | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.objective, self.device = model, optimizer, objective, device
+        self.data_parallel = model if data_parallel is None else data_parallel
+        self.preparing = 0.0  # seconds that `prepare` has taken
+
+    def prepare(self, batch: Batch) -> None:
+        """What steps on batches like this one need only once, such as compiling; no weight changes."""
+        synchronize(self.device)
+        clock = Clock(self.device)
+        self._prepare(batch)
+        self.preparing += clock.finish()
+
+    def _prepare(self, batch: Batch) -> None:
+        dry_run(self.model, self.objective.losses, self.objective.on_device(batch), self.device)
+
+    def __call__(self, batch: Batch, lr: float) -> Outcome:
+        """Change the weights by one step on a batch, which may lie on the host."""
+        return training_step(self.data_parallel, self.optimizer, self.objective, self.objective.on_device(batch), lr)
+
+
+def training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective[Batch, OnDevice],
+    batch: OnDevice,
+    lr: float,
+) -> Outcome:
+    """Change the weights by one step. The outcome is of this process's share of the batch."""
+    outcome = compute_gradients(model, objective, batch)
+    apply_gradients(optimizer, lr)
+    return outcome
+
+
+def compute_gradients(model: nn.Module, objective: Objective[Batch, OnDevice], batch: OnDevice) -> Outcome:
+    """The part of a step that leaves every parameter its gradient."""
+    model.train()
+    loss, outcome = objective.losses(model, batch)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    if objective.clip > 0:
+        nn.utils.clip_grad_norm_(model.parameters(), objective.clip)
+    return outcome
+
+
+def dry_run(model: nn.Module, losses: Losses[OnDevice], batch: OnDevice, device: torch.device) -> None:
+    """Compute a loss and its gradients and drop them: weights, gradients and random states stay as they are.
+
+    Kernels are compiled and memory is reserved then, so that the steps that follow take the time that steps take.
+    """
+    model.train()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        loss, _ = losses(model, batch)
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Where matrix products run in bfloat16, if the setting `precision` is bf16."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

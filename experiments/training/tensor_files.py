@@ -1,0 +1,122 @@
+"""A model's tensors in safetensors files, with plain values that say what they are.
+
+<folder>/model.safetensors                      in one file, or
+<folder>/model-00001-of-00003.safetensors ...   in several of bounded size, named as Hugging Face's are
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+SUFFIX = ".safetensors"
+# Below the 16 MiB that some stores allow a file. A tensor that is larger still has a file of its own.
+PART_BYTES = 15 * 2**20
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+
+
+def write(path: Path, model: nn.Module, about: dict[str, Any], *, limit: int | None = None) -> None:
+    """Write a model's weights; other files of that name, whole or in parts, are removed.
+
+    about: plain values, among them the file's "kind", by which `read` tells it from other files.
+    limit: bytes of a file, above which there are several. A tensor that is larger still has a file of its own.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    header = json.dumps(about, sort_keys=True)
+    parts = [tensors] if limit is None else list(split(tensors, limit - len(header)))
+    count = len(parts)
+    paths = [path] if count == 1 else [part_of(path, number, count) for number in range(1, count + 1)]
+    unfinished = [each.with_name(f".{each.name}.unfinished") for each in paths]
+    for part, place in zip(parts, unfinished, strict=True):
+        # One entry of metadata: several would be written in varying order, and the file's hash would vary with them.
+        save_file(part, place, metadata={"about": header})
+        place.chmod(0o644)  # safetensors makes it private
+    for place, each in zip(unfinished, paths, strict=True):
+        place.replace(each)
+    remove(path, but=paths)
+
+
+def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a model, and the plain values written with them. path: as `files` takes it.
+
+    Raises FileNotFoundError where a file is missing, and ValueError where one holds no tensors, those of another kind,
+    or those of another model than the first.
+    """
+    tensors: dict[str, Tensor] = {}
+    headers: list[dict[str, Any]] = []
+    for each in files(path):
+        try:
+            with safe_open(each, framework="pt") as file:
+                headers.append(json.loads((file.metadata() or {}).get("about", "{}")))
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{each} must hold an {kind}: {error}") from None
+        if headers[-1].get("kind") != kind:
+            raise ValueError(f"{each} must hold an {kind}; got {headers[-1].get('kind')!r}")
+        if headers[-1] != headers[0]:
+            raise ValueError(f"{each} must be a part of the same model as the first part; got one of another run")
+    return tensors, headers[0]
+
+
+def files(path: Path) -> list[Path]:
+    """The files of a model, in their order.
+
+    path: its only file, one of its parts, the name that its parts are derived from, or the folder with its
+        model.safetensors.
+    Raises FileNotFoundError where there is no file, or a part is missing, and ValueError where parts of two models lie
+    there.
+    """
+    if path.is_dir():
+        path = path / f"model{SUFFIX}"
+    if path.suffix == SUFFIX and (found := _PART.fullmatch(path.stem)):
+        path = path.with_name(found[1] + SUFFIX)
+    elif path.is_file():
+        return [path]
+    counts = {int(found[3]) for each in parts_beside(path) if (found := _PART.fullmatch(each.stem))}
+    if not counts:
+        raise FileNotFoundError(f"there is no file {path}")
+    if len(counts) > 1:
+        raise ValueError(f"{path.parent} must hold the parts of one {path.name}; got some of {sorted(counts)} parts")
+    count = counts.pop()
+    wanted = [part_of(path, number, count) for number in range(1, count + 1)]
+    missing = [each.name for each in wanted if not each.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{path.parent} lacks {', '.join(missing)}")
+    return wanted
+
+
+def remove(path: Path, but: Sequence[Path] = ()) -> None:
+    """Delete a model's file and its parts, except some."""
+    for each in {path, *parts_beside(path)} - {*but}:
+        each.unlink(missing_ok=True)
+
+
+def part_of(path: Path, number: int, count: int) -> Path:
+    """Where a part of a model lies; numbers are from 1."""
+    return path.with_name(f"{path.stem}-{number:05}-of-{count:05}{SUFFIX}")
+
+
+def parts_beside(path: Path) -> list[Path]:
+    """The parts of a model that there are."""
+    return sorted(path.parent.glob(f"{path.stem}-[0-9]*-of-[0-9]*{SUFFIX}"))
+
+
+def split(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive groups of tensors of at most `limit` bytes, their names counted."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        need = tensor.nbytes + len(name) + 128  # its entry in the file's header takes about 100 bytes
+        if part and size + need > limit:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
+        size += need
+    yield part

@@ -1,0 +1,54 @@
+"""A run's log for TensorBoard, in <run>/tensorboard: the same numbers as in log.jsonl."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from experiments.training.run_log import Record
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FOLDER = "tensorboard"
+
+
+def writer_class() -> type[SummaryWriter]:
+    """What writes TensorBoard's files; raises ValueError where the package is missing."""
+    try:  # imported only here: most runs do without it
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "--tensorboard needs the package tensorboard: pip install tensorboard, or sparseflash[tensorboard]"
+        ) from None
+    return SummaryWriter
+
+
+class TensorBoardLog:
+    """Writes records of the log as TensorBoard's scalars.
+
+    resumed_at: the step from which a run goes on; TensorBoard then ignores what was written of later ones. None: the
+        run is new, and the files of an older one are removed.
+    """
+
+    def __init__(self, run: Path, resumed_at: int | None) -> None:
+        if resumed_at is None:
+            shutil.rmtree(run / FOLDER, ignore_errors=True)
+        purge = None if resumed_at is None else resumed_at + 1
+        self._writer = writer_class()(str(run / FOLDER), purge_step=purge)
+
+    def __enter__(self) -> TensorBoardLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+
+    def show(self, record: Record) -> None:
+        """Write one record: a curve for each of its numbers, named after its kind."""
+        for name, value in record.items():
+            if name not in ("kind", "step"):
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])

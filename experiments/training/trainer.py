@@ -1,0 +1,286 @@
+"""A training run in a folder, from its first step or from its newest checkpoint: the loop around its steps.
+
+What is trained, on what, and what a result is, each trainer adds in a class derived from `Trainer`. The files of a run
+are listed in run_folder.py.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Generic, Protocol
+
+import torch
+from torch import nn
+
+from experiments.training import checkpoint, lr_schedule, run_folder, series
+from experiments.training.atomic_files import write_json
+from experiments.training.best_weights import BestWeights
+from experiments.training.clock import Clock
+from experiments.training.distributed import SINGLE, Ranks
+from experiments.training.run_log import Record, RunLog
+from experiments.training.steps import Batch, Steps
+from experiments.training.weight_average import WeightAverage
+from experiments.training.window import Means, Window
+
+Pause = Callable[[int], bool]  # asked after every step, with the steps done: whether to save and stop
+
+
+def never(step: int) -> bool:
+    """A run is not paused."""
+    return False
+
+
+class Plan(Protocol):
+    """The learning rate of a stage of training, and when it ends: by its steps or its minutes, whichever is first."""
+
+    @property
+    def lr(self) -> float: ...  # the peak
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def warmup(self) -> int: ...  # steps
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def minutes(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often a run logs, validates and saves, in steps; and the most minutes between two checkpoints."""
+
+    log_every: int
+    validate_every: int
+    checkpoint_every: int
+    checkpoint_minutes: float = math.inf
+
+
+@dataclass
+class State:
+    """How far a run has come, over all its sessions."""
+
+    step: int = 0
+    seconds: float = 0.0  # of training, waiting for batches included, validation not
+    startup_seconds: float = 0.0  # until the first batch is there and a step is compiled, in every session
+    stage_step: int = 0  # of the stage that the run is in
+    stage_seconds: float = 0.0
+
+
+class Trainer(ABC, Generic[Batch]):
+    """What every training run does around its steps.
+
+    A derived class sets what its methods need, then calls `__init__`, which begins the run or goes on with it.
+
+    seed, average_decay: of the settings; initial: the weights to begin with, or None.
+    ranks: the processes that train together; the first one writes, and reports.
+    Raises FileExistsError where the folder holds a run and neither `resume` nor `overwrite` is set.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        cadence: Cadence,
+        *,
+        seed: int,
+        average_decay: float = 0.0,
+        average_warms_up: bool = False,
+        keeps_best: bool = False,
+        initial: str | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        ranks: Ranks = SINGLE,
+    ) -> None:
+        self.folder, self.model, self.optimizer, self.device, self.cadence = folder, model, optimizer, device, cadence
+        self.ranks = ranks
+        self.listeners: list[Callable[[Record], None]] = []  # called with every record of the log as it is written
+        # Asked by the first process, which may be writing one: the others wait for it, and see the same.
+        found = ranks.on_first(lambda: checkpoint.newest(folder)) if resume else None
+        self.before: dict[str, Any] | None = None  # what the result says of the weights that this run began with
+        if initial is not None:
+            if found is not None:
+                self.before = run_folder.saved_settings(folder / run_folder.SETTINGS)["initial"]
+            else:
+                self.before = self.begin_from(Path(initial))
+        self.average = WeightAverage(model, average_decay, warms_up=average_warms_up) if average_decay > 0 else None
+        self.best = BestWeights(model) if keeps_best else None
+        ranks.seed_by_rank(seed)
+        ranks.on_first(lambda: self._prepare_folder(resume, overwrite))
+        progress = checkpoint.Progress(0, 0.0)
+        if found is not None:
+            progress = checkpoint.load(found, model, optimizer, self.average, best=self.best, rank=ranks.rank)
+        self.state = self.restored(progress)
+        self.log = RunLog(folder / run_folder.LOG if ranks.first else None, self.state.step if resume else None)
+        self.data_parallel = ranks.data_parallel(model)
+        self.window = Window(device)
+        self._since_saved = Clock(device)
+
+    # What a derived class adds.
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan:
+        """The stage of training that the run is in."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Plain values for the file of settings, from which a run is resumed."""
+
+    @abstractmethod
+    def begin_from(self, path: Path) -> dict[str, Any]:
+        """Load the weights that the run begins with; returns what the run's result is to say of them."""
+
+    @abstractmethod
+    def details(self) -> dict[str, Any]:
+        """Plain values that a checkpoint stores beside the step and the seconds."""
+
+    @abstractmethod
+    def restored(self, progress: checkpoint.Progress) -> State:
+        """The state from what a checkpoint has stored, or that of a new run, without details."""
+
+    @abstractmethod
+    def training_record(self, means: Means, seconds: float, lr: float) -> Record:
+        """A line of the log, of steps that took so many seconds."""
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Score the validation images or examples, and log it."""
+
+    @abstractmethod
+    def remedy(self) -> str:
+        """What to change where the loss is no number."""
+
+    def check_resumable(self, saved: dict[str, Any]) -> None:
+        """Raises ValueError where the run cannot go on from these saved `settings`."""
+        return
+
+    def is_reached(self) -> bool:
+        """Whether the stage is to end before its steps and its minutes."""
+        return False
+
+    def startup_ends(self) -> None:
+        """Called when the first batch of a stage is there and steps are prepared: time counts from now on."""
+        return
+
+    # The loop.
+
+    def train_stage(self, batches: Iterator[Batch], steps: Steps[Batch, Any], pause: Pause) -> bool:
+        """Train until the stage ends; False where the run was paused before, after it was saved."""
+        state, plan, cadence = self.state, self.plan, self.cadence
+        self.window = Window(self.device)
+        if self._stage_progress() < 1 and not self.is_reached():
+            batches = self._started(batches, steps)
+        while (progress := self._stage_progress()) < 1 and not self.is_reached():
+            lr = plan.lr * lr_schedule.factor(plan.schedule, state.stage_step, plan.warmup, progress)
+            batch = next(batches)
+            before = steps.preparing
+            self.window.add(steps(batch, lr), batch.size)
+            # Steps on batches of a new shape may have to be prepared in the middle of a run, which is no training.
+            self.state.startup_seconds += steps.preparing - before
+            self.window.clock.leave_out(steps.preparing - before)
+            if self.average is not None:
+                self.average.update(state.step)
+            state.step += 1
+            state.stage_step += 1
+            paused = bool(self.ranks.broadcast(pause(state.step)))
+            validates = state.step % cadence.validate_every == 0
+            saves = state.step % cadence.checkpoint_every == 0 or paused or self._is_overdue()
+            if state.stage_step % cadence.log_every == 0 or validates or saves:
+                self._close_window(lr)
+            if validates:
+                self.validate()
+            if saves:
+                self.save()
+            if paused:
+                return False
+            if validates or saves:
+                self.window = Window(self.device)  # neither counts as training
+        if self.window.steps:
+            self._close_window(lr)
+        return True
+
+    def _started(self, batches: Iterator[Batch], steps: Steps[Batch, Any]) -> Iterator[Batch]:
+        """The batches, as soon as the first one is there and steps like it are prepared; then time counts.
+
+        Otherwise a stage of so many minutes would spend some of them on starting processes and on compiling, in every
+        session, and with some masks more than with others.
+        """
+        clock = Clock(self.device)
+        first = next(batches)
+        steps.prepare(first)
+        self.state.startup_seconds += clock.finish()
+        self.startup_ends()
+        self.window = Window(self.device)
+        return chain([first], batches)
+
+    def stage_progress(self) -> float:
+        """The part of the stage that is done, by its steps or its time, whichever is further."""
+        plan, state = self.plan, self.state
+        by_step = state.stage_step / plan.steps if plan.steps is not None else 0.0
+        if plan.minutes is None:
+            return by_step
+        return max(by_step, (state.stage_seconds + self.window.clock.elapsed()) / (60 * plan.minutes))
+
+    def progress(self) -> float:
+        """The part of the run that is done, by default that of its only stage."""
+        return self.stage_progress()
+
+    def _stage_progress(self) -> float:
+        """Agreed on by all processes: the steps are the same in each of them, the time is not."""
+        progress = self.stage_progress()
+        return progress if self.plan.minutes is None else self.ranks.broadcast(progress)
+
+    def _is_overdue(self) -> bool:
+        """Whether the last checkpoint is so old that the run must be saved; agreed on by all processes."""
+        minutes = self.cadence.checkpoint_minutes
+        return minutes < math.inf and bool(self.ranks.broadcast(self._since_saved.elapsed() >= 60 * minutes))
+
+    def _close_window(self, lr: float) -> None:
+        seconds = self.window.clock.finish()
+        means = self.window.means(self.ranks)
+        if not math.isfinite(means.loss):
+            raise FloatingPointError(f"the loss is {means.loss} at step {self.state.step}; {self.remedy()}")
+        self.state.seconds += seconds
+        self.state.stage_seconds += seconds
+        self.record(self.training_record(means, seconds, lr))
+        self.window = Window(self.device)
+
+    def record(self, record: Record) -> None:
+        """Write a record into the log, and tell the listeners of the first process."""
+        self.log.write(record)
+        if self.ranks.first:
+            for listener in self.listeners:
+                listener(record)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that would be the run's result if it ended now."""
+        return self.average.in_place() if self.average is not None else nullcontext()
+
+    def save(self) -> None:
+        """Write a checkpoint in place of the last one."""
+        random = self.ranks.gather(checkpoint.random_state(self.device))
+        if self.ranks.first:
+            progress = checkpoint.Progress(self.state.step, self.state.seconds, self.details())
+            checkpoint.save(self.folder, progress, self.model, self.optimizer, self.average, random, best=self.best)
+        self._since_saved = Clock(self.device)
+
+    def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
+        path = self.folder / run_folder.SETTINGS
+        settings = self.settings()
+        if resume:
+            self.check_resumable(run_folder.saved_settings(path))
+        else:
+            series.check_none(self.folder)
+            if not overwrite:
+                run_folder.check_unused(self.folder)
+            run_folder.discard(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**settings, "initial": self.before})

@@ -1,0 +1,62 @@
+"""The exponential moving average of a model's weights, which often tests better than the weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+Weights = dict[str, Tensor]  # of every parameter, by its name
+
+
+class WeightAverage:
+    """The average of a model's parameters: `average += (1 - decay) * (weights - average)` after every step.
+
+    warms_up: the decay begins low, at `(1 + step) / (10 + step)`, so that the first weights are soon forgotten.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, warms_up: bool = False) -> None:
+        self.model, self.decay, self.warms_up = model, decay, warms_up
+        self.weights = copied(model)
+
+    @torch.no_grad()
+    def update(self, step: int = 0) -> None:
+        """Take in the model's weights after step `step` (from 0)."""
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.warms_up else self.decay
+        torch._foreach_lerp_(list(self.weights.values()), list(self.model.parameters()), 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights."""
+        with exchanged(self.model, self.weights):
+            yield
+
+    def load(self, weights: Weights) -> None:
+        """Go on from a saved average."""
+        for name, average in self.weights.items():
+            average.copy_(weights[name])
+
+
+def copied(model: nn.Module) -> Weights:
+    """A copy of a model's parameters."""
+    return {name: weights.detach().clone() for name, weights in model.named_parameters()}
+
+
+@contextmanager
+def exchanged(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Inside, the model has these weights, and the dictionary has the model's own, which stay where they are in memory.
+
+    CUDA graphs read the model's own weights at fixed addresses.
+    """
+    _exchange(model, weights)
+    try:
+        yield
+    finally:
+        _exchange(model, weights)
+
+
+def _exchange(model: nn.Module, weights: Weights) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data, weights[name] = weights[name], parameter.data

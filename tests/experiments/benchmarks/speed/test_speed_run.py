@@ -1,0 +1,228 @@
+"""The speed benchmark from the command line to its files, on a CPU, and its clocks."""
+
+import csv
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from experiments.benchmarks import timing
+from experiments.benchmarks.speed import first_call
+from experiments.benchmarks.speed.cases import CASES, FIRST, GROUPS, MEMORY, Case
+from experiments.benchmarks.speed.cli import app, command
+from experiments.benchmarks.speed.patterns import pattern
+from experiments.benchmarks.speed.peers import PEERS, ours
+from experiments.benchmarks.speed.peers.flashattention4 import load
+from experiments.benchmarks.speed.peers.runner import Unavailable
+from experiments.benchmarks.speed.precision import products_in_tf32
+from experiments.benchmarks.speed.rows import FAILED, NOT_RUN, OK, OURS, SKIPPED
+from experiments.benchmarks.speed.run import Options, make_inputs, run_case, run_cases
+from experiments.training.environment import FACTS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny operations on a shared machine: threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+TINY = ("--device", "cpu", "--length", "128", "--block", "16", "--check-heads", "1")
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)), prog_name="python -m experiments.benchmarks.speed")
+
+
+def rows_of(folder: Path, name: str = "speed.csv") -> list[dict[str, str]]:
+    with (folder / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Every case but those that start processes. Folder and output of the run.
+
+    256 tokens: the largest error of a shorter fp32 output is a matter of luck, for the yardstick as for ours.
+    """
+    folder = tmp_path_factory.mktemp("everything")
+    globs = ",".join(case.name for case in CASES if not set(case.passes) & set(FIRST))
+    tiny = ("--device", "cpu", "--length", "256", "--block", "32", "--check-heads", "1")
+    result = run(*tiny, "--peers", "sdpa", "--cases", globs, "--out", folder, "--commit", "abc123")
+    assert result.exit_code == 0, result.output
+    return folder, result.output
+
+
+def test_every_case_runs_on_a_cpu(everything: tuple[Path, str]) -> None:
+    folder, shown = everything
+    rows = rows_of(folder)
+    cases = [case for case in CASES if not set(case.passes) & set(FIRST)]
+    ours_rows = [row for row in rows if row["peer"] == OURS]
+    assert [row["case"] for row in ours_rows] == [case.name for case in cases for _ in case.passes]
+    timed = [row for row in ours_rows if row["direction"] != MEMORY]
+    assert all(row["status"] == OK and float(row["ms"]) > 0 and float(row["error"]) <= 1 for row in timed)
+    assert {row["reason"] for row in ours_rows if row["status"] != OK} == {
+        "PyTorch counts memory on a CUDA device only"
+    }
+    of_sdpa = [row for row in rows if row["peer"] == "sdpa" and row["status"] == OK]
+    assert {row["mask"] for row in of_sdpa} == {"dense", "causal"}
+    assert all(float(row["ratio"]) > 0 and float(row["difference"]) < 0.03 for row in of_sdpa)
+    assert f"[{len(cases)}/{len(cases)}]" in shown
+
+
+def test_a_run_leaves_its_report_with_device_and_versions(everything: tuple[Path, str]) -> None:
+    folder, shown = everything
+    text = (folder / "speed.md").read_text()
+    assert str(folder) not in text and "- device: CPU" in text and "- flash-attn-4: not installed" in text
+    assert "- commit: abc123" in text and f"- torch: {torch.__version__}" in text
+    assert re.search(r"\| d64-butterfly \| 1x2x256x64 bf16 \| 50.00% \|", text)
+    assert "sdpa (" in text and "skipped: dense and causal masks only" in text  # a gap has its reason
+    for row in rows_of(folder):
+        assert row["device"] == "CPU" and row["commit"] == "abc123" and set(FACTS) <= set(row)
+    for name in ("density", "lengths"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG") and f"]({name}.png)" in text
+    assert "Call overhead on the host" in shown and "Written to" in shown
+
+
+def test_groups_are_listed_and_chosen(tmp_path: Path) -> None:
+    listed = run("--list").output
+    for group in GROUPS:
+        assert re.search(rf"^ *{group} ", listed, re.MULTILINE)
+    result = run(*TINY, "--group", "windows", "--group", "tuned,memory", "--peers", "none", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert {row["group"] for row in rows_of(tmp_path)} == {"windows", "tuned", "memory"}
+
+
+def test_options_that_cannot_be_served_say_so(tmp_path: Path) -> None:
+    for words, message in (
+        (("--device", "cpu", "--cases", "none-such"), "--cases must match"),
+        (("--device", "cpu", "--group", "fast"), "--group must be from"),
+        (("--device", "cpu", "--peers", "xformers"), "--peers must be from flex"),
+        (("--device", "cpu", "--block", "100"), "--block must be one of 16, 32, 64, 128, 256; got 100."),
+        (("--device", "foo"), "--device must be cuda, cuda:<number> or cpu; got foo."),
+        (("--device", "meta"), "--device must be cuda, cuda:<number> or cpu; got meta."),
+    ):
+        result = run(*words, "--out", tmp_path)
+        assert result.exit_code == 2 and message in result.output
+    if not torch.cuda.is_available():
+        result = run("--out", tmp_path)
+        assert result.exit_code == 2 and "--device cpu" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_test_on_a_cpu_does_not_replace_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*TINY, "--group", "windows", "--peers", "none")
+    assert result.exit_code == 2
+    assert "a test on the CPU must not replace what is in" in " ".join(result.output.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_result_ends_with_1_and_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments.benchmarks.speed import cli
+
+    def wrong(case: Case, live: object, inputs: object) -> object:
+        right = ours(case, live, inputs)  # type: ignore[arg-type]
+        return replace(right, call=lambda q, k, v: 1.05 * right.call(q, k, v))
+
+    monkeypatch.setattr(cli, "ours", wrong)
+    result = run(*TINY, "--cases", "d64-dense", "--out", tmp_path)
+    assert result.exit_code == 1, result.output
+    rows = rows_of(tmp_path)
+    assert {row["status"] for row in rows} == {"WRONG"} and {row["peer"] for row in rows} == {OURS}
+    assert all(row["ms"] == "" and "times the yardstick" in row["reason"] for row in rows)
+    assert "WRONG" in (tmp_path / "speed.md").read_text()
+
+
+def test_the_command_is_repeated_without_its_folder() -> None:
+    assert command(["--group", "dims", "--out", "/here"]) == "python -m experiments.benchmarks.speed --group dims"
+    assert command(["--out=/here", "--cases", "d*"]) == "python -m experiments.benchmarks.speed --cases 'd*'"
+
+
+def test_first_calls_are_those_of_new_processes() -> None:
+    case = next(case for case in CASES if case.name == "first-d64").shrunk(64, 16)
+    rows = run_case(case, ours, {"sdpa": PEERS["sdpa"]}, Options(CPU, heads=1))
+    assert [(row.peer, row.direction, row.status) for row in rows] == [
+        *((OURS, way, OK) for way in FIRST), *(("sdpa", way, SKIPPED) for way in FIRST)
+    ]  # fmt: skip
+    assert all(row.first_call_s is not None and row.error is not None and row.error <= 1 for row in rows[:2])
+
+
+def test_a_process_that_gives_no_answer_is_reported() -> None:
+    case = next(case for case in CASES if case.name == "first-d64").shrunk(64, 16)
+    answers = first_call.in_new_process(case, OURS, Options(CPU), limit=0.01)
+    assert [(answer.status, answer.reason) for answer in answers] == [(FAILED, "no answer after 0.01 s")] * 2
+
+
+def test_no_case_begins_after_the_limit() -> None:
+    cases = [case.shrunk(64, 16) for case in (CASES[0], CASES[1], CASES[5])]
+    seen: list[int] = []
+    rows = run_cases(cases, ours, {}, Options(CPU), minutes=-1, done=lambda rows: seen.append(len(rows)))
+    assert [row.status for row in rows] == [NOT_RUN] * 5
+    assert seen == [1, 2, 5]
+    assert {row.reason for row in rows} == {"the limit of -1 minutes was reached"}
+
+
+def test_a_case_that_breaks_the_benchmark_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    good = CASES[0].shrunk(64, 16)
+    options = Options(CPU, rounds=1, calls=1, heads=1)
+    rows = run_cases([replace(good, kind="spiral"), good], ours, {}, options, minutes=1)
+    assert [row.status for row in rows] == [FAILED, OK]
+    assert "kind must be one of" in rows[0].reason and "spiral" in capsys.readouterr().err
+
+
+def test_turns_alternate_and_the_median_is_of_all_rounds() -> None:
+    order: list[str] = []
+    calls = {
+        name: timing.Timed(lambda name=name: order.append(name), nullcontext)  # type: ignore[misc]
+        for name in ("a", "b")
+    }
+    found = timing.in_turns(calls, CPU, rounds=2, round_ms=0.0)
+    runs = [name for number, name in enumerate(order) if number == 0 or order[number - 1] != name]
+    assert runs == ["a", "b", "a", "b"]
+    assert len(found["a"].rounds) == 2 and found["a"].ms >= 0 and found["b"].failure is None
+
+
+def test_single_calls_are_counted() -> None:
+    calls: list[int] = []
+    timed = {"a": timing.Timed(lambda: calls.append(0), nullcontext)}
+    found = timing.of_single_calls(timed, CPU, rounds=2, count=5)
+    assert len(calls) == 2 * (3 + 5) and found["a"].ms >= 0
+
+
+def test_gpu_peers_refuse_a_cpu_with_a_reason() -> None:
+    case = replace(CASES[0].shrunk(64, 16), tuned=True)
+    inputs = make_inputs(case, Options(CPU))
+    for name in ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn"):
+        with pytest.raises(Unavailable, match="needs a CUDA device"):
+            PEERS[name](case, pattern("dense", 64, 16), inputs)
+
+
+def test_flex_is_tuned_where_it_was_asked_for_only() -> None:
+    case = CASES[0].shrunk(64, 16)
+    with pytest.raises(Unavailable, match="see the group tuned, or give --flex-autotune"):
+        PEERS["flex-autotune"](case, pattern("dense", 64, 16), make_inputs(case, Options(CPU)))
+
+
+def test_fa4_that_is_not_installed_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    with pytest.raises(Unavailable, match="flash-attn-4 is not installed: "):
+        load()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_tf32_is_on_inside_only(wanted: bool) -> None:
+    before = torch.get_float32_matmul_precision()
+    with products_in_tf32(wanted):
+        assert torch.backends.cuda.matmul.allow_tf32 == wanted
+    assert torch.get_float32_matmul_precision() == before

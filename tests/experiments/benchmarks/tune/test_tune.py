@@ -1,0 +1,148 @@
+"""The tuner: what it tries, what it drops, how it judges, and how it writes the table."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments.benchmarks.tune import table
+from experiments.benchmarks.tune.__main__ import app
+from experiments.benchmarks.tune.measuring import Bench, chosen
+from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
+from sparseflash.backends.triton import configs, launch
+from sparseflash.backends.triton.configs import Config
+from uninterpreted import python
+
+TABLES = {
+    (8, 0): "_AMPERE",
+    (8, 6): "_CONSUMER",
+    (9, 0): "_HOPPER_COPYING" if configs._COPYING else "_HOPPER",
+    (12, 0): "_CONSUMER",
+}
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_there_are_candidates_for_every_entry_and_each_once(kernel, arithmetic, dim):
+    found = candidates(Target(kernel, arithmetic, dim, False))
+    assert 5 <= len(found) == len(set(found))
+
+
+def test_what_is_shipped_for_hopper_at_head_dim_64_is_among_the_candidates():
+    for kernel in KERNELS:
+        target = Target(kernel, "half", 64, True)
+        entry = kernel, "half", 64
+        assert {configs._HOPPER[entry], configs._HOPPER_COPYING[entry]} <= set(candidates(target))
+
+
+@pytest.mark.parametrize(("capability", "name"), TABLES.items(), ids=str)
+def test_the_table_of_an_architecture(capability, name):
+    assert table.table_name(capability, True) == name
+    assert table.table_name((9, 0), False) == "_HOPPER_POINTERS"
+
+
+@pytest.mark.parametrize("name", ["_HOPPER", "_HOPPER_COPYING", "_HOPPER_POINTERS", "_AMPERE", "_CONSUMER"])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_writing_an_entry_changes_that_table_and_those_that_take_it_over(name, dim):
+    source = table.SOURCE.read_text()
+    changed = table.with_entry(source, name, Target("dq", "half", dim, True), Config(16, 32, 8, 4))
+    before, after = {}, {"__name__": "configs"}
+    exec(compile(source, "before", "exec"), before)
+    exec(compile(changed, "after", "exec"), after)
+    assert after[name]["dq", "half", dim] == Config(16, 32, 8, 4)
+    for other in ("_HOPPER", "_HOPPER_COPYING", "_HOPPER_POINTERS", "_AMPERE", "_CONSUMER"):
+        different = {key for key in before[other] if before[other][key] != after[other][key]}
+        assert different <= {("dq", "half", dim)}
+        assert before[other].keys() == after[other].keys()
+    assert len(changed.splitlines()) - len(source.splitlines()) in (0, 1)
+    assert table.with_entry(changed, name, Target("dq", "half", dim, True), Config(16, 32, 8, 4)) == changed
+
+
+def test_a_table_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match="has no table _TURING"):
+        table.with_entry(table.SOURCE.read_text(), "_TURING", Target("dq", "half", 64, True), Config(16, 16, 1, 1))
+
+
+def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
+    script = (
+        "import json; from experiments.benchmarks.tune.compiling import compile_one\n"
+        "from experiments.benchmarks.tune.space import Target\n"
+        "from sparseflash.backends.triton.configs import Config\n"
+        "target = Target('dq', 'half', 64, True)\n"
+        "asked = [(Config(64, 64, 4, 2), 232448), (Config(128, 128, 4, 1), 232448), (Config(64, 64, 4, 2), 40000)]\n"
+        "asked.append((Config(128, 128, 4, 1), 232448, True))\n"
+        "found = [compile_one(target, config, 90, *options).why for config, *options in asked]\n"
+        "limited = Target('dk_dv', 'half', 64, True), Config(64, 64, 4, 3, 168), 90, 232448\n"
+        "print(json.dumps([*found, compile_one(*limited).why]))"
+    )
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr[-2000:]
+    good, spills, large, asked_for, limited = json.loads(done.stdout)
+    assert good == ""
+    assert spills.startswith("spills ")
+    assert large.endswith("bytes of shared memory")
+    assert asked_for == ""
+    assert limited == ""  # though it spills some bytes, for one program more
+
+
+@pytest.mark.parametrize(("kernel", "arithmetic"), [("forward", "half"), ("dk_dv", "half"), ("dq", "fp32")])
+def test_candidates_are_timed_beside_the_shipped_and_checked(kernel, arithmetic):
+    bench = Bench(Target(kernel, arithmetic, 32, False), 64, torch.device("cpu"), kinds=("causal",))
+    tried = [Config(16, 32, 1, 1), Config(32, 16, 1, 1)]
+    done = []
+    measured = bench.ratios(tried, rounds=1, round_ms=0.0, progress=done.append)
+    assert done == [1]
+    assert {each.config for each in measured} == set(tried)
+    assert all(each.mean > 0 and each.ratios.keys() == {"causal"} for each in measured)
+    assert measured[0].mean <= measured[1].mean
+    assert 0 <= bench.error(tried[0]) <= 1
+
+
+def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
+    bench = Bench(Target("forward", "half", 32, False), 64, torch.device("cpu"), kinds=("causal",))
+    forward = launch.forward
+
+    def wrong(problem, q, k, v, out, lse, kept):
+        forward(problem, q, k, v, out, lse, kept)
+        out.mul_(1.01)
+
+    monkeypatch.setattr(launch, "forward", wrong)
+    assert bench.error(Config(32, 32, 1, 1)) > 1
+
+
+def test_choosing_a_configuration_ends_with_its_block():
+    target = Target("dq", "half", 64, True)
+    asked = ("dq", (9, 0), "half", 64, (128, 128), True)
+    with chosen(target, Config(16, 16, 1, 1)):
+        assert launch.config_for(*asked) == Config(16, 16, 1, 1)
+        assert launch.config_for("forward", *asked[1:]) == configs.config_for("forward", *asked[1:])
+    assert launch.config_for(*asked) == configs.config_for(*asked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--kernel", "dv"), "--kernel must be one of forward, dk_dv, dq"),
+        (("--dim", "48"), "--dim must be one of 32, 64, 128, 256"),
+        (("--mask", "dense", "--mask", "square"), "--mask must be one of causal, dense"),
+        (
+            ("--config", "64x128"),
+            "--config: expected queries x keys x warps x stages, then",
+        ),
+        (("--config", "64x96x4x2"), "--config: tiles and warps must be powers of two; got '64x96x4x2'"),
+        (("--arch", "80", "--loads", "descriptors", "--compile-only"), "nothing is left to tune"),
+    ],
+)
+def test_options_that_cannot_be_served_are_explained(arguments, message, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the command removes: it is put back after the test
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_command_starts_as_a_program():
+    done = python("-m", "experiments.benchmarks.tune", "--kernel", "dv")
+    assert done.returncode == 2
+    assert "--kernel must be one of" in done.stderr

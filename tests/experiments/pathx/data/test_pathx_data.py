@@ -1,0 +1,161 @@
+"""Batches of fresh images: the same whatever makes them, filled up, disjoint from validation and test."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments.pathfinder.draw import draw
+from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.render import render
+from experiments.pathfinder.seeds import TEST_SEED, VALIDATION_SEED, image_index, training_seed
+from experiments.pathfinder.vectors import collect
+from experiments.pathx.config import Config, Stage
+from experiments.pathx.data.batches import draw_and_pack, drawn, images_at_once, make, pack_vectors, recipe_of
+from experiments.pathx.data.packing import LEVELS
+from experiments.pathx.data.stream import Stream
+
+STAGE = Stage(size=32, contour=6, tokens=2048, lr=1e-3, steps=5)
+CONFIG = Config(curriculum=(STAGE, replace(STAGE, contour=9)), layers="near:6,rows:1", block=32)
+
+
+def some(size, contour, count):
+    parameters = lra(size, contour)
+    return collect(parameters, 4, [draw(parameters, 4, index) for index in range(count)])
+
+
+def same(first, second):
+    arrays = [(first.ids, second.ids), (first.labels, second.labels), (first.blocks, second.blocks)]
+    for name, tiles in first.tiles.items():
+        arrays += list(zip(tiles, second.tiles[name]))
+    if first.pixel_labels is not None:
+        arrays.append((first.pixel_labels, second.pixel_labels))
+    return all(np.array_equal(a, b) for a, b in arrays)
+
+
+def test_images_of_training_and_test_differ():
+    seen = {
+        drawn(32, 6, seed, index).places.tobytes()
+        for seed in (TEST_SEED, VALIDATION_SEED, training_seed(0), training_seed(1))
+        for index in range(50)
+    }
+    assert len(seen) == 200
+
+
+def test_a_step_is_filled_up_to_the_first_image_without_room():
+    recipe = recipe_of(CONFIG, 0)
+    batch = make(recipe, 3)
+    assert batch.ids.shape == (1, 2048)
+    used = int((batch.blocks < 64).sum())
+    following = drawn(32, 6, recipe.seed, image_index(0, 3, batch.images))
+    assert used <= 64 < used + -(-np.count_nonzero(render(following)) // 32)
+
+
+def test_images_are_those_of_their_indices():
+    recipe = recipe_of(CONFIG, 1)
+    batch = make(recipe, 2)
+    labels = [int(drawn(32, 9, recipe.seed, image_index(1, 2, place)).labels[0]) for place in range(batch.images)]
+    assert batch.labels.tolist() == labels
+
+
+def test_paths_of_several_lengths_take_turns():
+    mixed = replace(CONFIG.curriculum[1], also=[6, 14])
+    assert mixed.name == "32/cl9+6+14"
+    recipe = recipe_of(replace(CONFIG, curriculum=(mixed,)), 0)
+    batch = make(recipe, 2)
+    lengths = [(9, 6, 14)[place % 3] for place in range(batch.images)]
+    assert batch.images > 3
+    for place, length in enumerate(lengths):
+        image = render(drawn(32, length, recipe.seed, image_index(0, 2, place)))[0]
+        pixels = batch.ids[0].reshape(-1, 32)[batch.blocks[place][batch.blocks[place] < 64]]
+        assert (pixels > 0).sum() == np.count_nonzero(image)
+    # Validation and tests are of the one length that the stage is named for.
+    alone = draw_and_pack(recipe, 0, 2)
+    assert alone.labels.tolist() == [int(drawn(32, 9, recipe.seed, index).labels[0]) for index in range(2)]
+
+
+def test_whole_images_fill_a_step():
+    keeps = replace(STAGE, background="keep", tokens=4000)
+    batch = make(recipe_of(replace(CONFIG, curriculum=(keeps,), registers=4), 0), 0)
+    assert batch.ids.shape == (3, 1024 + 32)
+    assert not batch.tiles
+    assert batch.tokens == 3 * (1024 + 4)
+    assert int((batch.ids >= LEVELS).sum()) == 12
+
+
+def test_the_stream_does_not_depend_on_its_workers_and_begins_anywhere():
+    config = replace(CONFIG, auxiliary=1.0)
+    recipe = recipe_of(config, 0)
+    with Stream(0) as here, Stream(2) as there:
+        alone, ahead = here.batches(recipe, 0), there.batches(recipe, 0)
+        first = [(next(alone), next(ahead)) for _ in range(5)]
+        later = there.batches(recipe, 3)
+        assert all(same(a, b) for a, b in first)
+        assert same(next(later), first[3][0])
+        assert not same(first[0][0], first[1][0])
+        ahead.close()  # a stage that ends drops what was made ahead, and the next one begins
+        assert same(next(there.batches(recipe_of(config, 1), 0)), make(recipe_of(config, 1), 0))
+
+
+def test_stages_steps_and_runs_have_images_of_their_own():
+    again = Config(curriculum=(STAGE, STAGE), layers="near:6,rows:1", block=32)
+    batches = [make(recipe_of(again, stage), step) for stage in (0, 1) for step in (0, 1)]
+    batches.append(make(recipe_of(replace(again, seed=1), 0), 0))
+    batches.append(make(recipe_of(again, 0, earlier=1), 0))
+    assert len({batch.ids.tobytes() for batch in batches}) == 6
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_validation_images_are_those_of_the_validation_seed(workers):
+    recipe = recipe_of(replace(CONFIG, auxiliary=1.0), 0)
+    with Stream(workers) as stream:
+        packings = stream.validation(recipe, 5)()
+    assert sum(packed.images for packed in packings) == 5
+    assert images_at_once(recipe) == 2 == packings[0].images
+    labels = [int(drawn(32, 6, VALIDATION_SEED, index).labels[0]) for index in range(5)]
+    assert np.concatenate([packed.labels for packed in packings]).tolist() == labels
+    assert all(packed.pixel_labels is None for packed in packings)
+
+
+def test_vectors_of_a_file_become_the_same_tokens():
+    recipe = recipe_of(CONFIG, 0)
+    vectors = some(32, 6, 6)
+    part, whole = pack_vectors(recipe, vectors, 2, 4), pack_vectors(recipe, vectors)
+    assert part.images == 2
+    first = int(whole.blocks[2, 0]) * 32
+    assert np.array_equal(part.ids[0], whole.ids[0, first : first + part.ids.shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"size": 48}, "size must be one of 32"),
+        ({"contour": 7}, "contour must be one of"),
+        ({"steps": None}, "must have minutes or steps"),
+        ({"until": 0.5}, "accuracy must be above 0.5"),
+        ({"background": "mask"}, "background must be one of"),
+        ({"tokens": 0}, "tokens must be more than 0"),
+        ({"layers": "nothing"}, "mask must be one of"),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        replace(STAGE, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"curriculum": (replace(STAGE, tokens=512),)}, "room for an image, 1024 tokens"),
+        ({"curriculum": (replace(STAGE, layers="dense"),)}, "must have 2 layers"),
+        ({"registers": 33}, "registers must be from 0"),
+        ({"precision": "fp16"}, "precision must be"),
+        ({"average": 1.0}, "average must be"),
+        ({"auxiliary": -1.0}, "auxiliary must be"),
+        ({"log_every": 0}, "log_every must be"),
+        ({"checkpoint_minutes": 0}, "checkpoint_minutes must be more than 0; got 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        replace(CONFIG, **change)

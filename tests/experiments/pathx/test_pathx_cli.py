@@ -1,0 +1,20 @@
+"""The command line: every command has help, and mistakes are answered in one line."""
+
+from typer.testing import CliRunner
+
+from experiments.pathx.cli import app
+
+
+def test_the_command_line_helps_and_says_what_is_wrong(tmp_path):
+    runner = CliRunner()
+    for command in ("train", "evaluate", "testset", "analyse", "table", "probe"):
+        assert runner.invoke(app, [command, "--help"]).exit_code == 0
+    for arguments, text in (
+        (["train", "--resume"], "--resume needs --out"),
+        (["train", "--resume", "--out", str(tmp_path), "--minutes", "3"], "leave out --curriculum"),
+        (["train", "--curriculum", "nothing"], "must be one of smoke"),
+        (["evaluate", str(tmp_path / "none")], "there is no file"),
+    ):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 1
+        assert text in result.output

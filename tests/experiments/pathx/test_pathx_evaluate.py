@@ -1,0 +1,132 @@
+"""Tests of trained models: results, what is stored of them, the analysis and the table."""
+
+import json
+
+import pytest
+import torch
+
+from experiments.pathfinder import testset
+from experiments.pathfinder.cnn import results
+from experiments.pathfinder.vectors import load as load_vectors
+from experiments.pathx import evaluate, table, weights
+from experiments.pathx.analyse import analyse
+from experiments.pathx.config import Config
+from experiments.pathx.curricula import CURRICULA
+from experiments.pathx.data.stream import Stream
+from experiments.pathx.train import Run
+from pathx_runs import TINY
+
+
+@pytest.fixture(scope="module")
+def stream():
+    with Stream(0) as stream:
+        yield stream
+
+
+@pytest.fixture(scope="module")
+def finished(stream, tmp_path_factory):
+    """The weights of a run that has ended, and what is written beside them."""
+    run = Run(TINY, tmp_path_factory.mktemp("whole") / "run", stream)
+    note = run.train()
+    return run.folder / "model.safetensors", note
+
+
+@pytest.fixture(scope="module")
+def tests(tmp_path_factory):
+    """A small test set of 32 pixels and its folder."""
+    folder = tmp_path_factory.mktemp("data")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(testset, "IMAGES", 60)
+    patch.setattr(testset, "HASHES", folder / "hashes.json")
+    path = testset.test_set(32, 9, folder, workers=1, record=True, hashes=testset.HASHES)
+    yield folder, path
+    patch.undo()
+
+
+def scored(finished, file, stream, images=30):
+    model, config, _ = weights.load(finished[0])
+    stage = evaluate.stage_for(config, None, None)
+    return evaluate.scores_on(model, config, stage, file, images, stream, torch.device("cpu")), stage, config
+
+
+def test_a_test_result_is_that_of_the_images_in_their_order(finished, tests, stream):
+    found, stage, config = scored(finished, tests[1], stream)
+    assert found.labels.tolist() == load_vectors(tests[1]).labels[:30].tolist()
+    said = evaluate.result(found, stage, config, tests[1], torch.device("cpu"))
+    assert said["task"] == "LRA-parameter generated Pathfinder-32, contour length 9"
+    assert said["layers"] == "near:8,dense"  # those of the stage
+    assert said["images"] == 30
+    assert "auxiliary" not in said  # what helped is told of the whole chain, beside it
+    with Stream(1) as other:
+        again, _, _ = scored(finished, tests[1], other)
+    assert torch.equal(again.chances, found.chances)
+
+
+def test_only_whole_results_are_stored_and_others_are_compared(finished, tests, stream, monkeypatch, tmp_path):
+    path = finished[0]
+    found, stage, config = scored(finished, tests[1], stream)
+    said = evaluate.result(found, stage, config, tests[1], torch.device("cpu"))
+    with pytest.raises(ValueError, match="all 20000 images"):
+        evaluate.store(path, stage, said)
+    monkeypatch.setattr(evaluate, "IMAGES", 30)
+    evaluate.store(path, stage, said)
+    assert weights.beside(path)["results"]["32-9-drop"] == said
+    name, note = table.found_below(finished[0].parent)[0]
+    assert (name, note["sha256"]) == ("run", finished[1]["sha256"])
+    assert evaluate.agrees(said | {"images": 500, "accuracy": 0.90}, {"accuracy": 0.93})
+    assert not evaluate.agrees(said | {"images": 500, "accuracy": 0.86}, {"accuracy": 0.93})
+
+
+def test_the_stage_of_a_test_is_the_last_of_its_size():
+    config = Config(curriculum=CURRICULA["pathx-all"])
+    assert evaluate.stage_for(config, None, None) == config.curriculum[-1]
+    assert evaluate.stage_for(config, 64, 14).contour == 14
+    assert evaluate.stage_for(config, 64, 14).background == "keep"
+    assert evaluate.stage_for(config, 256, None).size == 256
+
+
+def test_an_analysis_has_bins_rules_maps_and_masks(finished, tests, stream, tmp_path, monkeypatch):
+    figure = {"rule": results.RULE, "images_of": "pathfinder32-cl9", "accuracy": 0.7, "error": 0.01, "images": 2000}
+    monkeypatch.setattr(results, "STORED", tmp_path)
+    results.write(figure | {"by_distance": {"accuracy": [0.6, 0.7, 0.7, 0.8]}}, tmp_path)
+    model, config, _ = weights.load(finished[0])
+    stage = evaluate.stage_for(config, None, None)
+    found = analyse(model, config, [stage], lambda _: tests[1], 60, 2, tmp_path, stream, torch.device("cpu"))
+    fold = found["folds"][0]
+    assert sum(fold["by_distance"]["images"]) == 60
+    mean = sum(
+        count * (part or 0) for count, part in zip(fold["by_distance"]["images"], fold["by_distance"]["accuracy"])
+    )
+    assert mean / 60 == pytest.approx(fold["accuracy"])
+    assert [rule["rule"] for rule in fold["by_distance"]["rules"]] == ["marker distance", "distance and end dashes"]
+    assert [each["mask"] for each in found["masks"]] == ["near:8", "dense"]
+    assert found["masks"][0]["density"] < found["masks"][1]["density"] == 1
+    assert found["masks"][1]["reached"] == 1
+    assert 1 <= len(list(tmp_path.glob("attention-32-9-*.png"))) <= 2
+    text = (tmp_path / "analysis.md").read_text()
+    assert "no tracing: marker distance" in text
+    assert "| small 2-D CNN | | 70.0 % ± 1.0 | 60.0 %, 70.0 %, 70.0 %, 80.0 % | |" in text
+    assert "near:8" in text
+
+
+def test_the_table_has_ours_and_the_published(tmp_path):
+    note = {
+        "sha256": "0", "parameters": 900_000, "auxiliary": 0.5, "device": "X", "cost": {"images": 2e6, "minutes": 55.0},
+        "results": {"128-14-drop": {"accuracy": 0.971, "error": 0.001}, "128-9-drop": {"accuracy": 0.5, "error": 0.1}},
+    }  # fmt: skip
+    (tmp_path / "stages.json").write_text("[]")
+    (tmp_path / "one.json").write_text(json.dumps(note | {"results": {}}))
+    without = table.rows([tmp_path], tmp_path)  # no results of ours, no small network
+    assert without == [table.HEAD, table.rule_row(), *table.PUBLISHED]
+    (tmp_path / "one.json").write_text(json.dumps(note))
+    lines = table.rows([tmp_path], tmp_path)
+    name = "ours: one, background dropped, pixel labels (weight 0.5)"
+    assert lines[1] == [name, "97.1 ± 0.1 %", "-", "0.90M", "2.00M", "55 min, X"]
+    assert "LRA-parameter generated" in table.markdown(lines)
+    page = tmp_path / "shortcuts.md"
+    page.write_text("| images of | images | rule | accuracy |\n| --- | --- | --- | --- |\n" + "".join(
+        f"| pathfinder{size}-cl14 | 9 | {rule} | {accuracy} ± 0.1 |\n"
+        for size, rule, accuracy in ((128, "marker distance", 1), *((128 * n, table.NO_TRACING, n + 1) for n in (1, 2)))
+    ))  # fmt: skip
+    assert table.rule_row(page)[1:3] == ["2 ± 0.1 %", "3 ± 0.1 %"]
+    assert all(len(line) == len(table.HEAD) for line in lines)

@@ -1,0 +1,60 @@
+"""The folder of a run: a run in it is neither overwritten unasked nor left in part, and other files are left alone."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from experiments.training.run_folder import check_unused, discard, holds_run, resumed, saved_settings
+
+OF_A_RUN = (
+    "config.json", "log.jsonl", "metrics.json", "model.json", "model.safetensors", "tests/other.json",
+    "tensorboard/events", "checkpoint-00000005/part.safetensors",
+)  # fmt: skip
+
+
+def fill(folder, names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    return folder
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_run_is_discarded_whole_and_nothing_else(tmp_path):
+    fill(tmp_path, [*OF_A_RUN, "notes.md", "analysis/analysis.md"])
+    discard(tmp_path)
+    assert files(tmp_path) == ["analysis/analysis.md", "notes.md"]
+    assert not holds_run(tmp_path)
+
+
+def test_a_folder_without_a_run_keeps_what_has_the_names_of_a_runs_files(tmp_path):
+    """--out . is such a folder: the tests of the project must not be taken for those of a run."""
+    names = ["tests/test_one.py", "tensorboard/events", "metrics.json", "model.json"]
+    fill(tmp_path, names)
+    check_unused(tmp_path)
+    discard(tmp_path)
+    assert files(tmp_path) == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["config.json", "log.jsonl", "model.safetensors", "checkpoint-00000005/part"])
+def test_what_is_left_of_a_run_is_not_overwritten_unasked(name, tmp_path):
+    fill(tmp_path, [name])
+    with pytest.raises(FileExistsError, match="holds a run; go on with it by --resume, replace it by --overwrite"):
+        check_unused(tmp_path)
+
+
+def test_a_resumed_run_keeps_its_settings_but_for_those_that_are_free(tmp_path):
+    @dataclass(frozen=True)
+    class Settings:
+        log_every: int = 10
+        seed: int = 0
+
+    assert resumed(Settings(), {"log_every": 5, "seed": 0}, {"log_every"}) == Settings(log_every=5)
+    with pytest.raises(ValueError, match=r"a resumed run must keep its settings: --log-every was 10, got 5"):
+        resumed(Settings(), {"log_every": 5}, {"seed"})
+    with pytest.raises(FileNotFoundError, match="there is no run to resume in"):
+        saved_settings(tmp_path / "config.json")

@@ -1,0 +1,18 @@
+"""Calls of the command line of experiments.lra."""
+
+from typer.testing import CliRunner
+
+from experiments.lra import cli
+from experiments.lra.config import DEFAULTS
+from lra_runs import TINY
+
+WINDOW = {"window": TINY.window}  # which the local mask alone has
+OPTIONS = {name: value for name, value in vars(TINY).items() if name not in WINDOW and value != DEFAULTS[name]}
+
+
+def call(*words, **options):
+    """Run a command; option names with underscores, as fields of Config."""
+    words = list(map(str, words))
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return CliRunner().invoke(cli.app, words)

@@ -1,0 +1,34 @@
+"""A small model of experiments.lra, batches for it, and steps on them."""
+
+import numpy as np
+import torch
+
+from experiments.lra.config import Config
+from experiments.lra.data.batches import Batch
+from experiments.lra.data.examples import Examples
+from experiments.lra.losses import objective_of
+from experiments.training import steps
+
+SMALL = Config(block=16, depth=2, width=32, heads=2, mlp=32, dropout=0.0, lr=3e-3, clip=1.0)
+CPU = torch.device("cpu")
+
+
+def fake_batch(rows: int = 6, length: int = 48, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 16, (rows, length), generator=generator)
+    lengths = torch.randint(length // 3, length, (rows,), generator=generator, dtype=torch.int32)
+    ids[torch.arange(length) >= lengths[:, None]] = 0
+    return Batch(ids, lengths, None, torch.arange(rows) % 10, int(lengths.sum()))
+
+
+def examples(lengths) -> Examples:
+    """Examples whose tokens tell which example they belong to."""
+    ids = np.concatenate([np.full(length, 1 + index % 15, np.uint8) for index, length in enumerate(lengths)])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    labels = (np.arange(len(lengths)) % 10).astype(np.uint8)
+    return Examples(ids, starts[:-1, None], starts[1:, None], labels, shift=0)
+
+
+def training_step(model, optimizer, batch: Batch, config: Config, lr: float) -> steps.Outcome:
+    """A step as a run with these settings takes it."""
+    return steps.training_step(model, optimizer, objective_of(config, CPU), batch, lr)

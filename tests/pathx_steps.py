@@ -1,0 +1,20 @@
+"""Steps of experiments.pathx on batches that are on their device already."""
+
+from functools import partial
+
+from experiments.pathx.losses import losses
+from experiments.training import steps
+
+
+def objective_of(config):
+    return steps.Objective(lambda batch: batch, partial(losses, config=config), config.clip)
+
+
+def training_step(model, optimizer, batch, config, lr):
+    """A step as a run with these settings takes it."""
+    return steps.training_step(model, optimizer, objective_of(config), batch, lr)
+
+
+def compute_gradients(model, batch, config):
+    """The part of it that leaves every parameter its gradient."""
+    return steps.compute_gradients(model, objective_of(config), batch)
