@@ -41,6 +41,7 @@ NOTES = {
     "`BlockMask.from_kv_blocks`; SDPA has no blocks",
 }
 
+
 class Shape(NamedTuple):
     """The tensors of all calls, bf16; `block` tokens a tile of the mask, `chosen` blocks a row in CHOICE."""
 
@@ -60,10 +61,12 @@ class Shape(NamedTuple):
         blocks = -(-self.tokens // self.block)
         return torch.randn(self.batch, self.heads, blocks, blocks, device=device)
 
+
 Call = Callable[[], object]
 # Of queries, keys, values, and the lengths of the sequences or the scores of the blocks where they are new.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionOver = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
 
 class Implementation(NamedTuple):
     """One attention: causal over a mask made before, over new lengths, a new causal mask, chosen blocks."""
@@ -72,6 +75,7 @@ class Implementation(NamedTuple):
     with_lengths: AttentionOver
     newly_causal: Attention
     chosen: AttentionOver | None
+
 
 def calls_of(implementation: Implementation, shape: Shape, device: torch.device) -> dict[str, Call]:
     """Calls without arguments, by way."""
@@ -108,6 +112,7 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
     }
     return calls if implementation.chosen is None else calls | {CHOICE: choice}
 
+
 def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
     """Ours. A mask of a rule known by name is made on the CPU, and moved."""
     n, block = shape.tokens, shape.block
@@ -124,6 +129,7 @@ def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
         chosen,
     )
 
+
 def sdpa_calls(shape: Shape, device: torch.device) -> Implementation:
     """PyTorch's scaled_dot_product_attention."""
     tokens = torch.arange(shape.tokens, device=device)
@@ -137,6 +143,7 @@ def sdpa_calls(shape: Shape, device: torch.device) -> Implementation:
         return scaled_dot_product_attention(q, k, v, live)
 
     return Implementation(causal, with_lengths, causal, None)
+
 
 def flex_calls(shape: Shape, device: torch.device) -> Implementation:
     """FlexAttention, compiled; masks made eagerly, as its documentation does for masks that change."""
@@ -178,5 +185,6 @@ def flex_calls(shape: Shape, device: torch.device) -> Implementation:
         lambda q, k, v: attend(q, k, v, block_mask=mask_of(rule)),
         chosen,
     )
+
 
 IMPLEMENTATIONS_OF = {OURS: sparseflash_calls, SDPA: sdpa_calls, FLEX: flex_calls}

@@ -30,7 +30,7 @@ class Config(NamedTuple):
     q_in_registers: bool = False
 
     def __str__(self) -> str:
-        """As `python -m experiments.tune --config` takes it.
+        """As `python -m experiments.benchmarks.tune --config` takes it.
 
         >>> print(Config(64, 128, 4, 2), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, q_in_registers=True))
         64x128x4x2 64x64x4x3x168 64x64x4x3q

@@ -35,7 +35,9 @@ def inputs(tokens=256, seed=0):
 
 def overwrite_what_is_free():
     """Fills the memory that PyTorch has to give out, in pieces of many sizes, with what would be noticed."""
-    filled = [torch.full((1 << size,), -1, device="cuda", dtype=torch.int32) for size in range(4, 22) for _ in range(24)]
+    filled = [
+        torch.full((1 << size,), -1, device="cuda", dtype=torch.int32) for size in range(4, 22) for _ in range(24)
+    ]
     torch.cuda.synchronize()
     return filled
 
@@ -90,15 +92,17 @@ def test_a_graph_that_chooses_stays_right_after_other_lengths_were_chosen(choose
 @pytest.mark.parametrize("training", [False, True])
 def test_a_graph_stays_right_after_its_mask_was_deleted_and_the_caches_were_emptied(training):
     tensors = [x.requires_grad_(training) for x in inputs()]
-    mask = masks.butterfly(256, block=64).to("cuda")
 
-    def step():
-        out = attention(*tensors, mask)
-        return (out, *torch.autograd.grad(out.sum(), tensors)) if training else (out,)
+    def record():
+        mask = masks.butterfly(256, block=64).to("cuda")
 
-    graph, results = recorded(step)
-    want = [x.clone() for x in step()]
-    del mask, step
+        def step():
+            out = attention(*tensors, mask)
+            return (out, *torch.autograd.grad(out.sum(), tensors)) if training else (out,)
+
+        return *recorded(step), [x.clone() for x in step()]
+
+    graph, results, want = record()
     clear_caches()
     gc.collect()
     filled = overwrite_what_is_free()
@@ -112,16 +116,19 @@ def test_a_graph_stays_right_after_its_mask_was_deleted_and_the_caches_were_empt
 @pytest.mark.gpu
 def test_what_a_graph_reads_is_freed_with_the_graph():
     clear_caches()
-    made = torch.ones(1000, device="cuda")
-    ready, alive = ReadyEvent((made,)), weakref.ref(made)
     before = len(graph_memory._graphs)
 
-    def step():
-        ready.wait()
-        return made + 1
+    def record():
+        made = torch.ones(1000, device="cuda")
+        ready = ReadyEvent((made,))
 
-    graph, out = recorded(step)
-    del made, step, ready
+        def step():
+            ready.wait()
+            return made + 1
+
+        return *recorded(step), weakref.ref(made)
+
+    graph, out, alive = record()
     graph_memory.release_finished()
     assert alive() is not None and len(graph_memory._graphs) == before + 1
     del graph, out
