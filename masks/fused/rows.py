@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Variant
+from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame
 
@@ -35,12 +35,12 @@ def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> t
     tile = torch.empty_like(indices)
     choosing, listing = _kernels(cols, scores.dtype, mass is None, device, scores.data_ptr() % 16)
     padded = max(16, 1 << (cols - 1).bit_length())
-    choosing(
+    choosing.start(
         lists, scores, of.open, of.forced, kept, counts, rows, cols, most, _bits_of(mass),
         padded, min(padded, max(8, _PAIRS_AT_ONCE // padded)), torch.finfo(scores.dtype).max, mass is not None,
     )  # fmt: skip
     indptr = counts.cumsum(0, dtype=torch.int32)
-    listing(lists, kept, of.kind, indptr, indices, tile, rows, cols, room, -(-room // lists), padded)
+    listing.start(lists, kept, of.kind, indptr, indices, tile, rows, cols, room, -(-room // lists), padded)
     return indptr, indices, tile
 
 
@@ -55,10 +55,10 @@ def _bits_of(mass: float | None) -> int:
 @bounded(maxsize=128)
 def _kernels(
     cols: int, dtype: torch.dtype, by_rank: bool, device: torch.device, offset: int
-) -> tuple[Variant, Variant]:  # fmt: skip
+) -> tuple[Launch, Launch]:  # fmt: skip
     return (
-        Variant(choose_kernel, {}, device, num_warps=4, num_stages=1),
-        Variant(list_kernel, {}, device, num_warps=4, num_stages=1),
+        Launch.of_all_arguments(choose_kernel, device, num_warps=4, num_stages=1),
+        Launch.of_all_arguments(list_kernel, device, num_warps=4, num_stages=1),
     )
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Variant
+from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.tiling.chosen import Frame
@@ -35,13 +35,13 @@ def tiles_of_runs(indices: Tensor, of: Frame, span: int, room: int) -> tuple[Ten
     marking, finding, writing = _kernels(
         cols, of.block, span, of.causal, indices.dtype, device, indices.data_ptr() % 16
     )  # fmt: skip
-    marking(
+    marking.start(
         -(-patterns * q_len // _QUERIES.value), indices, table, patterns * q_len, q_len, choices, rows * block_q,
         cols * in_tile, -(-of.k_len // span), of.k_len - q_len, span, of.causal,
     )  # fmt: skip
-    finding(lists, table, kept, counts, cols, block_q, in_tile, max(16, 64 // in_tile))
+    finding.start(lists, table, kept, counts, cols, block_q, in_tile, max(16, 64 // in_tile))
     indptr = counts.cumsum(0, dtype=torch.int32)
-    writing(
+    writing.start(
         lists * cols, table, kept, of.kind, of.bits, indptr, found, tile, bits, rows, cols, lists, room,
         -(-room // (lists * cols)), block_q, in_tile, words, bitmask.full_word(block_k),
         max(16, 1 << (cols - 1).bit_length()),
@@ -52,11 +52,11 @@ def tiles_of_runs(indices: Tensor, of: Frame, span: int, room: int) -> tuple[Ten
 @bounded(maxsize=128)
 def _kernels(
     cols: int, block: tuple[int, int], span: int, causal: bool, dtype: torch.dtype, device: torch.device, offset: int
-) -> tuple[Variant, Variant, Variant]:  # fmt: skip
+) -> tuple[Launch, Launch, Launch]:  # fmt: skip
     return (
-        Variant(mark_kernel, {}, device, num_warps=4, num_stages=1),
-        Variant(find_kernel, {}, device, num_warps=4, num_stages=1),
-        Variant(write_kernel, {}, device, num_warps=4, num_stages=1),
+        Launch.of_all_arguments(mark_kernel, device, num_warps=4, num_stages=1),
+        Launch.of_all_arguments(find_kernel, device, num_warps=4, num_stages=1),
+        Launch.of_all_arguments(write_kernel, device, num_warps=4, num_stages=1),
     )
 
 

@@ -18,8 +18,8 @@ def row_of_entry(indptr: Tensor, count: int) -> Tensor:
 
     `indptr` starts at 0. Entries at or past `indptr[-1]`, the room of a dynamic mask, get the number past the last row.
     """
-    rows = torch.arange(len(indptr), device=indptr.device)
-    return torch.repeat_interleave(rows, indptr.diff(append=indptr.new_full((1,), count)).long(), output_size=count)
+    # Not by repeat_interleave, which on the CPU wakes all threads, however short the array is: 0.8 ms with 16 of them.
+    return torch.searchsorted(indptr[1:], torch.arange(count, dtype=indptr.dtype, device=indptr.device), right=True)
 
 
 def stored_tiles(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,8 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from sparseflash.cuda_driver import cuda_driver, raise_if_failed
+
 _NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor may run asynchronously; it must be given
 _MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the one reference
+_DOING = "to keep memory for a graph that is being recorded"
 _SEMAPHORE_BYTES = 32  # sizeof(sem_t) on 64-bit Linux
 
 
@@ -67,28 +70,20 @@ def _capture_of(stream: int) -> tuple[int, ctypes.c_void_p]:
     """The number of a capture that is going on, and its graph."""
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     asked = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
-    driver = _driver()
+    driver = cuda_driver()
     if hasattr(driver, "cuStreamGetCaptureInfo_v2"):
-        _check(driver.cuStreamGetCaptureInfo_v2(*asked, None, None))
+        result = driver.cuStreamGetCaptureInfo_v2(*asked, None, None)
     else:  # the newer form tells of edges, too
-        _check(driver.cuStreamGetCaptureInfo_v3(*asked, None, None, None))
+        result = driver.cuStreamGetCaptureInfo_v3(*asked, None, None, None)
+    raise_if_failed(result, _DOING)
     return number.value, graph
 
 
 def _retain(graph: ctypes.c_void_p, kept: _Kept) -> None:
     user_object, post = ctypes.c_void_p(), ctypes.cast(_libc().sem_post, ctypes.c_void_p)
-    _check(_driver().cuUserObjectCreate(ctypes.byref(user_object), kept.semaphore, post, 1, _NO_DESTRUCTOR_SYNC))
-    _check(_driver().cuGraphRetainUserObject(graph, user_object, 1, _MOVE))
-
-
-def _check(result: int) -> None:
-    if result != 0:
-        raise RuntimeError(f"the CUDA driver refused to keep memory for a graph that is being recorded: error {result}")
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    made = ctypes.byref(user_object), kept.semaphore, post, 1, _NO_DESTRUCTOR_SYNC
+    raise_if_failed(cuda_driver().cuUserObjectCreate(*made), _DOING)
+    raise_if_failed(cuda_driver().cuGraphRetainUserObject(graph, user_object, 1, _MOVE), _DOING)
 
 
 @functools.cache

@@ -34,7 +34,8 @@ def check_arrays(mask: BlockMask) -> None:
             raise ValueError(
                 f"all arrays must be on one device; {name} is on {array.device}, indices are on {mask.device}."
             )
-        if not array.is_contiguous() and name != "lengths":  # one row may stand for queries and keys
+        # One row of lengths may stand for queries and keys.
+        if not (array[:1] if name == "lengths" and array.ndim == 2 else array).is_contiguous():
             raise ValueError(f"{name} must be contiguous; call .contiguous() on it.")
     if mask.indptr.ndim != 1 or len(mask.indptr) < row_blocks + 1 or (len(mask.indptr) - 1) % row_blocks:
         raise ValueError(
@@ -95,10 +96,13 @@ def validate(mask: BlockMask) -> None:
     distinct = dynamic or len(distinct_patterns(indptr, indices, tile, row_blocks)[0]) == patterns
     must(distinct, "equal patterns must be stored once")
     if mask.lengths is not None:
-        lengths = mask.lengths.cpu()
-        for side, stop, name in ((0, mask.q_len, "queries"), (1, mask.k_len, "keys")):
-            inside = (lengths[side] >= 0) & (lengths[side] <= stop)
-            must(bool(inside.all()), f"lengths of {name} must lie in 0..{stop}")
+        q_lengths, k_lengths = mask.lengths.cpu()
+        must(_lie_in(q_lengths, mask.q_len), f"lengths of queries must lie in 0..{mask.q_len}")
+        must(_lie_in(k_lengths, mask.k_len), f"lengths of keys must lie in 0..{mask.k_len}")
+
+
+def _lie_in(numbers: Tensor, most: int) -> bool:
+    return bool(((numbers >= 0) & (numbers <= most)).all())
 
 
 def _past_the_ends(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor, bits: Tensor) -> int:

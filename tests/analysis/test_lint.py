@@ -21,8 +21,9 @@ def codes(*arguments, **keywords):
     return [finding.code for finding in lint(*arguments, **keywords)]
 
 
-def stop_of(mask, b):
-    return mask.q_len if mask.lengths is None else int(mask.q_lengths[b])
+def stops_of(mask, b):
+    """Live queries, live keys."""
+    return (mask.q_len, mask.k_len) if mask.lengths is None else tuple(mask.lengths[:, b].tolist())
 
 
 # ---------------------------------------------------------------------- no false alarms
@@ -236,14 +237,12 @@ def test_single_tokens_are_told_as_in_the_dense_matrix(mask, shift):
     future = torch.arange(mask.k_len) > torch.arange(mask.q_len)[:, None] + shift
     for walk in walks(mask):
         for b, h in walk.users:
-            here, stop = dense[b, h], stop_of(mask, b)
-            assert blind_queries(walk).tolist() == (~here.any(1)[:stop]).nonzero().squeeze(1).tolist()
-            assert unseen_keys(walk).tolist() == (~here.any(0)[:stop]).nonzero().squeeze(1).tolist()
+            here, (q_stop, k_stop) = dense[b, h], stops_of(mask, b)
+            assert blind_queries(walk).tolist() == (~here.any(1)[:q_stop]).nonzero().squeeze(1).tolist()
+            assert unseen_keys(walk).tolist() == (~here.any(0)[:k_stop]).nonzero().squeeze(1).tolist()
             leaks = (here & future).nonzero().tolist()
             assert future_scores(walk, shift) == (len(leaks), tuple(leaks[0]) if leaks else None)
-            previous = [
-                0 < q <= mask.k_len and bool(here[q, q - 1]) for q in range(min(stop, mask.q_len))
-            ]  # fmt: skip
+            previous = [0 < q <= mask.k_len and bool(here[q, q - 1]) for q in range(q_stop)]
             assert see_previous(walk).tolist() == previous
 
 

@@ -30,6 +30,7 @@ def plans_made():
 def test_nothing_is_kept_with_indices_that_no_mask_owns(backend):
     """Inductor gives one tensor of a compiled graph the memory, and the Python object, of another that is done with."""
     q, k, v = tensors()
+    attention(q, k, v, masks.causal(N, block=16), backend=backend)  # registers the operator
     few, many = masks.local(N, 9, block=16), masks.local(N, 25, block=16)
     buffer = torch.zeros(len(many.indices), dtype=torch.int32)
     for mask in (few, many, few):

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 from dynamic_masks import made_dynamic
 from exactness import check
+from plans import plan
 from sparseflash import BlockMask, analysis, attention, interop, masks
-from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.csr import row_of_entry
 from strategies import SEEDS, Recipe, block_masks, problems
@@ -117,13 +117,9 @@ def test_columns_hold_what_the_rows_hold(mask, seed):
 @given(block_masks(MOST, batch=2, heads=2), SEEDS)
 def test_plans_list_what_the_rows_hold_full_tiles_first(mask, seed):
     dynamic = made_dynamic(mask, seed)
-    arrays = dynamic.indptr, dynamic.indices, dynamic.tile, dynamic.words, dynamic.pattern
-    lengths, blocks = (mask.q_len, mask.k_len), (mask.block_q, mask.block_k)
-    plan = plan_of(*arrays, (2, 2), 1, lengths, blocks)
-    for side, lists, transposed in (
-        (plan.rows(mask.block_q), plan._own[0], False),
-        (plan.columns(mask.block_k), plan._own[1], True),
-    ):
+    made = plan(dynamic, 2, 2, 1)
+    for axis, tile in enumerate((mask.block_q, mask.block_k)):
+        work, lists, transposed = made.worklist(axis, tile), made.lists.own(axis), axis == 1
         dense = dense_of_lists(dynamic, lists.start, lists.count, lists.index, lists.tile, transposed=transposed)
         assert torch.equal(dense[dynamic.pattern.long()], replace(dynamic, lengths=None).to_dense())
         for start, full, count in torch.stack([lists.start, lists.full, lists.count], 1).tolist():
@@ -131,7 +127,7 @@ def test_plans_list_what_the_rows_hold_full_tiles_first(mask, seed):
             assert (lists.tile[start + full : start + count] > 0).all()
             for part in (lists.index[start : start + full], lists.index[start + full : start + count]):
                 assert (part.diff() > 0).all()
-        numbers = side.work[:, 0, 0].sort().values
+        numbers = work.work[:, 0, 0].sort().values
         assert torch.equal(numbers, torch.arange(len(numbers), dtype=torch.int32)), "each program has one item"
 
 
@@ -142,9 +138,8 @@ def test_planning_waits_for_nothing(mask, seed):
     lengths = torch.tensor([5, MOST])
     with NoWaiting():
         padded = dynamic.with_lengths(lengths)
-        arrays = padded.indptr, padded.indices, padded.tile, padded.words, padded.pattern
-        plan = plan_of(*arrays, (2, 2), 1, (mask.q_len, mask.k_len), (mask.block_q, mask.block_k))
-        plan.rows(16), plan.columns(16)
+        made = plan(padded, 2, 2, 1)
+        made.worklist(0, 16), made.worklist(1, 16)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +261,7 @@ def test_queries_whose_every_tile_is_dead_give_zeros(backend, dtype):
         (r"bits past the block must be 0", {"bits": lambda m: m.bits | (1 << 20)}),
         (r"scores past q_len or k_len must be dead", {"tile": lambda m: torch.zeros_like(m.tile)}),
         (r"pattern must lie in 0\.\.\d+", {"pattern": lambda m: m.pattern + 99}),
-        (r"lengths must lie in 0\.\.100", {"lengths": lambda m: torch.tensor([101], dtype=torch.int32)}),
+        (r"lengths of keys must lie in 0\.\.100", {"lengths": lambda m: torch.tensor([[3], [101]], dtype=torch.int32)}),
     ],
 )  # fmt: skip
 def test_validate_names_what_makes_a_dynamic_mask_unsafe(rule, changes):

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sparseflash.blockmask import streams
+from sparseflash.blockmask import graph_memory, streams
 from sparseflash.blockmask.streams import ReadyEvent
 
 
@@ -28,7 +28,7 @@ class OnGpu(torch.Tensor):
 
 class Stream:
     def __init__(self, number):
-        self.number, self.waited = number, 0
+        self.number, self.waited, self.kept = number, 0, []
 
     def wait_event(self, event):
         assert event.record.call_count == 1  # of something that has been recorded
@@ -44,6 +44,7 @@ def current():
         mock.patch.object(torch.cuda, "current_stream", lambda device: here[0]),
         mock.patch.object(streams, "_number_of_stream", lambda device: here[0].number),
         mock.patch.object(streams, "is_capturing", lambda device: here[0].number < 0),
+        mock.patch.object(graph_memory, "keep_for_graph", lambda number, tensors: here[0].kept.extend(tensors)),
     ):
         yield here
 
@@ -74,6 +75,7 @@ def test_what_a_graph_records_does_not_wait_for_what_is_not_in_it(current):
     current[0] = Stream(-1)
     made.wait()
     assert current[0].waited == 0 and tensor.recorded == []
+    assert current[0].kept == [tensor], "the graph reads it for as long as it lives"
 
 
 def test_what_a_graph_has_recorded_is_waited_for_in_the_graph_alone(current):
@@ -85,7 +87,7 @@ def test_what_a_graph_has_recorded_is_waited_for_in_the_graph_alone(current):
     assert current[0].waited == 0 and tensor.recorded == []
     current[0] = Stream(-2)  # another of those that are recorded
     made.wait()
-    assert current[0].waited == 1
+    assert current[0].waited == 0 and current[0].kept == [], "it lies in memory of the graph that made it"
 
 
 def test_on_a_cpu_there_is_nothing_to_wait_for():

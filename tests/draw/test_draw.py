@@ -27,7 +27,7 @@ CELLS = st.integers(1, 12)
 
 
 def uses(mask):
-    """`(pattern, length, dense [Nq, Nk])` of every batch element and head."""
+    """`(pattern, lengths, dense [Nq, Nk])` of every batch element and head."""
     batch, heads = mask.shape[:2]
     pattern = mask.pattern.expand(batch, heads).tolist()
     lengths = [None] * batch if mask.lengths is None else live_tokens(mask)
@@ -56,8 +56,8 @@ def whole(dense, block_q, block_k):
 
 @given(block_masks(heads=2, batch=2), CELLS, CELLS)
 def test_shares_are_the_means_of_the_dense_mask(mask, rows, cols):
-    for pattern, length, dense in uses(mask):
-        found = shares(mask, pattern, rows, cols, length=length)
+    for pattern, lengths, dense in uses(mask):
+        found = shares(mask, pattern, rows, cols, lengths=lengths)
         down, across = found.step[0] * mask.block_q, found.step[1] * mask.block_k
         full = whole(dense, mask.block_q, mask.block_k)
         assert found.live.shape == (-(-mask.q_len // down), -(-mask.k_len // across))
@@ -119,9 +119,9 @@ def test_panels_name_the_heads_and_batch_elements_that_share_a_pattern():
 
 def test_sequences_of_different_lengths_are_different_panels():
     mask = BlockMask.dense(64, block=16).with_lengths(torch.tensor([50, 64, 50]))
-    assert [(panel.title, panel.length) for panel in panels(mask)] == [
-        ("batch 0, 2 (50 tokens)", 50),
-        ("batch 1 (64 tokens)", 64),
+    assert [(panel.title, panel.lengths) for panel in panels(mask)] == [
+        ("batch 0, 2 (50 tokens)", (50, 50)),
+        ("batch 1 (64 tokens)", (64, 64)),
     ]
 
 
@@ -134,8 +134,8 @@ def test_long_lists_of_heads_are_shortened():
 
 @given(block_masks(heads=3, batch=2))
 def test_panels_cover_every_pattern_and_length_once(mask):
-    found = [(panel.pattern, panel.length) for panel in panels(mask)]
-    assert found == list(dict.fromkeys((pattern, length) for pattern, length, _ in uses(mask)))
+    found = [(panel.pattern, panel.lengths) for panel in panels(mask)]
+    assert found == list(dict.fromkeys((pattern, lengths) for pattern, lengths, _ in uses(mask)))
 
 
 @pytest.mark.parametrize(("name", "choice"), [("heads", 3), ("heads", -1), ("heads", []), ("batch", [0, 1])])
@@ -157,15 +157,15 @@ def test_heads_that_are_no_numbers_are_refused():
 
 @given(block_masks(heads=2, batch=2))
 def test_kinds_hold_every_score_and_the_kind_of_its_tile(mask):
-    for pattern, length, dense in uses(mask):
-        found = kinds(mask, pattern, length=length)
+    for pattern, lengths, dense in uses(mask):
+        found = kinds(mask, pattern, lengths=lengths)
         assert np.array_equal(found >= 2, dense)
         assert np.array_equal(found == 3, whole(dense, mask.block_q, mask.block_k))
-        stop = mask.q_len + mask.k_len if length is None else length
+        q_stop, k_stop = (mask.q_len, mask.k_len) if lengths is None else lengths
         first_q = np.arange(mask.q_len)[:, None] // mask.block_q * mask.block_q
         first_k = np.arange(mask.k_len) // mask.block_k * mask.block_k
-        assert not found[(first_q >= stop) | (first_k >= stop)].any()
-        if length is None:
+        assert not found[(first_q >= q_stop) | (first_k >= k_stop)].any()
+        if lengths is None:
             for q in range(0, mask.q_len, mask.block_q):
                 for k in range(0, mask.k_len, mask.block_k):
                     tile = np.s_[q : q + mask.block_q, k : k + mask.block_k]
@@ -222,7 +222,7 @@ def test_text_in_ascii_has_nothing_else():
 @given(block_masks(), st.integers(2, 50))
 def test_text_fits_the_width_and_shows_the_level_of_every_cell(mask, width):
     for panel in panels(mask):
-        cells = levels(shares(mask, panel.pattern, width // 2, width // 2, length=panel.length))
+        cells = levels(shares(mask, panel.pattern, width // 2, width // 2, lengths=panel.lengths))
         expected = ["".join(2 * "·░▒▓█"[level] for level in row) for row in cells]
         assert max(map(len, expected)) <= width
         assert "\n".join(expected) in mask.to_string(width)
@@ -292,7 +292,7 @@ def test_html_is_well_formed_and_draws_every_live_cell(mask):
     assert len(drawings) == min(len(found), 4)
     side = 64 if len(found) == 1 else 32
     for panel, element in zip(found, drawings):
-        cells = shares(mask, panel.pattern, side, side, length=panel.length)
+        cells = shares(mask, panel.pattern, side, side, lengths=panel.lengths)
         rgb = painted(element, cells.live.shape)
         assert np.array_equal((rgb != 255).any(-1), cells.live > 0)
         assert (rgb[cells.full == 1] == FULL).all()
@@ -366,7 +366,7 @@ def test_plot_shortens_round_numbers_of_tokens(length, labels):
 def test_plot_shades_each_tile_by_its_live_share(mask):
     figure = mask.plot(elements=False)
     for panel, axes in zip(panels(mask), figure.axes):
-        found = shares(mask, panel.pattern, length=panel.length)
+        found = shares(mask, panel.pattern, lengths=panel.lengths)
         assert found.step == (1, 1)
         assert np.array_equal(axes.images[0].get_array(), colours(found.full, found.partial))
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.launcher import BoundLaunch
 
 _THREADS = 4  # a call has at most four kernels that take long
 
 
-def compile_side_by_side(launches: Iterable[Launch]) -> None:
+def compile_side_by_side(launches: Iterable[BoundLaunch]) -> None:
     """Starts to compile what these launch, if it is not compiled. Each launch waits for its own."""
-    wanted: dict[int, Launch] = {}
+    wanted: dict[int, BoundLaunch] = {}
     for launch in launches:
-        if launch.variant.is_new():
-            wanted.setdefault(id(launch.variant), launch)
+        if launch.launch.variant.is_new():
+            wanted.setdefault(id(launch.launch.variant), launch)
     if len(wanted) < 2:  # the one that is needed first may as well be compiled by its launch
         return
     pool = ThreadPoolExecutor(min(_THREADS, len(wanted)), thread_name_prefix="sparseflash-compile")
     for launch in wanted.values():
-        launch.variant.compiling = pool.submit(launch.compile)
+        launch.launch.variant.compiling = pool.submit(launch.compile)
     pool.shutdown(wait=False)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
 
 
@@ -55,7 +55,7 @@ class ForwardPass(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(out, lse, kept)`; `kept` is what the backward of the same family wants beside them."""
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
 
 
@@ -68,7 +68,7 @@ class BackwardPass(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`(dq, dk, dv)`."""
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
 
 

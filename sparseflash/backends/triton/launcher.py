@@ -1,29 +1,30 @@
 """Starts Triton kernels: arguments by their names, compiled once for each kind of arguments, launched at little cost.
 
 A `Variant` is a kernel for arguments of one kind: constants, dtypes, which pointers are None, which addresses and
-strides are multiples of 16. A `Launch` is a variant with its grid and all arguments that stay the same from call to
-call; it is called with the others.
+strides are multiples of 16. A `Launch` is a variant with all arguments that stay the same for tensors of one layout; a
+`BoundLaunch` adds the grid and the work of one plan.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.direct_start import DirectStart, Parameter, parameters_of_compiled
 
 # Multiply-adds rounded once: fewer instructions, smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
 # The compute capability of the oldest GPU that the kernels run on: Ampere, the first with bf16 and asynchronous copies.
 OLDEST = (8, 0)
-# The versions of Triton whose launchers are called directly, which takes half of the time that Triton's own front
-# takes. That is no public interface: with other versions launches go through the front.
+# The versions of Triton whose kernels are started directly (direct_start.py). How is no public interface: with other
+# versions launches pass through Triton's front, which takes 50 us and more of the host's time.
 DIRECT_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
@@ -43,32 +44,29 @@ class Variant:
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, **OPTIONS}
         if registers:
             self.options["maxnreg"] = registers
-        # Starts the compiled kernel: of the number of programs and all arguments, tensors as addresses.
-        self._start: Callable[[int, Sequence[Any]], None] | None = None
+        self._compiled: Any = None  # what Triton has compiled and loaded
+        self._parameters: list[Parameter] | None = None  # its parameters, if it can be started directly
         self._hooks: Any = None  # a profiler's, which Triton's front calls with what it collects of a launch
         self._index = device.index
         self.compiling: Future[None] | None = None  # on another thread
         self._launched = False
 
-    def __call__(self, programs: int, *arguments: Any) -> None:
-        """Launches the kernel with all of its arguments, in its order."""
-        start = self.direct()
-        if start is None:
-            self.launch(programs, arguments)
-        else:
-            start(programs, [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
-
     def is_new(self) -> bool:
         """Whether it is neither compiled nor being compiled."""
-        return self._start is None and self.compiling is None and not self._launched
+        return self._compiled is None and self.compiling is None and not self._launched
 
-    def direct(self) -> Callable[[int, Sequence[Any]], None] | None:
-        """Starts the kernel without Triton's front; None where that has to be passed."""
-        start = self._start
-        if start is None or torch._C._cuda_getDevice() != self._index:
-            return None
+    def can_start_directly(self) -> bool:
+        """Whether its kernel can be started without Triton's front now."""
+        if self._parameters is None or torch._C._cuda_getDevice() != self._index:
+            return False
         hooks = self._hooks
-        return None if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls else start
+        return not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+    def direct_start(self, arguments: Sequence[Any], given: Sequence[int]) -> DirectStart:
+        """Starts the kernel with these arguments, all but those that are given at each call, by their numbers."""
+        if self._parameters is None:
+            raise RuntimeError(f"{self.function.__name__} cannot be started directly")
+        return DirectStart(self._compiled, self._parameters, arguments, given, self.device)
 
     def launch(self, programs: int, arguments: Sequence[Any]) -> None:
         """Launches through Triton's own front, which compiles the first time."""
@@ -80,15 +78,16 @@ class Variant:
         with on_device(self.device):
             compiled = self.function[(programs, 1, 1)](*arguments, **self.options)
         self._launched = True
-        if self._start is None and compiled is not None:  # the interpreter compiles nothing
+        if self._compiled is None and compiled is not None:  # the interpreter compiles nothing
             from triton import knobs
 
-            self._hooks = knobs.runtime
-            self._start = direct_start(compiled, self.device)
+            self._hooks, self._compiled = knobs.runtime, compiled
+            if is_direct_version():
+                self._parameters = parameters_of_compiled(compiled, self.names)
 
     def compile(self, arguments: Sequence[Any]) -> None:
         """Compiles without launching; on any thread. Tensors may be on the meta device."""
-        if self._start is None and hasattr(self.function, "warmup"):
+        if self._compiled is None and hasattr(self.function, "warmup"):
             with on_device(self.device):
                 compiled = self.function.warmup(*arguments, grid=(1, 1, 1), **self.options)
                 if compiled is not None:
@@ -96,61 +95,45 @@ class Variant:
 
 
 class Launch:
-    """A variant with all arguments that stay the same from call to call, and with the number of its programs.
-
-    It is called with the others, in the order of the examples that it was made of.
-    """
+    """A variant with all arguments that stay the same from launch to launch; it is started with the others."""
 
     def __init__(
         self, variant: Variant, fixed: Mapping[str, Any], examples: Mapping[str, Any],
-        described: Mapping[str, Describe],
+        described: Mapping[str, Describe], *, bound: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """fixed: arguments by name, tensors among them; those that are to be bound may be None.
+        """fixed: arguments by name. bound: names of tensors that `bind` gives, or of None.
 
         examples: of the arguments that calls give, by name, tensors on the meta device. described: of those the ones
         that the kernel takes as descriptors.
         """
-        given = {**variant.constants, **fixed, **dict.fromkeys(examples)}
+        given = {**variant.constants, **fixed, **dict.fromkeys(bound), **dict.fromkeys(examples)}
         missing = [name for name in variant.names if name not in given]
         unknown = [name for name in given if name not in variant.names]
         if missing or unknown:
             raise TypeError(f"{variant.function.__name__} lacks {missing} and does not know {unknown}")
-        self.variant, self.programs = variant, 0
-        self._arguments = [given[name] for name in variant.names]  # holds the tensors
-        self._addresses = _addresses(self._arguments)
-        self._slots = [(variant.names.index(name), described.get(name)) for name in examples]
-        self._examples = tuple(examples.values())
+        self.variant, self.bound, self.examples = variant, tuple(bound), tuple(examples.values())
+        self._arguments = [given[name] for name in variant.names]
+        self._slots = [(variant.names.index(name), described.get(name)) for name in (*bound, *examples)]
+        self._direct: DirectStart | None = None
 
-    def bound(self, programs: int, **tensors: Tensor) -> Launch:
-        """The same with so many programs, and with these tensors."""
-        made = object.__new__(Launch)
-        made.__dict__ = dict(self.__dict__)
-        made.programs = programs
-        made._arguments = self._arguments.copy()
-        for name, x in tensors.items():
-            made._arguments[self.variant.names.index(name)] = x
-        made._addresses = _addresses(made._arguments)
-        return made
+    @classmethod
+    def of_all_arguments(cls, function: Any, device: torch.device, *, num_warps: int, num_stages: int) -> Launch:
+        """The launch of a kernel that is given all its arguments, those included that are constants to the compiler."""
+        variant = Variant(function, {}, device, num_warps=num_warps, num_stages=num_stages)
+        return cls(variant, {}, dict.fromkeys(variant.names), {})
 
-    def __call__(self, *given: Any) -> None:
-        """Launches the kernel with these tensors, numbers or Nones."""
-        start = self.variant.direct()
-        if start is None:
-            self.variant.launch(self.programs, self.arguments(given))
+    def bind(self, programs: int, **tensors: Tensor) -> BoundLaunch:
+        """The same with its grid and the tensors that are to be bound."""
+        return BoundLaunch(self, programs, tuple(tensors[name] for name in self.bound))
+
+    def start(self, programs: int, *given: Any) -> None:
+        """Starts that many programs with what is bound, then what calls give: tensors, numbers, their tuples, None."""
+        if not self.variant.can_start_directly():
+            self.variant.launch(programs, self.arguments(given))
             return
-        arguments = self._addresses.copy()
-        for (slot, describe), x in zip(self._slots, given):
-            if describe is not None:
-                arguments[slot] = describe(x)
-            elif type(x) is Tensor:
-                arguments[slot] = x.data_ptr()  # the launcher would ask the driver whose address a tensor's is
-            else:
-                arguments[slot] = x
-        start(self.programs, arguments)
-
-    def compile(self) -> None:
-        """Compiles what calls will launch; on any thread."""
-        self.variant.compile(self.arguments(self._examples))
+        if self._direct is None:
+            self._direct = self.variant.direct_start(self.arguments(given), [slot for slot, _ in self._slots])
+        self._direct(programs, given)
 
     def arguments(self, given: Sequence[Any]) -> list[Any]:
         """All arguments, in the order of the kernel."""
@@ -160,8 +143,20 @@ class Launch:
         return arguments
 
 
-def _addresses(arguments: Sequence[Any]) -> list[Any]:
-    return [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+class BoundLaunch(NamedTuple):
+    """A launch with its grid and some tensors; it is called with the arguments that are left, in their order."""
+
+    launch: Launch
+    programs: int
+    tensors: tuple[Tensor, ...]
+
+    def __call__(self, *given: Any) -> None:
+        """Launches the kernel."""
+        self.launch.start(self.programs, *self.tensors, *given)
+
+    def compile(self) -> None:
+        """Compiles what calls will launch; on any thread."""
+        self.launch.variant.compile(self.launch.arguments((*self.tensors, *self.launch.examples)))
 
 
 class Describe:
@@ -178,19 +173,6 @@ class Describe:
         made = object.__new__(self._kind)
         made.__dict__ = {**self._fields, "base": x}
         return made
-
-
-def direct_start(compiled: Any, device: torch.device) -> Callable[[int, Sequence[Any]], None] | None:
-    """Starts a compiled kernel on the current stream, without Triton's front; None where that is not known to work."""
-    if not is_direct_version():
-        return None
-    launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    index, stream_of = device.index, torch._C._cuda_getCurrentRawStream
-
-    def start(programs: int, arguments: Sequence[Any]) -> None:
-        launcher(programs, 1, 1, stream_of(index), function, packed, None, None, None, *arguments)
-
-    return start
 
 
 def is_direct_version() -> bool:

@@ -230,7 +230,7 @@ def test_cutting_costs_one_copy_of_two_numbers_a_side():
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "heads"), [("butterfly", 2048, 32), ("causal", 1536, 16), ("bigbird", 1536, 1)]
+    ("kind", "length", "heads"), [("butterfly", 1536, 32), ("causal", 1536, 16), ("bigbird", 1536, 1)]
 )
 def test_nothing_is_asked_where_nothing_can_be_cut(kind, length, heads):
     mask = patterns.block_mask(kind, length, 128)
@@ -257,13 +257,13 @@ def test_dynamic_masks_are_not_cut_and_not_waited_for(mask, seed):
 def launches_noted():
     """The names of the kernels that are launched."""
     names = []
-    call = launcher.Launch.__call__
+    start = launcher.Launch.start
 
     def noted(self, *arguments):
         names.append(self.variant.function.__name__)
-        return call(self, *arguments)
+        return start(self, *arguments)
 
-    with mock.patch.object(launcher.Launch, "__call__", noted):
+    with mock.patch.object(launcher.Launch, "start", noted):
         yield names
 
 

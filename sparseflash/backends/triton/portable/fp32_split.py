@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.launcher import Variant
+from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 
 # How the kernels are told to multiply, their PRECISION: tiles that lie in pieces, or tiles that are split as they are
@@ -197,15 +197,15 @@ def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
     pieces = torch.empty(batch, heads, length, COUNT, padded_dim, dtype=PIECES_DTYPE, device=x.device)
     tiles = -(-length // _TOKENS)
     launch = _splitting(x.device, x.stride()[:3], dim, padded_dim, x.data_ptr() % 16)
-    launch(batch * heads * tiles, x, pieces, heads, length, tiles, x.stride()[:3], dim, padded_dim, _TOKENS)
+    launch.start(batch * heads * tiles, x, pieces, heads, length, tiles, x.stride()[:3], dim, padded_dim, _TOKENS)
     return pieces
 
 
 @bounded(maxsize=512)
-def _splitting(device: torch.device, *layout: object) -> Variant:
+def _splitting(device: torch.device, *layout: object) -> Launch:
     """layout: what Triton may specialise to."""
     refuse_to_record(device)  # it would be compiled, and loaded
-    return Variant(pieces_kernel, {}, device, num_warps=4, num_stages=1)
+    return Launch.of_all_arguments(pieces_kernel, device, num_warps=4, num_stages=1)
 
 
 def precision_of(arithmetic: str, capability: tuple[int, int], *, in_pieces: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.configs import Kernel, resident_programs
 from sparseflash.backends.triton.dispatch import Setting
-from sparseflash.backends.triton.launcher import Describe, Launch, Variant
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
 from sparseflash.backends.triton.portable.backward import dk_dv_kernel, dq_kernel
 from sparseflash.backends.triton.portable.choice import Choice, Chooser, describable_strides
 from sparseflash.backends.triton.portable.forward import forward_kernel
@@ -49,7 +49,7 @@ class Bound(NamedTuple):
     `launch` is called with tensors like the examples of its layout, then what `extra` gives.
     """
 
-    launch: Launch
+    launch: BoundLaunch
     work: Worklist
     choice: Choice
     tile: int  # of the tokens that a program holds
@@ -96,7 +96,7 @@ class KernelLayout:
         unbound = self._launches.get(key)
         if unbound is None:
             unbound = self._launches[key] = self._unbound(choice, tile, split=work.merged is not None)
-        launch = unbound.bound(
+        launch = unbound.bind(
             len(work.work), work_ptr=work.work, index_ptr=work.index, tile_ptr=work.tile, words_ptr=work.words
         )
         return Bound(launch, work, choice, tile)
@@ -136,7 +136,8 @@ class KernelLayout:
             examples["seed_ptr"] = SOME_SEED
         return launch_of(
             FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
-            num_warps=config.num_warps, num_stages=config.num_stages, registers=config.registers,
+            bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=config.num_warps,
+            num_stages=config.num_stages, registers=config.registers,
         )  # fmt: skip
 
     def _descriptors(self, choice: Choice) -> dict[str, Describe]:
@@ -159,13 +160,14 @@ class KernelLayout:
 
 def launch_of(
     function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
-    device: torch.device, described: Mapping[str, Describe], **options: int,
+    device: torch.device, described: Mapping[str, Describe], *, bound: Sequence[str], **options: int,
 ) -> Launch:  # fmt: skip
     """A launch without work, of the variant that all layouts share to which Triton specialises in the same way.
 
-    Arguments that are neither constants, numbers nor examples are None, or the arrays that it is bound to.
+    Arguments that are neither constants, numbers nor examples, nor to be bound, are None.
     """
-    fixed = {name: numbers.get(name) for name in function.arg_names if name not in {**constants, **examples}}
+    others = {*constants, *examples, *bound}
+    fixed = {name: numbers.get(name) for name in function.arg_names if name not in others}
     key = (
         function.__name__, device, tuple(options.values()), tuple(constants.values()), tuple(described),
         tuple((name, x.dtype if isinstance(x, Tensor) else None) for name, x in examples.items()),
@@ -174,7 +176,7 @@ def launch_of(
     variant: Variant | None = _variants.get(key)
     if variant is None:
         variant = _variants.put(key, Variant(function, constants, device, **options))
-    return Launch(variant, fixed, examples, described)
+    return Launch(variant, fixed, examples, described, bound=bound)
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:

@@ -38,10 +38,10 @@ class Combine:
             raise RuntimeError("nothing is cut into chunks")
         self._shape, self._device = (of.work.parts, of.tile * numbers_a_token), layout.device
         unbound = launch_of(
-            function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, layout.device, {}, num_warps=4,
-            num_stages=2,
+            function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, layout.device, {},
+            bound=("merged_ptr",), num_warps=4, num_stages=2,
         )  # fmt: skip
-        self.launch = unbound.bound(len(of.work.merged) * (of.tile // tokens), merged_ptr=of.work.merged)
+        self.launch = unbound.bind(len(of.work.merged) * (of.tile // tokens), merged_ptr=of.work.merged)
 
     def workspace(self) -> Tensor:
         """Memory for the partial results."""

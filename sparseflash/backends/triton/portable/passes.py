@@ -15,7 +15,7 @@ from sparseflash.backends.registration import empty_gradient, empty_lse, empty_o
 from sparseflash.backends.triton.alignment import aligned, is_aligned, with_aligned_rows
 from sparseflash.backends.triton.configs import padded_dims
 from sparseflash.backends.triton.dispatch import Setting
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.portable.launches import Bound, KernelLayout, Numbers
@@ -109,7 +109,7 @@ class Forward:
             self._combine.launch(parts, *written, *(() if lengths is None else (lengths,)))
         return out, lse, kept
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
         return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]
 
@@ -196,7 +196,7 @@ class Backward:
         _run(self.keys, self._combine_keys, read, (dk, dv), lengths, seed)
         return dq, dk, dv
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
         kernels = [self.means, self.queries, self.keys, self._combine_means, self._combine_queries, self._combine_keys]
         return [each.launch for each in kernels if each is not None]

@@ -242,13 +242,14 @@ def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
             f"batch x heads x tiles must be below 2^31; got {batch} x {heads} x {count_tiles}. Split the batch."
         )
     block = lists.tiling.held
-    block_row = torch.arange(count_tiles, device=device) * tile // block  # [T]
-    blocks = -(-length // block)
-    row = pattern.long().unsqueeze(2) * blocks + block_row[:, None]  # [B, H, T, group]
-    row = row.reshape(-1, group)
-    number = torch.arange(len(row), device=device, dtype=torch.int32).unsqueeze(1).expand(-1, group)
-    start = lists.start[row]
-    return Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
+    block_row = torch.arange(count_tiles, dtype=torch.int32, device=device)  # [T]
+    if tile != block:
+        block_row = block_row * tile // block
+    first_row = pattern * -(-length // block)
+    row = (first_row.unsqueeze(2) + block_row[:, None]).view(-1)  # [B, H, T, group]
+    start, full, count = (x.index_select(0, row).view(-1, group) for x in (lists.start, lists.full, lists.count))
+    number = torch.arange(len(start), device=device, dtype=torch.int32).unsqueeze(1).expand(-1, group)
+    return Items(number, start, full, count, torch.zeros_like(start))
 
 
 def _in_start_order(items: Items, lists: TileLists) -> Tensor:
@@ -258,8 +259,8 @@ def _in_start_order(items: Items, lists: TileLists) -> Tensor:
     the first partial block and its tile number, and its place among the chunks. The firsts stand here, too, because a
     program that had to look them up would wait for memory once more before it can load any key.
     """
-    masked = items.start + items.full
+    start, masked = items.start.view(-1), (items.start + items.full).view(-1)
     index = lists.index.view(len(lists.tile), -1)[:, 0]  # of a gathered tile, which has several, none is read
-    firsts = index[items.start.long()], index[masked.long()], lists.tile[masked.long()]
-    work = torch.stack([*items[:4], *firsts, items.part], dim=-1)
-    return work[start_order(items.size.sum(1))].contiguous()
+    firsts = index.index_select(0, start), index.index_select(0, masked), lists.tile.index_select(0, masked)
+    work = torch.stack([*items[:4], *(x.view_as(items.start) for x in firsts), items.part], dim=-1)
+    return work.index_select(0, start_order(items.size.sum(1)))

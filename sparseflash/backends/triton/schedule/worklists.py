@@ -77,15 +77,14 @@ class Worklist:
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
     """The lists of compressed sparse rows, in the order of each row but full tiles before partial ones."""
-    rows = row_of_entry(indptr, len(index))
     partial = tile > 0
-    _, order = torch.sort(rows * 2 + partial, stable=True)
-    partial_before = torch.cat([indptr.new_zeros(1), partial.cumsum(0, dtype=torch.int32)])
-    count = indptr.diff()
-    full = count - partial_before[indptr.long()].diff()
-    return TileLists(indptr[:-1], full, count, one_more(index[order]), one_more(tile[order]), words, tiling)
+    order = torch.sort(torch.add(partial, row_of_entry(indptr, len(index)), alpha=2), stable=True).indices
+    full_before = torch.constant_pad_nd((~partial).cumsum(0, dtype=torch.int32), (1, 0))
+    full, count = full_before.index_select(0, indptr).diff(), indptr.diff()
+    index, tile = (one_more(x.index_select(0, order)) for x in (index, tile))
+    return TileLists(indptr[:-1], full, count, index, tile, words, tiling)
 
 
 def one_more(array: Tensor) -> Tensor:
     """The array with a zero behind it."""
-    return torch.cat([array, array.new_zeros(1)])
+    return torch.constant_pad_nd(array, (0, 1))

@@ -1,0 +1,210 @@
+"""Starts a kernel that Triton has compiled by the CUDA driver, without Triton's launcher.
+
+Triton's launcher is given all arguments at every call, converts them, and makes the descriptors of the copy engine in
+Python: that takes longer than all else that a short call does on the host. Here the parameters of a launch lie in
+memory that is written once. A call writes those that differ, and has the driver put addresses into the descriptors.
+
+Which parameters a compiled kernel has is no public interface. It is derived from the signature that Triton compiled
+for, only for versions of Triton that are known by number, and compared with what the kernel's code declares: where they
+differ, there is no direct start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash.cuda_driver import cuda_driver, raise_if_failed
+
+DESCRIPTOR = "descriptor"
+# Triton's names of types -> those of Python's struct.
+_CODES = {
+    "i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "fp64": "d",
+}  # fmt: skip
+_DESCRIPTOR_BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
+_ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_L2_IN_128_BYTES = 2  # CUtensorMapL2promotion: what Triton asks for
+_INVALID_CONTEXT = 201  # CUresult: this thread has not used the GPU yet
+
+
+class Parameter(NamedTuple):
+    """A parameter of a compiled kernel."""
+
+    argument: int  # the number of the argument that it comes of
+    item: int | None  # of that argument, if it is a tuple, or of a descriptor's sizes and strides
+    code: str  # of Python's struct, or DESCRIPTOR
+
+
+def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Parameter] | None:
+    """The parameters of a kernel compiled for `{argument: type}`, in order; None if one has a type that is not known.
+
+    >>> found = parameters_of({"x": "*bf16", "D": "constexpr", "strides": ("i32", "constexpr")}, ["x", "D", "strides"])
+    >>> [tuple(each) for each in found]
+    [(0, None, 'Q'), (2, 0, 'i')]
+    """
+    found = []
+    for argument, name in enumerate(names):
+        kind = signature[name]
+        if isinstance(kind, str) and kind.startswith("tensordesc"):
+            rank = kind.partition("[")[2].count(",") + 1
+            found.append(Parameter(argument, None, DESCRIPTOR))
+            found += [Parameter(argument, item, "iq"[item >= rank]) for item in range(2 * rank)]
+            continue
+        for item, each in enumerate(kind) if isinstance(kind, tuple) else [(None, kind)]:
+            if each == "constexpr":
+                continue
+            code = "Q" if isinstance(each, str) and each.startswith("*") else _CODES.get(each)
+            if code is None:
+                return None
+            found.append(Parameter(argument, item, code))
+    return found
+
+
+def are_declared(parameters: Sequence[Parameter], ptx: str) -> bool:
+    """Whether a kernel's code declares parameters of just these sizes, and then the two that Triton adds.
+
+    >>> ptx = ".entry add(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
+    >>> are_declared([Parameter(0, None, "Q"), Parameter(1, None, "i")], ptx)
+    True
+    >>> are_declared([Parameter(0, None, "Q"), Parameter(1, None, "q")], ptx)
+    False
+    """
+    entry = re.search(r"\.entry\s+\S+?\((.*?)\)", ptx, re.DOTALL)
+    sizes = [_DESCRIPTOR_BYTES if each.code == DESCRIPTOR else struct.calcsize(each.code) for each in parameters]
+    return entry is not None and [_size(text) for text in entry[1].split(",")] == [*sizes, 8, 8]
+
+
+def _size(declaration: str) -> int:
+    """Bytes of `.param .u32 name` or `.param .align 64 .b8 name[128]`."""
+    found = re.search(r"\.b8\s+\w+\[(\d+)\]", declaration)
+    if found is not None:
+        return int(found[1])
+    found = re.search(r"\.[usbf](\d+)\b", declaration)
+    return 0 if found is None else int(found[1]) // 8
+
+
+def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Parameter] | None:
+    """The parameters of what Triton has compiled; None if it cannot be started without Triton's launcher."""
+    metadata = compiled.metadata
+    plain = (
+        metadata.num_ctas == 1 and not metadata.launch_pdl and not metadata.launch_cooperative_grid
+        and metadata.global_scratch_size == 0 and metadata.profile_scratch_size == 0
+        and not any(each["fp4_padded"] or each.get("is_im2col") for each in metadata.tensordesc_meta or ())
+    )  # fmt: skip
+    parameters = parameters_of(compiled.src.signature, names) if plain else None
+    return parameters if parameters is not None and are_declared(parameters, compiled.asm["ptx"]) else None
+
+
+class DirectStart:
+    """A compiled kernel with the parameters of one launch, all but those arguments that a call gives."""
+
+    def __init__(
+        self, compiled: Any, parameters: Sequence[Parameter], arguments: Sequence[Any], given: Sequence[int],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """arguments: all, of some call. given: the numbers of those that calls give, in their order."""
+        self._index, self._device = device.index, device
+        self._function, self._name = ctypes.c_void_p(compiled.function), compiled.metadata.name
+        self._threads, self._shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+        self._lock = threading.Lock()  # from writing the parameters to the launch, which copies them
+        by_call = {number: place for place, number in enumerate(given)}
+        descriptors = [each for each in parameters if each.code == DESCRIPTOR]
+        # What a call gives is packed in its order; the other numbers follow.
+        differing = sorted(
+            (each for each in parameters if each.argument in by_call and not _is_of_descriptor(each, descriptors)),
+            key=lambda each: by_call[each.argument],
+        )
+        packed = [each._replace(code="Q") if each.code == DESCRIPTOR else each for each in differing]
+        fixed = [each for each in parameters if each not in differing]
+        self._picks = [(by_call[each.argument], each.item) for each in packed]
+        self._are_all = self._picks == [(place, None) for place in range(len(given))]
+        self._packer, rest = _packer(packed), _packer(fixed)
+
+        first = _DESCRIPTOR_BYTES * len(descriptors)
+        self._memory = ctypes.create_string_buffer(_ALIGNMENT + first + self._packer.size + rest.size + 16)
+        skipped = -ctypes.addressof(self._memory) % _ALIGNMENT
+        start = ctypes.addressof(self._memory) + skipped
+        self._offset = skipped + first
+        rest.pack_into(self._memory, self._offset + self._packer.size, *(_value(arguments, each) for each in fixed))
+        places = {each: start + first + 8 * number for number, each in enumerate([*differing, *fixed])}
+        self._descriptors = []
+        for number, each in enumerate(descriptors):
+            places[each] = start + _DESCRIPTOR_BYTES * number
+            _encode(places[each], arguments[each.argument], compiled.metadata.tensordesc_meta[number])
+            self._descriptors.append((places[each], differing.index(each)))
+        end = start + first + self._packer.size + rest.size  # two null pointers: no scratch memory
+        addresses = [*(places[each] for each in parameters), end, end + 8]
+        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._launch, self._replace = _functions()
+
+    def __call__(self, programs: int, given: Sequence[Any]) -> None:
+        """Starts the kernel on the current stream of its device, which must be the current one."""
+        values: list[Any] = [x.data_ptr() if isinstance(x, Tensor) else x for x in given]
+        if not self._are_all:
+            values = [values[place] if item is None else values[place][item] for place, item in self._picks]
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        with self._lock:
+            self._packer.pack_into(self._memory, self._offset, *values)
+            for descriptor, place in self._descriptors:
+                self._replace(descriptor, values[place])
+            grid = programs, 1, 1, self._threads, 1, 1, self._shared
+            result = self._launch(self._function, *grid, stream, self._parameters, None)
+            if result == _INVALID_CONTEXT:
+                torch.cuda.set_device(self._device)
+                result = self._launch(self._function, *grid, stream, self._parameters, None)
+        if result != 0:
+            raise_if_failed(result, f"to start {self._name}")
+
+
+def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) -> bool:
+    """Whether it is a size or a stride of a descriptor, which stay as they are."""
+    return parameter.code != DESCRIPTOR and any(each.argument == parameter.argument for each in descriptors)
+
+
+def _packer(parameters: Sequence[Parameter]) -> struct.Struct:
+    """Packs numbers, each into eight bytes."""
+    codes = (each.code for each in parameters)
+    return struct.Struct("=" + "".join(f"{code}{8 - struct.calcsize(code)}x" for code in codes))
+
+
+def _value(arguments: Sequence[Any], parameter: Parameter) -> int | float:
+    """The number that a parameter has."""
+    value = arguments[parameter.argument]
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if parameter.item is None:
+        return value  # type: ignore[no-any-return]
+    if not isinstance(value, tuple):
+        value = (*value.shape, *value.strides)  # of a descriptor
+    return value[parameter.item]  # type: ignore[no-any-return]
+
+
+def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:
+    """Writes the descriptor of a tensor, as Triton's launcher would."""
+    x: Tensor = described.base
+    sizes, strides, box = described.shape[::-1], described.strides[-2::-1], metadata["block_size"][::-1]
+    rank = len(sizes)
+    result = cuda_driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address), _ELEMENTS[x.dtype], rank, ctypes.c_void_p(x.data_ptr()),
+        (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * rank)(*(n * x.element_size() for n in strides)),
+        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank), 0, metadata["swizzle"],
+        _L2_IN_128_BYTES, 0,
+    )  # fmt: skip
+    raise_if_failed(result, f"to describe a tensor of shape {described.shape} and strides {described.strides}")
+
+
+def _functions() -> tuple[Any, Any]:
+    """The driver's functions of a call, with the types of what they are given."""
+    launch, replace = cuda_driver().cuLaunchKernel, cuda_driver().cuTensorMapReplaceAddress
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    launch.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
+    replace.argtypes = (pointer, pointer)
+    return launch, replace
