@@ -479,7 +479,7 @@ class BlockMask:
 
         >>> scores = torch.tensor([[0.9, 0.0, 0.0], [0.2, 0.8, 0.0], [0.1, -torch.inf, -torch.inf]])
         >>> from sparseflash import masks
-        >>> chosen = masks.top_k_blocks(scores, 2, q_len=96, block=32, causal=True)
+        >>> chosen = masks.top_k_blocks(scores, k=2, q_len=96, block=32, causal=True)
         >>> chosen.indptr.tolist(), chosen.indices.tolist()  # room for five tiles, the last of which it does not need
         ([0, 1, 3, 4], [0, 0, 1, 0, 2])
         >>> chosen.canonical().indices.tolist()
@@ -621,7 +621,8 @@ class BlockMask:
         Raises ValueError for masks that do not fit together. The same holds of `|`, `^` and `-`.
 
         >>> from sparseflash import masks
-        >>> masks.local(256, 65, block=32) & masks.causal(256, block=32) == masks.local(256, 33, causal=True, block=32)
+        >>> both = masks.local(256, window=65, block=32) & masks.causal(256, block=32)
+        >>> both == masks.local(256, window=33, causal=True, block=32)
         True
         """
         from sparseflash.blockmask.ops.boolean import intersection
@@ -634,7 +635,7 @@ class BlockMask:
         Equal lengths stay lengths; different ones are written into the tiles first (`bake_lengths`).
 
         >>> from sparseflash import masks
-        >>> masks.local(4096, 256) | masks.butterfly(4096)
+        >>> masks.local(4096, window=256) | masks.butterfly(4096)
         BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distinct), density 20.2 %)
         """
         from sparseflash.blockmask.ops.boolean import union
@@ -659,7 +660,7 @@ class BlockMask:
         what is padding in b is not in b, so it stays live.
 
         >>> from sparseflash import masks
-        >>> masks.causal(100, block=32) - masks.local(100, 8, causal=True, block=32) == BlockMask.from_function(
+        >>> masks.causal(100, block=32) - masks.local(100, window=8, causal=True, block=32) == BlockMask.from_function(
         ...     lambda q, k: k <= q - 8, 100, block=32)
         True
         """
@@ -690,9 +691,9 @@ class BlockMask:
         after.
 
         >>> from sparseflash import masks
-        >>> masks.local(1024, 64, block=64).reblock(128)
+        >>> masks.local(1024, window=64, block=64).reblock(128)
         BlockMask(1024 x 1024, blocks of 128, 22 tiles: 0 full + 22 partial (3 distinct), density 6.25 %)
-        >>> masks.local(1024, 64, block=64).reblock(128) == masks.local(1024, 64, block=128)
+        >>> masks.local(1024, window=64, block=64).reblock(128) == masks.local(1024, window=64, block=128)
         True
         """
         from sparseflash.blockmask.ops.reblock import reblock
@@ -713,7 +714,7 @@ class BlockMask:
         >>> from sparseflash import masks
         >>> masks.causal(1000, block=64).crop(q=(900, 1000)) == masks.causal(100, 1000, block=64)
         True
-        >>> masks.local(1000, 5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, 5, block=32)
+        >>> masks.local(1000, window=5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, window=5, block=32)
         True
         """
         from sparseflash.blockmask.ops.crop import crop
@@ -731,7 +732,7 @@ class BlockMask:
         Raises ValueError where nothing is chosen or something that the mask lacks, TypeError for what is no number.
 
         >>> from sparseflash import masks
-        >>> local, causal = masks.local(256, 64, block=64), masks.causal(256, block=64)
+        >>> local, causal = masks.local(256, window=64, block=64), masks.causal(256, block=64)
         >>> mask = masks.per_head([local, local, causal, causal])
         >>> mask.select(heads=slice(2, 4)) == masks.per_head([causal, causal])
         True

@@ -433,7 +433,7 @@ def test_density_is_the_mean_of_the_dense_mask(mask):
 
 
 def test_density_with_lengths_is_the_same_in_chunks(monkeypatch):
-    mask = masks.local(300, 70, block=16).with_lengths(torch.tensor([0, 5, 150, 299, 300]))
+    mask = masks.local(300, window=70, block=16).with_lengths(torch.tensor([0, 5, 150, 299, 300]))
     monkeypatch.setattr(stats, "SCORES_AT_ONCE", 16 * 16 * 3)
     assert mask.density == pytest.approx(mask.to_dense().double().mean().item(), abs=1e-12)
 
@@ -674,7 +674,7 @@ def test_a_view_of_a_larger_array_is_pickled_alone():
 
 def test_a_mask_without_contents_is_shown_by_its_shapes():
     assert repr(window().to("meta")) == "BlockMask(40 x 40, blocks of 16, 7 tiles, meta)"
-    dynamic = masks.top_k_blocks(torch.ones(2, 2), 1, q_len=40, k_len=40, block=32).to("meta")
+    dynamic = masks.top_k_blocks(torch.ones(2, 2), k=1, q_len=40, k_len=40, block=32).to("meta")
     assert repr(dynamic) == "BlockMask(40 x 40, blocks of 32, room for 2 tiles, meta, dynamic)"
 
 
@@ -767,8 +767,8 @@ def test_words_are_the_bits_and_a_dead_tile():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: masks.local(2**20, 4096),
-        lambda: masks.local(2**20, 4096, causal=True),
+        lambda: masks.local(2**20, window=4096),
+        lambda: masks.local(2**20, window=4096, causal=True),
         lambda: masks.butterfly(2**20),
         lambda: masks.butterfly(2**20, causal=True),
     ],

@@ -25,7 +25,7 @@ def tensors(seed=0, heads=2, kv_heads=2, tokens=TOKENS, dim=16, dtype=torch.floa
 
 
 def mask_of(tokens=TOKENS):
-    return masks.local(tokens, 16, block=16)
+    return masks.local(tokens, window=16, block=16)
 
 
 def counted():
@@ -92,7 +92,7 @@ class Watching(TorchDispatchMode):
 def test_only_plain_inference_in_half_precision_is_kept():
     half, mask = tensors(), mask_of()
     scores = torch.zeros(3, 3)
-    dynamic = masks.top_k_blocks(scores, 2, q_len=TOKENS, block=16)
+    dynamic = masks.top_k_blocks(scores, k=2, q_len=TOKENS, block=16)
     assert call_cache.place_of(*half, mask, None) is not None and call_cache.place_of(*half, None, 0.5) is not None
     assert call_cache.place_of(*tensors(dtype=torch.float32), mask, None) is None
     assert call_cache.place_of(*half, mask.with_lengths([30]), None) is None

@@ -87,7 +87,7 @@ def test_a_mask_that_a_graph_has_made_keeps_nothing_between_replays():
 
     def chosen(seed):
         scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
-        return masks.top_k_blocks(scores, 2, q_len=60, block=16)
+        return masks.top_k_blocks(scores, k=2, q_len=60, block=16)
 
     with recorded():
         mask = chosen(0)
@@ -102,7 +102,7 @@ def test_a_mask_that_a_graph_has_made_keeps_nothing_between_replays():
 
 def test_what_was_recorded_outlives_the_mask_and_the_caches():
     dense_plan.cache_clear()
-    mask = masks.local(20, 9, block=16)
+    mask = masks.local(20, window=9, block=16)
     for _ in range(3):  # the third is a repeated call
         attention(*tensors(), mask, backend="triton")
         attention(*tensors(), backend="triton")

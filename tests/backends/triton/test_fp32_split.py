@@ -69,8 +69,8 @@ def plan_of_mask(mask):
 
 def test_keys_that_are_read_once_or_never_are_not_split_before():
     for mask, split in (
-        (masks.streaming(1, 64, 4, k_len=4096, block=32), False),  # one query with a long cache
-        (masks.local(4096, 64, block=32), True),  # each is read by three rows
+        (masks.streaming(1, window=64, sink=4, k_len=4096, block=32), False),  # one query with a long cache
+        (masks.local(4096, window=64, block=32), True),  # each is read by three rows
         (BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32), False),
     ):
         problem = launch.Problem(plan_of_mask(mask), None, (32, 32), 1.0, False)
@@ -80,7 +80,7 @@ def test_keys_that_are_read_once_or_never_are_not_split_before():
 
 def test_a_new_layout_is_refused_while_a_graph_is_recorded(monkeypatch):
     q, k, v = (torch.randn(1, 2, 96, 16) for _ in range(3))
-    mask = masks.local(96, 64, block=32)
+    mask = masks.local(96, window=64, block=32)
     attention(q, k, v, mask, backend="triton")
     monkeypatch.setattr(streams, "is_capturing", lambda device: True)
     attention(q, k, v, mask, backend="triton")  # as before
@@ -197,7 +197,7 @@ def test_fp32_needs_memory_in_proportion_to_the_tokens():
     """The pieces of q, k, v and of the gradient of the output are six bytes a number, and gone afterwards."""
     peaks = []
     for tokens in (16_384, 65_536):
-        mask = masks.local(tokens, 256).to("cuda")
+        mask = masks.local(tokens, window=256).to("cuda")
         q, k, v = (torch.randn(1, 2, tokens, 64, device="cuda", requires_grad=True) for _ in range(3))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -53,7 +53,7 @@ def test_one_mask_serves_tensors_that_differ_in_anything(masked, dtype):
 
 def test_a_second_call_prepares_nothing():
     q, k, v = wide(), wide(seed=1), wide(seed=2)
-    mask = masks.local(40, 9, block=16)
+    mask = masks.local(40, window=9, block=16)
     attention(q, k, v, mask, backend="triton")
     with mock.patch.object(launch, "Launch", side_effect=AssertionError("prepared again")):
         attention(q, k, v, mask, backend="triton")
@@ -67,7 +67,7 @@ def test_a_second_call_prepares_nothing():
 def test_tiles_are_loaded_the_way_that_is_asked_for(products, wanted):
     """What the exactness tests call descriptors and pointers is what runs."""
     q, k, v = (x.half().requires_grad_() for x in (wide(dim=32), wide(dim=32, seed=1), wide(dim=32, seed=2)))
-    mask = masks.local(40, 9, block=16)
+    mask = masks.local(40, window=9, block=16)
     with mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", products):
         attention(q, k, v, mask, backend="triton").sum().backward()
     (plan,) = (x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
@@ -80,7 +80,7 @@ def test_tiles_are_loaded_the_way_that_is_asked_for(products, wanted):
 def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_bytes(block):
     """The copy engine writes to multiples of 128 bytes; the interpreter would not notice, a GPU stops."""
     q, k, v = (wide(heads=2, dim=16, seed=seed).half().requires_grad_() for seed in range(3))
-    mask = masks.local(40, 9, block=block)
+    mask = masks.local(40, window=9, block=block)
     with mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", 0):
         attention(q, k, v, mask, backend="triton").sum().backward()
     (plan,) = (x for x in mask.indices._sparseflash.values() if isinstance(x, Plan))
