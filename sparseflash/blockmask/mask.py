@@ -17,10 +17,11 @@ from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
-from sparseflash.blockmask.build import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
+from sparseflash.blockmask.build import Part, arrays_of, tile_list, tiles_of_dense
 from sparseflash.blockmask.cache import belong_together, keep_with, mask_cache, once
 from sparseflash.blockmask.csr import columns_of, may_vary_in_size, stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
+from sparseflash.blockmask.rules import Candidates, Live, tiles_of_rule
 from sparseflash.blockmask.stats import live_scores, pattern_count
 from sparseflash.blockmask.validate import check_arrays, validate
 
@@ -174,17 +175,26 @@ class BlockMask:
         q_len: int,
         k_len: int | None = None,
         *,
+        batch: int | None = None,
+        heads: int | None = None,
         block: Block = 128,
         candidates: Candidates | None = None,
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
+        """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements; or,
+        with `batch` or `heads`, `live(b, h, q_idx, k_idx)`, FlexAttention's `mask_mod`.
 
         `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
         with them: it is made of `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`, not of `and`, `or`,
         `not`, `min`, `max` and `if`, nor of chained comparisons as `0 <= q - k < 64`. It is evaluated tile by tile, on
         about 2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to
         the tiles looked at. `k_len` defaults to `q_len`.
+
+        `batch`, `heads`: for how many batch elements and heads to ask a rule of four arguments, 1 by default: the mask
+        is then the same for all of them. It gets their numbers as int64 tensors without dimensions, is asked for each
+        (once for all heads if it does not look at `h`, likewise of `b`), and equal patterns are stored once. A rule
+        that can be called with two arguments or four (`*args`, or a function of C, whose signature is unknown) gets
+        four if `batch` or `heads` is given. One that does not broadcast: `interop.from_flex`.
 
         `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
         block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int
@@ -200,11 +210,21 @@ class BlockMask:
         ...     lambda q, k: (q - k).abs() <= 8, 4096, block=64, candidates=lambda i, j: (i - j).abs() <= 1)
         >>> near == BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 4096, block=64)
         True
+        >>> from torch.nn.attention.flex_attention import and_masks
+        >>> mask_mod = and_masks(lambda b, h, q, k: k <= q, lambda b, h, q, k: q - k < 64 << h)
+        >>> BlockMask.from_function(mask_mod, 256, heads=4, block=64)
+        BlockMask(256 x 256, blocks of 64, 26 tiles: 9 full + 17 partial (2 distinct), density 40 %,
+        3 patterns for 1 x 4 (batch x heads))
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-        part = tiles_of_function(live, q_len, k_len, block_q, block_k, candidates, torch.device(device or "cpu"))
-        return cls._of(q_len, k_len, block_q, block_k, [part], 1, 1)
+        parts, numbers = tiles_of_rule(
+            live, batch, heads, q_len, k_len, (block_q, block_k), candidates, torch.device(device or "cpu")
+        )
+        *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
+        indptr, indices, tile, bits = arrays
+        pattern = pattern[0][numbers.to(pattern.device)].contiguous()
+        return cls(q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern)
 
     @classmethod
     def from_tiles(

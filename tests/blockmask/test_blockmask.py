@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import BlockMask, masks
-from sparseflash.blockmask import bitmask, build, csr, stats, validate
+from sparseflash.blockmask import bitmask, csr, rules, stats, validate
 from strategies import RULES, SEEDS, block_masks, blocks, dense_masks, lengths, rule
 
 ARRAYS = ("indptr", "indices", "tile", "bits", "pattern", "lengths")
@@ -375,8 +375,8 @@ def test_other_errors_of_a_rule_are_its_own():
 def test_borders_of_chunks_leave_no_trace(monkeypatch, scores, pairs):
     live, shape = rule("documents", 37), (200, 230)
     whole = BlockMask.from_function(live, *shape, block=(16, 32))
-    monkeypatch.setattr(build, "SCORES_AT_ONCE", scores)
-    monkeypatch.setattr(build, "_PAIRS_AT_ONCE", pairs)
+    monkeypatch.setattr(rules, "SCORES_AT_ONCE", scores)
+    monkeypatch.setattr(rules, "_PAIRS_AT_ONCE", pairs)
     chunked = Recorder(live, shape)
     assert_same(BlockMask.from_function(chunked, *shape, block=(16, 32)), whole)
     assert len(chunked.sizes) > 5
@@ -386,7 +386,7 @@ def test_borders_of_chunks_leave_no_trace(monkeypatch, scores, pairs):
 def test_borders_of_chunks_leave_no_trace_in_candidates(monkeypatch):
     layout = masks.butterfly(200, block=16).to_dense()[0, 0, ::16, ::16]
     whole = BlockMask.from_function(rule("near", 90), 200, block=16, candidates=layout)
-    monkeypatch.setattr(build, "_PAIRS_AT_ONCE", 30)  # two block rows
+    monkeypatch.setattr(rules, "_PAIRS_AT_ONCE", 30)  # two block rows
     for candidates in (layout, lambda i, j: layout[i, j], layout.nonzero(as_tuple=True)):
         assert_same(BlockMask.from_function(rule("near", 90), 200, block=16, candidates=candidates), whole)
 
@@ -417,8 +417,8 @@ def test_a_predicate_over_many_tokens_takes_bounded_memory():
     with LargestTensor() as largest:
         mask = BlockMask.from_function(live, 8192)
     assert sum(asked) == 8192**2
-    assert max(asked) <= build.SCORES_AT_ONCE == 2**21  # a thirty-second of the matrix
-    assert largest.nbytes <= build.SCORES_AT_ONCE  # the answer
+    assert max(asked) <= rules.SCORES_AT_ONCE == 2**21  # a thirty-second of the matrix
+    assert largest.nbytes <= rules.SCORES_AT_ONCE  # the answer
     assert_same(mask, masks.causal(8192))
 
 
