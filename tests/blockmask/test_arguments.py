@@ -116,9 +116,10 @@ def test_patterns_are_causal_or_not(build):
         (
             lambda b, h, q, k: k <= q,
             TypeError,
-            r"two arguments.*function of \(b, h, q, k\).*same for all b and h.*mask_mod\(0, 0.*masks\.per_batch",
+            r"batch and heads must say .*from_function\(live, q_len, batch=1, heads=8\); got .* \(b, h, q, k\)",
         ),
-        (lambda q: q, TypeError, r"two arguments, positions of queries and of keys; got a function of \(q\)"),
+        (lambda q: q, TypeError, r"two arguments, .* or four, .*; got a function of \(q\)"),
+        (lambda b, q, k: q, TypeError, r"two arguments, .* or four, .*; got a function of \(b, q, k\)"),
         (DENSE, TypeError, r"live must be a function of positions \(q_idx, k_idx\); got Tensor"),
         (lambda q, k: (k <= q).flatten(), ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1024\]"),
         (lambda q, k: (k <= q)[None], ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1, 4, 16, 16\]"),

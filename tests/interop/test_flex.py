@@ -114,7 +114,6 @@ def test_a_mask_mod_that_does_not_broadcast_comes_in():
 
 
 def test_a_mask_mod_of_the_batch_element_is_a_mask_for_each():
-    """What `BlockMask.from_function` advises for one that takes four arguments."""
     documents = torch.arange(100).reshape(2, 50) // 7
 
     def mod(b, h, q, k):
@@ -122,7 +121,7 @@ def test_a_mask_mod_of_the_batch_element_is_a_mask_for_each():
 
     flex = create_block_mask(mod, 2, None, 50, 50, device="cpu", BLOCK_SIZE=16)
     each = [BlockMask.from_function(lambda q, k, b=b: mod(b, 0, q, k), 50, block=16) for b in range(2)]
-    assert from_flex(flex) == masks.per_batch(each)
+    assert from_flex(flex) == masks.per_batch(each) == BlockMask.from_function(mod, 50, batch=2, block=16)
     assert each[0] != each[1]
 
 
