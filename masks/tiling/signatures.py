@@ -8,14 +8,15 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.compiling import constant_when_compiled
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def pattern(build: Callable[P, BlockMask]) -> Callable[P, BlockMask]:
-    """Decorates a family of known rule."""
-    return by_name(build)
+    """Decorates a family of known rule: `by_name`, and a constant in what `torch.compile` compiles."""
+    return by_name(constant_when_compiled(build))
 
 
 def by_name(function: Callable[P, T]) -> Callable[P, T]:

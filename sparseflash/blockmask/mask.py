@@ -19,6 +19,7 @@ from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
 from sparseflash.blockmask.build import Part, arrays_of, tile_list, tiles_of_dense
 from sparseflash.blockmask.cache import belong_together, keep_with, mask_cache, once
+from sparseflash.blockmask.compiling import constant_if_its_mask_is, constant_when_compiled
 from sparseflash.blockmask.csr import columns_of, may_vary_in_size, stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
 from sparseflash.blockmask.rules import Candidates, Live, tiles_of_rule
@@ -107,6 +108,7 @@ class BlockMask:
     # ------------------------------------------------------------------ constructors
 
     @classmethod
+    @constant_when_compiled
     def from_dense(cls, dense: Any, *, block: Block = 128) -> BlockMask:
         """The mask with the live scores of a dense boolean one.
 
@@ -134,6 +136,7 @@ class BlockMask:
         return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
 
     @classmethod
+    @constant_when_compiled
     def from_layout(
         cls, layout: Any, *, block: Block = 128, q_len: int | None = None, k_len: int | None = None
     ) -> BlockMask:
@@ -169,6 +172,7 @@ class BlockMask:
         return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
 
     @classmethod
+    @constant_when_compiled
     def from_function(
         cls,
         live: Live,
@@ -204,6 +208,9 @@ class BlockMask:
 
         `device`: where the positions lie, and so where `live` runs and the mask is built; the CPU by default.
 
+        In what `torch.compile` compiles `live` may refer to numbers that are the same at every call, not to tensors nor
+        to their sizes, unless through `operator.index` ("failed to convert closure cell to Python constant").
+
         >>> BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
         BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
         >>> near = BlockMask.from_function(
@@ -227,6 +234,7 @@ class BlockMask:
         return cls(q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern)
 
     @classmethod
+    @constant_when_compiled
     def from_tiles(
         cls,
         rows: Any,
@@ -280,6 +288,7 @@ class BlockMask:
         return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, bitmask.pack(live))], 1, 1)
 
     @classmethod
+    @constant_when_compiled
     def dense(cls, q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
         """The mask in which every score is live. `attention(q, k, v)` without a mask is the same, with nothing stored.
 
@@ -482,6 +491,7 @@ class BlockMask:
 
     # ------------------------------------------------------------------ what one does with it
 
+    @constant_if_its_mask_is
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on another device; itself if it is there already."""
         device = torch.device(device)
@@ -630,6 +640,7 @@ class BlockMask:
 
         return to_html(self.canonical())
 
+    @constant_when_compiled
     def __and__(self, other: BlockMask) -> BlockMask:
         """`a & b`: the scores live in both.
 
@@ -649,6 +660,7 @@ class BlockMask:
 
         return intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
 
+    @constant_when_compiled
     def __or__(self, other: BlockMask) -> BlockMask:
         """`a | b`: the scores live in either. See `&`.
 
@@ -662,6 +674,7 @@ class BlockMask:
 
         return union(self, other) if isinstance(other, BlockMask) else NotImplemented
 
+    @constant_when_compiled
     def __xor__(self, other: BlockMask) -> BlockMask:
         """`a ^ b`: the scores live in just one. See `&`, and of lengths `|`.
 
@@ -673,6 +686,7 @@ class BlockMask:
 
         return symmetric_difference(self, other) if isinstance(other, BlockMask) else NotImplemented
 
+    @constant_when_compiled
     def __sub__(self, other: BlockMask) -> BlockMask:
         """`a - b`: the scores live in a and not in b, `a & ~b` without making `~b`. See `&`.
 
@@ -688,6 +702,7 @@ class BlockMask:
 
         return difference(self, other) if isinstance(other, BlockMask) else NotImplemented
 
+    @constant_when_compiled
     def __invert__(self) -> BlockMask:
         """`~a`: the scores that are dead in a; the opposite of every entry of `to_dense()`.
 
@@ -703,6 +718,7 @@ class BlockMask:
 
         return complement(self.canonical())
 
+    @constant_when_compiled
     def reblock(self, block: Block) -> BlockMask:
         """The same live scores in tiles of another size, finer or coarser in each dimension; itself if it has it.
 
@@ -720,6 +736,7 @@ class BlockMask:
 
         return reblock(self.canonical(), block)
 
+    @constant_when_compiled
     def crop(self, *, q: Sequence[int | None] | None = None, k: Sequence[int | None] | None = None) -> BlockMask:
         """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
 
@@ -741,6 +758,7 @@ class BlockMask:
 
         return crop(self.canonical(), q, k)
 
+    @constant_when_compiled
     def select(self, *, batch: Any = None, heads: Any = None) -> BlockMask:
         """The mask of some batch elements and some heads: `to_dense()[batch][:, heads]`.
 
@@ -763,6 +781,7 @@ class BlockMask:
 
         return select(self.canonical(), batch, heads)
 
+    @constant_when_compiled
     def permute(self, order: Any = None, *, q: Any = None, k: Any = None) -> BlockMask:
         """The mask for tokens in another order: new token t is old token `order[t]`, on both sides.
 
@@ -790,6 +809,7 @@ class BlockMask:
 
         return permute(self.canonical(), order, q, k)
 
+    @constant_when_compiled
     def transpose(self) -> BlockMask:
         """The mask with queries and keys exchanged: `to_dense().transpose(-1, -2)`. Twice is the identity.
 
@@ -806,6 +826,7 @@ class BlockMask:
 
         return transpose(self.canonical())
 
+    @constant_when_compiled
     def bake_lengths(self) -> BlockMask:
         """The same mask with its padding written into the tiles, and no `lengths` any more; itself if it has none.
 
