@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from sparseflash.backends import blockwise, reference
 from sparseflash.backends.triton import call_cache
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import described
+from sparseflash.remedies import refuse
 
 BACKENDS = ("triton", "blockwise", "reference")
 Backend = Literal["triton", "blockwise", "reference"]
@@ -48,6 +50,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     backend: Backend | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over the live scores of `mask`: `softmax(scale * q k^T, live scores only) v`.
 
@@ -96,6 +99,8 @@ def attention(
     >>> attention(q, k, v, mask).shape
     torch.Size([1, 2, 100, 16])
     """
+    if others:
+        refuse(others)
     place = None
     if type(dropout_p) is float and dropout_p == 0.0 and backend in _KEPT_BACKENDS:
         place = call_cache.place_of(q, k, v, mask, scale, default=backend is None)
@@ -143,6 +148,13 @@ def attention(
 
         call_cache.keep(place, repeated(q, k, v, out, arrays[:5], (block_q, block_k), scale))
     return (out, lse) if return_lse else out
+
+
+# `others` is no part of what attention takes: it catches what other attentions take.
+_signature = inspect.signature(attention)
+attention.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+)
 
 
 def _as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
