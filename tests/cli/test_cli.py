@@ -196,19 +196,6 @@ def test_attention_is_exact_by_its_yardstick(mask, options):
     assert all(0 <= error <= 1 for error in errors.values()) and max(errors.values()) > 0
 
 
-def test_the_reference_is_the_same_some_rows_at_a_time(monkeypatch):
-    inputs = drawn(RAGGED, batch=1, heads=2, kv_heads=1, dim=16, dtype=torch.float64, seed=0)
-    whole = check.results(inputs, RAGGED, "reference")
-    monkeypatch.setattr(check, "SCORES_AT_ONCE", 2 * 200 * 40)
-    assert check.rows_at_once(inputs) == 40
-    for part, all_at_once in zip(check.plain(inputs, RAGGED), whole, strict=True):
-        torch.testing.assert_close(part, all_at_once, rtol=1e-12, atol=1e-12)
-    monkeypatch.undo()
-    size = check.largest_score(inputs)
-    monkeypatch.setattr(check, "SCORES_AT_ONCE", 1)
-    assert check.largest_score(inputs) == pytest.approx(size)
-
-
 def test_check_tells_errors_and_ends_with_one_where_attention_is_wrong(monkeypatch):
     output = run("check", "local(100, window=30, block=32)", "--dtype", "fp32,bf16", "--head-dim", "16", *CPU)
     assert re.search(r"fp32 │ +0\.\d\d │", output) and "bf16" in output and "Exact: no error" in output
