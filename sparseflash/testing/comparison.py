@@ -143,12 +143,15 @@ def compare(
 
 
 def plain_errors(draws: Iterable[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]) -> dict[str, float]:
-    """The largest errors of plain results, by name, over several draws of the values: `(plain, truth)` of each."""
-    found: dict[str, float] = {}
+    """The largest errors of plain results, by name, over several draws of the values: `(plain, truth)` of each.
+
+    Of those that are finite: a draw in which the plain computation overflows is no yardstick.
+    """
+    errors: dict[str, list[float]] = {}
     for plain, truth in draws:
         for name, result in plain.items():
-            found[name] = max(found.get(name, 0.0), largest_error(result, truth[name]))
-    return found
+            errors.setdefault(name, []).append(largest_error(result, truth[name]))
+    return {name: max(filter(math.isfinite, several), default=math.inf) for name, several in errors.items()}
 
 
 def assert_exact(

@@ -25,10 +25,15 @@ class Part:
 
     def of(self, name: str, result: Tensor) -> Tensor:
         """What is compared of a result, `[..., N]` for lse and `[..., N, D]` for others."""
-        chosen, block = (self.columns, self.block_k) if name in ("dk", "dv") else (self.rows, self.block_q)
         dim = result.ndim - (1 if name == "lse" else 2)
-        tokens = chosen.repeat_interleave(block)[: result.shape[dim]].nonzero()[:, 0]
+        tokens = self.tokens(name)[: result.shape[dim]].nonzero()[:, 0]
         return result.index_select(dim, tokens.to(result.device))
+
+    def tokens(self, name: str) -> Tensor:
+        """Bool `[N]`, up to a whole number of blocks: the tokens of which a result is compared."""
+        if name in ("dk", "dv"):
+            return self.columns.repeat_interleave(self.block_k)
+        return self.rows.repeat_interleave(self.block_q)
 
     def __str__(self) -> str:
         if self.whole:

@@ -28,9 +28,8 @@ class Error:
     def ratio(self) -> float:
         """The error in units of what is allowed, the worse of the two: at most 1 is exact."""
         pairs = ((self.largest, self.allowed), (self.rms, self.allowed_rms))
-        # An error of 0 is within any yardstick, also one of 0; NaN is above any.
-        ratios = (0.0 if e == 0.0 else e / a if a > 0.0 else math.inf for e, a in pairs)
-        return max(math.inf if math.isnan(ratio) else ratio for ratio in ratios)
+        # No error is within any yardstick. What is not finite is no yardstick: the plain computation has overflowed.
+        return max(0.0 if e == 0.0 else e / a if e < math.inf and 0.0 < a < math.inf else math.inf for e, a in pairs)
 
 
 def error_of(got: Tensor, truth: Tensor, plain: Tensor | float, *, magnitude: float = 0.0, rms: bool = False) -> Error:

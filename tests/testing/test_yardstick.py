@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from closeness import Results, assert_exact
-from sparseflash.testing import Error, draws_for, error_of, largest_error, plain_dtype
+from sparseflash.testing import Error, draws_for, error_of, largest_error, plain_dtype, plain_errors
 
 TRUTH = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
 EPS = torch.finfo(torch.float32).eps
@@ -90,6 +90,13 @@ def test_small_errors_everywhere_are_found_by_their_mean_square():
 def test_an_error_that_is_no_number_is_above_any_yardstick():
     assert Error(math.nan, 1.0).ratio == Error(math.inf, math.inf).ratio == Error(0.0, 0.0, 1.0, 0.0).ratio == math.inf
     assert Error(0.0, 0.0).ratio == 0.0
+
+
+def test_a_plain_computation_that_overflows_is_no_yardstick():
+    assert Error(1.0, math.inf).ratio == Error(1.0, math.nan).ratio == math.inf
+    overflown, fine = {"out": TRUTH.float() * math.inf}, {"out": off_by(0.0, 0.25, 0.0)}
+    assert plain_errors([(overflown, {"out": TRUTH}), (fine, {"out": TRUTH})]) == {"out": 0.25}
+    assert plain_errors([(overflown, {"out": TRUTH})]) == {"out": math.inf}
 
 
 def test_results_without_values_are_exact():
