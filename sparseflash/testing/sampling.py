@@ -66,7 +66,7 @@ def sampled_part(layout: Tensor, block_q: int, block_k: int, *, blocks: int, see
     return Part(rows, ~layout[~rows].any(0), block_q, block_k)
 
 
-def sampled_heads(batch: int, kv_heads: int, count: int, *, seed: int = 0) -> list[tuple[int, int]]:
+def sampled_heads(batch: int, kv_heads: int, count: int, seed: int = 0) -> list[tuple[int, int]]:
     """`count` pairs (batch element, head of k and v): the first, the last, and others drawn; all if there are no more.
 
     >>> sampled_heads(2, 3, 2)
