@@ -167,9 +167,9 @@ def classify(words_of: Callable[[Any], Tensor], recipes: Any, block_q: int, bloc
 
 def rectangle(block_q: int, block_k: int, live_q: int, live_k: int, device: torch.device) -> Tensor:
     """Words `[block_q, W]` of the tile whose first `live_q` rows and first `live_k` columns are live."""
-    words = np.zeros((block_q, words_per_row(block_k)), dtype=np.int32)
-    words[:live_q] = below(live_k, block_k)
-    return torch.from_numpy(words).to(device)
+    live = torch.zeros(block_q, block_k, dtype=torch.bool, device=device)
+    live[:live_q, :live_k] = True
+    return pack(live)
 
 
 def below(stop: int | NDArray[np.int64], block_k: int) -> NDArray[np.int32]:

@@ -122,7 +122,7 @@ def _assemble(
         made = words.index_select(0, torch.from_numpy(np.maximum(some // 4 - 1, 0)).to(words.device))
         if cut := int(np.searchsorted(some, 4)):  # full tiles at the ends
             made[:cut] = bitmask.full_word(block_k)
-        return made if ends is None else made & ends[torch.from_numpy(some % 4).to(words.device)]
+        return made if ends is None else made & ends.index_select(0, torch.from_numpy(some % 4).to(words.device))
 
     kind, bits = bitmask.classify(trimmed, pairs, block_q, block_k)
     kind_of[pairs] = kind.cpu().numpy()
@@ -130,10 +130,10 @@ def _assemble(
     if (kind_of < 0).any():
         kept = tile >= 0
         rows, cols, tile = rows[kept], cols[kept], tile[kept]
-    if len(bits) > 1:
-        # Partial tiles are numbered as they first appear in the rows, which makes the arrays of equal masks equal.
-        first = np.empty(len(bits) + 1, dtype=np.int64)
-        first[tile[::-1]] = np.arange(len(tile) - 1, -1, -1)  # of equal tiles the last one written is the first there
+    # Partial tiles are numbered as they first appear in the rows, which makes the arrays of equal masks equal.
+    first = np.zeros(len(bits) + 1, dtype=np.int64)
+    first[tile[::-1]] = np.arange(len(tile) - 1, -1, -1)  # of equal tiles the last one written is the first there
+    if not (first[2:] > first[1:-1]).all():
         order = first[1:].argsort()
         number = np.zeros_like(first)
         number[order + 1] = np.arange(1, len(first))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mask_rules import BLOCKS, assert_keeps, grid
 from sparseflash import BlockMask, masks
@@ -211,6 +212,36 @@ def test_local_refuses_an_empty_window(window):
 def test_local_refuses_a_window_that_is_no_integer(window):
     with pytest.raises(TypeError, match="window must be an integer number of keys; got"):
         masks.local(100, window=window)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: masks.causal(256),
+        lambda: masks.causal(1000),
+        lambda: masks.causal(1, 4096),
+        lambda: masks.local(4096, window=256, causal=True),
+        lambda: masks.local(1, 4096, window=256),
+        lambda: masks.dense(1, 4096),
+    ],
+)
+def test_a_short_list_of_tiles_takes_few_operations_of_pytorch(build):
+    """A mask that is built anew at every step costs the host their number: each takes longer than its arithmetic."""
+    with Operations() as operations:
+        build()
+    assert operations.count <= 40  # where lists were tensors, there were 230
 
 
 def test_square_blocks_may_be_integers_of_numpy():
