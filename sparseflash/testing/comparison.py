@@ -122,8 +122,8 @@ def compare(
     got, of_lse = results_of(function, inputs)
     finite = {name: bool((x < math.inf if name == "lse" else x.isfinite()).all()) for name, x in got.items()}
     pairs = [None] if heads is None else sampled_heads(k.shape[0], k.shape[1], heads, seed=seed)
-    chosen = [_Head(inputs, mask, pair, blocks, scale, seed, of_lse=of_lse) for pair in pairs]
-    compared = {name: torch.cat([head.of(name, result) for head in chosen]) for name, result in got.items()}
+    chosen = [_Head.chosen(inputs, mask, pair, blocks, scale, seed, of_lse) for pair in pairs]
+    compared = _joined([{name: head.of(name, result) for name, result in got.items()} for head in chosen])
     truth = _joined([head.computed(torch.float64) for head in chosen])
     dtype, factor = plain_dtype(q.dtype)
     queries = sum(head.inputs.q[..., 0].numel() for head in chosen)
@@ -176,38 +176,46 @@ def assert_exact(
         raise AssertionError(f"every error must be at most what is allowed; got\n{found}")
 
 
+@dataclass(frozen=True)
 class _Head:
-    """One head of k and v with its query heads, or all heads of all batch elements (`pair` None), and its part."""
+    """One head of k and v with its query heads, or all heads of all batch elements, where `pair` is None."""
 
-    def __init__(
-        self, inputs: Inputs, mask: BlockMask | None, pair: tuple[int, int] | None, blocks: int | None,
-        scale: float | None, seed: int, *, of_lse: bool,
-    ):  # fmt: skip
-        self.pair, self.scale, self.of_lse = pair, scale, of_lse
-        self.group = inputs.q.shape[1] // inputs.k.shape[1]
-        self.inputs, self.mask = inputs, mask
+    inputs: Inputs
+    mask: BlockMask | None
+    pair: tuple[int, int] | None
+    part: Part | None
+    scale: float | None
+    of_lse: bool
+
+    @classmethod
+    def chosen(
+        cls, inputs: Inputs, mask: BlockMask | None, pair: tuple[int, int] | None, blocks: int | None,
+        scale: float | None, seed: int, of_lse: bool,
+    ) -> _Head:  # fmt: skip
+        """The head of a pair (batch element, head of k and v), and of a long mask so many blocks."""
         if pair is not None:
             batch, head = pair
-            self.inputs = inputs.head(batch, head)
+            group = inputs.q.shape[1] // inputs.k.shape[1]
+            inputs = inputs.head(batch, head)
             if mask is not None:
-                of_batch = batch if mask.shape[0] > 1 else None
-                of_heads = range(head * self.group, (head + 1) * self.group) if mask.shape[1] > 1 else None
-                self.mask = mask.select(batch=of_batch, heads=None if of_heads is None else list(of_heads))
-        self.part: Part | None = None
-        if blocks is not None and self.mask is not None:
-            layout = self.mask.to_layout().flatten(0, 1).any(0)
-            self.part = sampled_part(layout, self.mask.block_q, self.mask.block_k, blocks=blocks, seed=seed)
+                queries = slice(head * group, (head + 1) * group)
+                mask = mask.select(
+                    batch=batch if mask.shape[0] > 1 else None, heads=queries if mask.shape[1] > 1 else None
+                )
+        part = None
+        if blocks is not None and mask is not None:
+            layout = mask.to_layout().flatten(0, 1).any(0)
+            part = sampled_part(layout, mask.block_q, mask.block_k, blocks=blocks, seed=seed)
+        return cls(inputs, mask, pair, part, scale, of_lse)
 
     def shuffled(self, seed: int) -> _Head:
-        other = object.__new__(_Head)
-        other.__dict__.update(self.__dict__, inputs=self.inputs.shuffled(seed))
-        return other
+        return replace(self, inputs=self.inputs.shuffled(seed))
 
     def of(self, name: str, result: Tensor) -> Tensor:
         """What is compared of a result of all heads."""
         if self.pair is not None:
             batch, head = self.pair
-            wide = 1 if name in ("dk", "dv") else self.group
+            wide = 1 if name in ("dk", "dv") else self.inputs.q.shape[1]
             result = result[batch : batch + 1, head * wide : (head + 1) * wide]
         return result if self.part is None else self.part.of(name, result)
 
@@ -231,5 +239,6 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor |
     )  # fmt: skip
 
 
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def _joined(heads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All numbers of each result; heads of other patterns have other parts."""
+    return {name: torch.cat([head[name].reshape(-1) for head in heads]) for name in heads[0]}

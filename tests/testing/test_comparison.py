@@ -204,6 +204,11 @@ def test_long_sequences_are_compared_in_part():
     assert wrong_at(0, 2, 0)  # of neither of the two key heads
 
 
+def test_parts_of_heads_of_other_patterns_differ_in_size():
+    mask = masks.per_head([masks.local(3000, window=100, block=64), masks.butterfly(3000, block=64)])
+    assert testing.compare(ours(mask), *tensors(mask), mask, heads=2, blocks=3).exact
+
+
 def test_what_is_not_compared_must_be_finite():
     mask = masks.local(3000, window=100, block=64)
     x = tensors(mask, heads=4, kv_heads=4)
