@@ -12,10 +12,12 @@ from torch.nn.functional import pad
 from sparseflash.blockmask.arguments import Block, block_pair, flag
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import check_queries_and_keys
+from sparseflash.masks.tiling.signatures import by_name
 
 _AT_ONCE = 1 << 24  # scores of groups at a time: 64 MB, and a few times that of temporaries
 
 
+@by_name
 @torch.no_grad()
 def antidiagonal_scores(
     q: Tensor, k: Tensor, *, block: Block = 128, stride: int = 16, causal: bool = False, scale: float | None = None,
@@ -52,7 +54,7 @@ def antidiagonal_scores(
     >>> scores.shape, torch.allclose(scores.exp().sum(-1), torch.tensor(1.0))
     (torch.Size([1, 4, 16, 16]), True)
     >>> from sparseflash.masks import mass_blocks
-    >>> mass_blocks(scores, 0.9, q_len=1000, block=64, causal=True, sink_blocks=1, local_blocks=1).shape
+    >>> mass_blocks(scores, mass=0.9, q_len=1000, block=64, causal=True, sink_blocks=1, local_blocks=1).shape
     (1, 4, 1000, 1000)
     """
     block_q, block_k = block_pair(block)

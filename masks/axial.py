@@ -13,8 +13,10 @@ from sparseflash.blockmask.arguments import Block, Integers, block_pair
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, grid_shape, strides
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.listing import entries, incidence
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block = 128) -> BlockMask:
     """Every token of a grid sees its own row and its own column: the tokens that differ from it on one axis at most.
 
@@ -26,7 +28,7 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
 
     Source: xformers' `axial_nd_pattern`, in one softmax. Axial attention as published (Ho et al., 2019; Axial-DeepLab,
     Wang et al., 2020) alternates the axes between layers or heads, or adds their outputs; each axis alone is `swin`
-    with a window of one line, as `swin((height, width), (1, width))` for the rows.
+    with a window of one line, as `swin((height, width), window=(1, width))` for the rows.
 
     `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `order`: token t of the mask is
     token `order[t]` of the grid in row-major order. `block` in tokens. Columns cross every line: in row-major order

@@ -8,9 +8,11 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.masks.tiling.arguments import at_least, square_blocks
 from sparseflash.masks.tiling.draws import Integers, generator, subsets
 from sparseflash.masks.tiling.listing import of_blocks
+from sparseflash.masks.tiling.signatures import pattern
 
 
-def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
+@pattern
+def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
     """BigBird's block pattern: first and last block global, a window of three blocks, `random_blocks` random ones.
 
     Score (q, k) with `i = q // block`, `j = k // block` and `nb` blocks is live iff
@@ -69,8 +71,9 @@ def bigbird(q_len: int, random_blocks: int = 3, *, heads: int = 1, seed: int = 0
     return of_blocks(layouts, q_len, causal=False, block=block)
 
 
+@pattern
 def deepspeed_bigbird(
-    q_len: int, random_blocks: int = 1, window_blocks: int = 3, global_blocks: int = 1, *, heads: int = 1,
+    q_len: int, *, random_blocks: int = 1, window_blocks: int = 3, global_blocks: int = 1, heads: int = 1,
     causal: bool = False, seed: int = 0, block: int = 128,
 ) -> BlockMask:  # fmt: skip
     """DeepSpeed's `BigBirdSparsityConfig`: a window, the first blocks global, random blocks that may fall anywhere.
@@ -79,9 +82,10 @@ def deepspeed_bigbird(
 
         |i - j| <= window_blocks // 2  or  i < global_blocks  or  j < global_blocks  or  j in R(i)
 
-    and `k <= q` besides, if causal. R(i) are `random_blocks` distinct blocks, drawn from all, or from those up to i if
-    causal; they may lie in the window or be global. Unlike in BigBird as published (`bigbird`) the last block is not
-    global, random blocks may overlap the rest, and the window and the number of global blocks are parameters.
+    and `k <= q` besides, if causal. The window is of 2 * (window_blocks // 2) + 1 blocks, i itself included. R(i) are
+    `random_blocks` distinct blocks, drawn from all, or from those up to i if causal; they may lie in the window or be
+    global. Unlike in BigBird as published (`bigbird`) the last block is not global, random blocks may overlap the rest,
+    and the window and the number of global blocks are parameters.
 
     Where we differ from DeepSpeed: its `attention="unidirectional"` is causal by blocks only, and leaves the triangle
     in the diagonal blocks to another mask; ours is causal to the token. It fails where a block row has fewer than

@@ -11,8 +11,10 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import integer, integers
 from sparseflash.masks.tiling.arguments import at_least, square_blocks
 from sparseflash.masks.tiling.listing import of_blocks
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def butterfly(
     q_len: int, *, factors: int | None = None, strides: Sequence[int] | None = None, radix: int = 2,
     global_blocks: int = 0, layer: int | None = None, causal: bool = False, block: int = 128,

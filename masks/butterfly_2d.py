@@ -11,10 +11,12 @@ from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.butterfly import partners, powers
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.kinds import by_kind
+from sparseflash.masks.tiling.signatures import pattern
 
 Pair = int | tuple[int, int]
 
 
+@pattern
 def butterfly_2d(
     height: int, width: int, *, cell: Pair = 1, factors: Pair | None = None, radix: int = 2, block: Block = 128
 ) -> BlockMask:

@@ -6,8 +6,10 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block
 from sparseflash.masks.tiling.arguments import with_cache
 from sparseflash.masks.tiling.band import band
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def causal(q_len: int, k_len: int | None = None, *, offset: int | None = None, block: Block = 128) -> BlockMask:
     """Every query sees the keys up to its own position, by default aligned at the bottom right.
 

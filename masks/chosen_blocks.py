@@ -12,11 +12,13 @@ from sparseflash.blockmask.arguments import Block, block_pair, check_block_count
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame, as_heads, dynamic_mask, frame, mask_of_blocks
+from sparseflash.masks.tiling.signatures import by_name
 
 
+@by_name
 @torch.no_grad()
 def top_k_blocks(
-    scores: Tensor, k: int, *, q_len: int, k_len: int | None = None, block: Block = 128, causal: bool = False,
+    scores: Tensor, *, k: int, q_len: int, k_len: int | None = None, block: Block = 128, causal: bool = False,
     sink_blocks: int = 0, local_blocks: int = 0, group: int = 1,
 ) -> BlockMask:  # fmt: skip
     """The k blocks of keys with the highest scores, for every block of queries.
@@ -58,7 +60,7 @@ def top_k_blocks(
 
     >>> from sparseflash.masks import pooled_scores
     >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
-    >>> mask = top_k_blocks(pooled_scores(q, k, block=64), 4, q_len=1000, block=64, causal=True, local_blocks=1)
+    >>> mask = top_k_blocks(pooled_scores(q, k, block=64), k=4, q_len=1000, block=64, causal=True, local_blocks=1)
     >>> mask.shape, len(mask.indices), bool(mask.to_dense().triu(1).any())
     ((1, 4, 1000, 1000), 232, False)
     """
@@ -66,9 +68,10 @@ def top_k_blocks(
     return _mask_of(scores, of, _enough(k, "k", of), None, at_least(1, group, "group", "query heads"))
 
 
+@by_name
 @torch.no_grad()
 def mass_blocks(
-    scores: Tensor, mass: float, *, q_len: int, k_len: int | None = None, block: Block = 128, causal: bool = False,
+    scores: Tensor, *, mass: float, q_len: int, k_len: int | None = None, block: Block = 128, causal: bool = False,
     sink_blocks: int = 0, local_blocks: int = 0, most: int | None = None, group: int = 1,
 ) -> BlockMask:  # fmt: skip
     """The fewest blocks of keys that hold a share `mass` of the softmax of each row of scores.
@@ -93,7 +96,7 @@ def mass_blocks(
     Raises ValueError unless `0 < mass <= 1`, and if `most` is less than the blocks that a row always keeps.
 
     >>> p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    >>> [mass_blocks(p.log(), m, q_len=16, k_len=64, block=16).density for m in (0.4, 0.7, 0.9, 1.0)]
+    >>> [mass_blocks(p.log(), mass=m, q_len=16, k_len=64, block=16).density for m in (0.4, 0.7, 0.9, 1.0)]
     [0.25, 0.5, 0.75, 1.0]
     """
     scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)

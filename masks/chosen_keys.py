@@ -12,13 +12,15 @@ from sparseflash.blockmask.arguments import Block, block_pair, flag, token_count
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, dynamic_mask, frame, full_words, kind_of
+from sparseflash.masks.tiling.signatures import by_name
 
 _AT_ONCE = 1 << 24  # chosen words, or scores, that are looked at together
 
 
+@by_name
 @torch.no_grad()
 def selected_keys(
-    indices: Tensor, k_len: int, *, block: Block = 128, span: int = 1, causal: bool = False, most: int | None = None,
+    indices: Tensor, *, k_len: int, block: Block = 128, span: int = 1, causal: bool = False, most: int | None = None,
     group: int = 1,
 ) -> BlockMask:  # fmt: skip
     """Every query sees the keys whose numbers it is given.
@@ -48,7 +50,7 @@ def selected_keys(
 
     Raises ValueError if `span` is no power of two or `most` is less than 1.
 
-    >>> mask = selected_keys(torch.tensor([[0, 2], [1, -1], [2, 0], [3, 3]]), 4, block=16)
+    >>> mask = selected_keys(torch.tensor([[0, 2], [1, -1], [2, 0], [3, 3]]), k_len=4, block=16)
     >>> mask.to_dense()[0, 0].int().tolist()
     [[1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]
     """
@@ -57,9 +59,10 @@ def selected_keys(
     return _selected(indices, of, _span(span), most, group, distinct=False)
 
 
+@by_name
 @torch.no_grad()
 def top_k_keys(
-    scores: Tensor, k: int, *, k_len: int, block: Block = 128, span: int = 1, causal: bool = False,
+    scores: Tensor, *, k: int, k_len: int, block: Block = 128, span: int = 1, causal: bool = False,
     most: int | None = None, group: int = 1,
 ) -> BlockMask:  # fmt: skip
     """Every query sees the k keys, or the k runs of `span` keys, that score highest for it.
@@ -80,7 +83,7 @@ def top_k_keys(
 
     >>> q, k = torch.randn(2, 256, 16), torch.randn(2, 256, 16)
     >>> runs = k.unflatten(1, (-1, 32)).mean(2)  # MoBA: the means of chunks of 32 keys
-    >>> mask = top_k_keys(q @ runs.transpose(1, 2), 2, k_len=256, block=64, span=32)
+    >>> mask = top_k_keys(q @ runs.transpose(1, 2), k=2, k_len=256, block=64, span=32)
     >>> mask.density
     0.25
     """

@@ -7,10 +7,12 @@ import torch
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.signatures import pattern
 from sparseflash.masks.tiling.spans import spans
 
 
-def chunked(q_len: int, chunk: int, *, causal: bool = False, block: Block = 128) -> BlockMask:
+@pattern
+def chunked(q_len: int, *, chunk: int, causal: bool = False, block: Block = 128) -> BlockMask:
     """Chunks of `chunk` tokens that do not see one another (block-local attention).
 
     Score (q, k) is live iff
@@ -31,7 +33,7 @@ def chunked(q_len: int, chunk: int, *, causal: bool = False, block: Block = 128)
         . . X X .            . . X X .
         . . . . X            . . . . X
 
-    >>> chunked(4096, 512)
+    >>> chunked(4096, chunk=512)
     BlockMask(4096 x 4096, blocks of 128, 128 tiles: 128 full + 0 partial, density 12.5 %)
     """
     q_len, _ = token_counts(q_len, q_len)

@@ -8,8 +8,10 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import at_least, square_blocks
 from sparseflash.masks.tiling.listing import of_blocks
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def deepspeed_fixed(
     q_len: int, *, local_blocks: int = 4, global_blocks: int = 1, horizontal: bool = False, heads: int = 1,
     global_patterns: int = 1, causal: bool = False, block: int = 128,
@@ -71,8 +73,8 @@ def deepspeed_fixed(
     whole = count - count % local  # blocks in whole chunks
     heads = heads if patterns > 1 else 1
     masks = []
-    for pattern in range(min(patterns, heads)):
-        first = local - (1 + pattern) * wide
+    for number in range(min(patterns, heads)):
+        first = local - (1 + number) * wide
         starts = list(range(first, whole, local))
         if whole < count:
             starts.append(max(min(whole + first, count - wide), 0))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def dense(q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
     """Every score is live: the mask to compare others with, and to combine with them.
 

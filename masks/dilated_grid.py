@@ -13,10 +13,12 @@ from sparseflash.blockmask.arguments import Block, Integers, block_pair
 from sparseflash.masks.tiling.grid import checked_order, coordinates, cut, grid_shape, per_axis, strides
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.listing import entries, incidence
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def dilated_grid(
-    shape: Sequence[int], dilation: int | Sequence[int], *, order: Integers | None = None, block: Block = 128
+    shape: Sequence[int], *, dilation: int | Sequence[int], order: Integers | None = None, block: Block = 128
 ) -> BlockMask:
     """Every token of a grid sees the grid from its own place on, taken every `dilation` tokens on each axis.
 
@@ -44,9 +46,9 @@ def dilated_grid(
         . . . . . X . X
 
     >>> from sparseflash.masks import order
-    >>> dilated_grid((64, 64), 4)
+    >>> dilated_grid((64, 64), dilation=4)
     BlockMask(4096 x 4096, blocks of 128, 512 tiles: 0 full + 512 partial (1 distinct), density 6.25 %)
-    >>> dilated_grid((64, 64), 4, order=order.residues((64, 64), 4))
+    >>> dilated_grid((64, 64), dilation=4, order=order.residues((64, 64), 4))
     BlockMask(4096 x 4096, blocks of 128, 64 tiles: 64 full + 0 partial, density 6.25 %)
     """
     block_q, block_k = block_pair(block)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, flag, integers
+from sparseflash.masks.tiling.signatures import pattern
 from sparseflash.masks.tiling.spans import spans
 
 
+@pattern
 def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, block: Block = 128) -> BlockMask:
     """Documents packed one behind the other: a query sees the keys of its own document (block-diagonal attention).
 

@@ -8,9 +8,11 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.masks.tiling.arguments import at_least, square_blocks
 from sparseflash.masks.tiling.draws import generator
 from sparseflash.masks.tiling.listing import of_blocks
+from sparseflash.masks.tiling.signatures import pattern
 
 
-def expander(q_len: int, degree: int, *, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
+@pattern
+def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
     """A random regular graph of blocks, made of `degree / 2` random Hamiltonian cycles, for each head its own.
 
     Score (q, k) with `i = q // block`, `j = k // block` is live iff
@@ -41,7 +43,7 @@ def expander(q_len: int, degree: int, *, heads: int = 1, seed: int = 0, block: i
         . . . X . X X .
         . X X . . . . X
 
-    >>> expander(16_384, 6)
+    >>> expander(16_384, degree=6)
     BlockMask(16384 x 16384, blocks of 128, 886 tiles: 886 full + 0 partial, density 5.41 %)
     """
     q_len, block, blocks = square_blocks(q_len, block, "expander")

@@ -8,8 +8,10 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import integer
 from sparseflash.masks.tiling.arguments import square_blocks
 from sparseflash.masks.tiling.listing import of_blocks
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False, block: int = 128) -> BlockMask:
     """The H-matrix partition of the score matrix, in which every far cell is represented by its last block.
 

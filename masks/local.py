@@ -9,31 +9,33 @@ from sparseflash.blockmask.arguments import Block, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least, with_cache
 from sparseflash.masks.tiling.band import band
 from sparseflash.masks.tiling.diagonals import diagonals
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def local(
-    q_len: int, window: int | None = None, *, causal: bool = False,
-    left: int | None = None, right: int | None = None,
-    k_len: int | None = None, offset: int | None = None, block: Block = 128,
+    q_len: int, k_len: int | None = None, *, window: int | None = None, causal: bool = False,
+    left: int | None = None, right: int | None = None, offset: int | None = None, block: Block = 128,
 ) -> BlockMask:  # fmt: skip
     """A sliding window over a sequence of `q_len` tokens, of `window` keys or of so many to the left and right.
 
     Score (q, k), with p = q + offset the position of query q among the keys, is live iff
 
         causal:         p - window < k <= p           (window keys, the query's own included)
-        bidirectional:  |p - k| <= window // 2        (window keys if window is odd, window + 1 if it is even)
+        bidirectional:  |p - k| <= window // 2        (2 * (window // 2) + 1 keys, the query's own included)
         left, right:    p - left <= k <= p + right    (left + 1 + right keys)
 
-    cropped at the ends of the sequence. Conventions differ between systems: Hugging Face, Sparse Transformer and this
-    function count `window` keys in the causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym
-    see `w + 1`. `left` and `right` are FlashAttention's `window_size=(left, right)`; its -1, no limit, is `q_len` here.
-    With a cache of earlier keys (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is
-    `k_len - q_len` by default. Source: Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et
-    al., 2019).
+    cropped at the ends of the sequence. So a bidirectional window of 255 keys and one of 254 are the same, 127 keys to
+    each side and the query's own, and one of 256 has 257 keys: an even number has no middle. Conventions differ between
+    systems: Hugging Face, Sparse Transformer and this function count `window` keys in the causal form; FlashAttention's
+    `window_size=(w, 0)`, Splash and attention-gym see `w + 1`. `left` and `right` are FlashAttention's
+    `window_size=(left, right)`; its -1, no limit, is `k_len` here. With a cache of earlier keys (`k_len > q_len`) the
+    last query is the last key, as in `causal`: `offset` is `k_len - q_len` by default. Source: Longformer (Beltagy et
+    al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
 
     `q_len`, `k_len` (`q_len` by default), `window`, `left`, `right`, `offset`, `block` in tokens. Raises ValueError if
-    `window` is not positive, if `left` or `right` is negative, or unless there is either `window` or both of `left` and
-    `right` (without `causal`).
+    `window` is not positive, if `left` or `right` is negative, or if `left` or `right` is given alone, with `window` or
+    with `causal`; TypeError if there is neither a window nor both of them.
 
         causal, window 2     bidirectional, window 3     left 2, right 1
         X . . .              X X . .                     X X . .
@@ -41,14 +43,16 @@ def local(
         . X X .              . X X X                     X X X X
         . . X X              . . X X                     . X X X
 
-    >>> local(4096, 256, block=64)
+    >>> local(4096, window=256, block=64)
     BlockMask(4096 x 4096, blocks of 64, 314 tiles: 190 full + 124 partial (2 distinct), density 6.18 %)
-    >>> local(4, 2, causal=True, block=16).to_dense()[0, 0].int().tolist()
+    >>> local(4, window=2, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-    >>> local(4096, left=255, right=0) == local(4096, 256, causal=True)
+    >>> local(4096, left=255, right=0) == local(4096, window=256, causal=True)
     True
-    >>> local(2, 2, causal=True, k_len=6, block=16).to_dense()[0, 0].int().tolist()
+    >>> local(2, 6, window=2, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
+    >>> [int(local(4096, window=window).to_dense()[0, 0, 2048].sum()) for window in (254, 255, 256)]
+    [255, 255, 257]
     """
     causal = flag(causal, "causal")
     q_len, k_len, offset = with_cache(q_len, k_len, offset)
@@ -60,19 +64,25 @@ def local(
             )
         left, right = at_least(0, left, "left", "keys"), at_least(0, right, "right", "keys")
         return band(q_len, k_len, -right, left, shift=offset, block=block)
+    if window is None:
+        given = f" A second number is k_len; a window goes by name: local({q_len}, window={k_len})."
+        raise TypeError(
+            "local must have window=, or left= and right=; got none of them." + (given if k_len != q_len else "")
+        )
     window = at_least(1, window, "window", "keys")
     if causal:
         return band(q_len, k_len, 0, window - 1, shift=offset, block=block)
     return band(q_len, k_len, -(window // 2), window // 2, shift=offset, block=block)
 
 
-def dilated(q_len: int, window: int, dilation: int, *, causal: bool = False, block: Block = 128) -> BlockMask:
+@pattern
+def dilated(q_len: int, *, window: int, dilation: int, causal: bool = False, block: Block = 128) -> BlockMask:
     """A sliding window of `window` keys that are `dilation` apart, so that it reaches `dilation` times as far.
 
     Score (q, k) is live iff `(q - k) % dilation == 0` and
 
         causal:         q - window * dilation < k <= q          (window keys, the query's own included)
-        bidirectional:  |q - k| <= (window // 2) * dilation     (window keys if window is odd, window + 1 if even)
+        bidirectional:  |q - k| <= (window // 2) * dilation     (2 * (window // 2) + 1 keys, the query's own included)
 
     With `dilation=1` it is `local`. `window` counts keys, as in Longformer; attention-gym's dilated window counts the
     tokens that it spans. Tokens of different residues never meet, at any depth: combine dilations over the heads
@@ -89,9 +99,9 @@ def dilated(q_len: int, window: int, dilation: int, *, causal: bool = False, blo
         . X . X .               X . . X .
         . . X . X               . X . . X
 
-    >>> dilated(4096, 65, 4)
+    >>> dilated(4096, window=65, dilation=4)
     BlockMask(4096 x 4096, blocks of 128, 94 tiles: 0 full + 94 partial (3 distinct), density 1.56 %)
-    >>> dilated(4096, 65, 1) == local(4096, 65)
+    >>> dilated(4096, window=65, dilation=1) == local(4096, window=65)
     True
     """
     q_len, _ = token_counts(q_len, q_len)

@@ -8,8 +8,10 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, token_counts
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.diagonals import diagonals
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block: Block = 128) -> BlockMask:
     """The `window` latest keys, and those 1, 2, 4, 8, ... tokens before them: about log2(q_len) keys a query.
 

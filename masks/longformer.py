@@ -9,10 +9,12 @@ import torch
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, flag, token_counts
 from sparseflash.masks.tiling.arguments import at_least, is_list, positions
+from sparseflash.masks.tiling.signatures import pattern
 from sparseflash.masks.tiling.spans import spans
 
 
-def longformer(q_len: int, window: int, global_tokens: Any, *, causal: bool = False, block: Block = 128) -> BlockMask:
+@pattern
+def longformer(q_len: int, *, window: int, global_tokens: Any, causal: bool = False, block: Block = 128) -> BlockMask:
     """A sliding window of `window` keys, and global tokens that see everything and are seen by everything.
 
     Score (q, k), with G the set of global tokens, is live iff
@@ -20,7 +22,8 @@ def longformer(q_len: int, window: int, global_tokens: Any, *, causal: bool = Fa
         |q - k| <= window // 2  or  q in G  or  k in G                       (bidirectional)
         k <= q  and  (q - window < k  or  q in G  or  k in G)                (causal)
 
-    `window` is that of `local`; Hugging Face's `attention_window` is the same number (even: window + 1 keys).
+    `window` is that of `local`: bidirectional, a query sees `2 * (window // 2) + 1` keys of it, its own included, and
+    causal `window`. Hugging Face's `attention_window` is the same number, an even one (so window + 1 keys).
     Longformer's own code projects q, k and v of global tokens with separate weights, which is no matter of the mask.
     Source: Longformer (Beltagy et al., 2020), section 3.1; ETC (Ainslie et al., 2020) puts the global tokens first.
 
@@ -35,7 +38,7 @@ def longformer(q_len: int, window: int, global_tokens: Any, *, causal: bool = Fa
         X . X X X                     . . X X .
         X . . X X                     . . X X X
 
-    >>> longformer(4096, 512, 1)
+    >>> longformer(4096, window=512, global_tokens=1)
     BlockMask(4096 x 4096, blocks of 128, 212 tiles: 94 full + 118 partial (6 distinct), density 12.2 %)
     """
     q_len, _ = token_counts(q_len, q_len)

@@ -10,12 +10,14 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, Integers
 from sparseflash.masks.tiling.grid import grid_shape, per_axis
 from sparseflash.masks.tiling.ranges import Range, within_ranges
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def neighborhood(
     shape: Sequence[int],
-    window: int | Sequence[int],
     *,
+    window: int | Sequence[int],
     stride: int | Sequence[int] = 1,
     dilation: int | Sequence[int] = 1,
     causal: bool | Sequence[bool] = False,
@@ -59,9 +61,9 @@ def neighborhood(
         . . . X X X    . . . X X X    . . X X X .    . . . X X X    . . X . X .
         . . . X X X    . . . . X X    . . . X X X    . . . X X X    . . . X . X
 
-    >>> neighborhood((128, 128), 13)
+    >>> neighborhood((128, 128), window=13)
     BlockMask(16384 x 16384, blocks of 128, 1664 tiles: 0 full + 1664 partial (1 distinct), density 1.03 %)
-    >>> neighborhood((6,), 3, block=16).to_dense()[0, 0, 0].int().tolist()
+    >>> neighborhood((6,), window=3, block=16).to_dense()[0, 0, 0].int().tolist()
     [1, 1, 1, 0, 0, 0]
     """
     sides = grid_shape(shape)

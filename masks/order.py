@@ -13,7 +13,7 @@ live scores in them) of a window of 13 x 13 on an image of 128 x 128 tokens, the
 >>> for block, tile in (128, (8, 16)), (64, (8, 8)):
 ...     orders = {"row-major": None, "tiles": tiles(image, tile), "Morton": morton(image), "Hilbert": hilbert(image)}
 ...     for name, order in orders.items():
-...         mask = neighborhood(image, 13, order=order, block=block)
+...         mask = neighborhood(image, window=13, order=order, block=block)
 ...         live = len(mask.indices)
 ...         share = mask.density * 128**4 / (live * block**2)
 ...         print(f"block {block:3}  {name:9}  {live:5} tiles  {share:4.0%} live")
@@ -32,8 +32,8 @@ back at its end; here, attention in the order of tiles is the reordered attentio
 >>> from sparseflash import attention
 >>> order = tiles((8, 8), 4)
 >>> x = torch.randn(3, 1, 2, 64, 16, dtype=torch.float64)  # q, k, v: [B, H, N, D]
->>> out = attention(*x, neighborhood((8, 8), 3, block=16))
->>> permuted = attention(*x[:, :, :, order], neighborhood((8, 8), 3, order=order, block=16))
+>>> out = attention(*x, neighborhood((8, 8), window=3, block=16))
+>>> permuted = attention(*x[:, :, :, order], neighborhood((8, 8), window=3, order=order, block=16))
 >>> torch.allclose(permuted, out[:, :, order]) and torch.allclose(permuted[:, :, inverse(order)], out)
 True
 """

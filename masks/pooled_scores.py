@@ -10,8 +10,10 @@ from torch import Tensor
 
 from sparseflash.blockmask.arguments import Block, block_pair
 from sparseflash.masks.tiling.chosen import check_queries_and_keys
+from sparseflash.masks.tiling.signatures import by_name
 
 
+@by_name
 @torch.no_grad()
 def pooled_scores(
     q: Tensor,

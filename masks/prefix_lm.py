@@ -7,10 +7,12 @@ import torch
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, token_counts
 from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.signatures import pattern
 from sparseflash.masks.tiling.spans import spans
 
 
-def prefix_lm(q_len: int, prefix: int, *, k_len: int | None = None, block: Block = 128) -> BlockMask:
+@pattern
+def prefix_lm(q_len: int, k_len: int | None = None, *, prefix: int, block: Block = 128) -> BlockMask:
     """The first `prefix` keys are seen by every query, the others causally.
 
     Score (q, k) is live iff
@@ -30,7 +32,7 @@ def prefix_lm(q_len: int, prefix: int, *, k_len: int | None = None, block: Block
         X X X .
         X X X X
 
-    >>> prefix_lm(4096, 1024)
+    >>> prefix_lm(4096, prefix=1024)
     BlockMask(4096 x 4096, blocks of 128, 556 tiles: 532 full + 24 partial (1 distinct), density 53.1 %)
     """
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)

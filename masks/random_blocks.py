@@ -8,10 +8,12 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.masks.tiling.arguments import at_least, square_blocks
 from sparseflash.masks.tiling.draws import generator, subsets
 from sparseflash.masks.tiling.listing import of_blocks
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def random_blocks(
-    q_len: int, count: int, *, heads: int = 1, causal: bool = False, seed: int = 0, block: int = 128
+    q_len: int, *, count: int, heads: int = 1, causal: bool = False, seed: int = 0, block: int = 128
 ) -> BlockMask:
     """Every block sees itself and `count` others, drawn at random without replacement, for each head anew.
 
@@ -39,9 +41,9 @@ def random_blocks(
         X . . . . . X X               . X . . X . \\ .
         X . . . . X . X               . X . . X . . \\
 
-    >>> random_blocks(16_384, 3)
+    >>> random_blocks(16_384, count=3)
     BlockMask(16384 x 16384, blocks of 128, 512 tiles: 512 full + 0 partial, density 3.12 %)
-    >>> random_blocks(16_384, 3, heads=4).shape
+    >>> random_blocks(16_384, count=3, heads=4).shape
     (1, 4, 16384, 16384)
     """
     q_len, block, blocks = square_blocks(q_len, block, "random")

@@ -10,13 +10,15 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, Integers
 from sparseflash.masks.tiling.grid import grid_shape, per_axis
 from sparseflash.masks.tiling.ranges import Range, within_ranges
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def sliding_tiles(
     shape: Sequence[int],
+    *,
     window: int | Sequence[int],
     tile: int | Sequence[int],
-    *,
     order: Integers | None = None,
     block: Block = 128,
 ) -> BlockMask:
@@ -50,7 +52,7 @@ def sliding_tiles(
 
     >>> from sparseflash.masks import order
     >>> video, tile = (16, 32, 32), (4, 4, 8)
-    >>> sliding_tiles(video, (12, 12, 24), tile, order=order.tiles(video, tile))
+    >>> sliding_tiles(video, window=(12, 12, 24), tile=tile, order=order.tiles(video, tile))
     BlockMask(16384 x 16384, blocks of 128, 3456 tiles: 3456 full + 0 partial, density 21.1 %)
     """
     sides = grid_shape(shape)

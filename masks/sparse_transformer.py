@@ -9,10 +9,12 @@ from sparseflash.blockmask.arguments import Block, token_counts
 from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import at_least, choice
 from sparseflash.masks.tiling.diagonals import diagonals
+from sparseflash.masks.tiling.signatures import pattern
 from sparseflash.masks.tiling.spans import spans
 
 
-def strided(q_len: int, stride: int, *, attend: str = "both", block: Block = 128) -> BlockMask:
+@pattern
+def strided(q_len: int, *, stride: int, attend: str = "both", block: Block = 128) -> BlockMask:
     """The `stride` latest keys, and every `stride`-th one before: for data with a period, such as rows of pixels.
 
     Score (q, k) is live iff `k <= q` and
@@ -36,9 +38,9 @@ def strided(q_len: int, stride: int, *, attend: str = "both", block: Block = 128
         . . X X X .         . X . . X .     . X X X X .
         . . . X X X         . . X . . X     . . X X X X
 
-    >>> strided(16_384, 128)
+    >>> strided(16_384, stride=128)
     BlockMask(16384 x 16384, blocks of 128, 8256 tiles: 0 full + 8256 partial (3 distinct), density 1.17 %)
-    >>> strided(4096, 64, attend="strided").density < strided(4096, 64).density
+    >>> strided(4096, stride=64, attend="strided").density < strided(4096, stride=64).density
     True
     """
     q_len, _ = token_counts(q_len, q_len)
@@ -49,8 +51,9 @@ def strided(q_len: int, stride: int, *, attend: str = "both", block: Block = 128
     return diagonals(offsets, q_len, block=block)
 
 
+@pattern
 def fixed(
-    q_len: int, stride: int, summary: int, *, attend: str = "both", heads: int = 1, num_verts: int = 1,
+    q_len: int, *, stride: int, summary: int, attend: str = "both", heads: int = 1, num_verts: int = 1,
     block: Block = 128,
 ) -> BlockMask:  # fmt: skip
     """The query's own chunk of `stride` tokens, and `summary` tokens of every chunk, which speak for it.
@@ -78,9 +81,9 @@ def fixed(
         . . . X X .                    . . X . . .     . . X X X .
         . . . X X X                    . . X . . X     . . X X X X
 
-    >>> fixed(4096, 512, 128)
+    >>> fixed(4096, stride=512, summary=128)
     BlockMask(4096 x 4096, blocks of 128, 192 tiles: 160 full + 32 partial (1 distinct), density 17.2 %)
-    >>> fixed(4096, 128, 8, heads=8, num_verts=4)
+    >>> fixed(4096, stride=128, summary=8, heads=8, num_verts=4)
     BlockMask(4096 x 4096, blocks of 128, 2112 tiles: 0 full + 2112 partial (5 distinct), density 4.6 %,
     4 patterns for 1 x 8 (batch x heads))
     """

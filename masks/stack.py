@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.ops.stack import stack_batch, stack_heads
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def per_head(masks: Sequence[BlockMask]) -> BlockMask:
     """One mask whose heads are those of the given ones, in that order.
 
@@ -23,7 +25,7 @@ def per_head(masks: Sequence[BlockMask]) -> BlockMask:
     Half of the heads look near, half of them far:
 
     >>> from sparseflash import masks
-    >>> mask = masks.per_head([masks.local(4096, 256)] * 4 + [masks.butterfly(4096)] * 4)
+    >>> mask = masks.per_head([masks.local(4096, window=256)] * 4 + [masks.butterfly(4096)] * 4)
     >>> mask.shape
     (1, 8, 4096, 4096)
     >>> mask.pattern.tolist()  # two distinct ones are stored
@@ -32,6 +34,7 @@ def per_head(masks: Sequence[BlockMask]) -> BlockMask:
     return stack_heads(masks)
 
 
+@pattern
 def per_batch(masks: Sequence[BlockMask]) -> BlockMask:
     """One mask whose batch elements are those of the given ones, in that order.
 
@@ -41,7 +44,7 @@ def per_batch(masks: Sequence[BlockMask]) -> BlockMask:
     among others that have them counts as one without padding.
 
     >>> from sparseflash import masks
-    >>> masks.per_batch([masks.local(1024, 64), masks.causal(1024)]).shape
+    >>> masks.per_batch([masks.local(1024, window=64), masks.causal(1024)]).shape
     (2, 1, 1024, 1024)
     """
     return stack_batch(masks)

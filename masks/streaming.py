@@ -7,11 +7,13 @@ import torch
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, token_counts
 from sparseflash.masks.tiling.arguments import at_least, with_cache
+from sparseflash.masks.tiling.signatures import pattern
 from sparseflash.masks.tiling.spans import spans
 
 
+@pattern
 def streaming(
-    q_len: int, window: int, sink: int, *, k_len: int | None = None, offset: int | None = None, block: Block = 128
+    q_len: int, k_len: int | None = None, *, window: int, sink: int, offset: int | None = None, block: Block = 128
 ) -> BlockMask:
     """A causal window of `window` keys, and the first `sink` keys, which every query sees (attention sinks).
 
@@ -19,6 +21,7 @@ def streaming(
 
         k <= p  and  (p - window < k  or  k < sink)
 
+    so a query sees `window` keys, its own included, and as many as `sink` before these; fewer near the start.
     With a cache of earlier keys (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is
     `k_len - q_len` by default.
 
@@ -36,9 +39,9 @@ def streaming(
         X . X X .
         X . . X X
 
-    >>> streaming(4096, 512, 4)
+    >>> streaming(4096, window=512, sink=4)
     BlockMask(4096 x 4096, blocks of 128, 177 tiles: 90 full + 87 partial (4 distinct), density 11.8 %)
-    >>> streaming(1, 2, 1, k_len=5, block=16).to_dense()[0, 0].int().tolist()
+    >>> streaming(1, 5, window=2, sink=1, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 1, 1]]
     """
     q_len, k_len, offset = with_cache(q_len, k_len, offset)
@@ -46,16 +49,17 @@ def streaming(
     return _sink_and_window(q_len, k_len, offset, window, sink, 0, block)
 
 
-def a_shape(q_len: int, sink: int, local: int, *, block: Block = 128) -> BlockMask:
+@pattern
+def a_shape(q_len: int, *, sink: int, local: int, block: Block = 128) -> BlockMask:
     """MInference's A-shape: the first `sink` keys, and the `local` keys before the query besides its own.
 
     Score (q, k) is live iff
 
         k <= q  and  (q - k <= local  or  k < sink)
 
-    which is `streaming(q_len, local + 1, sink)`: MInference cuts its window with `triu(-local)` and so keeps one key
-    more than it is given. The order of the arguments is MInference's too. Source: MInference (Jiang et al., 2024,
-    section 3.2), pattern `stream_llm` of its code.
+    which is `streaming(q_len, window=local + 1, sink=sink)`: MInference counts the keys of its window without the
+    query's own (`triu(-local)`). Source: MInference (Jiang et al., 2024, section 3.2), pattern `stream_llm` of its
+    code.
 
     `q_len`, `sink` and `local` (keys), `block` in tokens. Raises ValueError if `sink` or `local` is negative.
 
@@ -66,7 +70,7 @@ def a_shape(q_len: int, sink: int, local: int, *, block: Block = 128) -> BlockMa
         X . X X .
         X . . X X
 
-    >>> a_shape(4096, 128, 1023) == streaming(4096, 1024, 128)
+    >>> a_shape(4096, sink=128, local=1023) == streaming(4096, window=1024, sink=128)
     True
     """
     q_len, _ = token_counts(q_len, q_len)
@@ -74,7 +78,8 @@ def a_shape(q_len: int, sink: int, local: int, *, block: Block = 128) -> BlockMa
     return _sink_and_window(q_len, q_len, 0, local + 1, sink, 0, block)
 
 
-def tri_shape(q_len: int, sink: int, local: int, last: int, *, block: Block = 128) -> BlockMask:
+@pattern
+def tri_shape(q_len: int, *, sink: int, local: int, last: int, block: Block = 128) -> BlockMask:
     """`a_shape` whose last `last` queries see all that came before them: a triangle with a foot.
 
     Score (q, k) is live iff
@@ -94,7 +99,7 @@ def tri_shape(q_len: int, sink: int, local: int, last: int, *, block: Block = 12
         X . X X .
         X X X X X
 
-    >>> tri_shape(4096, 128, 1024, 0) == a_shape(4096, 128, 1024)
+    >>> tri_shape(4096, sink=128, local=1024, last=0) == a_shape(4096, sink=128, local=1024)
     True
     """
     q_len, _ = token_counts(q_len, q_len)

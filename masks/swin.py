@@ -10,12 +10,14 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, Integers
 from sparseflash.masks.tiling.grid import grid_shape, per_axis
 from sparseflash.masks.tiling.ranges import Range, within_ranges
+from sparseflash.masks.tiling.signatures import pattern
 
 
+@pattern
 def swin(
     shape: Sequence[int],
-    window: int | Sequence[int],
     *,
+    window: int | Sequence[int],
     shift: int | Sequence[int] = 0,
     order: Integers | None = None,
     block: Block = 128,
@@ -55,9 +57,9 @@ def swin(
         . . . . X X X X         . . . . . . X X
 
     >>> from sparseflash.masks import order
-    >>> swin((64, 64), 8, order=order.tiles((64, 64), 8), block=64)
+    >>> swin((64, 64), window=8, order=order.tiles((64, 64), 8), block=64)
     BlockMask(4096 x 4096, blocks of 64, 64 tiles: 64 full + 0 partial, density 1.56 %)
-    >>> swin((64, 64), 8, shift=4, order=order.tiles((64, 64), 8), block=64)
+    >>> swin((64, 64), window=8, shift=4, order=order.tiles((64, 64), 8), block=64)
     BlockMask(4096 x 4096, blocks of 64, 484 tiles: 0 full + 484 partial (9 distinct), density 1.37 %)
     """
     sides = grid_shape(shape)

@@ -17,10 +17,12 @@ from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import is_list, positions
 from sparseflash.masks.tiling.diagonals import tiles_at, words_at
 from sparseflash.masks.tiling.listing import between
+from sparseflash.masks.tiling.signatures import pattern
 from sparseflash.masks.tiling.spans import WORDS_AT_ONCE, below
 
 
-def vertical_slash(q_len: int, vertical: Any, slash: Any, *, block: Block = 128) -> BlockMask:
+@pattern
+def vertical_slash(q_len: int, *, vertical: Any, slash: Any, block: Block = 128) -> BlockMask:
     """The keys of `vertical` (columns) and the distances of `slash` (diagonals), given for all heads or for each.
 
     Score (q, k), in a head with the columns V and the distances S, is live iff
@@ -46,9 +48,9 @@ def vertical_slash(q_len: int, vertical: Any, slash: Any, *, block: Block = 128)
         X . . X .
         X X . . X
 
-    >>> vertical_slash(4096, range(30), range(100))
+    >>> vertical_slash(4096, vertical=range(30), slash=range(100))
     BlockMask(4096 x 4096, blocks of 128, 93 tiles: 0 full + 93 partial (5 distinct), density 3.12 %)
-    >>> vertical_slash(4096, [[0], [1000]], [0, 64]).shape
+    >>> vertical_slash(4096, vertical=[[0], [1000]], slash=[0, 64]).shape
     (1, 2, 4096, 4096)
     """
     q_len, _ = token_counts(q_len, q_len)

@@ -9,16 +9,20 @@ from sparseflash.attention import attention as attention
 from sparseflash.blockmask import BlockMask as BlockMask
 from sparseflash.blockmask.cache import clear_caches as clear_caches
 
+__version__ = "0.1.0"
+__all__ = ["BlockMask", "attention", "clear_caches"]
+_MODULES = ("analysis", "draw", "huggingface", "interop", "masks", "testing")  # loaded when they are first asked for
+
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """`sparseflash.masks` and the like without an import of their own: loaded when they are first asked for."""
-        if name not in ("analysis", "draw", "huggingface", "interop", "masks"):
+        """`sparseflash.masks` and the like without an import of their own."""
+        if name not in _MODULES:
             raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
         from importlib import import_module
 
         return import_module(f"sparseflash.{name}")
 
-
-__version__ = "0.1.0"
-__all__ = ["BlockMask", "attention", "clear_caches"]
+    def __dir__():
+        """What is public, and nothing else."""
+        return [*__all__, *_MODULES, "__version__"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+import inspect
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from sparseflash.backends import blockwise, reference
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import call_cache
 from sparseflash.blockmask import BlockMask
+from sparseflash.remedies import refuse
 from sparseflash.validation import check_mask, check_tensors, checked_scale
 
 BACKENDS = ("triton", "blockwise", "reference")
@@ -47,6 +49,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     backend: Backend | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over the live scores of `mask`: `softmax(scale * q k^T, live scores only) v`.
 
@@ -95,6 +98,8 @@ def attention(
     >>> attention(q, k, v, mask).shape
     torch.Size([1, 2, 100, 16])
     """
+    if others:
+        refuse(others)
     place = None
     kernels = _KERNELS.get(backend)
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
@@ -137,6 +142,13 @@ def attention(
     else:
         out, lse = api.attention(q, k, v, problem)
     return (out, lse) if return_lse else out
+
+
+# `others` is no part of what attention takes: it catches what other attentions take.
+_signature = inspect.signature(attention)
+attention.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+)
 
 
 def _as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -75,7 +75,7 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     `from_pretrained(..., attn_implementation=name)`, one that is there by `set_attn_implementation`:
 
     >>> from sparseflash import masks
-    >>> register(masks.local(512, 64, causal=True), name="near")
+    >>> register(masks.local(512, window=64, causal=True), name="near")
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparseflash.testing import error_in_yardsticks
-
-NAMES = ("out", "lse", "dq", "dk", "dv")
+from sparseflash.testing import compare_results
 
 
 class Results(NamedTuple):
@@ -21,17 +19,18 @@ class Results(NamedTuple):
     dv: torch.Tensor
 
 
+NAMES = Results._fields
+
+
 def assert_exact(got, truth, plain_errors, label, score_magnitude=0.0):
     """Every result of `got` is within its yardstick; `label` goes to the record of a long run.
 
     `score_magnitude`, the largest sum of absolute products that makes a score, is the magnitude of lse.
     """
-    magnitudes = [score_magnitude if name == "lse" else 0.0 for name in NAMES]
-    rows = zip(NAMES, got, truth, plain_errors, magnitudes, strict=True)
-    ratios = {name: error_in_yardsticks(*xs) for name, *xs in rows}
-    _record(label, ratios)
-    too_far = {name: round(ratio, 3) for name, ratio in ratios.items() if not ratio <= 1.0}
-    assert not too_far, f"error in yardsticks, at most 1 allowed: {too_far}"
+    by_name = (dict(zip(NAMES, values, strict=True)) for values in (got, truth, plain_errors))
+    found = compare_results(*by_name, magnitudes={"lse": score_magnitude})
+    _record(label, found.ratios)
+    assert found.exact, f"every error must be at most what is allowed; got\n{found}"
 
 
 def _record(label, ratios):

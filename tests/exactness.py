@@ -7,10 +7,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from closeness import Results, assert_exact
+from closeness import NAMES, Results, assert_exact
 from plans import prepared_anew
-from sparseflash import attention
-from sparseflash.testing import largest_error
+from sparseflash import attention, testing
 from strategies import Problem, Recipe
 
 HALF = (torch.float16, torch.bfloat16)
@@ -59,22 +58,16 @@ def plain_results(problem, device, arithmetic):
 
 
 def plain_errors(problem, device, arithmetic):
-    """The largest errors of the plain implementation, over four draws of the values, and sixteen where they are few.
-
-    One draw of few values would be a stick of random length: a plain result is sometimes right to the last bit.
-    """
-    if problem.dtype == torch.float64:
-        # No truth is truer than fp64, so the stick is that of fp32, as much shorter as the numbers are longer, and half
-        # as long again, because the truth errs, too.
-        finer = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        return [finer * e for e in plain_errors(replace(problem, dtype=torch.float32), device, arithmetic)]
-    few = problem.batch * problem.heads * problem.q_len < 256
-    draws = [replace(problem, seed=problem.seed + draw) for draw in range(16 if few else 4)]
-    errors = [
-        map(largest_error, plain_results(draw, device, arithmetic), results(draw, "reference", device, torch.float64))
-        for draw in draws
-    ]
-    return [max(several) for several in zip(*errors, strict=True)]
+    """The largest errors of the plain implementation, over four draws of the values at least."""
+    dtype, factor = testing.plain_dtype(problem.dtype)
+    queries = problem.batch * problem.heads * problem.q_len
+    count = max(4, testing.draws_for(queries, queries * problem.k_len))
+    draws = [replace(problem, seed=problem.seed + number, dtype=dtype) for number in range(count)]
+    pairs = (
+        (plain_results(draw, device, arithmetic), results(draw, "reference", device, torch.float64)) for draw in draws
+    )
+    errors = testing.plain_errors((plain._asdict(), truth._asdict()) for plain, truth in pairs)
+    return [factor * errors[name] for name in NAMES]
 
 
 def check(problem, backend, device="cpu", arithmetic=None):

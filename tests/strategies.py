@@ -178,8 +178,8 @@ def _vertical_slash(
 ) -> BlockMask:
     """Drawn columns and diagonals of each head; without distance 0, so with empty rows."""
     rng = np.random.default_rng(seed)
-    lists = [rng.integers(0, q_len, (heads, count)) for count in (verticals, slashes)]
-    return masks.vertical_slash(q_len, *lists, block=block)
+    vertical, slash = (rng.integers(0, q_len, (heads, count)) for count in (verticals, slashes))
+    return masks.vertical_slash(q_len, vertical=vertical, slash=slash, block=block)
 
 
 def _neighborhood(*, q_len: int, k_len: int, block: tuple[int, int], width: int, **arguments: Any) -> BlockMask:

@@ -169,7 +169,7 @@ def test_blockwise_takes_gradients_that_gradcheck_confirms():
 
 def test_cpu_tensors_go_to_blockwise_by_default():
     q, k, v = tensors(40)
-    mask = masks.local(40, 9, block=16)
+    mask = masks.local(40, window=9, block=16)
     assert torch.equal(attention(q, k, v, mask), attention(q, k, v, mask, backend="blockwise"))
     with torch.profiler.profile() as profile:
         attention(q, k, v, mask)
@@ -282,7 +282,7 @@ def test_tokens_before_heads_are_noticed(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_patterns_of_key_heads_are_told_how_to_be_those_of_query_heads(backend):
-    mask = masks.per_head([masks.causal(32, block=16), masks.local(32, 8, block=16)])
+    mask = masks.per_head([masks.causal(32, block=16), masks.local(32, window=8, block=16)])
     with pytest.raises(ValueError, match=r"it is for 2\. One pattern for each key head is mask\.select") as caught:
         attention(Q, Q[:, :2], Q[:, :2], mask, backend=backend)
     advice = str(caught.value).partition("is mask.select(heads=")[2].removesuffix(").")

@@ -47,12 +47,12 @@ CONSTRUCTORS = {
     ),
     "from_tiles": tiles_of_a_list,
     "with_lengths": lambda: BlockMask.dense(64, block=32).with_lengths([40, 64]),
-    "per_head": lambda: masks.per_head([masks.causal(100, block=32), masks.local(100, 9, block=32)]),
-    "per_batch": lambda: masks.per_batch([masks.causal(100, block=32), masks.local(100, 9, block=32)]),
-    "an order": lambda: masks.neighborhood((8, 8), 3, order=masks.order.morton((8, 8)), block=16),
+    "per_head": lambda: masks.per_head([masks.causal(100, block=32), masks.local(100, window=9, block=32)]),
+    "per_batch": lambda: masks.per_batch([masks.causal(100, block=32), masks.local(100, window=9, block=32)]),
+    "an order": lambda: masks.neighborhood((8, 8), window=3, order=masks.order.morton((8, 8)), block=16),
     "documents of other keys": lambda: masks.documents([3, 50, 20], [40, 5, 9], causal=True, block=16),
-    "global tokens": lambda: masks.longformer(200, 9, global_tokens=[3, 70], block=16),
-    "lists of slashes": lambda: masks.vertical_slash(200, [3, 70], [0, 20], block=16),
+    "global tokens": lambda: masks.longformer(200, window=9, global_tokens=[3, 70], block=16),
+    "lists of slashes": lambda: masks.vertical_slash(200, vertical=[3, 70], slash=[0, 20], block=16),
 }
 
 
@@ -90,11 +90,11 @@ def many():
 def chosen():
     """A dynamic mask."""
     scores = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 4)))
-    return masks.top_k_blocks(scores, 2, q_len=128, block=32, causal=True)
+    return masks.top_k_blocks(scores, k=2, q_len=128, block=32, causal=True)
 
 
 def window():
-    return masks.local(300, 40, causal=True, block=32)
+    return masks.local(300, window=40, causal=True, block=32)
 
 
 def whole():

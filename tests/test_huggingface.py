@@ -141,14 +141,14 @@ def test_cross_attention_sees_all_but_the_padding_of_the_source(target):
 
 
 def test_cross_attention_has_no_pattern():
-    pattern = masks.local(64, 9, block=16)
+    pattern = masks.local(64, window=9, block=16)
     huggingface.register(pattern)
     theirs, ours = pair(BART)
     inputs = {"input_ids": ids(40), "decoder_input_ids": ids(20)}
     with pytest.raises(ValueError, match="a pattern is for self-attention; got 20 queries and 40 keys"):
         ours(**inputs)
     crossing = ours.decoder.layers[0].encoder_attn
-    huggingface.register(lambda module: None if module is crossing else masks.local(64, 127, block=16), block=16)
+    huggingface.register(lambda module: None if module is crossing else masks.local(64, window=127, block=16), block=16)
     compared(theirs, ours, **inputs)
 
 
@@ -189,7 +189,7 @@ def additive(live):
 
 @pytest.mark.parametrize("kind", ["additive", "bool", "-10000"])
 def test_a_pattern_is_what_it_is_in_a_dense_mask(kind):
-    pattern = masks.local(100, 9, block=16) | masks.butterfly(100, block=16)
+    pattern = masks.local(100, window=9, block=16) | masks.butterfly(100, block=16)
     huggingface.register(pattern)
     theirs, ours = pair(LLAMA, own="sdpa" if kind == "bool" else "eager")
     live = (pattern & masks.causal(100, block=16)).crop(q=(0, 70), k=(0, 70)).to_dense().expand(2, 1, -1, -1)
@@ -203,7 +203,7 @@ def test_a_pattern_is_what_it_is_in_a_dense_mask(kind):
 
 
 def test_each_layer_may_have_a_pattern_of_its_own():
-    patterns = [masks.local(70, 9, block=16), None]
+    patterns = [masks.local(70, window=9, block=16), None]
     huggingface.register(lambda module: patterns[module.layer_idx], block=16)
     theirs, ours = pair(LLAMA)
     theirs.model.layers[1].self_attn.register_forward_pre_hook(
@@ -232,7 +232,7 @@ def test_generated_tokens_are_those_of_its_own_attention(model, left, cache):
 
 def test_a_cache_changes_nothing():
     """Token by token behind a cache, in parts, and all at once."""
-    huggingface.register(masks.local(100, 9, block=16) | masks.strided(100, 8, block=16))
+    huggingface.register(masks.local(100, window=9, block=16) | masks.strided(100, stride=8, block=16))
     _, ours = pair(LLAMA)
     with torch.no_grad():
         whole, cache, found = ours(ids(70)).logits, None, []
@@ -303,7 +303,7 @@ def rule_of(name, number, batch, length, seed):
     seed=st.integers(0, 1000),
 )
 @example("causal", 1, 2, 40, 0, 0, 0, "right", None, 0)
-@example("window", 5, 3, 1, 20, 9, 4, "left", masks.local(130, 9, block=16), 0)
+@example("window", 5, 3, 1, 20, 9, 4, "left", masks.local(130, window=9, block=16), 0)
 def test_the_masks_are_transformers_own_within_the_pattern(
     name, number, batch, queries, before, room, first, padding, pattern, seed
 ):
@@ -386,12 +386,12 @@ def test_what_is_kept_serves_batches_of_any_size():
     for batch in (3, 2, 1):
         asked = ModelMask(rule, batch, (0, 40), (0, 40), None, True, False, 16, torch.device("cpu"))
         live = asked.within(None, torch.device("cpu")).to_dense()
-        assert torch.equal(live, masks.local(40, 11, block=16).to_dense()), batch
+        assert torch.equal(live, masks.local(40, window=11, block=16).to_dense()), batch
 
 
 def test_images_with_a_pattern_make_it_once():
     """Their models ask for no mask, and each layer begins anew."""
-    huggingface.register(masks.local(65, 9, block=16))
+    huggingface.register(masks.local(65, window=9, block=16))
     _, ours = pair(VIT)
     with mock.patch.object(huggingface, "rule_mask", side_effect=huggingface.rule_mask) as made:
         for _ in range(3):
@@ -433,7 +433,7 @@ def test_patterns_that_are_none_are_refused():
 
 
 def test_a_pattern_that_is_too_short_is_refused():
-    huggingface.register(masks.local(60, 9, block=16))
+    huggingface.register(masks.local(60, window=9, block=16))
     _, ours = pair(LLAMA)
     with pytest.raises(ValueError, match=r"as long as a row of the batch, .* 70 tokens; it has 60 queries"):
         ours(ids(70))
@@ -464,7 +464,7 @@ def test_finished_masks_that_are_none_are_refused():
         ours(ids(10), attention_mask=torch.full((2, 1, 10, 10), -1.0))
     with pytest.raises(TypeError, match="must be bool or floating point"):
         ours(ids(10), attention_mask=torch.ones(2, 1, 10, 10, dtype=torch.int64))
-    huggingface.register(masks.local(60, 9, block=16))
+    huggingface.register(masks.local(60, window=9, block=16))
     with torch.no_grad():
         cache = ours(ids(10), use_cache=True).past_key_values
         with pytest.raises(ValueError, match="must say where its 3 queries stand among 13 keys"):

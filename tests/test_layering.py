@@ -136,10 +136,14 @@ assert not any(name.partition(".")[0] == "scipy" for name in sys.modules)
 def test_parts_of_the_library_need_no_import_of_their_own():
     program = """
 import sys, sparseflash
-for name in ("analysis", "draw", "interop", "masks"):
+for name in ("analysis", "draw", "interop", "masks", "testing", "huggingface"):
+    assert name in dir(sparseflash)
     assert f"sparseflash.{name}" not in sys.modules
     assert getattr(sparseflash, name) is sys.modules[f"sparseflash.{name}"]
 assert not hasattr(sparseflash, "attentions")
+public = {name for name in dir(sparseflash) if name != "__version__"}
+assert public >= {"BlockMask", "attention"} and not any(name.startswith("_") for name in public)
+assert all(hasattr(sparseflash, name) for name in dir(sparseflash))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -399,5 +399,5 @@ def test_every_kind_of_problem_occurs():
 
 def test_recipes_name_constructors_and_patterns_of_the_library():
     assert Recipe("local", {"q_len": 50, "window": 7, "block": (16, 32)}, lengths=(20,)).mask() == masks.local(
-        50, 7, block=(16, 32)
+        50, window=7, block=(16, 32)
     ).with_lengths(torch.tensor([20]))

@@ -19,6 +19,8 @@ Heads of different patterns are put together by `sparseflash.masks.per_head`.
 
 What these and the families share:
 
+- `signatures.pattern`: decorates every family: lengths by position, everything else by name; a constant in what
+  torch.compile compiles.
 - `arguments`: checks of numbers, lists, positions, square blocks; each raises "X must ...; got ...".
 - `grid`: shapes, coordinates and orders of the tokens of images and video; blocks of them that are translates.
 - `listing.between`: the tiles from a first to a last column of each block row.

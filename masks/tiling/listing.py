@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,9 +28,15 @@ def between(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     >>> rows.tolist(), cols.tolist()
     ([0, 0, 1], [0, 1, 2])
     """
-    counts = (last - first + 1).clamp(min=0)
-    rows = torch.repeat_interleave(torch.arange(len(first), device="cpu"), counts)
-    cols = torch.arange(len(rows), device="cpu") - (counts.cumsum(0) - counts - first)[rows]
+    rows, cols = columns_between(first.numpy(), last.numpy())
+    return torch.from_numpy(rows), torch.from_numpy(cols)
+
+
+def columns_between(first: Integers, last: Integers) -> tuple[Integers, Integers]:
+    """`between` of arrays."""
+    counts = np.maximum(last - first + 1, 0)
+    rows = np.repeat(np.arange(len(first)), counts)
+    cols = np.arange(len(rows)) - (counts.cumsum() - counts - first)[rows]
     return rows, cols
 
 

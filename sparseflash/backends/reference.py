@@ -21,11 +21,19 @@ def attention(
     A query without a live key has `out = 0` and `lse = -inf`, and passes no gradient on. `lse` is fp32 for inputs of
     lower precision, as it is from the other backends.
     """
+    live = None if mask is None else mask.to_dense()
+    return attention_of_live(q, k, v, live, scale, seed, dropped)
+
+
+def attention_of_live(
+    q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, seed: Tensor | None = None, dropped: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, Hq, Nk, D]
     scores = (q @ k.transpose(-1, -2)) * scale  # [B, Hq, Nq, Nk]
-    if mask is not None:
-        scores = scores.masked_fill(~mask.to_dense(), -torch.inf)
+    if live is not None:
+        scores = scores.masked_fill(~live, -torch.inf)
     if k.shape[2] == 0:
         return scores @ v, q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))  # an empty sum: zeros
     highest = scores.detach().amax(-1, keepdim=True)

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
-from sparseflash.blockmask.build import Candidates, Live, Part, arrays_of, tile_list, tiles_of_dense, tiles_of_function
+from sparseflash.blockmask.build import Part, arrays_of, tile_list, tiles_of_dense
 from sparseflash.blockmask.cache import attach_cache, belong_together, mask_cache, once
+from sparseflash.blockmask.compiling import constant_if_its_mask_is, constant_when_compiled
 from sparseflash.blockmask.csr import columns_of, may_vary_in_size, stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
+from sparseflash.blockmask.rules import Candidates, Live, tiles_of_rule
 from sparseflash.blockmask.stats import live_scores, live_tokens, pattern_count
 from sparseflash.blockmask.transfer import to_device
 from sparseflash.blockmask.validate import check_arrays, validate
@@ -129,6 +131,7 @@ class BlockMask:
     # ------------------------------------------------------------------ constructors
 
     @classmethod
+    @constant_when_compiled
     def from_dense(cls, dense: Any, *, block: Block = 128) -> BlockMask:
         """The mask with the live scores of a dense boolean one.
 
@@ -156,6 +159,7 @@ class BlockMask:
         return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
 
     @classmethod
+    @constant_when_compiled
     def from_layout(
         cls, layout: Any, *, block: Block = 128, q_len: int | None = None, k_len: int | None = None
     ) -> BlockMask:
@@ -191,23 +195,33 @@ class BlockMask:
         return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
 
     @classmethod
+    @constant_when_compiled
     def from_function(
         cls,
         live: Live,
         q_len: int,
         k_len: int | None = None,
         *,
+        batch: int | None = None,
+        heads: int | None = None,
         block: Block = 128,
         candidates: Candidates | None = None,
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements.
+        """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements; or,
+        with `batch` or `heads`, `live(b, h, q_idx, k_idx)`, FlexAttention's `mask_mod`.
 
         `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
         with them: it is made of `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`, not of `and`, `or`,
         `not`, `min`, `max` and `if`, nor of chained comparisons as `0 <= q - k < 64`. It is evaluated tile by tile, on
         about 2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to
         the tiles looked at. `k_len` defaults to `q_len`.
+
+        `batch`, `heads`: for how many batch elements and heads to ask a rule of four arguments, 1 by default: the mask
+        is then the same for all of them. It gets their numbers as int64 tensors without dimensions, is asked for each
+        (once for all heads if it does not look at `h`, likewise of `b`), and equal patterns are stored once. A rule
+        that can be called with two arguments or four (`*args`, or a function of C, whose signature is unknown) gets
+        four if `batch` or `heads` is given. One that does not broadcast: `interop.from_flex`.
 
         `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
         block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int
@@ -217,19 +231,33 @@ class BlockMask:
 
         `device`: where the positions lie, and so where `live` runs and the mask is built; the CPU by default.
 
+        In what `torch.compile` compiles `live` may refer to numbers that are the same at every call, not to tensors nor
+        to their sizes, unless through `operator.index` ("failed to convert closure cell to Python constant").
+
         >>> BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
         BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
         >>> near = BlockMask.from_function(
         ...     lambda q, k: (q - k).abs() <= 8, 4096, block=64, candidates=lambda i, j: (i - j).abs() <= 1)
         >>> near == BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 4096, block=64)
         True
+        >>> from torch.nn.attention.flex_attention import and_masks
+        >>> mask_mod = and_masks(lambda b, h, q, k: k <= q, lambda b, h, q, k: q - k < 64 << h)
+        >>> BlockMask.from_function(mask_mod, 256, heads=4, block=64)
+        BlockMask(256 x 256, blocks of 64, 26 tiles: 9 full + 17 partial (2 distinct), density 40 %,
+        3 patterns for 1 x 4 (batch x heads))
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-        part = tiles_of_function(live, q_len, k_len, block_q, block_k, candidates, torch.device(device or "cpu"))
-        return cls._of(q_len, k_len, block_q, block_k, [part], 1, 1)
+        parts, numbers = tiles_of_rule(
+            live, batch, heads, q_len, k_len, (block_q, block_k), candidates, torch.device(device or "cpu")
+        )
+        *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
+        indptr, indices, tile, bits = arrays
+        pattern = pattern[0][numbers.to(pattern.device)].contiguous()
+        return cls(q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern)
 
     @classmethod
+    @constant_when_compiled
     def from_tiles(
         cls,
         rows: Any,
@@ -283,6 +311,7 @@ class BlockMask:
         return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, bitmask.pack(live))], 1, 1)
 
     @classmethod
+    @constant_when_compiled
     def dense(cls, q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
         """The mask in which every score is live. `attention(q, k, v)` without a mask is the same, with nothing stored.
 
@@ -510,6 +539,7 @@ class BlockMask:
 
     # ------------------------------------------------------------------ what one does with it
 
+    @constant_if_its_mask_is
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on another device; itself if it is there already."""
         device = torch.device(device)
@@ -535,7 +565,7 @@ class BlockMask:
 
         >>> scores = torch.tensor([[0.9, 0.0, 0.0], [0.2, 0.8, 0.0], [0.1, -torch.inf, -torch.inf]])
         >>> from sparseflash import masks
-        >>> chosen = masks.top_k_blocks(scores, 2, q_len=96, block=32, causal=True)
+        >>> chosen = masks.top_k_blocks(scores, k=2, q_len=96, block=32, causal=True)
         >>> chosen.indptr.tolist(), chosen.indices.tolist()  # room for five tiles, the last of which it does not need
         ([0, 1, 3, 4], [0, 0, 1, 0, 2])
         >>> chosen.canonical().indices.tolist()
@@ -666,6 +696,7 @@ class BlockMask:
 
         return to_html(self.canonical())
 
+    @constant_when_compiled
     def __and__(self, other: BlockMask) -> BlockMask:
         """`a & b`: the scores live in both.
 
@@ -677,26 +708,29 @@ class BlockMask:
         Raises ValueError for masks that do not fit together. The same holds of `|`, `^` and `-`.
 
         >>> from sparseflash import masks
-        >>> masks.local(256, 65, block=32) & masks.causal(256, block=32) == masks.local(256, 33, causal=True, block=32)
+        >>> both = masks.local(256, window=65, block=32) & masks.causal(256, block=32)
+        >>> both == masks.local(256, window=33, causal=True, block=32)
         True
         """
         from sparseflash.blockmask.ops.boolean import intersection
 
         return intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
 
+    @constant_when_compiled
     def __or__(self, other: BlockMask) -> BlockMask:
         """`a | b`: the scores live in either. See `&`.
 
         Equal lengths stay lengths; different ones are written into the tiles first (`bake_lengths`).
 
         >>> from sparseflash import masks
-        >>> masks.local(4096, 256) | masks.butterfly(4096)
+        >>> masks.local(4096, window=256) | masks.butterfly(4096)
         BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distinct), density 20.2 %)
         """
         from sparseflash.blockmask.ops.boolean import union
 
         return union(self, other) if isinstance(other, BlockMask) else NotImplemented
 
+    @constant_when_compiled
     def __xor__(self, other: BlockMask) -> BlockMask:
         """`a ^ b`: the scores live in just one. See `&`, and of lengths `|`.
 
@@ -708,6 +742,7 @@ class BlockMask:
 
         return symmetric_difference(self, other) if isinstance(other, BlockMask) else NotImplemented
 
+    @constant_when_compiled
     def __sub__(self, other: BlockMask) -> BlockMask:
         """`a - b`: the scores live in a and not in b, `a & ~b` without making `~b`. See `&`.
 
@@ -715,7 +750,7 @@ class BlockMask:
         what is padding in b is not in b, so it stays live.
 
         >>> from sparseflash import masks
-        >>> masks.causal(100, block=32) - masks.local(100, 8, causal=True, block=32) == BlockMask.from_function(
+        >>> masks.causal(100, block=32) - masks.local(100, window=8, causal=True, block=32) == BlockMask.from_function(
         ...     lambda q, k: k <= q - 8, 100, block=32)
         True
         """
@@ -723,6 +758,7 @@ class BlockMask:
 
         return difference(self, other) if isinstance(other, BlockMask) else NotImplemented
 
+    @constant_when_compiled
     def __invert__(self) -> BlockMask:
         """`~a`: the scores that are dead in a; the opposite of every entry of `to_dense()`.
 
@@ -738,6 +774,7 @@ class BlockMask:
 
         return complement(self.canonical())
 
+    @constant_when_compiled
     def reblock(self, block: Block) -> BlockMask:
         """The same live scores in tiles of another size, finer or coarser in each dimension; itself if it has it.
 
@@ -746,15 +783,16 @@ class BlockMask:
         after.
 
         >>> from sparseflash import masks
-        >>> masks.local(1024, 64, block=64).reblock(128)
+        >>> masks.local(1024, window=64, block=64).reblock(128)
         BlockMask(1024 x 1024, blocks of 128, 22 tiles: 0 full + 22 partial (3 distinct), density 6.25 %)
-        >>> masks.local(1024, 64, block=64).reblock(128) == masks.local(1024, 64, block=128)
+        >>> masks.local(1024, window=64, block=64).reblock(128) == masks.local(1024, window=64, block=128)
         True
         """
         from sparseflash.blockmask.ops.reblock import reblock
 
         return reblock(self.canonical(), block)
 
+    @constant_when_compiled
     def crop(self, *, q: Sequence[int | None] | None = None, k: Sequence[int | None] | None = None) -> BlockMask:
         """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
 
@@ -769,13 +807,14 @@ class BlockMask:
         >>> from sparseflash import masks
         >>> masks.causal(1000, block=64).crop(q=(900, 1000)) == masks.causal(100, 1000, block=64)
         True
-        >>> masks.local(1000, 5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, 5, block=32)
+        >>> masks.local(1000, window=5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, window=5, block=32)
         True
         """
         from sparseflash.blockmask.ops.crop import crop
 
         return crop(self.canonical(), q, k)
 
+    @constant_when_compiled
     def select(self, *, batch: Any = None, heads: Any = None) -> BlockMask:
         """The mask of some batch elements and some heads: `to_dense()[batch][:, heads]`.
 
@@ -787,7 +826,7 @@ class BlockMask:
         Raises ValueError where nothing is chosen or something that the mask lacks, TypeError for what is no number.
 
         >>> from sparseflash import masks
-        >>> local, causal = masks.local(256, 64, block=64), masks.causal(256, block=64)
+        >>> local, causal = masks.local(256, window=64, block=64), masks.causal(256, block=64)
         >>> mask = masks.per_head([local, local, causal, causal])
         >>> mask.select(heads=slice(2, 4)) == masks.per_head([causal, causal])
         True
@@ -798,6 +837,7 @@ class BlockMask:
 
         return select(self.canonical(), batch, heads)
 
+    @constant_when_compiled
     def permute(self, order: Any = None, *, q: Any = None, k: Any = None) -> BlockMask:
         """The mask for tokens in another order: new token t is old token `order[t]`, on both sides.
 
@@ -825,6 +865,7 @@ class BlockMask:
 
         return permute(self.canonical(), order, q, k)
 
+    @constant_when_compiled
     def transpose(self) -> BlockMask:
         """The mask with queries and keys exchanged: `to_dense().transpose(-1, -2)`. Twice is the identity.
 
@@ -841,6 +882,7 @@ class BlockMask:
 
         return transpose(self.canonical())
 
+    @constant_when_compiled
     def bake_lengths(self) -> BlockMask:
         """The same mask with its padding written into the tiles, and no `lengths` any more; itself if it has none.
 

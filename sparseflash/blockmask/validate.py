@@ -93,7 +93,9 @@ def validate(mask: BlockMask) -> None:
     seen = number_by_first_appearance(pattern.reshape(-1))
     numbered = dynamic or torch.equal(pattern.reshape(-1)[seen[1]], torch.arange(patterns, device="cpu"))
     must(numbered, "patterns must be numbered as they first appear, and each one used")
-    distinct = dynamic or len(distinct_patterns(indptr, indices, tile, row_blocks)[0]) == patterns
+    distinct = (
+        dynamic or len(distinct_patterns(indptr.numpy(), indices.numpy(), tile.numpy(), row_blocks)[0]) == patterns
+    )
     must(distinct, "equal patterns must be stored once")
     if mask.lengths is not None:
         q_lengths, k_lengths = mask.lengths.cpu()

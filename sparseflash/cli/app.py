@@ -24,7 +24,7 @@ from sparseflash.cli.inputs import DTYPES, drawn
 app = typer.Typer(
     help="Block-sparse attention masks: what one costs and reaches, whether attention under it is exact here, and how "
     "fast.\n\nMASK is a Python expression of sparseflash.masks, or a file that BlockMask.save has written: "
-    "sparseflash show 'local(4096, 512, causal=True)'",
+    "sparseflash show 'local(4096, window=512, causal=True)'",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
 from sparseflash import BlockMask, attention, interop
-from sparseflash.cli.inputs import Inputs
+from sparseflash.testing import Inputs
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -21,8 +21,8 @@ class Refused(ValueError):
 
 
 HELP = (
-    "A Python expression of sparseflash.masks, 'local(4096, 512) | butterfly(4096)' say, or a file that BlockMask.save "
-    "has written."
+    "A Python expression of sparseflash.masks, 'local(4096, window=512) | butterfly(4096)' say, or a file that "
+    "BlockMask.save has written."
 )
 _EXPRESSION = "<mask>"  # the file name of the expression's code
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
     sources: files of Python, or modules, whose public names the expression may use.
     Raises Refused where it gives no mask; errors inside the user's own functions are left as they are.
 
-    >>> mask_of("local(1024, 256) & causal(1024)")
+    >>> mask_of("local(1024, window=256) & causal(1024)")
     BlockMask(1024 x 1024, blocks of 128, 15 tiles: 0 full + 15 partial (2 distinct), density 11.8 %)
     """
     if is_file(text):
@@ -52,7 +52,9 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
     try:
         code = compile(text, _EXPRESSION, "eval")
     except SyntaxError:
-        raise Refused(f"the mask must be an expression, as local(4096, 512) is, or a file; got {text!r}") from None
+        raise Refused(
+            f"the mask must be an expression, as local(4096, window=512) is, or a file; got {text!r}"
+        ) from None
     try:
         found = eval(code, names)
     except NameError as error:

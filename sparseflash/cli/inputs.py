@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from sparseflash import BlockMask
+from sparseflash.testing import Inputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What attention and its backward pass take.
-
-    q, dout  [B, Hq, Nq, D]
-    k, v     [B, Hkv, Nk, D]
-    dlse     [B, Hq, Nq]
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    dlse: Tensor
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers in another precision."""
-        return Inputs(*(x.to(dtype) for x in (self.q, self.k, self.v, self.dout, self.dlse)))
-
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, to ask gradients for."""
-        q, k, v = (x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v))
-        return q, k, v
 
 
 def drawn(

@@ -246,7 +246,7 @@ def test_coarsening_counts_the_tiles_of_any_other_block(mask, others):
 
 
 def test_coarsening_of_its_own_block_is_the_mask():
-    mask = masks.local(1000, 65, block=64)
+    mask = masks.local(1000, window=65, block=64)
     (own,) = coarsening(mask, [64])
     assert own.live_tiles == len(mask.indices)
     assert [entry.block_q for entry in coarsening(mask)] == [16, 32, 64, 128, 256]

@@ -37,8 +37,8 @@ def test_ordinary_masks_raise_no_alarm(length, block):
     assert lint(masks.causal(length, block=block)) == []
     assert lint(masks.butterfly(length, block=block), layers=7) == []
     assert lint(masks.butterfly(length, block=block, causal=True), causal=True, layers=7) == []
-    assert lint(masks.local(length, 2 * block + 1, block=block)) == []
-    assert lint(masks.local(length, 2 * block, causal=True, block=block), causal=True) == []
+    assert lint(masks.local(length, window=2 * block + 1, block=block)) == []
+    assert lint(masks.local(length, window=2 * block, causal=True, block=block), causal=True) == []
 
 
 def test_cross_attention_raises_no_alarm():
@@ -112,7 +112,7 @@ def test_global_tokens_make_uneven_rows():
 
 
 def test_sparse_tiles_come_with_the_block_that_does_better():
-    (finding,) = lint(masks.local(2048, 5, block=128))
+    (finding,) = lint(masks.local(2048, window=5, block=128))
     assert finding.code == "sparse-tiles"
     assert (
         "46 of 46 live tiles hold under 10 % live scores; 73.6 scores are computed for each live one" in finding.message
@@ -194,7 +194,7 @@ def test_bits_that_are_too_many_to_multiply_are_told(monkeypatch):
     monkeypatch.setattr("sparseflash.analysis.connectivity._MOST_EDGES", 0)
     parity = BlockMask.from_function(lambda q, k: (q - k) % 2 == 0, 64, block=16)
     assert codes(parity) == ["never-connects"]
-    window = masks.local(64, 17, block=16)
+    window = masks.local(64, window=17, block=16)
     assert lint(window, layers=8) == []
     monkeypatch.setattr("sparseflash.analysis.relation.MOST_PARTIAL", 15)
     (finding,) = lint(parity)

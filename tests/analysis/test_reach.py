@@ -86,7 +86,7 @@ def test_a_mask_is_a_list_of_one(every, layers):
 
 
 def test_without_a_number_of_layers_each_mask_is_one_layer():
-    window, butterfly = masks.local(300, 3, block=32), masks.butterfly(300, block=32)
+    window, butterfly = masks.local(300, window=3, block=32), masks.butterfly(300, block=32)
     assert reach(window) == reach(window, 1)
     assert reach([window, butterfly]) == reach([window, butterfly], 2)
 
@@ -115,10 +115,10 @@ def test_padding_neither_reaches_nor_is_reached():
 
 @pytest.mark.parametrize("length", [1, 100, 300])
 def test_windows_add_up(length):
-    mask = masks.local(length, 33, block=32)
-    assert reach(mask, 4) == masks.local(length, 4 * 32 + 1, block=32)
-    causal = masks.local(length, 33, causal=True, block=32)
-    assert reach(causal, 4) == masks.local(length, 4 * 32 + 1, causal=True, block=32)
+    mask = masks.local(length, window=33, block=32)
+    assert reach(mask, 4) == masks.local(length, window=4 * 32 + 1, block=32)
+    causal = masks.local(length, window=33, causal=True, block=32)
+    assert reach(causal, 4) == masks.local(length, window=4 * 32 + 1, causal=True, block=32)
 
 
 def test_a_cycle_of_tokens_is_walked_one_by_one():
@@ -183,7 +183,7 @@ def test_causal_reach_of_a_causal_mask_takes_one_layer_and_the_future_is_never_r
 
 @pytest.mark.parametrize(("length", "window"), [(2000, 33), (2000, 201), (4096, 257)])
 def test_a_window_needs_as_many_layers_as_it_fits(length, window):
-    mask = masks.local(length, window, block=128)
+    mask = masks.local(length, window=window, block=128)
     assert layers_to_full_reach(mask) == -(-(length - 1) // (window // 2))
 
 
@@ -202,9 +202,9 @@ def test_a_result_that_is_too_large_says_so(monkeypatch):
 
 def test_too_many_blocks_are_refused(monkeypatch):
     monkeypatch.setattr("sparseflash.analysis.layers.MOST_BLOCKS", 4)
-    reach(masks.local(64, 3, block=16), 1)
+    reach(masks.local(64, window=3, block=16), 1)
     with pytest.raises(ValueError, match="at most 4 block rows; got 5 of 16 tokens"):
-        layers_to_full_reach(masks.local(65, 3, block=16))
+        layers_to_full_reach(masks.local(65, window=3, block=16))
 
 
 @pytest.mark.parametrize(

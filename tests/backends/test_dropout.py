@@ -61,7 +61,7 @@ def test_seeds_heads_queries_and_keys_are_dropped_independently_of_each_other():
 def test_what_is_kept_is_what_keep_mask_says(backend):
     q, k, _ = tensors(batch=2, tokens=40)
     v = torch.eye(40).expand(2, 2, 40, 40).contiguous()  # the output is the weights themselves
-    mask = masks.local(40, 25, block=16)
+    mask = masks.local(40, window=25, block=16)
     weights = attention(q, k, v, mask, dropout_p=0.5, seed=7, backend=backend)
     plain = attention(q, k, v, mask, backend=backend)
     keep = dropout.keep_mask(7, 0.5, 2, 2, 40, 40)
@@ -185,7 +185,7 @@ def test_a_compiled_step_draws_one_seed_for_forward_and_backward(backend):
 
 def test_a_seed_at_an_odd_address_has_a_kernel_of_its_own():
     q, k, v = (x.detach() for x in tensors())
-    mask = masks.local(40, 9, block=16)
+    mask = masks.local(40, window=9, block=16)
     for seed in torch.arange(4).split(1):
         attention(q, k, v, mask, dropout_p=0.3, seed=seed, backend="triton")
     (plan,) = (found for key, found in mask_cache(mask.indices).items() if key[0] == "plan")

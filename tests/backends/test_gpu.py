@@ -82,7 +82,7 @@ def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern,
     build = {
         "dense": BlockMask.dense,
         "butterfly": masks.butterfly,
-        "local": lambda n, block: masks.local(n, 512, block=block),
+        "local": lambda n, block: masks.local(n, window=512, block=block),
     }
     mask = build[pattern](tokens, block=128).to("cuda")
     q, k, v = (x.detach() for x in inputs(len(lengths), 20, tokens, dim))
@@ -131,7 +131,7 @@ def test_tensors_of_more_than_two_to_the_31_elements(layout):
     heads, tokens, dim = 66, 262_144, 128
     assert heads * tokens * dim > 2**31
     shape = (1, heads, tokens, dim) if layout == "heads first" else (1, tokens, heads, dim)
-    mask = masks.local(tokens, 100).to("cuda")
+    mask = masks.local(tokens, window=100).to("cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     if layout == "tokens first":
@@ -216,7 +216,7 @@ def test_dense_attention_equals_pytorchs_own():
 
 
 def test_compiles_with_inductor_into_one_graph_with_gradients():
-    mask = masks.local(512, 200).to("cuda")
+    mask = masks.local(512, window=200).to("cuda")
 
     def loss(q, k, v):
         return attention(q * 2, k, v, mask).float().square().mean()
@@ -237,7 +237,7 @@ def test_a_compiled_stack_of_layers_that_choose_their_masks(mode):
     def stack(x):
         for _ in range(5):
             heads = x.view(1, 2048, 4, 64).transpose(1, 2)
-            chosen = masks.top_k_blocks(masks.pooled_scores(heads, heads, block=64), 4, q_len=2048, block=64)
+            chosen = masks.top_k_blocks(masks.pooled_scores(heads, heads, block=64), k=4, q_len=2048, block=64)
             x = torch.nn.functional.normalize(x + attention(heads, heads, heads, chosen).transpose(1, 2).flatten(2))
         return x
 
@@ -253,7 +253,7 @@ def test_a_compiled_stack_of_layers_that_choose_their_masks(mode):
 def test_plans_made_in_the_warm_up_of_a_compiled_cuda_graph():
     if not hasattr(torch.Tag, "cudagraph_unsafe"):
         pytest.skip("this PyTorch would record the operators in CUDA graphs")
-    mask, fresh = (masks.local(3000, 300).to("cuda") for _ in range(2))
+    mask, fresh = (masks.local(3000, window=300).to("cuda") for _ in range(2))
     q, k, v = (x.detach() for x in inputs(1, 2, 3000, 64))
     want = [attention(q, k, v, mask), attention(q, k, v)]
 
@@ -293,7 +293,9 @@ def test_a_plan_made_on_one_stream_serves_another():
 def test_a_ragged_sparse_case(dtype):
     """Small enough for `compute-sanitizer --tool memcheck python -m pytest -m gpu -k ragged`."""
     q, k, v = inputs(2, 2, 333, 72, dtype=dtype, kv_heads=1)
-    pattern = masks.local(333, 50, block=64) if dtype == torch.float32 else masks.butterfly(333, block=32, causal=True)
+    pattern = (
+        masks.local(333, window=50, block=64) if dtype == torch.float32 else masks.butterfly(333, block=32, causal=True)
+    )
     mask = pattern.to("cuda").with_lengths(torch.tensor([333, 201], device="cuda"))
     got, want = (forward_and_backward(q, k, v, mask, backend) for backend in ("triton", "reference"))
     for a, b in zip(got, want, strict=True):

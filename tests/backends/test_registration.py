@@ -31,7 +31,7 @@ def mask_arguments(mask):
 
 
 def padded():
-    return masks.local(N, 20, block=16).with_lengths(torch.tensor([30, N]))
+    return masks.local(N, window=20, block=16).with_lengths(torch.tensor([30, N]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -70,7 +70,11 @@ def test_compiles_into_one_graph_and_serves_another_mask_of_the_same_shape_witho
     compiled = torch.compile(step, backend=count, fullgraph=True)
     q, k, v = (x.detach() for x in tensors())
     shapes = set()
-    for mask in (masks.causal(N, block=16), masks.local(N, 9, block=16), masks.butterfly(N, block=16, factors=1)):
+    for mask in (
+        masks.causal(N, block=16),
+        masks.local(N, window=9, block=16),
+        masks.butterfly(N, block=16, factors=1),
+    ):
         shapes.add((len(mask.indices), len(mask.bits)))
         torch.testing.assert_close(compiled(q, k, v, mask), step(q, k, v, mask), rtol=0, atol=0)
     assert len(shapes) == 3, "the masks must differ in what they store for this test to mean anything"
@@ -367,9 +371,9 @@ def test_masks_made_in_inference_mode_can_be_trained_with(backend):
     want = attention(q, k, v, masks.causal(FEW, block=16), backend=backend)
     with torch.inference_mode():
         mask = masks.causal(FEW, block=16)
-        chosen = masks.top_k_blocks(torch.ones(2, 2), 2, q_len=FEW, block=16, causal=True)
+        chosen = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=FEW, block=16, causal=True)
         attention(q, k, v, chosen, backend=backend)
-    again = masks.top_k_blocks(torch.ones(2, 2), 2, q_len=FEW, block=16, causal=True)  # what was kept is used again
+    again = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=FEW, block=16, causal=True)  # what was kept is used again
     expected = torch.autograd.grad(want.sum(), (q, k, v))
     for each in (mask, chosen, again, chosen.canonical()):
         out = attention(q, k, v, each, backend=backend)

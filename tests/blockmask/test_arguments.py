@@ -26,8 +26,8 @@ def called(function, value):
 @pytest.mark.parametrize("value", [torch.tensor([1, 2]), torch.tensor([[3]]).numpy()])
 def test_several_numbers_are_not_taken_for_one(value):
     with pytest.raises(TypeError, match=r"^prefix must be one integer number of tokens; got a .* of shape .*per_batch"):
-        masks.prefix_lm(32, value)
-    assert masks.prefix_lm(32, torch.tensor(3)) == masks.prefix_lm(32, 3)
+        masks.prefix_lm(32, prefix=value)
+    assert masks.prefix_lm(32, prefix=torch.tensor(3)) == masks.prefix_lm(32, prefix=3)
 
 
 def test_the_functions_are_found():
@@ -88,20 +88,20 @@ def test_orders_to_lint_are_named():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda **causal: masks.local(64, 3, **causal),
-        lambda **causal: masks.dilated(64, 3, 2, **causal),
+        lambda **causal: masks.local(64, window=3, **causal),
+        lambda **causal: masks.dilated(64, window=3, dilation=2, **causal),
         lambda **causal: masks.butterfly(64, block=16, **causal),
         lambda **causal: masks.documents([64], **causal),
-        lambda **causal: masks.chunked(64, 8, **causal),
-        lambda **causal: masks.longformer(64, 3, 1, **causal),
-        lambda **causal: masks.random_blocks(64, 1, block=16, **causal),
+        lambda **causal: masks.chunked(64, chunk=8, **causal),
+        lambda **causal: masks.longformer(64, window=3, global_tokens=1, **causal),
+        lambda **causal: masks.random_blocks(64, count=1, block=16, **causal),
         lambda **causal: masks.deepspeed_bigbird(64, block=16, **causal),
         lambda **causal: masks.deepspeed_fixed(64, block=16, **causal),
         lambda **causal: masks.hierarchical(64, block=16, **causal),
-        lambda **causal: masks.top_k_blocks(torch.zeros(4, 4), 2, q_len=64, block=16, **causal),
-        lambda **causal: masks.mass_blocks(torch.zeros(4, 4), 0.5, q_len=64, block=16, **causal),
-        lambda **causal: masks.top_k_keys(torch.zeros(64, 64), 2, k_len=64, **causal),
-        lambda **causal: masks.selected_keys(torch.zeros(64, 2, dtype=torch.int64), 64, **causal),
+        lambda **causal: masks.top_k_blocks(torch.zeros(4, 4), k=2, q_len=64, block=16, **causal),
+        lambda **causal: masks.mass_blocks(torch.zeros(4, 4), mass=0.5, q_len=64, block=16, **causal),
+        lambda **causal: masks.top_k_keys(torch.zeros(64, 64), k=2, k_len=64, **causal),
+        lambda **causal: masks.selected_keys(torch.zeros(64, 2, dtype=torch.int64), k_len=64, **causal),
     ],
 )
 def test_patterns_are_causal_or_not(build):
@@ -116,9 +116,10 @@ def test_patterns_are_causal_or_not(build):
         (
             lambda b, h, q, k: k <= q,
             TypeError,
-            r"two arguments.*function of \(b, h, q, k\).*same for all b and h.*mask_mod\(0, 0.*masks\.per_batch",
+            r"batch and heads must say .*from_function\(live, q_len, batch=1, heads=8\); got .* \(b, h, q, k\)",
         ),
-        (lambda q: q, TypeError, r"two arguments, positions of queries and of keys; got a function of \(q\)"),
+        (lambda q: q, TypeError, r"two arguments, .* or four, .*; got a function of \(q\)"),
+        (lambda b, q, k: q, TypeError, r"two arguments, .* or four, .*; got a function of \(b, q, k\)"),
         (DENSE, TypeError, r"live must be a function of positions \(q_idx, k_idx\); got Tensor"),
         (lambda q, k: (k <= q).flatten(), ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1024\]"),
         (lambda q, k: (k <= q)[None], ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1, 4, 16, 16\]"),

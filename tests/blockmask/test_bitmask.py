@@ -1,5 +1,7 @@
 """Packing, counting and deduplicating the bits of tiles."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -94,10 +96,31 @@ def assert_deduplicated(words, unique, inverse):
     assert as_keys(unique) == distinct_in_order(as_keys(words))
 
 
+# How many tiles are compared as bytes: all that are drawn, or none.
+ROADS = pytest.mark.parametrize("few", [bitmask.FEW, 0])
+
+
+@ROADS
 @given(blocks(ALL_BLOCKS), st.lists(st.integers(0, 4), max_size=12), SEEDS)
-def test_distinct_tiles_come_in_order_of_first_appearance(block, choice, seed):
+def test_distinct_tiles_come_in_order_of_first_appearance(few, block, choice, seed):
     words = bitmask.pack(drawn_tiles(5, block, seed))[choice]
-    assert_deduplicated(words, *bitmask.deduplicate(words))
+    with mock.patch.object(bitmask, "FEW", few):
+        assert_deduplicated(words, *bitmask.deduplicate(words))
+
+
+@ROADS
+@given(blocks(ALL_BLOCKS), st.lists(st.integers(0, 5), max_size=12), st.sampled_from([1, 1 << 12, 1 << 22]), SEEDS)
+def test_tiles_are_dead_full_or_partial(few, block, choice, at_once, seed):
+    live = drawn_tiles(6, block, seed)
+    live[0], live[1] = False, True
+    words = bitmask.pack(live)[choice]
+    with mock.patch.multiple(bitmask, FEW=few, WORDS_AT_ONCE=at_once):
+        kind, distinct = bitmask.classify(lambda some: words[some], torch.arange(len(words)), *block)
+    assert kind.dtype == torch.int64 and distinct.dtype == torch.int32
+    assert (kind == -1).tolist() == [number == 0 for number in choice]
+    assert (kind == 0).tolist() == [number == 1 for number in choice]
+    assert torch.equal(distinct[kind[kind > 0] - 1], words[kind > 0])
+    assert as_keys(distinct) == distinct_in_order(as_keys(words[kind > 0]))
 
 
 def test_tiles_that_differ_in_one_score_are_distinct(slow_roads):
@@ -111,6 +134,7 @@ def test_tiles_that_differ_in_one_score_are_distinct(slow_roads):
 
 
 def test_colliding_fingerprints_take_the_slow_road_and_lose_no_tile(monkeypatch, slow_roads):
+    monkeypatch.setattr(bitmask, "FEW", 0)
     # With all factors 1 a fingerprint is the sum of a tile's words, so exchanging two words collides.
     monkeypatch.setattr(torch, "randint", lambda low, high, size, **options: torch.ones(size, dtype=torch.int64))
     words = bitmask.pack(drawn_tiles(1, (16, 64), seed=3)).repeat(4, 1, 1)
@@ -124,6 +148,13 @@ def test_colliding_fingerprints_take_the_slow_road_and_lose_no_tile(monkeypatch,
 
 
 # ---------------------------------------------------------------------- the rest
+
+
+@given(blocks(ALL_BLOCKS), st.lists(st.integers(-300, 600), max_size=9))
+def test_words_below_a_key_are_those_of_the_keys_before_it(block, stops):
+    words = torch.from_numpy(bitmask.below(np.array(stops, dtype=np.int64), block[1]))
+    expected = torch.arange(block[1]) < torch.tensor(stops, dtype=torch.int64)[:, None]
+    assert torch.equal(bitmask.unpack(words, block[1]), expected.view(-1, block[1]))
 
 
 @given(blocks(ALL_BLOCKS), st.data())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import BlockMask, masks
-from sparseflash.blockmask import bitmask, build, csr, stats, validate
+from sparseflash.blockmask import bitmask, csr, rules, stats, validate
 from strategies import RULES, SEEDS, block_masks, blocks, dense_masks, lengths, rule
 
 ARRAYS = ("indptr", "indices", "tile", "bits", "pattern", "lengths")
@@ -375,8 +375,8 @@ def test_other_errors_of_a_rule_are_its_own():
 def test_borders_of_chunks_leave_no_trace(monkeypatch, scores, pairs):
     live, shape = rule("documents", 37), (200, 230)
     whole = BlockMask.from_function(live, *shape, block=(16, 32))
-    monkeypatch.setattr(build, "SCORES_AT_ONCE", scores)
-    monkeypatch.setattr(build, "_PAIRS_AT_ONCE", pairs)
+    monkeypatch.setattr(rules, "SCORES_AT_ONCE", scores)
+    monkeypatch.setattr(rules, "_PAIRS_AT_ONCE", pairs)
     chunked = Recorder(live, shape)
     assert_same(BlockMask.from_function(chunked, *shape, block=(16, 32)), whole)
     assert len(chunked.sizes) > 5
@@ -386,7 +386,7 @@ def test_borders_of_chunks_leave_no_trace(monkeypatch, scores, pairs):
 def test_borders_of_chunks_leave_no_trace_in_candidates(monkeypatch):
     layout = masks.butterfly(200, block=16).to_dense()[0, 0, ::16, ::16]
     whole = BlockMask.from_function(rule("near", 90), 200, block=16, candidates=layout)
-    monkeypatch.setattr(build, "_PAIRS_AT_ONCE", 30)  # two block rows
+    monkeypatch.setattr(rules, "_PAIRS_AT_ONCE", 30)  # two block rows
     for candidates in (layout, lambda i, j: layout[i, j], layout.nonzero(as_tuple=True)):
         assert_same(BlockMask.from_function(rule("near", 90), 200, block=16, candidates=candidates), whole)
 
@@ -417,8 +417,8 @@ def test_a_predicate_over_many_tokens_takes_bounded_memory():
     with LargestTensor() as largest:
         mask = BlockMask.from_function(live, 8192)
     assert sum(asked) == 8192**2
-    assert max(asked) <= build.SCORES_AT_ONCE == 2**21  # a thirty-second of the matrix
-    assert largest.nbytes <= build.SCORES_AT_ONCE  # the answer
+    assert max(asked) <= rules.SCORES_AT_ONCE == 2**21  # a thirty-second of the matrix
+    assert largest.nbytes <= rules.SCORES_AT_ONCE  # the answer
     assert_same(mask, masks.causal(8192))
 
 
@@ -433,7 +433,7 @@ def test_density_is_the_mean_of_the_dense_mask(mask):
 
 
 def test_density_with_lengths_is_the_same_in_chunks(monkeypatch):
-    mask = masks.local(300, 70, block=16).with_lengths(torch.tensor([0, 5, 150, 299, 300]))
+    mask = masks.local(300, window=70, block=16).with_lengths(torch.tensor([0, 5, 150, 299, 300]))
     monkeypatch.setattr(stats, "SCORES_AT_ONCE", 16 * 16 * 3)
     assert mask.density == pytest.approx(mask.to_dense().double().mean().item(), abs=1e-12)
 
@@ -710,7 +710,7 @@ def test_a_view_of_a_larger_array_is_pickled_alone():
 
 def test_a_mask_without_contents_is_shown_by_its_shapes():
     assert repr(window().to("meta")) == "BlockMask(40 x 40, blocks of 16, 7 tiles, meta)"
-    dynamic = masks.top_k_blocks(torch.ones(2, 2), 1, q_len=40, k_len=40, block=32).to("meta")
+    dynamic = masks.top_k_blocks(torch.ones(2, 2), k=1, q_len=40, k_len=40, block=32).to("meta")
     assert repr(dynamic) == "BlockMask(40 x 40, blocks of 32, room for 2 tiles, meta, dynamic)"
 
 
@@ -803,8 +803,8 @@ def test_words_are_the_bits_or_a_dead_tile():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: masks.local(2**20, 4096),
-        lambda: masks.local(2**20, 4096, causal=True),
+        lambda: masks.local(2**20, window=4096),
+        lambda: masks.local(2**20, window=4096, causal=True),
         lambda: masks.butterfly(2**20),
         lambda: masks.butterfly(2**20, causal=True),
     ],

@@ -46,7 +46,7 @@ def test_nothing_is_kept_with_a_mask_that_a_compiled_graph_has_returned():
     """The memory of its arrays may be the graph's, and hold another mask after the next call."""
 
     def chosen(scores):
-        return masks.top_k_blocks(scores, 2, q_len=N, block=16)
+        return masks.top_k_blocks(scores, k=2, q_len=N, block=16)
 
     torch.compiler.reset()
     scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ def test_nothing_is_kept_with_a_mask_that_a_compiled_graph_has_returned():
 
 def test_a_chosen_mask_may_cross_a_graph_break():
     def step(q, k, v):
-        mask = masks.top_k_blocks(q[0, 0, :4, :4], 2, q_len=N, block=16)
+        mask = masks.top_k_blocks(q[0, 0, :4, :4], k=2, q_len=N, block=16)
         torch._dynamo.graph_break()
         return attention(q, k, v, mask)
 
@@ -78,7 +78,7 @@ def rebuilt(mask, **changed):
 
 @pytest.mark.parametrize("lengths", [None, [40]])
 def test_a_mask_rebuilt_of_its_own_fields_keeps_what_is_derived(lengths):
-    mask = masks.local(N, 9, block=16)
+    mask = masks.local(N, window=9, block=16)
     if lengths is not None:
         mask = mask.with_lengths(lengths)
     again = rebuilt(mask)
@@ -91,7 +91,7 @@ def test_a_mask_rebuilt_of_its_own_fields_keeps_what_is_derived(lengths):
 
 
 def test_a_mask_rebuilt_of_other_arrays_derives_its_own():
-    mask, other = masks.local(N, 9, block=16), masks.local(N, 5, block=16)
+    mask, other = masks.local(N, window=9, block=16), masks.local(N, window=5, block=16)
     mask.columns  # noqa: B018  derived, and kept
     made = rebuilt(mask, bits=other.bits)
     assert made == other
@@ -99,7 +99,7 @@ def test_a_mask_rebuilt_of_other_arrays_derives_its_own():
 
 
 def test_a_mask_rebuilt_for_other_numbers_of_tokens_derives_its_own():
-    mask = masks.local(60, 9, block=128)
+    mask = masks.local(60, window=9, block=128)
     q, k, v = tensors()
     attention(q[:, :, :60], k[:, :, :60], v[:, :, :60], mask, backend="triton")
     assert 0 < mask.density < 1
@@ -110,7 +110,7 @@ def test_a_mask_rebuilt_for_other_numbers_of_tokens_derives_its_own():
 
 
 def test_a_mask_made_in_compiled_code_that_outlives_it_is_planned_once():
-    kept, made = {}, masks.local(N, 9, block=16)
+    kept, made = {}, masks.local(N, window=9, block=16)
 
     def step(q, k, v):
         if "mask" not in kept:
@@ -129,7 +129,7 @@ def test_a_mask_made_in_compiled_code_that_outlives_it_is_planned_once():
 
 
 def test_lengths_are_pickled_as_they_are_wherever_they_lay():
-    mask = masks.local(N, 9, block=16)
+    mask = masks.local(N, window=9, block=16)
     for length in range(20):  # each at the address of the one before
         padded = dataclasses.replace(mask, lengths=torch.tensor([length, 99], dtype=torch.int32)[:1].expand(2, 1))
         assert pickle.loads(pickle.dumps(padded)).lengths.tolist() == [[length]] * 2
@@ -155,7 +155,7 @@ def test_what_is_kept_is_made_once():
 
 
 def test_plans_of_one_mask_may_be_made_by_many_threads():
-    mask = masks.local(N, 9, block=16)
+    mask = masks.local(N, window=9, block=16)
     failures = []
 
     def work():
@@ -175,7 +175,7 @@ def test_plans_of_one_mask_may_be_made_by_many_threads():
 
 
 def test_a_pickled_mask_keeps_with_indices_of_its_own():
-    mask = masks.local(N, 9, block=16)
+    mask = masks.local(N, window=9, block=16)
     again = pickle.loads(pickle.dumps(mask))
     assert isinstance(again, BlockMask) and is_countable(again.indices)
     assert mask_cache(again.indices) is not mask_cache(mask.indices)

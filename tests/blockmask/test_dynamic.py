@@ -28,7 +28,7 @@ def drawn_masks():
 
 
 def example(**changes):
-    mask = made_dynamic(masks.local(100, 30, block=16), seed=3)
+    mask = made_dynamic(masks.local(100, window=30, block=16), seed=3)
     return dataclasses.replace(mask, **{name: change(mask) for name, change in changes.items()})
 
 
@@ -216,7 +216,7 @@ def test_torch_compile_does_not_compile_again_for_a_dynamic_mask():
     torch.compiler.reset()
     compiled = torch.compile(step, backend=count, fullgraph=True)
     q, k, v = torch.randn(3, 1, 2, 100, 16)
-    mask = masks.local(100, 30, block=16)
+    mask = masks.local(100, window=30, block=16)
     for given_mask in (mask, made_dynamic(mask, seed=0), made_dynamic(mask, seed=1)):
         torch.testing.assert_close(compiled(q, k, v, given_mask), step(q, k, v, mask), rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1

@@ -100,21 +100,21 @@ def test_a_mask_with_itself_and_with_nothing(mask):
 
 
 def test_heads_that_become_equal_are_stored_once():
-    per_head = masks.per_head([masks.causal(200, block=32), masks.local(200, 9, causal=True, block=32)])
-    assert (per_head & masks.local(200, 9, causal=True, block=32)).pattern.tolist() == [[0, 0]]
+    per_head = masks.per_head([masks.causal(200, block=32), masks.local(200, window=9, causal=True, block=32)])
+    assert (per_head & masks.local(200, window=9, causal=True, block=32)).pattern.tolist() == [[0, 0]]
     assert (per_head - masks.causal(200, block=32)).pattern.tolist() == [[0, 0]]
 
 
 def test_patterns_broadcast_over_heads_and_batch():
-    heads = masks.per_head([masks.causal(100, block=16), masks.local(100, 5, block=16)])
-    batch = masks.per_batch([masks.local(100, n, block=32) for n in (3, 7, 3)])
+    heads = masks.per_head([masks.causal(100, block=16), masks.local(100, window=5, block=16)])
+    batch = masks.per_batch([masks.local(100, window=n, block=32) for n in (3, 7, 3)])
     both = heads & batch
     assert both.pattern.tolist() == [[0, 1], [2, 3], [0, 1]]
     assert_is(both, heads.to_dense() & batch.to_dense())
 
 
 def test_every_tile_may_be_a_chunk_of_its_own(monkeypatch):
-    a, b = masks.local(300, 70, block=32), masks.butterfly(300, block=16, causal=True)
+    a, b = masks.local(300, window=70, block=32), masks.butterfly(300, block=16, causal=True)
     padded = a.with_lengths(torch.tensor([3, 130, 300]))
     expected = [a & b, a | b, a ^ b, a - b, ~a, padded.bake_lengths()]
     monkeypatch.setattr(bitmask, "WORDS_AT_ONCE", 1)
@@ -134,7 +134,7 @@ def test_baked_lengths_leave_the_same_scores(mask):
 
 @given(st.lists(st.integers(0, 300), min_size=2, max_size=2), st.lists(st.integers(0, 300), min_size=2, max_size=2))
 def test_the_smaller_length_holds_in_an_intersection(first, second):
-    window, past = masks.local(300, 40, block=32), masks.causal(300, block=32)
+    window, past = masks.local(300, window=40, block=32), masks.causal(300, block=32)
     one, other = torch.tensor(first), torch.tensor(second)
     expected = (window & past).with_lengths(torch.minimum(one, other))
     assert window.with_lengths(one) & past.with_lengths(other) == expected
@@ -146,7 +146,7 @@ def test_the_smaller_length_holds_in_an_intersection(first, second):
 def test_equal_lengths_stay_lengths(name):
     of_masks, of_dense = BINARY[name]
     stops = torch.tensor([17, 300, 64])
-    window, past = masks.local(300, 40, block=32), masks.causal(300, block=32)
+    window, past = masks.local(300, window=40, block=32), masks.causal(300, block=32)
     expected = of_masks(window, past).with_lengths(stops)
     assert of_masks(window.with_lengths(stops), past.with_lengths(stops.clone())) == expected
     other = past.with_lengths(torch.tensor([16, 300, 64]))
@@ -156,7 +156,7 @@ def test_equal_lengths_stay_lengths(name):
 
 def test_a_difference_keeps_the_lengths_of_the_left_and_honours_those_of_the_right():
     stops, longer, shorter = torch.tensor([17, 100]), torch.tensor([17, 120]), torch.tensor([16, 120])
-    a, b = masks.causal(300, block=32), masks.local(300, 40, block=32)
+    a, b = masks.causal(300, block=32), masks.local(300, window=40, block=32)
     assert a.with_lengths(stops) - b == (a - b).with_lengths(stops)
     assert a.with_lengths(stops) - b.with_lengths(longer) == (a - b).with_lengths(stops)
     for left in (a, a.with_lengths(stops)):
@@ -166,7 +166,7 @@ def test_a_difference_keeps_the_lengths_of_the_left_and_honours_those_of_the_rig
 
 
 def test_one_length_serves_a_batch():
-    batch = masks.per_batch([masks.local(100, n, block=32) for n in (3, 7)])
+    batch = masks.per_batch([masks.local(100, window=n, block=32) for n in (3, 7)])
     padded = masks.causal(100, block=32).with_lengths(torch.tensor([50]))
     for of_masks, of_dense in BINARY.values():
         assert_is(of_masks(padded, batch), of_dense(padded.to_dense(), batch.to_dense()))
@@ -240,7 +240,7 @@ def test_per_batch_puts_sequences_side_by_side(group):
 
 
 def test_one_mask_stacked_is_that_mask():
-    mask = masks.local(100, 7, block=16)
+    mask = masks.local(100, window=7, block=16)
     assert masks.per_head([mask]) == mask == masks.per_batch([mask])
     padded = mask.with_lengths(torch.tensor([30, 100]))
     assert masks.per_head([padded]) == padded
@@ -249,7 +249,7 @@ def test_one_mask_stacked_is_that_mask():
 
 
 def test_stacked_heads_keep_lengths_that_are_equal_only():
-    window, past = masks.local(100, 7, block=16), masks.causal(100, block=16)
+    window, past = masks.local(100, window=7, block=16), masks.causal(100, block=16)
     stops = torch.tensor([30, 100])
     assert masks.per_head([window, past]).with_lengths(stops) == masks.per_head(
         [window.with_lengths(stops), past.with_lengths(stops.clone())]
@@ -258,7 +258,7 @@ def test_stacked_heads_keep_lengths_that_are_equal_only():
 
 
 def test_stacking_takes_masks_of_several_heads_and_blocks():
-    two = masks.per_head([masks.local(100, 7, block=(16, 64)), masks.causal(100, block=(16, 64))])
+    two = masks.per_head([masks.local(100, window=7, block=(16, 64)), masks.causal(100, block=(16, 64))])
     three = masks.per_head([two, masks.butterfly(100, block=32)])
     assert three.shape == (1, 3, 100, 100) and (three.block_q, three.block_k) == (16, 32)
 
@@ -306,7 +306,7 @@ def test_bits_are_combined_once_a_distinct_pair_of_tiles(monkeypatch):
         boolean, "in_chunks", lambda f, recipes, n: counts.append(len(recipes)) or in_chunks(f, recipes, n)
     )
     for tokens in (2**14, 2**17):
-        masks.local(tokens, 1000) | masks.butterfly(tokens, causal=True)
+        masks.local(tokens, window=1000) | masks.butterfly(tokens, causal=True)
     assert counts[0] == counts[1] < 16
 
 
@@ -327,7 +327,7 @@ class LargestArray(TorchDispatchMode):
 
 
 def test_an_intersection_makes_nothing_of_the_size_of_the_longer_mask():
-    past, diagonal = masks.causal(131_072), masks.local(131_072, 1)  # 524,800 and 1,024 tiles
+    past, diagonal = masks.causal(131_072), masks.local(131_072, window=1)  # 524,800 and 1,024 tiles
     for a, b in ((past, diagonal), (diagonal, past)):
         with LargestArray(a, b) as largest:
             result = a & b
@@ -341,7 +341,7 @@ def test_an_intersection_makes_nothing_of_the_size_of_the_longer_mask():
 @pytest.mark.parametrize("name", BINARY)
 def test_a_million_tokens_are_combined_in_seconds(name):
     tokens = 1_048_576
-    window, butterfly = masks.local(tokens, 1024), masks.butterfly(tokens)
+    window, butterfly = masks.local(tokens, window=1024), masks.butterfly(tokens)
     result, seconds, megabytes = peak_of(lambda: BINARY[name][0](window, butterfly))
     assert seconds < 5 and megabytes < 100
     assert result.nbytes < 4e6

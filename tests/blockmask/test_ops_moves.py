@@ -27,9 +27,9 @@ def random_mask(q_len, k_len, block, seed=0):
 def several(tokens=300):
     """Masks with full, repeated and single tiles, of square and rectangular blocks, ragged."""
     return [
-        masks.local(tokens, 70, block=(16, 64)),
+        masks.local(tokens, window=70, block=(16, 64)),
         masks.butterfly(tokens, block=32, causal=True),
-        masks.per_head([masks.causal(tokens, block=64), masks.local(tokens, 5, block=64)]),
+        masks.per_head([masks.causal(tokens, block=64), masks.local(tokens, window=5, block=64)]),
         random_mask(tokens, tokens, (32, 16)),
     ]
 
@@ -69,12 +69,12 @@ def test_reblock_between_all_blocks(old, new_q, new_k):
 
 
 def test_reblock_takes_one_number_for_both_sides():
-    mask = masks.local(300, 20, block=64)
-    assert mask.reblock(16) == mask.reblock((16, 16)) == masks.local(300, 20, block=16)
+    mask = masks.local(300, window=20, block=64)
+    assert mask.reblock(16) == mask.reblock((16, 16)) == masks.local(300, window=20, block=16)
 
 
 def test_reblock_to_its_own_block_is_the_mask_itself():
-    mask = masks.local(300, 20, block=(64, 32))
+    mask = masks.local(300, window=20, block=(64, 32))
     assert mask.reblock((64, 32)) is mask
 
 
@@ -87,7 +87,7 @@ def test_reblock_in_chunks(one_tile_at_once):
 @pytest.mark.parametrize("block", [0, 100, 512, (16,), (16, 24), None])
 def test_reblock_refuses_what_is_no_block(block):
     with pytest.raises(ValueError, match="block must be one of 16, 32, 64, 128, 256, or a tuple of two of them; got"):
-        masks.local(300, 20).reblock(block)
+        masks.local(300, window=20).reblock(block)
 
 
 # ---------------------------------------------------------------------- select
@@ -122,7 +122,7 @@ def test_select_takes_batch_elements_and_heads_of_the_dense_matrix(mask, data):
 
 
 def test_selected_heads_are_the_masks_that_were_put_together():
-    parts = [masks.local(300, 70, block=32), masks.causal(300, block=32), masks.butterfly(300, block=32)]
+    parts = [masks.local(300, window=70, block=32), masks.causal(300, block=32), masks.butterfly(300, block=32)]
     mask = masks.per_head([parts[0], parts[0], parts[1], parts[2]])
     for number, part in zip(range(4), (parts[0], *parts)):
         assert mask.select(heads=number) == part
@@ -134,7 +134,7 @@ def test_selected_heads_are_the_masks_that_were_put_together():
 
 
 def test_a_selected_mask_can_be_saved(tmp_path):
-    mask = masks.per_head([masks.local(64, 4, block=16), masks.causal(64, block=16)]).select(heads=1)
+    mask = masks.per_head([masks.local(64, window=4, block=16), masks.causal(64, block=16)]).select(heads=1)
     mask.save(tmp_path / "mask")
     assert BlockMask.load(tmp_path / "mask") == mask
 
@@ -164,7 +164,7 @@ def test_of_what_all_heads_share_something_must_be_chosen(heads):
 )
 def test_select_refuses_what_is_no_choice(options, error, message):
     with pytest.raises(error, match=message):
-        masks.per_head([masks.causal(64), masks.local(64, 5)]).select(**options)
+        masks.per_head([masks.causal(64), masks.local(64, window=5)]).select(**options)
 
 
 # ---------------------------------------------------------------------- crop
@@ -202,7 +202,7 @@ def test_a_crop_of_a_crop_is_a_crop():
 
 
 def test_none_bounds_are_the_ends():
-    mask = masks.local(300, 50, block=32)
+    mask = masks.local(300, window=50, block=32)
     assert mask.crop(q=(None, 100), k=(50, None)) == mask.crop(q=(0, 100), k=(50, 300))
     assert mask.crop() is mask
     assert mask.crop(q=(0, 300), k=(None, None)) is mask
@@ -218,7 +218,7 @@ def test_crop_shifts_the_lengths(stops, q, k):
 
 def test_a_crop_between_blocks_moves_tiles_only(monkeypatch):
     forbid(monkeypatch, crop_module, "compose")
-    mask = masks.local(300, 50, block=(32, 64))
+    mask = masks.local(300, window=50, block=(32, 64))
     assert_is(mask.crop(q=(96, 201), k=(64, 299)), mask.to_dense()[:, :, 96:201, 64:299])
     with pytest.raises(AssertionError, match="compose was called"):
         mask.crop(q=(97, 201))
@@ -303,7 +303,7 @@ def test_one_order_serves_both_sides_and_its_inverse_undoes_it(mask, data):
 def test_attention_in_another_order_is_attention_reordered():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 100, 16, generator=generator, dtype=torch.float64) for _ in range(3))
-    mask = masks.per_head([masks.causal(100, block=16), masks.local(100, 9, block=16)])
+    mask = masks.per_head([masks.causal(100, block=16), masks.local(100, window=9, block=16)])
     mask, order = mask.with_lengths(torch.tensor([70, 100])), random_order(100, 1)
     expected = attention(q, k, v, mask)[:, :, order]
     result = attention(q[:, :, order], k[:, :, order], v[:, :, order], mask.permute(order))
@@ -321,7 +321,7 @@ def test_an_order_of_whole_blocks_moves_tiles_only(tokens, monkeypatch):
     forbid(monkeypatch, permute_module, "_gather_queries")
     moved = torch.cat([torch.arange(256).view(8, 32)[random_order(8, 3)].flatten(), torch.arange(256, tokens)])
     for mask in (
-        masks.local(tokens, 50, block=32),
+        masks.local(tokens, window=50, block=32),
         random_mask(tokens, tokens, (32, 16)),
         masks.causal(tokens, block=16),
     ):
@@ -367,7 +367,7 @@ def test_an_order_that_recurs_makes_bits_once(monkeypatch):
     for rows in (128, 512):
         counts.clear()
         order = torch.arange(rows * 32).view(rows // 4, 4, 8, 4).transpose(1, 2).flatten()
-        masks.local(rows * 32, 65, block=64).permute(order)
+        masks.local(rows * 32, window=65, block=64).permute(order)
         totals.append(sum(counts))
     assert totals[0] == totals[1]
 
@@ -461,23 +461,23 @@ def test_operations_commute_with_the_boolean_ones(mask, data):
     ids=["crop", "small crop", "finer", "coarser", "transpose", "blocks reversed"],
 )
 def test_a_million_tokens_are_moved_in_seconds(action, megabytes):
-    window = masks.local(MANY, 1024)
+    window = masks.local(MANY, window=1024)
     result, seconds, peak = peak_of(lambda: action(window))
     assert seconds < 5 and peak < megabytes
     assert len(result.bits) <= 8  # however many tokens
 
 
 def test_a_million_tokens_keep_the_window_they_had():
-    window = masks.local(MANY, 1024)
-    assert window.crop(q=(77, MANY - 51), k=(77, MANY - 51)) == masks.local(MANY - 128, 1024)
-    assert window.reblock(64) == masks.local(MANY, 1024, block=64)
+    window = masks.local(MANY, window=1024)
+    assert window.crop(q=(77, MANY - 51), k=(77, MANY - 51)) == masks.local(MANY - 128, window=1024)
+    assert window.reblock(64) == masks.local(MANY, window=1024, block=64)
     assert window.transpose() == window
     assert window.permute(torch.arange(MANY).flip(0)) == window
 
 
 def test_everything_is_made_on_the_device_of_the_mask():
     # An array that asked for no device would lie on this one, where there is no data.
-    mask, other = masks.local(300, 70, block=32), masks.butterfly(300, block=16, causal=True)
+    mask, other = masks.local(300, window=70, block=32), masks.butterfly(300, block=16, causal=True)
     padded, order = mask.with_lengths(torch.tensor([3, 130, 300])), random_order(300, 7)
     moved = torch.cat([torch.arange(256).view(8, 32).flip(0).flatten(), torch.arange(256, 300)])
 

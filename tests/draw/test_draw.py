@@ -212,7 +212,7 @@ def test_text_of_a_small_mask_is_exact():
 
 
 def test_text_in_ascii_has_nothing_else():
-    mask = masks.local(200, 40, block=32)
+    mask = masks.local(200, window=40, block=32)
     text = mask.to_string(40, ascii=True)
     assert text.isascii()
     plain = dict(zip("·░▒▓█", ".-+*#"))
@@ -337,7 +337,7 @@ def legend_of(holder):
 
 
 def test_plot_labels_axes_in_tokens_with_the_origin_at_the_top_left():
-    mask = masks.local(1000, 100, block=64)
+    mask = masks.local(1000, window=100, block=64)
     (axes,) = mask.plot().axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("key (token)", "query (token)")
     assert axes.get_xlim() == (0, 1000) and axes.get_ylim() == (1000, 0)
@@ -381,7 +381,7 @@ def test_plot_of_a_long_mask_is_aggregated():
 
 
 def test_plot_draws_every_score_of_a_small_mask():
-    mask = masks.local(200, 40, block=32)
+    mask = masks.local(200, window=40, block=32)
     figure = mask.plot()
     image = figure.axes[0].images[0].get_array()
     assert image.shape == (200, 200, 3)
@@ -389,16 +389,20 @@ def test_plot_draws_every_score_of_a_small_mask():
     assert np.array_equal((image == PARTIAL).all(-1) | (image == FULL).all(-1), live)
     assert legend_of(figure) == list(MEANINGS)
     assert mask.plot(elements=False).axes[0].images[0].get_array().shape == (7, 7, 3)
-    assert masks.local(300, 40, block=32).plot().axes[0].images[0].get_array().shape == (10, 10, 3)
-    assert masks.local(300, 40, block=32).plot(elements=True).axes[0].images[0].get_array().shape == (300, 300, 3)
+    assert masks.local(300, window=40, block=32).plot().axes[0].images[0].get_array().shape == (10, 10, 3)
+    assert masks.local(300, window=40, block=32).plot(elements=True).axes[0].images[0].get_array().shape == (
+        300,
+        300,
+        3,
+    )
 
 
 def test_plot_has_a_grid_line_between_all_tiles_where_they_are_few():
-    (axes,) = masks.local(1024, 100, block=64).plot().axes
+    (axes,) = masks.local(1024, window=100, block=64).plot().axes
     for axis in (axes.xaxis, axes.yaxis):
         assert axis.get_ticklocs(minor=True).tolist() == list(range(0, 1025, 64))  # where the labels are, too
         assert all(tick.gridline.get_visible() for tick in axis.get_minor_ticks())
-    (axes,) = masks.local(65 * 64, 100, block=64).plot().axes
+    (axes,) = masks.local(65 * 64, window=100, block=64).plot().axes
     assert len(axes.get_xticks(minor=True)) == 0
 
 
@@ -426,7 +430,7 @@ def test_plot_shows_padding():
 
 def test_plot_legend_tells_only_of_what_is_drawn():
     assert legend_of(masks.butterfly(1024).plot()) == ["empty: skipped", "full tile"]
-    assert legend_of(masks.local(1024, 4).plot()) == [
+    assert legend_of(masks.local(1024, window=4).plot()) == [
         "empty: skipped",
         "partial tile, 90 % live",
         "partial tile, 10 % live",
@@ -452,9 +456,9 @@ def test_plot_draws_into_axes_that_are_given():
 
 def test_plot_refuses_every_score_of_a_long_mask_and_no_cells():
     with pytest.raises(ValueError, match="elements=True must have at most 4096 queries and keys; got 4097"):
-        masks.local(4097, 10).plot(elements=True)
+        masks.local(4097, window=10).plot(elements=True)
     with pytest.raises(ValueError, match="cells must be at least 1 a side; got 0"):
-        masks.local(100, 10).plot(cells=0)
+        masks.local(100, window=10).plot(cells=0)
 
 
 def test_plot_saves_without_display_pyplot_or_a_chosen_backend():
@@ -485,7 +489,7 @@ def test_plot_names_the_extra_that_it_lacks(monkeypatch):
 
 @pytest.mark.gpu
 def test_masks_on_the_gpu_are_drawn_alike():
-    mask = masks.local(300, 100, block=32)
+    mask = masks.local(300, window=100, block=32)
     on_gpu = mask.to("cuda")
     assert drawing(on_gpu.to_string(60)) == drawing(mask.to_string(60))
     assert np.array_equal(kinds(on_gpu), kinds(mask))

@@ -69,7 +69,7 @@ def test_each_distinct_tile_is_taken_apart_once(monkeypatch):
         scores.bitmask, "unpack", lambda words, block_k: taken.append(len(words)) or unpack(words, block_k)
     )
     monkeypatch.setattr(scores, "SCORES_AT_ONCE", 1)
-    mask = masks.local(1024, 100, block=32)
+    mask = masks.local(1024, window=100, block=32)
     bsr = to_flashinfer(mask)
     assert taken == [1] * (len(mask.bits) + 1)  # and the full tile
     assert torch.equal(dense_of(bsr), mask.to_dense()[0, 0])

@@ -118,8 +118,8 @@ def test_masks_of_intervals_go_out_and_come_back(data, causal):
     ("mask", "causal", "bounds"),
     [
         (lambda: masks.causal(300, block=64), True, 1),
-        (lambda: masks.local(300, 70, causal=True, block=64), True, 1),
-        (lambda: masks.local(300, 70, block=64), False, 2),
+        (lambda: masks.local(300, window=70, causal=True, block=64), True, 1),
+        (lambda: masks.local(300, window=70, block=64), False, 2),
         (lambda: BlockMask.dense(300, block=64), False, 2),
         (lambda: BlockMask.dense(200, 300, block=64), False, 2),
         (lambda: masks.causal(200, 300, block=64), False, 2),

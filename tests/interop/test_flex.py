@@ -97,7 +97,7 @@ def test_what_flexattention_makes_of_the_exported_mask_mod_are_our_lists(mask):
 def test_flexattention_need_not_sort_all_tiles(monkeypatch):
     # What it makes from the lists of rows alone took a minute at a million tokens.
     monkeypatch.delattr("torch.nn.attention.flex_attention._transpose_ordered")
-    mask = masks.local(300, 90, block=32)
+    mask = masks.local(300, window=90, block=32)
     assert from_flex(to_flex(mask)) == mask
 
 
@@ -114,7 +114,6 @@ def test_a_mask_mod_that_does_not_broadcast_comes_in():
 
 
 def test_a_mask_mod_of_the_batch_element_is_a_mask_for_each():
-    """What `BlockMask.from_function` advises for one that takes four arguments."""
     documents = torch.arange(100).reshape(2, 50) // 7
 
     def mod(b, h, q, k):
@@ -122,7 +121,7 @@ def test_a_mask_mod_of_the_batch_element_is_a_mask_for_each():
 
     flex = create_block_mask(mod, 2, None, 50, 50, device="cpu", BLOCK_SIZE=16)
     each = [BlockMask.from_function(lambda q, k, b=b: mod(b, 0, q, k), 50, block=16) for b in range(2)]
-    assert from_flex(flex) == masks.per_batch(each)
+    assert from_flex(flex) == masks.per_batch(each) == BlockMask.from_function(mod, 50, batch=2, block=16)
     assert each[0] != each[1]
 
 
@@ -191,7 +190,7 @@ def test_a_mask_mod_that_nobody_can_trace_may_ask_for_a_number(mod):
 
 
 def test_exported_rules_may_be_combined():
-    mask = masks.local(60, 9, block=16)
+    mask = masks.local(60, window=9, block=16)
     mod = and_masks(to_flex(mask).mask_mod, lambda b, h, q, k: k <= q)  # which takes both numbers, times 0
     flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=16)
     assert from_flex(flex, batch=1, heads=1) == mask & masks.causal(60, block=16)
@@ -278,12 +277,12 @@ def test_errors_say_what_must_hold(flex, error, message):
 
 FIVE = {
     "causal": lambda: masks.causal(1000),
-    "window": lambda: masks.local(1000, 200, causal=True),
+    "window": lambda: masks.local(1000, window=200, causal=True),
     "butterfly": lambda: masks.butterfly(1000, causal=True),
     "heads and batch": lambda: BlockMask.from_dense(
         torch.rand(2, 4, 500, 700, generator=torch.Generator().manual_seed(0)) < 0.1
     ),
-    "lengths": lambda: masks.local(1000, 300).with_lengths(torch.tensor([1000, 423])),
+    "lengths": lambda: masks.local(1000, window=300).with_lengths(torch.tensor([1000, 423])),
 }
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mask_rules import BLOCKS, assert_keeps, grid
 from sparseflash import BlockMask, masks
@@ -14,7 +15,7 @@ from strategies import blocks, lengths
 MOST = 200
 SEVERAL = pytest.mark.parametrize(
     "build",
-    [masks.causal, lambda q_len, **block: masks.local(q_len, 5, **block), masks.butterfly],
+    [masks.causal, lambda q_len, **block: masks.local(q_len, window=5, **block), masks.butterfly],
     ids=["causal", "local", "butterfly"],
 )
 
@@ -36,7 +37,7 @@ def test_causal_has_as_many_keys_as_queries_by_default(length, block):
 @given(lengths(MOST), lengths(2 * MOST), blocks(BLOCKS))
 def test_causal_window_counts_the_keys_a_query_sees(q_len, window, block):
     q, k = grid(q_len, q_len)
-    mask = masks.local(q_len, window, causal=True, block=block)
+    mask = masks.local(q_len, window=window, causal=True, block=block)
     assert_keeps(mask, (q - window < k) & (k <= q))
     assert mask.to_dense()[0, 0].sum(1).tolist() == [min(i + 1, window) for i in range(q_len)]
 
@@ -44,12 +45,12 @@ def test_causal_window_counts_the_keys_a_query_sees(q_len, window, block):
 @given(lengths(MOST), lengths(2 * MOST), blocks(BLOCKS))
 def test_bidirectional_window_reaches_half_of_it_to_each_side(q_len, window, block):
     q, k = grid(q_len, q_len)
-    assert_keeps(masks.local(q_len, window, block=block), (q - k).abs() <= window // 2)
+    assert_keeps(masks.local(q_len, window=window, block=block), (q - k).abs() <= window // 2)
 
 
 def test_a_window_longer_than_the_sequence_is_dense_or_causal():
-    assert masks.local(100, 1000, block=32) == BlockMask.dense(100, block=32)
-    assert masks.local(100, 1000, causal=True, block=32) == masks.causal(100, block=32)
+    assert masks.local(100, window=1000, block=32) == BlockMask.dense(100, block=32)
+    assert masks.local(100, window=1000, causal=True, block=32) == masks.causal(100, block=32)
 
 
 @given(
@@ -164,7 +165,10 @@ def test_butterfly_without_factors_is_the_diagonal(causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_stored_bits_do_not_grow_with_the_length(causal):
-    for build in (lambda n: masks.local(n, 300, causal=causal, block=64), lambda n: masks.butterfly(n, causal=causal)):
+    for build in (
+        lambda n: masks.local(n, window=300, causal=causal, block=64),
+        lambda n: masks.butterfly(n, causal=causal),
+    ):
         assert torch.equal(build(2**13).bits, build(2**16).bits)
 
 
@@ -201,18 +205,48 @@ def test_causal_refuses_an_empty_context(k_len):
 @pytest.mark.parametrize("window", [0, -1])
 def test_local_refuses_an_empty_window(window):
     with pytest.raises(ValueError, match=f"window must be at least 1 key; got {window}"):
-        masks.local(100, window)
+        masks.local(100, window=window)
 
 
-@pytest.mark.parametrize("window", [2.5, 2.0, "3", None])
+@pytest.mark.parametrize("window", [2.5, 2.0, "3"])
 def test_local_refuses_a_window_that_is_no_integer(window):
     with pytest.raises(TypeError, match="window must be an integer number of keys; got"):
-        masks.local(100, window)
+        masks.local(100, window=window)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: masks.causal(256),
+        lambda: masks.causal(1000),
+        lambda: masks.causal(1, 4096),
+        lambda: masks.local(4096, window=256, causal=True),
+        lambda: masks.local(1, 4096, window=256),
+        lambda: masks.dense(1, 4096),
+    ],
+)
+def test_a_short_list_of_tiles_takes_few_operations_of_pytorch(build):
+    """A mask that is built anew at every step costs the host their number: each takes longer than its arithmetic."""
+    with Operations() as operations:
+        build()
+    assert operations.count <= 40  # where lists were tensors, there were 230
 
 
 def test_square_blocks_may_be_integers_of_numpy():
     assert masks.butterfly(1000, block=np.int64(64)) == masks.butterfly(1000, block=64)
-    assert masks.random_blocks(1000, 2, block=np.int32(64)) == masks.random_blocks(1000, 2, block=64)
+    assert masks.random_blocks(1000, count=2, block=np.int32(64)) == masks.random_blocks(1000, count=2, block=64)
 
 
 def test_butterfly_refuses_rectangular_blocks():

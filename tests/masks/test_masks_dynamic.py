@@ -149,14 +149,14 @@ def test_top_k_keeps_the_highest_blocks_of_each_row_and_the_first_of_equals(draw
         layout[at][[*always, *ranked[: k - len(always)]]] = True
     expected = tokens_of(layout, arguments["q_len"], arguments["k_len"], arguments["block"]) & live
     with by(way):
-        mask = masks.top_k_blocks(scores, k, **arguments)
+        mask = masks.top_k_blocks(scores, k=k, **arguments)
     assert_keeps(mask, expected, arguments["block"])
 
 
 def test_top_k_has_room_for_k_tiles_a_row_and_no_more():
     scores = distinct((2, 3, 8, 8), seed=0)
-    assert len(masks.top_k_blocks(scores, 3, q_len=128, block=16).indices) == 6 * 8 * 3
-    causal = masks.top_k_blocks(scores, 3, q_len=128, block=16, causal=True)
+    assert len(masks.top_k_blocks(scores, k=3, q_len=128, block=16).indices) == 6 * 8 * 3
+    causal = masks.top_k_blocks(scores, k=3, q_len=128, block=16, causal=True)
     assert len(causal.indices) == 6 * (1 + 2 + 3 * 6) == causal.indptr[-1]
 
 
@@ -182,7 +182,7 @@ def test_mass_keeps_the_fewest_blocks_that_hold_the_share(drawn, mass, extra, se
     expected = tokens_of(layout, arguments["q_len"], arguments["k_len"], arguments["block"]) & live
     given_most = None if extra is None else most
     with by(way):
-        mask = masks.mass_blocks(scores, mass, most=given_most, **arguments)
+        mask = masks.mass_blocks(scores, mass=mass, most=given_most, **arguments)
     assert_keeps(mask, expected, arguments["block"])
 
 
@@ -191,7 +191,7 @@ def test_mass_never_keeps_what_scores_nothing(drawn, mass, seed, way):
     shape, arguments, live, forced = drawn
     scores = coarse(shape, seed)
     with by(way):
-        mask = masks.mass_blocks(scores, mass, **arguments)
+        mask = masks.mass_blocks(scores, mass=mass, **arguments)
     mask.validate()
     usable = (as_four(scores) > -torch.inf) | forced  # NaN is not
     dense = mask.to_dense()
@@ -206,21 +206,22 @@ def test_no_score_is_as_high_as_that_of_a_block_that_is_always_kept(way):
     with by(way):
         scores = torch.tensor([[torch.inf, torch.inf, torch.inf, torch.nan]])
         always = {"q_len": 16, "k_len": 64, "block": 16, "local_blocks": 1}  # the last one
-        assert masks.top_k_blocks(scores, 2, **always).canonical().indices.tolist() == [0, 3]
-        assert masks.mass_blocks(scores, 0.5, **always).canonical().indices.tolist() == [0, 1, 3]
+        assert masks.top_k_blocks(scores, k=2, **always).canonical().indices.tolist() == [0, 3]
+        assert masks.mass_blocks(scores, mass=0.5, **always).canonical().indices.tolist() == [0, 1, 3]
 
 
 @pytest.mark.parametrize("way", ["operations", "kernels"])
 def test_equal_blocks_are_kept_from_the_first(way):
     with by(way):
-        mask = masks.mass_blocks(torch.zeros(1, 8), 0.5, q_len=16, k_len=128, block=16)
+        mask = masks.mass_blocks(torch.zeros(1, 8), mass=0.5, q_len=16, k_len=128, block=16)
         assert mask.canonical().indices.tolist() == [0, 1, 2, 3]
 
 
 def test_more_mass_keeps_more():
     scores = 3 * distinct((4, 16, 16), seed=1)
     kept = [
-        masks.mass_blocks(scores, m, q_len=256, block=16, causal=True).to_dense() for m in (0.1, 0.5, 0.9, 0.99, 1.0)
+        masks.mass_blocks(scores, mass=m, q_len=256, block=16, causal=True).to_dense()
+        for m in (0.1, 0.5, 0.9, 0.99, 1.0)
     ]
     for less, more in itertools.pairwise(kept):
         assert not (less & ~more).any() and (more & ~less).any()
@@ -231,8 +232,8 @@ def test_mass_is_of_the_softmax_and_not_of_the_exponentials():
     scores = distinct((6, 6), seed=2)
     for shift in (-1e4, 300.0):  # whose exponentials are 0 and infinite
         shifted = scores.double() + shift
-        mask = masks.mass_blocks(shifted, 0.7, q_len=96, block=16)
-        assert mask == masks.mass_blocks(scores.double(), 0.7, q_len=96, block=16)
+        mask = masks.mass_blocks(shifted, mass=0.7, q_len=96, block=16)
+        assert mask == masks.mass_blocks(scores.double(), mass=0.7, q_len=96, block=16)
 
 
 @given(choices(), st.sampled_from([0.2, 0.7, 1.0, None]), st.booleans(), SEEDS)
@@ -245,9 +246,9 @@ def test_kernels_choose_what_operations_choose(drawn, mass, half, seed):
     for way in ("operations", "kernels"):
         with by(way):
             if mass is None:
-                found.append(masks.top_k_blocks(scores, k, group=2, **arguments))
+                found.append(masks.top_k_blocks(scores, k=k, group=2, **arguments))
             else:
-                found.append(masks.mass_blocks(scores, mass, most=k, group=2, **arguments))
+                found.append(masks.mass_blocks(scores, mass=mass, most=k, group=2, **arguments))
         found[-1].validate()
     assert found[0] == found[1]
 
@@ -258,7 +259,7 @@ def test_long_rows_are_compared_a_part_at_a_time():
     found = []
     for way in ("operations", "kernels"):
         with by(way):
-            best, held = masks.top_k_blocks(scores, 300, **sizes), masks.mass_blocks(scores / 40, 0.8, **sizes)
+            best, held = masks.top_k_blocks(scores, k=300, **sizes), masks.mass_blocks(scores / 40, mass=0.8, **sizes)
         found.append((best, held))
     assert found[0] == found[1]
 
@@ -302,7 +303,7 @@ def test_selected_keys_are_live_however_often_they_are_named(drawn, count, dtype
     numbers = torch.randint(-2, runs + 2, (*shape, count), generator=generator(seed))
     indices = numbers.clamp(torch.iinfo(dtype).min, min(torch.iinfo(dtype).max, runs + 1)).to(dtype)
     with by(way):
-        mask = masks.selected_keys(indices, k_len, block=block, span=span, causal=causal)
+        mask = masks.selected_keys(indices, k_len=k_len, block=block, span=span, causal=causal)
     assert_keeps(mask, live_of_indices(indices.to(torch.int64), k_len, span, causal), block)
 
 
@@ -318,7 +319,7 @@ def test_top_k_keys_are_the_highest_of_each_query_and_the_first_of_equals(drawn,
         usable = [r for r in range(runs) if row[r] > -math.inf and not (causal and r * span > last)]
         best = sorted(usable, key=lambda r: (-row[r], r))[:k]
         indices[tuple(at)][: len(best)] = torch.tensor(best, dtype=torch.int64)
-    mask = masks.top_k_keys(scores, k, k_len=k_len, block=block, span=span, causal=causal)
+    mask = masks.top_k_keys(scores, k=k, k_len=k_len, block=block, span=span, causal=causal)
     assert_keeps(mask, live_of_indices(indices, k_len, span, causal), block)
 
 
@@ -329,7 +330,7 @@ def test_borders_of_chunks_leave_no_trace(monkeypatch, at_once, span, causal):
     scores = coarse((2, 2, 70, -(-200 // span)), seed=5)
 
     def build():
-        return masks.top_k_keys(scores, 4, k_len=200, block=(16, 64), span=span, causal=causal)
+        return masks.top_k_keys(scores, k=4, k_len=200, block=(16, 64), span=span, causal=causal)
 
     whole = build()
     monkeypatch.setattr(chosen_keys, "_AT_ONCE", at_once)
@@ -351,7 +352,7 @@ def test_a_row_of_tiles_keeps_the_tiles_that_are_named_most(drawn, most, seed):
     for at in torch.cartesian_prod(*map(torch.arange, named.shape[:3])).tolist():
         row = named[tuple(at)].tolist()
         layout[tuple(at)][sorted(range(cols), key=lambda j: (-row[j], j))[:most]] = True
-    mask = masks.selected_keys(indices, k_len, block=block, causal=causal, most=most)
+    mask = masks.selected_keys(indices, k_len=k_len, block=block, causal=causal, most=most)
     assert_keeps(mask, live & tokens_of(layout, q_len, k_len, block), block)
     assert len(mask.indices) <= live.shape[0] * live.shape[1] * rows * min(most, cols)
 
@@ -360,7 +361,7 @@ def test_a_row_of_tiles_keeps_the_tiles_that_are_named_most(drawn, most, seed):
 def test_where_neighbours_agree_tiles_are_full(way):
     with by(way):
         indices = torch.tensor([0, 3]).expand(64, 2)
-        mask = masks.selected_keys(indices, 128, block=32, span=32)
+        mask = masks.selected_keys(indices, k_len=128, block=32, span=32)
         stored = int(mask.indptr[-1])
         assert stored == 4 and (mask.tile[:stored] == 0).all()
 
@@ -498,8 +499,8 @@ def test_antidiagonal_scores_are_of_at_least_single_precision_and_carry_no_gradi
 
 
 BUILD = {
-    "top-k": lambda s, **a: masks.top_k_blocks(s, 2, **a),
-    "mass": lambda s, **a: masks.mass_blocks(s, 0.6, **a),
+    "top-k": lambda s, **a: masks.top_k_blocks(s, k=2, **a),
+    "mass": lambda s, **a: masks.mass_blocks(s, mass=0.6, **a),
 }
 
 
@@ -520,8 +521,8 @@ def build(name, q, k):
     chunks = k.unflatten(2, (-1, 2)).mean(3)  # runs of two keys
     scores = q.unflatten(1, (2, 2)).mean(2) @ chunks.mT  # one choice a key head
     if name == "keys":
-        return masks.top_k_keys(scores, 3, k_len=N, block=16, span=2, causal=True, group=2)
-    return masks.selected_keys(scores.topk(3).indices, N, block=16, span=2, causal=True, most=3, group=2)
+        return masks.top_k_keys(scores, k=3, k_len=N, block=16, span=2, causal=True, group=2)
+    return masks.selected_keys(scores.topk(3).indices, k_len=N, block=16, span=2, causal=True, most=3, group=2)
 
 
 ALL = ["top-k", "mass", "keys", "indices"]
@@ -589,7 +590,7 @@ def test_torch_compile_makes_one_graph_of_choice_and_attention(name, fullgraph):
 def test_torch_compile_serves_another_length():
     def step(q, k, v):
         scores = masks.pooled_scores(q, k, block=16)
-        return attention(q, k, v, masks.top_k_blocks(scores, 2, q_len=q.shape[2], block=16, causal=True))
+        return attention(q, k, v, masks.top_k_blocks(scores, k=2, q_len=q.shape[2], block=16, causal=True))
 
     torch.compiler.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -613,9 +614,9 @@ def test_building_and_planning_wait_for_nothing(name):
     ("most", "make"),
     [
         (4, lambda x: masks.pooled_scores(x, x, block=16)),
-        (25, lambda x: masks.top_k_blocks(x[0, :, :4, :4], 2, q_len=64, block=16, causal=True, local_blocks=1)),
-        (37, lambda x: masks.mass_blocks(x[0, :, :4, :4], 0.9, q_len=64, block=16, causal=True, local_blocks=1)),
-        (74, lambda x: masks.selected_keys(x[..., :3].long(), 64, block=16, causal=True)),
+        (25, lambda x: masks.top_k_blocks(x[0, :, :4, :4], k=2, q_len=64, block=16, causal=True, local_blocks=1)),
+        (37, lambda x: masks.mass_blocks(x[0, :, :4, :4], mass=0.9, q_len=64, block=16, causal=True, local_blocks=1)),
+        (74, lambda x: masks.selected_keys(x[..., :3].long(), k_len=64, block=16, causal=True)),
     ],
     ids=["pooled scores", "top-k", "mass", "selected keys"],
 )
@@ -639,16 +640,16 @@ def test_sizes_are_known_without_any_value(name):
 
 def test_heads_of_a_group_share_a_pattern():
     scores = distinct((2, 3, 4, 4), seed=0)
-    mask = masks.top_k_blocks(scores, 2, q_len=64, block=16, group=2)
+    mask = masks.top_k_blocks(scores, k=2, q_len=64, block=16, group=2)
     assert mask.pattern.tolist() == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
-    assert torch.equal(mask.to_dense()[:, ::2], masks.top_k_blocks(scores, 2, q_len=64, block=16).to_dense())
-    assert masks.top_k_blocks(scores[0, 0], 2, q_len=64, block=16, group=8).pattern.tolist() == [[0] * 8]
+    assert torch.equal(mask.to_dense()[:, ::2], masks.top_k_blocks(scores, k=2, q_len=64, block=16).to_dense())
+    assert masks.top_k_blocks(scores[0, 0], k=2, q_len=64, block=16, group=8).pattern.tolist() == [[0] * 8]
 
 
 def test_scores_of_half_precision_choose_as_they_are():
     scores = distinct((6, 6), seed=3).bfloat16()
-    assert masks.top_k_blocks(scores, 2, q_len=96, block=16) == masks.top_k_blocks(
-        scores.double(), 2, q_len=96, block=16
+    assert masks.top_k_blocks(scores, k=2, q_len=96, block=16) == masks.top_k_blocks(
+        scores.double(), k=2, q_len=96, block=16
     )
 
 
@@ -684,45 +685,45 @@ def test_choices_of_blocks_say_what_they_refuse(build, scores, changes, error, m
 @pytest.mark.parametrize(("k", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)])
 def test_k_must_be_a_number_of_blocks(k, error):
     with pytest.raises(error, match=rf"k must be (at least 1 block|an integer number of blocks); got {k}"):
-        masks.top_k_blocks(SCORES, k, q_len=64, block=16)
+        masks.top_k_blocks(SCORES, k=k, q_len=64, block=16)
 
 
 def test_k_must_hold_the_blocks_that_are_always_kept():
     message = r"must be at least the 3 blocks that sink_blocks and local_blocks keep in some row; got 2"
     always = {"q_len": 64, "block": 16, "causal": True, "sink_blocks": 1, "local_blocks": 2}
     with pytest.raises(ValueError, match=f"k {message}"):
-        masks.top_k_blocks(SCORES, 2, **always)
+        masks.top_k_blocks(SCORES, k=2, **always)
     with pytest.raises(ValueError, match=f"most {message}"):
-        masks.mass_blocks(SCORES, 0.5, most=2, **always)
-    masks.top_k_blocks(SCORES, 3, **always).validate()
+        masks.mass_blocks(SCORES, mass=0.5, most=2, **always)
+    masks.top_k_blocks(SCORES, k=3, **always).validate()
 
 
 @pytest.mark.parametrize("mass", [0, -0.5, 1.01, math.nan])
 def test_mass_must_be_a_share(mass):
     with pytest.raises(ValueError, match=rf"mass must be above 0 and at most 1; got {mass}"):
-        masks.mass_blocks(SCORES, mass, q_len=64, block=16)
+        masks.mass_blocks(SCORES, mass=mass, q_len=64, block=16)
 
 
 @pytest.mark.parametrize("mass", ["0.5", None, True])
 def test_mass_must_be_a_number(mass):
     with pytest.raises(TypeError, match="mass must be a number; got"):
-        masks.mass_blocks(SCORES, mass, q_len=64, block=16)
+        masks.mass_blocks(SCORES, mass=mass, q_len=64, block=16)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: masks.selected_keys(INDICES.float(), 64), TypeError, r"indices must have an integer dtype"),
-        (lambda: masks.selected_keys(INDICES > 0, 64), TypeError, r"an integer dtype; got torch\.bool"),
-        (lambda: masks.selected_keys(INDICES[0], 64), ValueError, r"indices must have shape \[Nq, K\].*; got \[2\]"),
-        (lambda: masks.selected_keys(INDICES, 0), ValueError, r"k_len must be between 1"),
-        (lambda: masks.selected_keys(INDICES, 64, span=3), ValueError, r"span must be a power of two; got 3"),
-        (lambda: masks.selected_keys(INDICES, 64, span=0), ValueError, r"span must be at least 1 key; got 0"),
-        (lambda: masks.selected_keys(INDICES, 64, most=0), ValueError, r"most must be at least 1 tile; got 0"),
-        (lambda: masks.selected_keys(INDICES, 64, group=0), ValueError, r"group must be at least 1 query head; got 0"),
-        (lambda: masks.top_k_keys(SCORES, 0, k_len=4), ValueError, r"k must be at least 1 key; got 0"),
-        (lambda: masks.top_k_keys(SCORES, 1, k_len=5), ValueError, r"scores must have 5 columns for 5 keys .*1; got 4"),
-        (lambda: masks.top_k_keys(SCORES.long(), 1, k_len=4), TypeError, r"scores must have a floating dtype"),
+        (lambda: masks.selected_keys(INDICES.float(), k_len=64), TypeError, r"indices must have an integer dtype"),
+        (lambda: masks.selected_keys(INDICES > 0, k_len=64), TypeError, r"an integer dtype; got torch\.bool"),
+        (lambda: masks.selected_keys(INDICES[0], k_len=64), ValueError, r"indices must have shape .*; got \[2\]"),
+        (lambda: masks.selected_keys(INDICES, k_len=0), ValueError, r"k_len must be between 1"),
+        (lambda: masks.selected_keys(INDICES, k_len=64, span=3), ValueError, r"span must be a power of two; got 3"),
+        (lambda: masks.selected_keys(INDICES, k_len=64, span=0), ValueError, r"span must be at least 1 key; got 0"),
+        (lambda: masks.selected_keys(INDICES, k_len=64, most=0), ValueError, r"most must be at least 1 tile; got 0"),
+        (lambda: masks.selected_keys(INDICES, k_len=64, group=0), ValueError, r"group must be at least 1 query head"),
+        (lambda: masks.top_k_keys(SCORES, k=0, k_len=4), ValueError, r"k must be at least 1 key; got 0"),
+        (lambda: masks.top_k_keys(SCORES, k=1, k_len=5), ValueError, r"scores must have 5 columns for 5 keys .*got 4"),
+        (lambda: masks.top_k_keys(SCORES.long(), k=1, k_len=4), TypeError, r"scores must have a floating dtype"),
         (lambda: masks.pooled_scores(SCORES, SCORES), ValueError, r"q must be a floating tensor .*; got .* \[4, 4\]"),
         (lambda: masks.pooled_scores(torch.zeros(1, 1, 2, 3), None), ValueError, r"k must be .*; got NoneType"),
         (lambda: masks.antidiagonal_scores(SCORES, SCORES), ValueError, r"q must be a floating tensor .* \[4, 4\]"),
@@ -774,9 +775,9 @@ def gpu_masks(q, k):
     sizes = {"q_len": 16_384, "causal": True}
     return {
         "pooled scores": lambda: masks.pooled_scores(q, k),
-        "top-k blocks": lambda: masks.top_k_blocks(scores, 16, sink_blocks=1, local_blocks=2, **sizes),
-        "mass of blocks": lambda: masks.mass_blocks(scores, 0.9, sink_blocks=1, local_blocks=2, **sizes),
-        "selected keys": lambda: masks.selected_keys(indices, 16_384, span=64, causal=True, group=8),
+        "top-k blocks": lambda: masks.top_k_blocks(scores, k=16, sink_blocks=1, local_blocks=2, **sizes),
+        "mass of blocks": lambda: masks.mass_blocks(scores, mass=0.9, sink_blocks=1, local_blocks=2, **sizes),
+        "selected keys": lambda: masks.selected_keys(indices, k_len=16_384, span=64, causal=True, group=8),
     }
 
 
@@ -785,12 +786,12 @@ def test_a_new_choice_at_every_step_waits_for_nothing():
     q, k, v = gpu_tensors(4096)
 
     def step():
-        mask = masks.top_k_blocks(masks.pooled_scores(q, k), 8, q_len=4096, causal=True, local_blocks=1)
+        mask = masks.top_k_blocks(masks.pooled_scores(q, k), k=8, q_len=4096, causal=True, local_blocks=1)
         attention(q, k, v, mask).sum().backward()
-        mask = masks.mass_blocks(masks.pooled_scores(q, k), 0.5, q_len=4096, most=12, causal=True)
+        mask = masks.mass_blocks(masks.pooled_scores(q, k), mass=0.5, q_len=4096, most=12, causal=True)
         attention(q, k, v, mask).sum().backward()
         indices = torch.randint(0, 64, (1, 8, 4096, 4), device="cuda")
-        attention(q, k, v, masks.selected_keys(indices, 4096, span=64, causal=True)).sum().backward()
+        attention(q, k, v, masks.selected_keys(indices, k_len=4096, span=64, causal=True)).sum().backward()
 
     step()  # compiles
     with waiting_raises():
@@ -804,7 +805,7 @@ def test_the_gpu_chooses_what_the_cpu_chooses():
         arguments = {"q_len": 1270, "block": 32, "causal": True}
         assert build(scores.cuda(), **arguments) == build(scores, **arguments)
     indices = torch.randint(-1, 160, (2, 2, 1270, 7), generator=generator(0))
-    on_gpu, on_cpu = (masks.selected_keys(i, 1270, block=32, span=8, most=20) for i in (indices.cuda(), indices))
+    on_gpu, on_cpu = (masks.selected_keys(i, k_len=1270, block=32, span=8, most=20) for i in (indices.cuda(), indices))
     assert on_gpu == on_cpu
 
 

@@ -33,7 +33,7 @@ def test_every_order_holds_each_token_once(data, shape):
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 def test_row_major_is_the_order_of_the_patterns(shape):
     assert torch.equal(order.row_major(shape), torch.arange(math.prod(shape)))
-    assert masks.swin(shape, 2, order=order.row_major(shape), block=16) == masks.swin(shape, 2, block=16)
+    assert masks.swin(shape, window=2, order=order.row_major(shape), block=16) == masks.swin(shape, window=2, block=16)
 
 
 @given(st.data(), shapes())

@@ -61,7 +61,7 @@ def test_neighborhood_is_nattens(natten, drawn):
     count = torch.Size(shape).numel()
     q, k = torch.arange(count)[:, None], torch.arange(count)[None, :]
     live = theirs.mask_mod(0, 0, q, k)
-    mask = masks.neighborhood(shape, window, stride=stride, dilation=dilation, causal=causal, block=16)
+    mask = masks.neighborhood(shape, window=window, stride=stride, dilation=dilation, causal=causal, block=16)
     assert mask == BlockMask.from_dense(live, block=16)
 
 
@@ -80,7 +80,7 @@ def xformers(monkeypatch):
 def test_swin_is_xformers(xformers, shape, window):
     for shift in range(window):
         live = xformers.swin_attention_pattern(*shape, window, shift_size=shift)
-        assert masks.swin(shape, window, shift=shift, block=16) == BlockMask.from_dense(live, block=16)
+        assert masks.swin(shape, window=window, shift=shift, block=16) == BlockMask.from_dense(live, block=16)
 
 
 @pytest.mark.filterwarnings("ignore:torch.meshgrid")
@@ -95,14 +95,14 @@ def test_axial_is_xformers(xformers, shape):
 @pytest.mark.parametrize("dilation", [1, 2, 3, 5])
 def test_dilated_grid_is_xformers(xformers, shape, dilation):
     live = xformers.dilated_2d_pattern(*shape, k=dilation)
-    assert masks.dilated_grid(shape, dilation, block=16) == BlockMask.from_dense(live, block=16)
+    assert masks.dilated_grid(shape, dilation=dilation, block=16) == BlockMask.from_dense(live, block=16)
 
 
 @pytest.mark.filterwarnings("ignore:torch.meshgrid")
 @pytest.mark.parametrize("distance", [1, 2, 4])
 def test_a_cropped_odd_window_is_xformers_with_the_maximum_norm(xformers, distance):
     live = xformers.local_2d_pattern(9, 12, distance, p=float("inf"))
-    mask = masks.neighborhood((9, 12), 2 * distance - 1, edges="crop", block=16)
+    mask = masks.neighborhood((9, 12), window=2 * distance - 1, edges="crop", block=16)
     assert mask == BlockMask.from_dense(live, block=16)
 
 
@@ -130,7 +130,14 @@ def test_deepspeed_bigbird_is_deepspeeds(bigbird_config, monkeypatch, causal, wi
     blocks, heads, count = 9, 3, 1
     # Their random.sample, replaced by our draw: what else the two do must then agree.
     ours = masks.deepspeed_bigbird(
-        16 * blocks, count, 0, 0, heads=heads if different else 1, causal=causal, seed=3, block=16
+        16 * blocks,
+        random_blocks=count,
+        window_blocks=0,
+        global_blocks=0,
+        heads=heads if different else 1,
+        causal=causal,
+        seed=3,
+        block=16,
     )
     drawn = iter([ours.indices[a:b].tolist() for a, b in itertools.pairwise(ours.indptr.tolist())])
     sample = types.SimpleNamespace(sample=lambda population, k: next(drawn))
@@ -142,7 +149,14 @@ def test_deepspeed_bigbird_is_deepspeeds(bigbird_config, monkeypatch, causal, wi
     ).make_layout(16 * blocks).bool()  # fmt: skip
     live = theirs.repeat_interleave(16, 1).repeat_interleave(16, 2)
     mask = masks.deepspeed_bigbird(
-        16 * blocks, count, window, first, heads=heads if different else 1, causal=causal, seed=3, block=16
+        16 * blocks,
+        random_blocks=count,
+        window_blocks=window,
+        global_blocks=first,
+        heads=heads if different else 1,
+        causal=causal,
+        seed=3,
+        block=16,
     )
     expected = BlockMask.from_dense(live.tril() if causal else live, block=16)
     assert torch.equal(mask.to_dense().expand(1, heads, -1, -1), expected.to_dense())
@@ -154,4 +168,4 @@ def test_deepspeed_bigbird_draws_where_theirs_does_not(bigbird_config):
     theirs = config(16, num_heads=1, num_random_blocks=2, attention="unidirectional")
     with pytest.raises(ValueError, match=r"Sample larger than population"):
         theirs.make_layout(160)
-    assert masks.deepspeed_bigbird(160, 2, causal=True, block=16).to_dense()[0, 0].diagonal().all()
+    assert masks.deepspeed_bigbird(160, random_blocks=2, causal=True, block=16).to_dense()[0, 0].diagonal().all()

@@ -16,10 +16,10 @@ MOST_BLOCKS = 14
 RANDOM = pytest.mark.parametrize(
     "build",
     [
-        lambda q_len, **options: masks.bigbird(q_len, 1, **options),
-        lambda q_len, **options: masks.deepspeed_bigbird(q_len, 1, **options),
-        lambda q_len, **options: masks.random_blocks(q_len, 1, **options),
-        lambda q_len, **options: masks.expander(q_len, 2, **options),
+        lambda q_len, **options: masks.bigbird(q_len, random_blocks=1, **options),
+        lambda q_len, **options: masks.deepspeed_bigbird(q_len, random_blocks=1, **options),
+        lambda q_len, **options: masks.random_blocks(q_len, count=1, **options),
+        lambda q_len, **options: masks.expander(q_len, degree=2, **options),
     ],
     ids=["bigbird", "deepspeed_bigbird", "random_blocks", "expander"],
 )
@@ -60,7 +60,7 @@ def block_grid(nb):
 def test_bigbird_is_window_global_and_as_many_random_blocks_elsewhere(drawn, random_blocks):
     q_len, block, nb, heads, seed = drawn
     random_blocks = min(random_blocks, max(nb - 5, 0))
-    mask = masks.bigbird(q_len, random_blocks, heads=heads, seed=seed, block=block)
+    mask = masks.bigbird(q_len, random_blocks=random_blocks, heads=heads, seed=seed, block=block)
     assert_full_tiles(mask)
     i, j = block_grid(nb)
     fixed = ((i - j).abs() <= 1) | (i == 0) | (i == nb - 1) | (j == 0) | (j == nb - 1)
@@ -76,7 +76,16 @@ def test_bigbird_is_window_global_and_as_many_random_blocks_elsewhere(drawn, ran
 def test_deepspeed_bigbird_is_window_first_blocks_and_random_blocks(drawn, random, window, first, causal):
     q_len, block, nb, heads, seed = drawn
     random, window, first = (min(value, nb) for value in (random, window, first))
-    mask = masks.deepspeed_bigbird(q_len, random, window, first, heads=heads, causal=causal, seed=seed, block=block)
+    mask = masks.deepspeed_bigbird(
+        q_len,
+        random_blocks=random,
+        window_blocks=window,
+        global_blocks=first,
+        heads=heads,
+        causal=causal,
+        seed=seed,
+        block=block,
+    )
     assert_full_tiles(mask, causal)
     i, j = block_grid(nb)
     fixed = ((i - j).abs() <= window // 2) | (i < first) | (j < first)
@@ -91,7 +100,7 @@ def test_deepspeed_bigbird_is_window_first_blocks_and_random_blocks(drawn, rando
 @given(sizes(), st.integers(0, MOST_BLOCKS + 2), st.booleans())
 def test_random_blocks_sees_itself_and_as_many_others(drawn, count, causal):
     q_len, block, nb, heads, seed = drawn
-    mask = masks.random_blocks(q_len, count, heads=heads, causal=causal, seed=seed, block=block)
+    mask = masks.random_blocks(q_len, count=count, heads=heads, causal=causal, seed=seed, block=block)
     assert_full_tiles(mask, causal)
     for layout in layouts_of(mask):
         assert layout.diagonal().all()
@@ -102,7 +111,7 @@ def test_random_blocks_sees_itself_and_as_many_others(drawn, count, causal):
 @given(sizes(), st.integers(0, 4))
 def test_expander_is_a_union_of_cycles(drawn, cycles):
     q_len, block, nb, heads, seed = drawn
-    mask = masks.expander(q_len, 2 * cycles, heads=heads, seed=seed, block=block)
+    mask = masks.expander(q_len, degree=2 * cycles, heads=heads, seed=seed, block=block)
     assert_full_tiles(mask)
     for layout in layouts_of(mask):
         assert layout.diagonal().all() and torch.equal(layout, layout.T)
@@ -118,7 +127,9 @@ def test_expander_is_a_union_of_cycles(drawn, cycles):
 @pytest.mark.parametrize("degree", [4, 6, 8])
 def test_expander_has_the_spectral_gap_of_a_random_regular_graph(degree):
     for seed in range(5):
-        adjacency = layouts_of(masks.expander(16 * 256, degree, seed=seed, block=16))[0].double() - torch.eye(256)
+        adjacency = layouts_of(masks.expander(16 * 256, degree=degree, seed=seed, block=16))[0].double() - torch.eye(
+            256
+        )
         second = torch.linalg.eigvalsh(adjacency)[-2]
         assert second <= 2 * math.sqrt(degree - 1) + 0.1  # what Exphormer draws again for
 
@@ -126,8 +137,16 @@ def test_expander_has_the_spectral_gap_of_a_random_regular_graph(degree):
 @given(st.integers(1, 30), st.integers(0, 6), SEEDS)
 def test_causal_random_patterns_never_see_the_future(blocks, count, seed):
     for mask in (
-        masks.random_blocks(16 * blocks, count, causal=True, seed=seed, block=16),
-        masks.deepspeed_bigbird(16 * blocks, min(count, blocks), min(3, blocks), 1, causal=True, seed=seed, block=16),
+        masks.random_blocks(16 * blocks, count=count, causal=True, seed=seed, block=16),
+        masks.deepspeed_bigbird(
+            16 * blocks,
+            random_blocks=min(count, blocks),
+            window_blocks=min(3, blocks),
+            global_blocks=1,
+            causal=True,
+            seed=seed,
+            block=16,
+        ),
     ):
         assert not mask.to_dense().triu(1).any()
         assert mask.to_dense()[0, 0].diagonal().all()
@@ -165,11 +184,11 @@ PINNED = {
 def test_seeds_give_the_same_masks_on_every_machine():
     rows = slice(4, 7)
     pinned = {
-        "bigbird": masks.bigbird(160, 2, seed=1, block=16),
-        "deepspeed": masks.deepspeed_bigbird(160, 2, seed=1, block=16),
-        "causal": masks.deepspeed_bigbird(160, 2, causal=True, seed=1, block=16),
-        "random": masks.random_blocks(160, 3, seed=1, block=16),
-        "expander": masks.expander(160, 4, seed=1, block=16),
+        "bigbird": masks.bigbird(160, random_blocks=2, seed=1, block=16),
+        "deepspeed": masks.deepspeed_bigbird(160, random_blocks=2, seed=1, block=16),
+        "causal": masks.deepspeed_bigbird(160, random_blocks=2, causal=True, seed=1, block=16),
+        "random": masks.random_blocks(160, count=3, seed=1, block=16),
+        "expander": masks.expander(160, degree=4, seed=1, block=16),
     }
     seen = {
         name: ["".join("X" if live else "." for live in row) for row in layouts_of(mask)[0][rows]]
@@ -205,7 +224,7 @@ def test_every_subset_is_as_likely():
 @pytest.mark.parametrize("heads", [1, 4])
 def test_a_million_tokens_store_only_their_live_tiles(heads):
     blocks = 2**20 // 128
-    mask = masks.bigbird(2**20, 3, heads=heads, block=128)
+    mask = masks.bigbird(2**20, random_blocks=3, heads=heads, block=128)
     # Window 3, random 3, global 2, and the two global rows; less where the window overlaps what is global.
     assert len(mask.indices) == heads * (8 * (blocks - 2) - 2 + 2 * blocks)
 
@@ -233,12 +252,12 @@ def test_random_patterns_refuse_what_is_none(build):
 
 @pytest.mark.parametrize(("blocks", "most"), [(1, 0), (4, 0), (5, 0), (6, 1), (12, 7)])
 def test_bigbird_refuses_more_random_blocks_than_there_are(blocks, most):
-    masks.bigbird(16 * blocks, most, block=16)
+    masks.bigbird(16 * blocks, random_blocks=most, block=16)
     message = f"random_blocks must not exceed {most} .* for {blocks} blocks of 16; got {most + 1}"
     with pytest.raises(ValueError, match=message):
-        masks.bigbird(16 * blocks, most + 1, block=16)
+        masks.bigbird(16 * blocks, random_blocks=most + 1, block=16)
     with pytest.raises(ValueError, match="random_blocks must be at least 0 blocks; got -1"):
-        masks.bigbird(16 * blocks, -1, block=16)
+        masks.bigbird(16 * blocks, random_blocks=-1, block=16)
 
 
 @pytest.mark.parametrize("name", ["random_blocks", "window_blocks", "global_blocks"])
@@ -253,13 +272,13 @@ def test_deepspeed_bigbird_refuses_more_blocks_than_there_are(name):
 
 def test_random_blocks_refuses_a_count_that_is_none():
     with pytest.raises(ValueError, match="count must be at least 0 blocks; got -1"):
-        masks.random_blocks(100, -1)
+        masks.random_blocks(100, count=-1)
     with pytest.raises(TypeError, match=r"count must be an integer number of blocks; got 1\.5"):
-        masks.random_blocks(100, 1.5)
+        masks.random_blocks(100, count=1.5)
 
 
 def test_expander_refuses_an_odd_degree():
     with pytest.raises(ValueError, match=r"degree must be even \(each cycle gives a block two neighbours\); got 3"):
-        masks.expander(100, 3)
+        masks.expander(100, degree=3)
     with pytest.raises(ValueError, match="degree must be at least 0 blocks; got -2"):
-        masks.expander(100, -2)
+        masks.expander(100, degree=-2)

@@ -139,7 +139,7 @@ def test_causal_refuses_an_offset_that_is_no_integer():
 @given(lengths(MOST), lengths(MOST), lengths(2 * MOST) | st.just(0), blocks(BLOCKS))
 def test_prefix_is_seen_by_all_and_the_rest_causally(q_len, k_len, prefix, block):
     q, k = grid(q_len, k_len)
-    mask = masks.prefix_lm(q_len, prefix, k_len=k_len, block=block)
+    mask = masks.prefix_lm(q_len, prefix=prefix, k_len=k_len, block=block)
     assert_keeps(mask, (k < prefix) | (k <= q + k_len - q_len))
     if prefix == 0:
         assert mask == masks.causal(q_len, k_len, block=block)
@@ -206,7 +206,7 @@ def test_chunks_see_themselves_only(size, chunk, causal):
     q_len, block = size
     q, k = square(q_len)
     live = q // chunk == k // chunk
-    assert_keeps(masks.chunked(q_len, chunk, causal=causal, block=block), live & (k <= q) if causal else live)
+    assert_keeps(masks.chunked(q_len, chunk=chunk, causal=causal, block=block), live & (k <= q) if causal else live)
 
 
 # ---------------------------------------------------------------------- windows
@@ -226,10 +226,10 @@ def test_windows_over_a_cache_of_keys(size, k_len, offset, window, sink):
     p = q + (k_len - q_len if offset is None else offset)
     given_lengths = {"k_len": k_len, "offset": offset, "block": block}
     causal = (p - window < k) & (k <= p)
-    assert_keeps(masks.local(q_len, window, causal=True, **given_lengths), causal)
-    assert_keeps(masks.local(q_len, window, **given_lengths), (p - k).abs() <= window // 2)
+    assert_keeps(masks.local(q_len, window=window, causal=True, **given_lengths), causal)
+    assert_keeps(masks.local(q_len, window=window, **given_lengths), (p - k).abs() <= window // 2)
     assert_keeps(masks.local(q_len, left=window, right=sink, **given_lengths), (p - window <= k) & (k <= p + sink))
-    assert_keeps(masks.streaming(q_len, window, sink, **given_lengths), causal | ((k <= p) & (k < sink)))
+    assert_keeps(masks.streaming(q_len, window=window, sink=sink, **given_lengths), causal | ((k <= p) & (k < sink)))
 
 
 @given(sizes(), lengths(2 * MOST), st.integers(1, 40), st.booleans())
@@ -242,26 +242,26 @@ def test_dilated_window_counts_keys_that_lie_apart(size, window, dilation, causa
         live = apart & (k <= q) & ((q - k) // dilation < window)
     else:
         live = apart & ((q - k).abs() // dilation <= window // 2)
-    mask = masks.dilated(q_len, window, dilation, causal=causal, block=block)
+    mask = masks.dilated(q_len, window=window, dilation=dilation, causal=causal, block=block)
     assert_keeps(mask, live)
     if dilation == 1:
-        assert mask == masks.local(q_len, window, causal=causal, block=block)
+        assert mask == masks.local(q_len, window=window, causal=causal, block=block)
 
 
 @given(sizes(), lengths(2 * MOST), st.booleans(), st.data())
 def test_global_tokens_see_and_are_seen_by_all(size, window, causal, data):
     q_len, block = size
     tokens = data.draw(st.lists(st.integers(0, q_len - 1), max_size=4))
-    near = masks.local(q_len, window, causal=causal, block=block).to_dense()[0, 0]
+    near = masks.local(q_len, window=window, causal=causal, block=block).to_dense()[0, 0]
     live = near.clone()
     for token in tokens:
         live[token] = True
         live[:, token] = True
     live = live.tril() if causal else live
-    assert_keeps(masks.longformer(q_len, window, tokens, causal=causal, block=block), live)
+    assert_keeps(masks.longformer(q_len, window=window, global_tokens=tokens, causal=causal, block=block), live)
     first = data.draw(st.integers(0, q_len + 3))
-    assert masks.longformer(q_len, window, first, causal=causal, block=block) == masks.longformer(
-        q_len, window, range(min(first, q_len)), causal=causal, block=block
+    assert masks.longformer(q_len, window=window, global_tokens=first, causal=causal, block=block) == masks.longformer(
+        q_len, window=window, global_tokens=range(min(first, q_len)), causal=causal, block=block
     )
 
 
@@ -270,10 +270,10 @@ def test_sinks_are_seen_besides_the_window(size, window, sink, last):
     q_len, block = size
     q, k = square(q_len)
     streaming = (k <= q) & ((q - k < window) | (k < sink))
-    assert_keeps(masks.streaming(q_len, window, sink, block=block), streaming)
-    assert_keeps(masks.a_shape(q_len, sink, window - 1, block=block), streaming)
+    assert_keeps(masks.streaming(q_len, window=window, sink=sink, block=block), streaming)
+    assert_keeps(masks.a_shape(q_len, sink=sink, local=window - 1, block=block), streaming)
     foot = (k <= q) & (q >= q_len - last)
-    assert_keeps(masks.tri_shape(q_len, sink, window - 1, last, block=block), streaming | foot)
+    assert_keeps(masks.tri_shape(q_len, sink=sink, local=window - 1, last=last, block=block), streaming | foot)
 
 
 # ---------------------------------------------------------------------- vertical-slash
@@ -291,7 +291,7 @@ def test_vertical_slash_keeps_columns_and_diagonals(size, seed):
         live |= k == column
     for distance in slash:
         live |= q - k == distance
-    assert_keeps(masks.vertical_slash(q_len, vertical, slash.tolist(), block=block), live & (k <= q))
+    assert_keeps(masks.vertical_slash(q_len, vertical=vertical, slash=slash.tolist(), block=block), live & (k <= q))
 
 
 @given(sizes(), SEEDS)
@@ -307,9 +307,9 @@ def test_vertical_slash_may_differ_by_head(size, seed):
             for v, s in zip(verticals, slashes)
         ]
     )
-    assert_heads(masks.vertical_slash(q_len, torch.from_numpy(verticals), slashes, block=block), live)
-    assert_heads(masks.vertical_slash(q_len, verticals.tolist(), slashes, block=block), live)
-    one = masks.vertical_slash(q_len, [[0], [0], [0]], [0], block=block)
+    assert_heads(masks.vertical_slash(q_len, vertical=torch.from_numpy(verticals), slash=slashes, block=block), live)
+    assert_heads(masks.vertical_slash(q_len, vertical=verticals.tolist(), slash=slashes, block=block), live)
+    one = masks.vertical_slash(q_len, vertical=[[0], [0], [0]], slash=[0], block=block)
     assert one.pattern.tolist() == [[0, 0, 0]]
 
 
@@ -325,7 +325,7 @@ def test_vertical_slash_may_differ_by_head(size, seed):
 )
 def test_vertical_slash_refuses_indices_that_are_none(vertical, slash, error, message):
     with pytest.raises(error, match=message):
-        masks.vertical_slash(100, vertical, slash)
+        masks.vertical_slash(100, vertical=vertical, slash=slash)
 
 
 # ---------------------------------------------------------------------- Sparse Transformer, DeepSpeed
@@ -336,9 +336,9 @@ def test_strided_sees_the_latest_keys_and_every_so_manieth(size, stride):
     q_len, block = size
     q, k = square(q_len)
     local, far = (k <= q) & (q - k < stride), (k <= q) & ((q - k) % stride == 0)
-    assert_keeps(masks.strided(q_len, stride, attend="local", block=block), local)
-    assert_keeps(masks.strided(q_len, stride, attend="strided", block=block), far)
-    assert_keeps(masks.strided(q_len, stride, block=block), local | far)
+    assert_keeps(masks.strided(q_len, stride=stride, attend="local", block=block), local)
+    assert_keeps(masks.strided(q_len, stride=stride, attend="strided", block=block), far)
+    assert_keeps(masks.strided(q_len, stride=stride, block=block), local | far)
     # Two steps, one of each kind, connect everything past.
     assert torch.equal((far.float() @ local.float()) > 0, torch.ones(q_len, q_len).tril() > 0)
 
@@ -360,7 +360,9 @@ def test_fixed_sees_its_chunk_and_the_summaries(size, stride, data):
         expected["summary"].append(columns)
         expected["both"].append(local | columns)
     for attend, live in expected.items():
-        mask = masks.fixed(q_len, stride, summary, attend=attend, heads=heads, num_verts=num_verts, block=block)
+        mask = masks.fixed(
+            q_len, stride=stride, summary=summary, attend=attend, heads=heads, num_verts=num_verts, block=block
+        )
         assert_heads(mask, torch.stack(live))
 
 
@@ -605,17 +607,21 @@ def test_butterfly_2d_is_the_product_of_rows_and_columns(image, cell_h, cell_w, 
 
 
 CAUSAL = {
-    "prefix_lm": lambda n, **block: masks.prefix_lm(n, 0, **block),
+    "prefix_lm": lambda n, **block: masks.prefix_lm(n, prefix=0, **block),
     "documents": lambda n, **block: masks.documents([n // 2, n - n // 2], causal=True, **block),
-    "chunked": lambda n, **block: masks.chunked(n, 37, causal=True, **block),
-    "dilated": lambda n, **block: masks.dilated(n, 20, 3, causal=True, **block),
-    "longformer": lambda n, **block: masks.longformer(n, 9, [0, n // 2, n - 1], causal=True, **block),
-    "streaming": lambda n, **block: masks.streaming(n, 11, 3, **block),
-    "a_shape": lambda n, **block: masks.a_shape(n, 3, 11, **block),
-    "tri_shape": lambda n, **block: masks.tri_shape(n, 3, 11, 20, **block),
-    "vertical_slash": lambda n, **block: masks.vertical_slash(n, [0, n // 2, n - 1], [0, n // 3], **block),
-    "strided": lambda n, **block: masks.strided(n, 12, **block),
-    "fixed": lambda n, **block: masks.fixed(n, 12, 3, heads=3, num_verts=2, **block),
+    "chunked": lambda n, **block: masks.chunked(n, chunk=37, causal=True, **block),
+    "dilated": lambda n, **block: masks.dilated(n, window=20, dilation=3, causal=True, **block),
+    "longformer": lambda n, **block: masks.longformer(
+        n, window=9, global_tokens=[0, n // 2, n - 1], causal=True, **block
+    ),
+    "streaming": lambda n, **block: masks.streaming(n, window=11, sink=3, **block),
+    "a_shape": lambda n, **block: masks.a_shape(n, sink=3, local=11, **block),
+    "tri_shape": lambda n, **block: masks.tri_shape(n, sink=3, local=11, last=20, **block),
+    "vertical_slash": lambda n, **block: masks.vertical_slash(
+        n, vertical=[0, n // 2, n - 1], slash=[0, n // 3], **block
+    ),
+    "strided": lambda n, **block: masks.strided(n, stride=12, **block),
+    "fixed": lambda n, **block: masks.fixed(n, stride=12, summary=3, heads=3, num_verts=2, **block),
     "log_sparse": lambda n, **block: masks.log_sparse(n, window=3, restart=50, **block),
 }
 CAUSAL_IN_BLOCKS = {
@@ -627,9 +633,9 @@ CAUSAL_IN_BLOCKS = {
 SYMMETRIC = {
     "dense": masks.dense,
     "documents": lambda n, **block: masks.documents([n // 2, n - n // 2], **block),
-    "chunked": lambda n, **block: masks.chunked(n, 37, **block),
-    "dilated": lambda n, **block: masks.dilated(n, 20, 3, **block),
-    "longformer": lambda n, **block: masks.longformer(n, 9, 2, **block),
+    "chunked": lambda n, **block: masks.chunked(n, chunk=37, **block),
+    "dilated": lambda n, **block: masks.dilated(n, window=20, dilation=3, **block),
+    "longformer": lambda n, **block: masks.longformer(n, window=9, global_tokens=2, **block),
     "butterfly_2d": lambda n, **block: masks.butterfly_2d(n, 3, **block),
 }
 
@@ -670,34 +676,40 @@ def test_patterns_on_blocks_refuse_rectangular_ones(name):
 
 
 REFUSED = [
-    ("prefix_lm(100, -1)", "prefix must be at least 0 tokens; got -1"),
-    ("chunked(100, 0)", "chunk must be at least 1 token; got 0"),
-    ("local(100)", "window must be an integer number of keys; got None"),
+    ("prefix_lm(100, prefix=-1)", "prefix must be at least 0 tokens; got -1"),
+    ("chunked(100, chunk=0)", "chunk must be at least 1 token; got 0"),
+    ("local(100)", "local must have window=, or left= and right=; got none of them."),
     ("local(100, left=3)", "local must have either window or both of left and right, without causal"),
-    ("local(100, 5, right=3)", "got window=5, causal=False, left=None, right=3"),
+    ("local(100, window=5, right=3)", "got window=5, causal=False, left=None, right=3"),
     ("local(100, left=3, right=0, causal=True)", "without causal (right=0 is causal); got"),
     ("local(100, left=-1, right=0)", "left must be at least 0 keys; got -1"),
     ("local(100, left=1, right=-1)", "right must be at least 0 keys; got -1"),
-    ("dilated(100, 0, 1)", "window must be at least 1 key; got 0"),
-    ("dilated(100, 3, 0)", "dilation must be at least 1 token; got 0"),
-    ("longformer(100, 0, 1)", "window must be at least 1 key; got 0"),
-    ("longformer(100, 3, -1)", "global_tokens must be at least 0 tokens; got -1"),
-    ("longformer(100, 3, [4, 100])", "global_tokens must lie in 0..99; got 4..100"),
-    ("longformer(100, 3, 1.5)", "global_tokens must be an integer number of tokens; got 1.5"),
-    ("longformer(100, 3, [1.5])", "global_tokens must be a list of integers; got torch.float32 of shape [1]"),
-    ("longformer(100, 3, [1, [2]])", "global_tokens must be a list of integers; got [1, [2]]"),
-    ("streaming(100, 0, 1)", "window must be at least 1 key; got 0"),
-    ("streaming(100, 1, -1)", "sink must be at least 0 keys; got -1"),
-    ("a_shape(100, -1, 3)", "sink must be at least 0 keys; got -1"),
-    ("a_shape(100, 1, -1)", "local must be at least 0 keys; got -1"),
-    ("tri_shape(100, 1, 1, -1)", "last must be at least 0 queries; got -1"),
-    ("strided(100, 0)", "stride must be at least 1 token; got 0"),
-    ("strided(100, 5, attend='all')", "attend must be one of 'both', 'local', 'strided'; got 'all'"),
-    ("fixed(100, 5, 0)", "summary must be at least 1 token; got 0"),
-    ("fixed(100, 5, 1, attend='strided')", "attend must be one of 'both', 'local', 'summary'; got 'strided'"),
-    ("fixed(100, 5, 3, num_verts=2)", "num_verts * summary must not exceed stride, 5 tokens; got 2 * 3"),
-    ("fixed(100, 5, 3, heads=0)", "heads must be at least 1 head; got 0"),
-    ("fixed(100, 5, 3, num_verts=0)", "num_verts must be at least 1 sub-block; got 0"),
+    ("dilated(100, window=0, dilation=1)", "window must be at least 1 key; got 0"),
+    ("dilated(100, window=3, dilation=0)", "dilation must be at least 1 token; got 0"),
+    ("longformer(100, window=0, global_tokens=1)", "window must be at least 1 key; got 0"),
+    ("longformer(100, window=3, global_tokens=-1)", "global_tokens must be at least 0 tokens; got -1"),
+    ("longformer(100, window=3, global_tokens=[4, 100])", "global_tokens must lie in 0..99; got 4..100"),
+    ("longformer(100, window=3, global_tokens=1.5)", "global_tokens must be an integer number of tokens; got 1.5"),
+    (
+        "longformer(100, window=3, global_tokens=[1.5])",
+        "global_tokens must be a list of integers; got torch.float32 of shape [1]",
+    ),
+    ("longformer(100, window=3, global_tokens=[1, [2]])", "global_tokens must be a list of integers; got [1, [2]]"),
+    ("streaming(100, window=0, sink=1)", "window must be at least 1 key; got 0"),
+    ("streaming(100, window=1, sink=-1)", "sink must be at least 0 keys; got -1"),
+    ("a_shape(100, sink=-1, local=3)", "sink must be at least 0 keys; got -1"),
+    ("a_shape(100, sink=1, local=-1)", "local must be at least 0 keys; got -1"),
+    ("tri_shape(100, sink=1, local=1, last=-1)", "last must be at least 0 queries; got -1"),
+    ("strided(100, stride=0)", "stride must be at least 1 token; got 0"),
+    ("strided(100, stride=5, attend='all')", "attend must be one of 'both', 'local', 'strided'; got 'all'"),
+    ("fixed(100, stride=5, summary=0)", "summary must be at least 1 token; got 0"),
+    (
+        "fixed(100, stride=5, summary=1, attend='strided')",
+        "attend must be one of 'both', 'local', 'summary'; got 'strided'",
+    ),
+    ("fixed(100, stride=5, summary=3, num_verts=2)", "num_verts * summary must not exceed stride, 5 tokens; got 2 * 3"),
+    ("fixed(100, stride=5, summary=3, heads=0)", "heads must be at least 1 head; got 0"),
+    ("fixed(100, stride=5, summary=3, num_verts=0)", "num_verts must be at least 1 sub-block; got 0"),
     ("deepspeed_fixed(100, global_blocks=3)", "global_blocks must divide local_blocks, 4; got 3"),
     ("deepspeed_fixed(100, local_blocks=0)", "local_blocks must be at least 1 block; got 0"),
     (
@@ -744,11 +756,11 @@ def test_stored_bits_do_not_grow_with_the_length(name):
 
 MILLION = {
     "documents": lambda n: masks.documents([1000] * (n // 1000), causal=True),
-    "chunked": lambda n: masks.chunked(n, 4096),
+    "chunked": lambda n: masks.chunked(n, chunk=4096),
     "local": lambda n: masks.local(n, left=4095, right=0),
-    "dilated": lambda n: masks.dilated(n, 512, 8),
-    "longformer": lambda n: masks.longformer(n, 512, 16),
-    "streaming": lambda n: masks.streaming(n, 4096, 4),
+    "dilated": lambda n: masks.dilated(n, window=512, dilation=8),
+    "longformer": lambda n: masks.longformer(n, window=512, global_tokens=16),
+    "streaming": lambda n: masks.streaming(n, window=4096, sink=4),
     "butterfly": lambda n: masks.butterfly(n, radix=4, global_blocks=4),
     "butterfly_2d": lambda n: masks.butterfly_2d(1024, n // 1024),
     "log_sparse": lambda n: masks.log_sparse(n, window=20),

@@ -20,10 +20,10 @@ BLOCKS = (16, 32, 64)
 GRID_PATTERNS = pytest.mark.parametrize(
     "build",
     [
-        lambda shape, **options: masks.neighborhood(shape, 1, **options),
-        lambda shape, **options: masks.swin(shape, 2, **options),
-        lambda shape, **options: masks.sliding_tiles(shape, 1, 1, **options),
-        lambda shape, **options: masks.dilated_grid(shape, 2, **options),
+        lambda shape, **options: masks.neighborhood(shape, window=1, **options),
+        lambda shape, **options: masks.swin(shape, window=2, **options),
+        lambda shape, **options: masks.sliding_tiles(shape, window=1, tile=1, **options),
+        lambda shape, **options: masks.dilated_grid(shape, dilation=2, **options),
         masks.axial,
     ],
     ids=["neighborhood", "swin", "sliding_tiles", "dilated_grid", "axial"],
@@ -95,35 +95,35 @@ def test_neighborhood_is_nattens_rule_or_the_cropped_window(drawn):
     shape, edges, options, by, block = drawn
     window, stride, dilation, causal = zip(*options)
     mask = masks.neighborhood(
-        shape, window, stride=stride, dilation=dilation, causal=causal, edges=edges, order=by, block=block
+        shape, window=window, stride=stride, dilation=dilation, causal=causal, edges=edges, order=by, block=block
     )
     rule = natten_axis if edges == "shift" else cropped_axis
     assert_keeps(mask, all_axes(shape, [rule(n, *option) for n, option in zip(shape, options)], by))
 
 
 def test_every_query_of_a_shifted_window_sees_as_many_keys():
-    live = masks.neighborhood((11, 9), (5, 4), block=16).to_dense()[0, 0]
+    live = masks.neighborhood((11, 9), window=(5, 4), block=16).to_dense()[0, 0]
     assert (live.sum(1) == 20).all()
 
 
 @pytest.mark.parametrize(("window", "before", "after"), [(3, 1, 1), (4, 2, 1), (5, 2, 2)])
 def test_an_even_window_has_one_key_more_before_the_query(window, before, after):
-    live = masks.neighborhood((16,), window, block=16).to_dense()[0, 0]
+    live = masks.neighborhood((16,), window=window, block=16).to_dense()[0, 0]
     assert live[8].nonzero().flatten().tolist() == list(range(8 - before, 8 + after + 1))
 
 
 @pytest.mark.parametrize("edges", ["shift", "crop"])
 def test_a_cropped_window_is_a_band_in_one_dimension(edges):
-    mask = masks.neighborhood((100,), 7, edges=edges, block=32)
-    assert (mask == masks.local(100, 7, block=32)) == (edges == "crop")
+    mask = masks.neighborhood((100,), window=7, edges=edges, block=32)
+    assert (mask == masks.local(100, window=7, block=32)) == (edges == "crop")
 
 
 def test_a_stride_of_the_window_is_blocked_attention():
-    assert masks.neighborhood((12, 8), 4, stride=4, block=16) == masks.swin((12, 8), 4, block=16)
+    assert masks.neighborhood((12, 8), window=4, stride=4, block=16) == masks.swin((12, 8), window=4, block=16)
 
 
 def test_a_causal_neighborhood_on_every_axis_never_sees_a_later_token():
-    live = masks.neighborhood((4, 5, 6), 3, causal=True, block=16).to_dense()[0, 0]
+    live = masks.neighborhood((4, 5, 6), window=3, causal=True, block=16).to_dense()[0, 0]
     assert not live.triu(1).any() and live.diagonal().all()
 
 
@@ -145,7 +145,7 @@ def test_neighborhood_keeps_its_rule_on_images_of_many_blocks(shape, by):
     window, stride, dilation, causal = zip(*options)
     chosen = by(shape)
     mask = masks.neighborhood(
-        shape, window, stride=stride, dilation=dilation, causal=causal, order=chosen, block=(64, 32)
+        shape, window=window, stride=stride, dilation=dilation, causal=causal, order=chosen, block=(64, 32)
     )
     live = all_axes(shape, [natten_axis(n, *option) for n, option in zip(shape, options)], chosen)
     assert torch.equal(mask.validate().to_dense()[0, 0], live)
@@ -196,7 +196,7 @@ def swins(draw):
 def test_swin_is_the_mask_of_the_cyclic_shift(drawn):
     shape, window, shift, by, block = drawn
     live = in_order(swin_as_published(shape, window, shift), by)
-    assert_keeps(masks.swin(shape, window, shift=shift, order=by, block=block), live)
+    assert_keeps(masks.swin(shape, window=window, shift=shift, order=by, block=block), live)
 
 
 @given(st.data(), shapes())
@@ -207,7 +207,7 @@ def test_swin_cuts_any_side_at_the_shift_and_every_window(data, shape):
     for n, w, s in zip(shape, window, shift):
         cuts = np.cumsum([x % w == s % w for x in range(n)])
         seen.append(cuts[:, None] == cuts[None, :])
-    assert_keeps(masks.swin(shape, window, shift=shift, block=16), all_axes(shape, seen))
+    assert_keeps(masks.swin(shape, window=window, shift=shift, block=16), all_axes(shape, seen))
 
 
 @given(st.data(), blocks(BLOCKS))
@@ -227,16 +227,16 @@ def test_sliding_tiles_move_a_clamped_window_over_the_tiles(data, block):
         centre = np.clip(np.arange(n), left, n - 1 - right)[:, None]
         one = (np.arange(n) >= centre - left) & (np.arange(n) <= centre + right)
         seen.append(np.kron(one, np.ones((t, t), dtype=bool)))
-    mask = masks.sliding_tiles(tuple(shape), window, tile, order=by, block=block)
+    mask = masks.sliding_tiles(tuple(shape), window=window, tile=tile, order=by, block=block)
     assert_keeps(mask, all_axes(tuple(shape), seen, by))
 
 
 @pytest.mark.parametrize(("video", "tile"), [((8, 16, 16), (4, 4, 4)), ((4, 8, 32), (2, 4, 8))])
 def test_sliding_tiles_in_the_order_of_tiles_have_no_partial_tile(video, tile):
     window = tuple(2 * t for t in tile)
-    mask = masks.sliding_tiles(video, window, tile, order=order.tiles(video, tile), block=64)
+    mask = masks.sliding_tiles(video, window=window, tile=tile, order=order.tiles(video, tile), block=64)
     assert not mask.tile.any() and len(mask.bits) == 0
-    tiles = masks.neighborhood(tuple(n // t for n, t in zip(video, tile)), 2, block=16).to_dense()[0, 0]
+    tiles = masks.neighborhood(tuple(n // t for n, t in zip(video, tile)), window=2, block=16).to_dense()[0, 0]
     assert mask == BlockMask.from_layout(tiles, block=64)
 
 
@@ -262,7 +262,7 @@ def test_dilated_grid_sees_the_same_residues(data, shape, block):
     by = data.draw(orders(shape))
     dilation = data.draw(each(shape, lambda side: st.integers(1, side + 2)))
     seen = [(np.arange(n)[:, None] - np.arange(n)) % d == 0 for n, d in zip(shape, dilation)]
-    assert_keeps(masks.dilated_grid(shape, dilation, order=by, block=block), all_axes(shape, seen, by))
+    assert_keeps(masks.dilated_grid(shape, dilation=dilation, order=by, block=block), all_axes(shape, seen, by))
 
 
 # ---------------------------------------------------------------------- cost
@@ -270,28 +270,28 @@ def test_dilated_grid_sees_the_same_residues(data, shape, block):
 
 def test_a_dilated_grid_takes_memory_of_its_live_tiles_alone():
     # As many groups of tokens as tokens: a matrix of blocks and groups would take 32 GB.
-    assert masks.dilated_grid((1024, 1024), 1024) == masks.local(1 << 20, 1)
+    assert masks.dilated_grid((1024, 1024), dilation=1024) == masks.local(1 << 20, window=1)
 
 
 def test_stored_bits_of_a_window_do_not_grow_with_the_image():
     for by in (lambda shape: None, lambda shape: order.tiles(shape, 8), order.morton):
         small, large = ((side, side) for side in (256, 512))
-        bits = [len(masks.neighborhood(shape, 7, order=by(shape), block=64).bits) for shape in (small, large)]
+        bits = [len(masks.neighborhood(shape, window=7, order=by(shape), block=64).bits) for shape in (small, large)]
         assert bits[0] == bits[1]
 
 
 def test_a_window_in_the_order_of_tiles_has_far_fewer_live_tiles():
     image = (512, 512)
     rows, tiles = (
-        len(masks.neighborhood(image, 13, order=by, block=64).indices) for by in (None, order.tiles(image, 8))
+        len(masks.neighborhood(image, window=13, order=by, block=64).indices) for by in (None, order.tiles(image, 8))
     )
     assert rows > 4 * tiles
 
 
 def test_tile_sizes_of_queries_and_keys_may_differ():
     shape, by = (16, 24), order.hilbert((16, 24))
-    dense = masks.neighborhood(shape, 5, order=by, block=16).to_dense()[0, 0]
-    assert_keeps(masks.neighborhood(shape, 5, order=by, block=(128, 16)), dense)
+    dense = masks.neighborhood(shape, window=5, order=by, block=16).to_dense()[0, 0]
+    assert_keeps(masks.neighborhood(shape, window=5, order=by, block=(128, 16)), dense)
 
 
 # ---------------------------------------------------------------------- errors
@@ -353,30 +353,30 @@ def test_neighborhood_refuses_sizes_that_are_none(name):
 
 def test_neighborhood_refuses_what_does_not_go_together():
     with pytest.raises(ValueError, match="stride must not exceed window; got 4 and 3"):
-        masks.neighborhood((8, 8), 3, stride=4)
+        masks.neighborhood((8, 8), window=3, stride=4)
     with pytest.raises(ValueError, match=r'must not exceed the side with edges="shift"; got 3 \* 3 and 8'):
-        masks.neighborhood((16, 8), 3, dilation=3)
+        masks.neighborhood((16, 8), window=3, dilation=3)
     with pytest.raises(ValueError, match='edges must be "shift" or "crop"; got \'wrap\''):
-        masks.neighborhood((8, 8), 3, edges="wrap")
+        masks.neighborhood((8, 8), window=3, edges="wrap")
     for causal in (1, (True,), (True, 0)):
         with pytest.raises(ValueError, match="causal must be a bool, or one for each of the 2 axes; got"):
-            masks.neighborhood((8, 8), 3, causal=causal)
+            masks.neighborhood((8, 8), window=3, causal=causal)
 
 
 def test_swin_refuses_a_shift_of_a_window_or_more():
     with pytest.raises(ValueError, match="shift must lie between 0 and window - 1; got 4 for a window of 4"):
-        masks.swin((8, 8), 4, shift=4)
+        masks.swin((8, 8), window=4, shift=4)
     with pytest.raises(ValueError, match="shift must be at least 0 on every axis; got -1"):
-        masks.swin((8, 8), 4, shift=-1)
+        masks.swin((8, 8), window=4, shift=-1)
 
 
 def test_sliding_tiles_refuse_tiles_that_do_not_divide():
     with pytest.raises(ValueError, match="tile must divide the side and the window; got 3 for 8 and 3"):
-        masks.sliding_tiles((9, 8), 3, 3)
+        masks.sliding_tiles((9, 8), window=3, tile=3)
     with pytest.raises(ValueError, match="tile must divide the side and the window; got 4 for 8 and 6"):
-        masks.sliding_tiles((8, 8), 6, 4)
+        masks.sliding_tiles((8, 8), window=6, tile=4)
     with pytest.raises(ValueError, match="window must not exceed the side; got 12 and 8"):
-        masks.sliding_tiles((8, 8), 12, 4)
+        masks.sliding_tiles((8, 8), window=12, tile=4)
 
 
 # ---------------------------------------------------------------------- grids

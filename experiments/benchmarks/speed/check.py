@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.runner import Inputs
+from sparseflash.testing import Part, error_of, sampled_heads, sampled_part
 
 NAMES = ("out", "dq", "dk", "dv")
 SCORES_AT_ONCE = 2**25  # 256 MiB of fp64
@@ -26,45 +26,16 @@ LIVE_SCORES_IN_FULL = 2**30  # of a head: 0.2 s on an H100
 # (Frobenius norms). Rounding stays well below; a wrong mask or a wrong scale does not.
 SAME_FUNCTION = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 3e-3, torch.float64: 1e-6}
 
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a head that is compared: outputs and gradients of queries in the block rows `rows`, gradients of
-    keys and values in the key blocks `columns`. Whole: every row and every key block."""
-
-    rows: Tensor  # bool [M]
-    columns: Tensor  # bool [M]: blocks that see queries of `rows` only, so that their gradients are complete
-    block: int
-
-    @property
-    def whole(self) -> bool:
-        return bool(self.rows.all()) and bool(self.columns.all())
-
-    def tokens(self, name: str) -> Tensor:
-        """Bool [N]: the tokens whose `name` (one of NAMES) is compared."""
-        return (self.columns if name in ("dk", "dv") else self.rows).repeat_interleave(self.block)
-
-    def __str__(self) -> str:
-        if self.whole:
-            return "in full"
-        count = len(self.rows)
-        return f"{int(self.rows.sum())} of {count} query blocks and {int(self.columns.sum())} of {count} key blocks"
+checked_heads = sampled_heads
 
 
 def part(pattern: Pattern, *, limit: int = LIVE_SCORES_IN_FULL, blocks: int = 16, seed: int = 0) -> Part:
-    """What to compare of a head: all of it up to `limit` live scores; above, `blocks` block rows, and `blocks` key
-    blocks with every block row that sees one of them. The first and the last are among them, the others are drawn."""
+    """What to compare of a head: all of it up to `limit` live scores; above, `sampled_part` with so many blocks."""
     layout = pattern.full | pattern.partial
     every = torch.ones(len(layout), dtype=torch.bool, device=layout.device)
     if pattern.kept <= limit:
-        return Part(every, every, pattern.block)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randperm(len(layout), generator=generator)[: blocks - 2].to(layout.device) for _ in range(2)]
-    rows, columns = torch.zeros_like(every), torch.zeros_like(every)
-    for chosen, some in ((rows, drawn[0]), (columns, drawn[1])):
-        chosen[some] = chosen[0] = chosen[-1] = True
-    rows |= layout[:, columns].any(1)
-    return Part(rows, ~layout[~rows].any(0), pattern.block)
+        return Part(every, every, pattern.block, pattern.block)
+    return sampled_part(layout, pattern.block, pattern.block, blocks=blocks, seed=seed)
 
 
 def _chunks(pattern: Pattern, rows: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -118,13 +89,9 @@ def error_ratio(result: Tensor, plain: Tensor, truth: Tensor) -> float:
     """The error of `result` over the yardstick, the worse of the largest and the root-mean-square one; at
     most 1 is right.
 
-    NaN where the result or the yardstick is not finite.
+    Infinite where the result or the yardstick is not finite.
     """
-    unit = torch.finfo(plain.dtype).eps
-    error, plain_error = (result.double() - truth).abs(), (plain.double() - truth).abs()
-    largest = error.max() / (2 * plain_error.max() + unit * truth.abs().max())
-    rms = error.square().mean().sqrt() / (2 * plain_error.square().mean().sqrt() + unit * truth.square().mean().sqrt())
-    return float(torch.maximum(largest, rms))  # maximum, unlike max(), keeps a NaN
+    return error_of(result, truth, plain, rms=True).ratio
 
 
 def _plain_group(
@@ -151,7 +118,7 @@ def error_ratios(
     """The worst `error_ratio` over `heads`, pairs (batch, head of k and v), of each entry of `results`.
 
     results: some of NAMES -> [B, H, N, D]; "inference" is one more output. `compared`: the part of each head, all of it
-    if None. NaN where any element of a result, compared or not, is not finite.
+    if None. Infinite where any element of a result, compared or not, is not finite.
     """
     worst = dict.fromkeys(results, 0.0)
     rows = None if compared is None or compared.whole else compared.rows
@@ -167,22 +134,11 @@ def error_ratios(
                 assert compared is not None
                 tokens = compared.tokens(key)
                 three = tuple(tensor[..., tokens, :] for tensor in three)
-            ratio = error_ratio(*three)
-            if ratio > worst[name] or math.isnan(ratio):  # once NaN, NaN to the end
-                worst[name] = ratio
+            worst[name] = max(worst[name], error_ratio(*three))
     for name, result in results.items():
         if not bool(torch.isfinite(result).all()):
-            worst[name] = math.nan
+            worst[name] = math.inf
     return worst
-
-
-def checked_heads(batch: int, heads: int, count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """`count` pairs (batch, head of k and v): the first, the last, and others drawn; all if there are no more."""
-    total = batch * heads
-    generator = torch.Generator().manual_seed(seed)
-    between = (torch.randperm(max(total - 2, 0), generator=generator) + 1).tolist()
-    chosen = [0, total - 1, *between][: max(1, count)] if total > 1 else [0]
-    return [divmod(index, heads) for index in chosen]
 
 
 def difference(result: Tensor, ours: Tensor) -> float:

@@ -177,10 +177,10 @@ def block_mask(kind: str, length: int, block: int) -> BlockMask:
     if kind == "butterfly":
         return masks.butterfly(length, block=block)
     if kind in WINDOWS:
-        return masks.local(length, 2 * WINDOWS[kind], block=block)  # a window of w keys sees |q - k| <= w // 2
+        return masks.local(length, window=2 * WINDOWS[kind], block=block)  # a window of w keys sees |q - k| <= w // 2
     if kind == "neighborhood":
         image = grid(length, block)
         shape, tile = (image.height, image.width), (image.tile_height, image.tile_width)
         window_ = (image.window_height, image.window_width)
-        return masks.neighborhood(shape, window_, order=masks.order.tiles(shape, tile), block=block)
+        return masks.neighborhood(shape, window=window_, order=masks.order.tiles(shape, tile), block=block)
     return BlockMask.from_layout(pattern(kind, length, block).full, block=block)

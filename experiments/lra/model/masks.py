@@ -21,7 +21,7 @@ def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
     if name == "dense":
         return BlockMask.dense(length, block=block)
     if name == "local":
-        return masks.local(length, window, block=block)
+        return masks.local(length, window=window, block=block)
     if name == "butterfly":
         return masks.butterfly(length, block=block)
     if ":" not in name:

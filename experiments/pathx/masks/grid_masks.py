@@ -34,11 +34,11 @@ def _of_pixels(relation: Relation, side: int, block: int) -> BlockMask:
     if relation.kind == "dense":
         return BlockMask.dense(side * side, block=block)
     if relation.kind == "near":
-        return masks.neighborhood(shape, 2 * radius + 1, edges="crop", order=order, block=block)
+        return masks.neighborhood(shape, window=2 * radius + 1, edges="crop", order=order, block=block)
     if relation.kind == "rows":
-        return masks.neighborhood(shape, (2 * radius + 1, everywhere), edges="crop", order=order, block=block)
+        return masks.neighborhood(shape, window=(2 * radius + 1, everywhere), edges="crop", order=order, block=block)
     if relation.kind == "columns":
-        return masks.neighborhood(shape, (everywhere, 2 * radius + 1), edges="crop", order=order, block=block)
+        return masks.neighborhood(shape, window=(everywhere, 2 * radius + 1), edges="crop", order=order, block=block)
     if relation.kind == "axial" and radius == 0:
         return masks.axial(shape, order=order, block=block)
     if relation.kind == "butterfly":

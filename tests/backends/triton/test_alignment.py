@@ -49,7 +49,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("dim", [16, 18])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_are_given_aligned_rows_and_give_the_same_bits(launched, layout, dim):
-    mask, generator = masks.local(40, 9, block=16), torch.Generator().manual_seed(0)
+    mask, generator = masks.local(40, window=9, block=16), torch.Generator().manual_seed(0)
     tensors = torch.randn(4, 2, 2, 40, dim, generator=generator).half()
     q, k, v, dout = (x.clone() for x in tensors)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -68,7 +68,7 @@ def test_kernels_are_given_aligned_rows_and_give_the_same_bits(launched, layout,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_repeated_calls_copy_too_and_return_what_the_first_one_does(launched, layout):
-    mask, generator = masks.local(40, 9, block=16), torch.Generator().manual_seed(0)
+    mask, generator = masks.local(40, window=9, block=16), torch.Generator().manual_seed(0)
     q, k, v = (laid_out(x, layout) for x in torch.randn(3, 1, 2, 40, 18, generator=generator).half())
     first = attention(q, k, v, mask, backend="triton")
     calls, key = call_cache.place_of(q, k, v, mask, None, "portable", on_gpu_only=False)

@@ -25,7 +25,7 @@ def tensors(seed=0, heads=2, kv_heads=2, tokens=TOKENS, dim=16, dtype=torch.floa
 
 
 def mask_of(tokens=TOKENS):
-    return masks.local(tokens, 16, block=16)
+    return masks.local(tokens, window=16, block=16)
 
 
 def counted():

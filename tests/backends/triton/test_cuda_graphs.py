@@ -75,7 +75,7 @@ def test_a_mask_that_a_graph_has_made_keeps_nothing_between_replays():
 
     def chosen(seed):
         scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
-        return masks.top_k_blocks(scores, 2, q_len=60, block=16)
+        return masks.top_k_blocks(scores, k=2, q_len=60, block=16)
 
     attention(*tensors(60), chosen(3), backend="triton")
     with recorded():

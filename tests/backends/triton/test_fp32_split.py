@@ -87,7 +87,7 @@ def test_keys_that_few_queries_read_are_not_split_before():
 
 def test_a_new_layout_is_refused_while_a_graph_is_recorded(monkeypatch):
     q, k, v = (torch.randn(1, 2, 96, 16) for _ in range(3))
-    mask = masks.local(96, 64, block=32)
+    mask = masks.local(96, window=64, block=32)
     attention(q, k, v, mask, backend="triton")
     monkeypatch.setattr(streams, "is_capturing", lambda device: True)
     attention(q, k, v, mask, backend="triton")  # as before
@@ -219,7 +219,7 @@ def test_fp32_needs_memory_in_proportion_to_the_tokens():
     """The pieces of q, k, v and of the gradient of the output are six bytes a number, and gone afterwards."""
     peaks = []
     for tokens in (16_384, 65_536):
-        mask = masks.local(tokens, 256).to("cuda")
+        mask = masks.local(tokens, window=256).to("cuda")
         q, k, v = (torch.randn(1, 2, tokens, 64, device="cuda", requires_grad=True) for _ in range(3))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -57,7 +57,7 @@ def test_one_mask_serves_tensors_that_differ_in_anything(masked, dtype):
 
 def test_a_second_call_prepares_nothing():
     q, k, v = wide(), wide(seed=1), wide(seed=2)
-    mask = masks.local(40, 9, block=16)
+    mask = masks.local(40, window=9, block=16)
     attention(q, k, v, mask, backend="triton")
     with mock.patch.object(passes, "Forward", side_effect=AssertionError("prepared again")):
         attention(q, k, v, mask, backend="triton")

@@ -115,7 +115,7 @@ def test_gathered_tiles_are_full_where_enough_blocks_are():
 
 
 def test_bits_of_equal_gathered_tiles_are_stored_once():
-    mask = masks.local(1 << 14, 512, block=16)
+    mask = masks.local(1 << 14, window=512, block=16)
     lists = retiled(mask).lists(0, Tiling(64, 64, 16))
     assert len(lists.words) < 40 * 64 * 2
     assert int((lists.tile > 0).sum()) > 500
@@ -217,7 +217,7 @@ def test_a_walk_costs_its_steps_and_its_programs():
 
 
 def test_held_tokens_are_those_of_all_patterns():
-    made = retiled(masks.per_head([masks.causal(100, 70, block=16), masks.local(100, 9, k_len=70, block=16)]))
+    made = retiled(masks.per_head([masks.causal(100, 70, block=16), masks.local(100, window=9, k_len=70, block=16)]))
     assert (made.held(0), made.held(1)) == (200, 140)
 
 
@@ -246,7 +246,7 @@ def test_masks_of_large_blocks_are_planned_as_they_are_without_a_question(kind):
 
 
 def test_a_dynamic_mask_is_run_in_its_own_tiles_and_not_waited_for():
-    dynamic = made_dynamic(masks.local(60, 30, block=16), 0)
+    dynamic = made_dynamic(masks.local(60, window=30, block=16), 0)
     with NoWaiting():
         assert plan(dynamic).tiling(0, LARGEST, LARGEST, HALF) is None
     with tilings_taken_by(None):
@@ -255,7 +255,7 @@ def test_a_dynamic_mask_is_run_in_its_own_tiles_and_not_waited_for():
 
 
 def test_small_problems_are_run_in_the_tiles_of_the_mask():
-    mask = masks.local(60, 30, block=16)
+    mask = masks.local(60, window=30, block=16)
     run(mask, 60)
     assert set(tilings_of(mask).values()) == {Tiling(16, 16)}
 
@@ -268,7 +268,7 @@ def test_a_dense_plan_has_one_tiling():
 
 
 def test_tilings_are_made_once_for_all_plans_of_a_mask():
-    mask = masks.local(256, 60, block=16)
+    mask = masks.local(256, window=60, block=16)
     with tilings_taken_by("united"):
         run(mask, 256)
         taken = tilings_of(mask)
@@ -283,7 +283,7 @@ def test_the_mask_can_be_freed_after_a_run():
     import gc
     import weakref
 
-    mask = masks.local(64, 30, block=16)
+    mask = masks.local(64, window=30, block=16)
     with tilings_taken_by("united"):
         run(mask, 64)
         gone = weakref.ref(mask.indices)

@@ -80,7 +80,7 @@ def test_hidden_tokens_are_learned_from_those_around_them():
         5  # the first half of the sequences says 5, the others 9: no frequency tells which
     )
     batch.ids[3:][batch.ids[3:] != PADDING] = 9
-    model = build_model(DENOISE, TASKS["listops"], masks.local(48, 16, block=16))
+    model = build_model(DENOISE, TASKS["listops"], masks.local(48, window=16, block=16))
     optimizer = build_optimizer(DENOISE, model)
     losses = []
     for step in range(10):

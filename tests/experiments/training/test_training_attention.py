@@ -17,7 +17,7 @@ from sparseflash import BlockMask, masks
 
 MASKS = {
     "dense": BlockMask.dense(48, block=16),
-    "local": masks.local(48, 8, block=16),
+    "local": masks.local(48, window=8, block=16),
     # most rows are empty for sequences that end early
     "last keys": BlockMask.from_function(lambda q, k: (k > 36) | ((q == 3) & (k == 3)), 48, block=16),
 }

@@ -33,29 +33,33 @@ def far_cell(i: Tensor, j: Tensor, count: int) -> Tensor:
 PATTERNS: list[Pattern] = [
     Pattern(
         "strided", "factorized", "k <= q and (q - k < 128 or 128 divides q - k)",
-        lambda n, block: masks.strided(n, STRIDE, block=block),
+        lambda n, block: masks.strided(n, stride=STRIDE, block=block),
         lambda h, q, k, n, block: (k <= q) & ((q - k < STRIDE) | ((q - k) % STRIDE == 0)), tokens=MEDIUM, causal=True,
     ),
     Pattern(
         "strided, far part", "factorized", "k <= q and 128 divides q - k; the reach is with the near part, in turns",
-        lambda n, block: masks.strided(n, STRIDE, attend="strided", block=block),
+        lambda n, block: masks.strided(n, stride=STRIDE, attend="strided", block=block),
         lambda h, q, k, n, block: (k <= q) & ((q - k) % STRIDE == 0), tokens=MEDIUM, causal=True,
-        stack=lambda n, block: [masks.strided(n, STRIDE, attend=part, block=block) for part in ("local", "strided")],
+        stack=lambda n, block: [
+            masks.strided(n, stride=STRIDE, attend=part, block=block) for part in ("local", "strided")
+        ],
     ),
     Pattern(
         "fixed", "factorized", "k <= q and (q // 128 = k // 128 or k % 128 >= 120)",
-        lambda n, block: masks.fixed(n, STRIDE, 8, block=block),
+        lambda n, block: masks.fixed(n, stride=STRIDE, summary=8, block=block),
         lambda h, q, k, n, block: of_chunks(h, q, k, summary=8, verts=1), tokens=MEDIUM, causal=True,
     ),
     Pattern(
         "fixed, far part", "factorized", "k <= q and k % 128 >= 120; the reach is with the own chunk, in turns",
-        lambda n, block: masks.fixed(n, STRIDE, 8, attend="summary", block=block),
+        lambda n, block: masks.fixed(n, stride=STRIDE, summary=8, attend="summary", block=block),
         lambda h, q, k, n, block: (k <= q) & (k % STRIDE >= STRIDE - 8), tokens=MEDIUM, causal=True,
-        stack=lambda n, block: [masks.fixed(n, STRIDE, 8, attend=part, block=block) for part in ("local", "summary")],
+        stack=lambda n, block: [
+            masks.fixed(n, stride=STRIDE, summary=8, attend=part, block=block) for part in ("local", "summary")
+        ],
     ),
     Pattern(
         "fixed, per head", "factorized", "as fixed, with k % 128 >= 112 in head 0, 96..111 in head 1, and so on",
-        lambda n, block: masks.fixed(n, STRIDE, 16, heads=4, num_verts=4, block=block),
+        lambda n, block: masks.fixed(n, stride=STRIDE, summary=16, heads=4, num_verts=4, block=block),
         lambda h, q, k, n, block: of_chunks(h, q, k, summary=16, verts=4), tokens=MEDIUM, causal=True,
     ),
     Pattern(

@@ -24,14 +24,14 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "random_blocks", "random", "i = j, or j one of 3 drawn for i",
-        lambda n, block: masks.random_blocks(n, 3, block=block),
+        lambda n, block: masks.random_blocks(n, count=3, block=block),
     ),
     Pattern(
         "random_blocks, causal", "random", "i = j and k <= q, or j one of 3 drawn from the past of i",
-        lambda n, block: masks.random_blocks(n, 3, causal=True, block=block), causal=True,
+        lambda n, block: masks.random_blocks(n, count=3, causal=True, block=block), causal=True,
     ),
     Pattern(
         "expander", "random", "i = j, or neighbours on one of 3 random cycles through all blocks",
-        lambda n, block: masks.expander(n, 6, block=block),
+        lambda n, block: masks.expander(n, degree=6, block=block),
     ),
 ]  # fmt: skip

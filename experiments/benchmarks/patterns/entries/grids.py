@@ -86,7 +86,7 @@ def tiles_near(x: Tensor, y: Tensor, side: int, tile: int) -> Tensor:
 def sliding(n: int, block: int, shape: Sequence[int], tile: Sequence[int]) -> BlockMask:
     """Sliding tiles of a block each, in the order of tiles."""
     window = [min(3 * length, side) for length, side in zip(tile, shape)]
-    return masks.sliding_tiles(shape, window, tile, order=masks.order.tiles(shape, tile), block=block)
+    return masks.sliding_tiles(shape, window=window, tile=tile, order=masks.order.tiles(shape, tile), block=block)
 
 
 def sliding_live(shape_of: Callable[[int], Sequence[int]]) -> Live:
@@ -105,7 +105,7 @@ def sliding_live(shape_of: Callable[[int], Sequence[int]]) -> Live:
 def window(n: int, block: int, order: Callable[[Sequence[int]], Tensor] | None = None) -> BlockMask:
     """A window of an image in an order of the tokens."""
     shape = sides(n)
-    return masks.neighborhood(shape, WINDOW, order=None if order is None else order(shape), block=block)
+    return masks.neighborhood(shape, window=WINDOW, order=None if order is None else order(shape), block=block)
 
 
 def cross(q: Tensor, k: Tensor, n: int, places_of: Callable[[Tensor, Sequence[int]], list[Tensor]]) -> Tensor:
@@ -136,25 +136,26 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "neighborhood, cropped", "images and videos", "rows and columns of q and k at most 6 apart",
-        lambda n, block: masks.neighborhood(sides(n), WINDOW, edges="crop", block=block),
+        lambda n, block: masks.neighborhood(sides(n), window=WINDOW, edges="crop", block=block),
         on_grid(lambda x, y, side: (x - y).abs() <= WINDOW // 2),
     ),
     Pattern(
         "neighborhood, causal", "images and videos", "0 <= q - k < 13 in row and in column",
-        lambda n, block: masks.neighborhood(sides(n), WINDOW, causal=True, block=block),
+        lambda n, block: masks.neighborhood(sides(n), window=WINDOW, causal=True, block=block),
         on_grid(lambda x, y, side: (y <= x) & (x - y < WINDOW)), causal=True,
     ),
     Pattern(
         "neighborhood, stride 4", "images and videos", "groups of 4 x 4 pixels share a window of 13 x 13",
-        lambda n, block: masks.neighborhood(sides(n), WINDOW, stride=4, block=block), on_grid(in_groups(WINDOW, 4)),
+        lambda n, block: masks.neighborhood(sides(n), window=WINDOW, stride=4, block=block),
+        on_grid(in_groups(WINDOW, 4)),
     ),
     Pattern(
         "neighborhood, dilation 2", "images and videos", "the 7 x 7 nearest of every second pixel each way",
-        lambda n, block: masks.neighborhood(sides(n), 7, dilation=2, block=block), on_grid(with_gaps(7, 2)),
+        lambda n, block: masks.neighborhood(sides(n), window=7, dilation=2, block=block), on_grid(with_gaps(7, 2)),
     ),
     Pattern(
         "neighborhood, video", "images and videos", "video: the 3 x 7 x 7 nearest, moved inwards at edges",
-        lambda n, block: masks.neighborhood(volume(n), (3, 7, 7), block=block),
+        lambda n, block: masks.neighborhood(volume(n), window=(3, 7, 7), block=block),
         lambda h, q, k, n, block: video_window(q, k, volume(n)),
     ),
     Pattern(
@@ -167,17 +168,17 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "swin", "images and videos", "q and k in one window of 8 x 8 pixels",
-        lambda n, block: masks.swin(sides(n), 8, block=block), on_grid(lambda x, y, side: x // 8 == y // 8),
+        lambda n, block: masks.swin(sides(n), window=8, block=block), on_grid(lambda x, y, side: x // 8 == y // 8),
     ),
     Pattern(
         "swin, shifted", "images and videos", "the same, cut at 4, 12, 20, ...; the reach is of both, in turns",
-        lambda n, block: masks.swin(sides(n), 8, shift=4, block=block),
+        lambda n, block: masks.swin(sides(n), window=8, shift=4, block=block),
         on_grid(lambda x, y, side: (x + 4) // 8 == (y + 4) // 8),
-        stack=lambda n, block: [masks.swin(sides(n), 8, shift=shift, block=block) for shift in (0, 4)],
+        stack=lambda n, block: [masks.swin(sides(n), window=8, shift=shift, block=block) for shift in (0, 4)],
     ),
     Pattern(
         "swin, tile order", "images and videos", "windows of 8 x 8 again; tokens in their order",
-        lambda n, block: masks.swin(sides(n), 8, order=masks.order.tiles(sides(n), 8), block=block),
+        lambda n, block: masks.swin(sides(n), window=8, order=masks.order.tiles(sides(n), 8), block=block),
         lambda h, q, k, n, block: q // 64 == k // 64,
     ),
     Pattern(
@@ -193,12 +194,12 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "dilated_grid", "images and videos", "4 divides the difference in row and in column",
-        lambda n, block: masks.dilated_grid(sides(n), 4, block=block),
+        lambda n, block: masks.dilated_grid(sides(n), dilation=4, block=block),
         on_grid(lambda x, y, side: (x - y) % 4 == 0), tokens=MEDIUM,
     ),
     Pattern(
         "dilated_grid, residue order", "images and videos", "the same scores; tokens of the same residues together",
-        lambda n, block: masks.dilated_grid(sides(n), 4, order=masks.order.residues(sides(n), 4), block=block),
+        lambda n, block: masks.dilated_grid(sides(n), dilation=4, order=masks.order.residues(sides(n), 4), block=block),
         on_grid(lambda x, y, side: (x - y) % 4 == 0, places_of=lambda x, shape, block: places_by_residue(x, shape, 4)),
         tokens=MEDIUM,
     ),

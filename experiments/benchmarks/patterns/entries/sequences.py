@@ -58,7 +58,7 @@ PATTERNS: list[Pattern] = [
         lambda h, q, k, n, block: k <= q, tokens=MEDIUM, causal=True,
     ),
     Pattern(
-        "prefix_lm", "basic", "k < 256 or k <= q", lambda n, block: masks.prefix_lm(n, 256, block=block),
+        "prefix_lm", "basic", "k < 256 or k <= q", lambda n, block: masks.prefix_lm(n, prefix=256, block=block),
         lambda h, q, k, n, block: (k < 256) | (k <= q), tokens=MEDIUM,
     ),
     Pattern(
@@ -72,20 +72,21 @@ PATTERNS: list[Pattern] = [
         lambda h, q, k, n, block: (document(q) == document(k)) & (k <= q), causal=True,
     ),
     Pattern(
-        "chunked", "basic", "q // 256 = k // 256", lambda n, block: masks.chunked(n, 256, block=block),
+        "chunked", "basic", "q // 256 = k // 256", lambda n, block: masks.chunked(n, chunk=256, block=block),
         lambda h, q, k, n, block: q // 256 == k // 256,
     ),
     Pattern(
         "chunked, causal", "basic", "q // 200 = k // 200 and k <= q",
-        lambda n, block: masks.chunked(n, 200, causal=True, block=block),
+        lambda n, block: masks.chunked(n, chunk=200, causal=True, block=block),
         lambda h, q, k, n, block: (q // 200 == k // 200) & (k <= q), causal=True,
     ),
     Pattern(
-        "local", "windows", "|q - k| <= 128", lambda n, block: masks.local(n, 256, block=block),
+        "local", "windows", "|q - k| <= 128", lambda n, block: masks.local(n, window=256, block=block),
         lambda h, q, k, n, block: (q - k).abs() <= 128,
     ),
     Pattern(
-        "local, causal", "windows", "q - 256 < k <= q", lambda n, block: masks.local(n, 256, causal=True, block=block),
+        "local, causal", "windows", "q - 256 < k <= q",
+        lambda n, block: masks.local(n, window=256, causal=True, block=block),
         lambda h, q, k, n, block: (k <= q) & (q - k < 256), causal=True,
     ),
     Pattern(
@@ -95,48 +96,50 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "dilated", "windows", "|q - k| <= 192 and 3 divides q - k",
-        lambda n, block: masks.dilated(n, 129, 3, block=block),
+        lambda n, block: masks.dilated(n, window=129, dilation=3, block=block),
         lambda h, q, k, n, block: ((q - k).abs() <= 192) & ((q - k) % 3 == 0),
     ),
     Pattern(
         "dilated, causal", "windows", "q - 256 < k <= q and 16 divides q - k",
-        lambda n, block: masks.dilated(n, 16, 16, causal=True, block=block),
+        lambda n, block: masks.dilated(n, window=16, dilation=16, causal=True, block=block),
         lambda h, q, k, n, block: (k <= q) & (q - k < 256) & ((q - k) % 16 == 0), causal=True,
     ),
     Pattern(
         "longformer", "windows", "|q - k| <= 64, or q or k is one of the first 16 tokens",
-        lambda n, block: masks.longformer(n, 128, 16, block=block),
+        lambda n, block: masks.longformer(n, window=128, global_tokens=16, block=block),
         lambda h, q, k, n, block: ((q - k).abs() <= 64) | (q < 16) | (k < 16),
     ),
     Pattern(
         "longformer, causal", "windows", "k <= q and (q - 128 < k, or q or k is token 0, 400 or 700)",
-        lambda n, block: masks.longformer(n, 128, [0, 400, 700], causal=True, block=block),
+        lambda n, block: masks.longformer(n, window=128, global_tokens=[0, 400, 700], causal=True, block=block),
         lambda h, q, k, n, block: (k <= q) & ((q - k < 128) | among(q, (0, 400, 700)) | among(k, (0, 400, 700))),
         causal=True,
     ),
     Pattern(
         "streaming", "windows", "k <= q and (q - 192 < k or k < 4)",
-        lambda n, block: masks.streaming(n, 192, 4, block=block),
+        lambda n, block: masks.streaming(n, window=192, sink=4, block=block),
         lambda h, q, k, n, block: (k <= q) & ((q - k < 192) | (k < 4)), causal=True,
     ),
     Pattern(
         "a_shape", "windows", "k <= q and (q - k <= 128 or k < 64)",
-        lambda n, block: masks.a_shape(n, 64, 128, block=block),
+        lambda n, block: masks.a_shape(n, sink=64, local=128, block=block),
         lambda h, q, k, n, block: (k <= q) & ((q - k <= 128) | (k < 64)), causal=True,
     ),
     Pattern(
         "tri_shape", "windows", "k <= q and (q - k <= 128 or k < 64 or q is one of the last 128)",
-        lambda n, block: masks.tri_shape(n, 64, 128, 128, block=block),
+        lambda n, block: masks.tri_shape(n, sink=64, local=128, last=128, block=block),
         lambda h, q, k, n, block: (k <= q) & ((q - k <= 128) | (k < 64) | (q >= n - 128)), causal=True,
     ),
     Pattern(
         "vertical_slash", "windows", "k <= q and (k in 0..3, 100, 357, 640 or q - k in 0..31, 128, 300, 517)",
-        lambda n, block: masks.vertical_slash(n, COLUMNS, DIAGONALS, block=block),
+        lambda n, block: masks.vertical_slash(n, vertical=COLUMNS, slash=DIAGONALS, block=block),
         lambda h, q, k, n, block: (k <= q) & (among(k, COLUMNS) | among(q - k, DIAGONALS)), causal=True,
     ),
     Pattern(
         "vertical_slash, per head", "windows", "columns and diagonals of its own for each of two heads",
-        lambda n, block: masks.vertical_slash(n, [c for c, _ in OF_HEAD], [d for _, d in OF_HEAD], block=block),
+        lambda n, block: masks.vertical_slash(
+            n, vertical=[c for c, _ in OF_HEAD], slash=[d for _, d in OF_HEAD], block=block
+        ),
         lambda h, q, k, n, block: by_head(h, q, k), causal=True,
     ),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ WHITE = (255, 255, 255)
 
 
 def local(name, group="windows", rule="near"):
-    return Pattern(name, group, rule, lambda n, block: masks.local(n, 40, block=block))
+    return Pattern(name, group, rule, lambda n, block: masks.local(n, window=40, block=block))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_cells_at_a_ragged_end_are_shares_of_what_is_there():
 
 
 def test_a_dynamic_mask_is_drawn_like_the_same_canonical_one():
-    chosen = masks.top_k_blocks(torch.rand(4, 4), 2, q_len=64, block=16, causal=True)
+    chosen = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=64, block=16, causal=True)
     assert chosen.dynamic and np.array_equal(gallery.picture(chosen), gallery.picture(chosen.canonical()))
 
 

@@ -33,10 +33,10 @@ def test_a_pattern_is_counted_at_one_length_and_built_at_another(no_analysis):
 
     def build(tokens, block):
         built.append(tokens)
-        return masks.local(tokens, 30, block=block)
+        return masks.local(tokens, window=30, block=block)
 
     row = measure.measure(Pattern("near", "windows", "near", build), tokens=640, at=320, block=32, repeats=3)
-    small, large = masks.local(320, 30, block=32), masks.local(640, 30, block=32)
+    small, large = masks.local(320, window=30, block=32), masks.local(640, window=30, block=32)
     assert (row.density, row.tiles, row.at, row.layers) == (small.density, len(small.indices), 320, 5)
     assert (row.tokens, row.megabytes) == (640, large.nbytes / 1e6)
     assert row.seconds > 0
@@ -54,14 +54,16 @@ def test_building_takes_the_median_of_the_builds_after_the_first(monkeypatch):
 def test_a_choice_is_counted_without_its_room_and_has_no_layers_of_its_own():
     def build(tokens, block):
         scores = torch.arange(16.0).view(4, 4)
-        return masks.top_k_blocks(scores, 3, q_len=tokens, block=block, causal=True)
+        return masks.top_k_blocks(scores, k=3, q_len=tokens, block=block, causal=True)
 
     row = measure.measure(Pattern("chosen", "", "", build, chosen=True), tokens=64, at=64, block=16, repeats=1)
     assert row.tiles == 1 + 2 + 3 + 3 and row.layers == "-"
 
 
 def test_what_never_reaches_everything_says_so():
-    row = measure.measure(Pattern("apart", "", "", lambda n, block: masks.chunked(n, 16, block=16)), tokens=64, at=64)
+    row = measure.measure(
+        Pattern("apart", "", "", lambda n, block: masks.chunked(n, chunk=16, block=16)), tokens=64, at=64
+    )
     assert row.layers == "never"
 
 

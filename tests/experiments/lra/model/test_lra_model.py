@@ -38,7 +38,7 @@ def test_steps_on_one_batch_lower_its_loss(pool):
 
 def test_weights_are_dropped_in_training_only():
     batch = fake_batch()
-    model = model_with(masks.local(48, 8, block=16), attention_dropout=0.5)
+    model = model_with(masks.local(48, window=8, block=16), attention_dropout=0.5)
     assert not torch.equal(model.train()(batch.ids, batch.lengths), model(batch.ids, batch.lengths))
     assert torch.equal(model.eval()(batch.ids, batch.lengths), model(batch.ids, batch.lengths))
 

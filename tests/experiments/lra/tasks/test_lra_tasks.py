@@ -393,7 +393,7 @@ def test_small_heads_are_computed_as_they_are():
     torch.manual_seed(0)
     layer = SelfAttention(32, 4, 4, 0.0, False)
     q, k, v = torch.randn(3, 2, 4, 32, 4)
-    mask = masks.local(32, 8, block=16)
+    mask = masks.local(32, window=8, block=16)
     want = attention(q.double(), k.double(), v.double(), mask, backend="reference")
     torch.testing.assert_close(layer.mix(q, k, v, mask).double(), want, atol=1e-6, rtol=1e-5)
 
@@ -409,6 +409,6 @@ def test_small_heads_are_checked_as_the_model_calls_them(monkeypatch):
 
     monkeypatch.setattr(layer.sparseflash, "attention", kernel)
     q, k, v, dout = torch.randn(4, 2, 4, 32, 4)
-    call = exactness.Captured(q, k, v, dout, masks.local(32, 8, block=16))
+    call = exactness.Captured(q, k, v, dout, masks.local(32, window=8, block=16))
     for ours, exact in zip(exactness.sparse(call), exactness.dense(call, torch.float64), strict=True):
         assert exactness.error(ours, exact) < 1e-5

@@ -1,0 +1,239 @@
+"""From a rule, a function of positions, to the tiles that it makes live: what `BlockMask.from_function` does."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import bitmask
+from sparseflash.blockmask.arguments import boolean, check_block_count, integer
+from sparseflash.blockmask.build import SCORES_AT_ONCE, Part, tile_list
+
+_PAIRS_AT_ONCE = 1 << 22  # block pairs a candidate function sees at a time
+
+# What PyTorch says where Python wants one number of a tensor that has many.
+_ONE_NUMBER = (
+    "Boolean value of Tensor",
+    "cannot be converted to Scalar",
+    "only one element tensors can be converted",
+    "only integer tensors of a single element can be converted",
+    "only 0-dimensional arrays can be converted",
+    "only length-1 arrays can be converted",
+)
+
+Live = Callable[..., Tensor]  # of (q_idx, k_idx), or of (b, h, q_idx, k_idx)
+# A block layout, a function of block indices, or a list of tiles: block rows and block columns.
+Candidates = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor, Tensor], Tensor]
+
+
+def tiles_of_rule(
+    live: Live,
+    batch: int | None,
+    heads: int | None,
+    q_len: int,
+    k_len: int,
+    block: tuple[int, int],
+    candidates: Candidates | None,
+    device: torch.device,
+) -> tuple[list[Part], Tensor]:
+    """The tiles of each pattern that the rule gives, and which of them each batch element and head has, int64 `[B, H]`.
+
+    See `BlockMask.from_function`.
+    """
+    if not takes_numbers(live, batch, heads):
+        part = _tiles(live, q_len, k_len, block, candidates, device)
+        return [part], torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+    batch, heads = (_at_least_one(n, name) for n, name in ((batch, "batch"), (heads, "heads")))
+    b, h = (torch.arange(n, device=device) for n in (batch, heads))
+    reads_b, reads_h = _reads(live, b, h)
+    parts: list[Part] = []
+    number_of: dict[bytes, int] = {}
+    numbers = torch.empty(batch if reads_b else 1, heads if reads_h else 1, dtype=torch.int64, device="cpu")
+    for i in range(numbers.shape[0]):
+        for j in range(numbers.shape[1]):
+            part = _tiles(_of(live, b[i], h[j]), q_len, k_len, block, candidates, device)
+            digest = hashlib.blake2b(digest_size=16)  # by which equal patterns are told before the next one is made
+            for array in part:
+                digest.update(array.cpu().numpy().tobytes() + repr(array.shape).encode())
+            numbers[i, j] = number = number_of.setdefault(digest.digest(), len(parts))
+            if number == len(parts):
+                parts.append(part)
+    return parts, numbers.expand(batch, heads)
+
+
+def takes_numbers(live: Any, batch: int | None, heads: int | None) -> bool:
+    """Whether to ask a rule with the numbers of batch element and head, too."""
+    if not callable(live):
+        raise TypeError(f"live must be a function of positions (q_idx, k_idx); got {type(live).__name__}.")
+    given = batch is not None or heads is not None
+    signature, two, four = _arity(live)
+    if not two and not four:
+        raise TypeError(
+            "live must take two arguments, positions of queries and of keys, or four, the numbers of the batch element "
+            f"and the head before them; got a function of {signature}."
+        )
+    if four and not two and not given:
+        raise TypeError(
+            "batch and heads must say for how many batch elements and heads to ask a rule of four arguments (1 for "
+            f"what it does not depend on): from_function(live, q_len, batch=1, heads=8); got a function of {signature}."
+        )
+    if given and not four:
+        raise TypeError(
+            "live must take four arguments (b, h, q_idx, kv_idx) where batch or heads is given; got a function of "
+            f"{signature}. Without them its mask is the same for all batch elements and heads."
+        )
+    return given
+
+
+def _arity(live: Any) -> tuple[inspect.Signature | None, bool, bool]:
+    """The signature, and whether it can be called with two arguments, and with four."""
+    try:
+        signature = inspect.signature(live)
+    except ValueError:  # of some functions of C nobody knows
+        return None, True, True
+
+    def takes(count: int) -> bool:
+        try:
+            signature.bind(*[None] * count)
+        except TypeError:
+            return False
+        return True
+
+    return signature, takes(2), takes(4)
+
+
+def _at_least_one(value: int | None, name: str) -> int:
+    count = 1 if value is None else integer(value, name, "batch elements" if name == "batch" else name)
+    if count < 1:
+        raise ValueError(f"{name} must be at least 1; got {count}.")
+    return count
+
+
+def _of(live: Any, b: Tensor, h: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The rule of one batch element and head. Their numbers are tensors without dimensions, as FlexAttention's are."""
+
+    def of_positions(q: Tensor, k: Tensor) -> Tensor:
+        answer: Tensor = live(b, h, q, k)
+        return answer
+
+    return of_positions
+
+
+def _reads(live: Any, b: Tensor, h: Tensor) -> tuple[bool, bool]:
+    """Whether the answer depends on the number of the batch element, and of the head, or may do.
+
+    Asked about two of each at once, a rule that does not look at them answers for one.
+    """
+    if len(b) == len(h) == 1:
+        return True, True
+    place = b.new_zeros(1, 1, 1)
+    try:
+        answer = live(b[:2].view(-1, 1, 1, 1, 1), h[:2].view(-1, 1, 1, 1), place, place)
+        shape = (1,) * (5 - answer.ndim) + tuple(answer.shape)
+    except Exception:  # that of a rule which takes one number at a time; others come when it is asked
+        return True, True
+    return shape[0] > 1, shape[1] > 1
+
+
+def _tiles(
+    live: Callable[[Tensor, Tensor], Tensor],
+    q_len: int,
+    k_len: int,
+    block: tuple[int, int],
+    candidates: Candidates | None,
+    device: torch.device,
+) -> Part:
+    """The tiles of a rule of two positions."""
+    block_q, block_k = block
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    if isinstance(candidates, tuple):
+        rows, cols = tile_list(*candidates, row_blocks, col_blocks)
+        candidates = rows.to(device), cols.to(device)
+    elif candidates is not None and not callable(candidates):
+        candidates = boolean(candidates, "candidates").to(device)
+        if candidates.ndim != 2:
+            raise ValueError(f"candidates must have shape [Mq, Mk]; got {list(candidates.shape)}.")
+        check_block_count("candidates", candidates, q_len, k_len, block_q, block_k)
+    found: list[Part] = []
+    offset = 0
+    for rows, cols in _candidate_pairs(candidates, row_blocks, col_blocks, device):
+        for chosen in torch.arange(len(rows), device=device).split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
+            part = _evaluate(live, rows[chosen], cols[chosen], q_len, k_len, block_q, block_k)
+            part[2][part[2] > 0] += offset
+            offset += len(part[3])
+            found.append(part)
+    i, j, tile, words = (torch.cat(column) for column in zip(*found, strict=True))
+    return i, j, tile, words
+
+
+def _candidate_pairs(
+    candidates: Candidates | None, row_blocks: int, col_blocks: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the block rows and columns to look at: a bounded number of block rows at a time, or the list."""
+    if isinstance(candidates, tuple):
+        yield candidates
+        return
+    all_cols = torch.arange(col_blocks, device=device)
+    for rows in torch.arange(row_blocks, device=device).split(max(1, _PAIRS_AT_ONCE // col_blocks)):
+        if candidates is None:
+            layout = torch.ones(len(rows), col_blocks, dtype=torch.bool, device=device)
+        elif callable(candidates):
+            answer = _answer(candidates, "candidates", rows[:, None], all_cols[None, :])
+            layout = answer.expand(len(rows), col_blocks)
+        else:
+            layout = candidates[rows]
+        i, j = layout.nonzero(as_tuple=True)
+        yield rows[i], j
+
+
+def _answer(rule: Callable[[Tensor, Tensor], Tensor], name: str, q: Tensor, k: Tensor) -> Tensor:
+    """What a rule says of many pairs at once."""
+    try:
+        answer = rule(q, k)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not any(words in str(error) for words in _ONE_NUMBER):
+            raise
+        raise TypeError(
+            f"{name} must answer for many pairs at once: with &, | and ~ instead of and, or and not, "
+            "(0 <= q - k) & (q - k < 64) instead of 0 <= q - k < 64, torch.minimum, torch.maximum and torch.where "
+            "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead of "
+            f"lists that are indexed; got a tensor where Python asks for one number ({error})."
+        ) from error
+    except AttributeError as error:
+        if not str(error).startswith("'int' object has no attribute"):
+            raise
+        raise TypeError(
+            f"{name} must not give a mask_mod plain numbers for the batch element and the head, of which it makes "
+            "tensors, as and_masks does: give the mask_mod itself, from_function(mask_mod, q_len, batch=1, heads=1); "
+            f"got {error}."
+        ) from error
+    if answer is None:
+        raise TypeError(f"{name} must return bools, True where a score is live; got None: is a `return` missing?")
+    return boolean(answer, f"what {name} returns")
+
+
+def _evaluate(
+    live: Callable[[Tensor, Tensor], Tensor], rows: Tensor, cols: Tensor, q_len: int, k_len: int, block_q: int,
+    block_k: int,
+) -> Part:  # fmt: skip
+    """The tiles of these candidates that have a live score; partial ones stored once."""
+    device = rows.device
+    q = rows[:, None, None] * block_q + torch.arange(block_q, device=device)[None, :, None]
+    k = cols[:, None, None] * block_k + torch.arange(block_k, device=device)[None, None, :]
+    # A predicate that looks something up (a document number, say) must never see a position past the end.
+    answer = _answer(live, "live", q.clamp(max=q_len - 1), k.clamp(max=k_len - 1))
+    shape = (len(rows), block_q, block_k)
+    if answer.ndim > 3 or any(n not in (1, m) for n, m in zip(answer.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(
+            f"what live returns must broadcast, as its arguments {list(q.shape)} and {list(k.shape)} do, to "
+            f"{list(shape)}; got {list(answer.shape)}."
+        )
+    words = bitmask.pack(answer.expand(shape) & (q < q_len) & (k < k_len))
+    kind, distinct = bitmask.classify(lambda some: some, words, block_q, block_k)
+    live_tiles = kind >= 0
+    return rows[live_tiles], cols[live_tiles], kind[live_tiles], distinct

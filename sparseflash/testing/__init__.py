@@ -1,0 +1,58 @@
+"""Is an attention exact? Held against its definition in fp64, with a plain implementation's error as the yardstick.
+
+Nothing is computed to the last bit in bf16, and how far off it may be depends on shapes and values. So a result may be
+off by twice the largest error of the definition, computed plainly in the same dtype, plus about one unit in the last
+place of its largest value. `assert_exact` and `compare` ask that of any function of q, k and v:
+
+>>> import torch
+>>> from sparseflash import attention, masks, testing
+>>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+>>> mask = masks.local(100, window=9)
+>>> def layer(q, k, v):  # or (out, lse)
+...     return attention(q, k, v, mask)
+>>> testing.assert_exact(layer, q, k, v, mask)
+>>> testing.compare(lambda q, k, v: 1.001 * layer(q, k, v), q, k, v, mask).exact
+False
+
+What they are made of, for results that come from elsewhere or for inputs of another kind: `by_definition` is the
+truth, in fp64, and the plain computation, in any other dtype; `compare_results` judges given results; `sampled_heads`
+and `sampled_part` choose what of a long sequence is compared.
+"""
+
+from sparseflash.testing.comparison import Comparison as Comparison
+from sparseflash.testing.comparison import assert_exact as assert_exact
+from sparseflash.testing.comparison import compare as compare
+from sparseflash.testing.comparison import compare_results as compare_results
+from sparseflash.testing.comparison import plain_errors as plain_errors
+from sparseflash.testing.definition import Inputs as Inputs
+from sparseflash.testing.definition import by_definition as by_definition
+from sparseflash.testing.definition import largest_score as largest_score
+from sparseflash.testing.definition import results_of as results_of
+from sparseflash.testing.sampling import Part as Part
+from sparseflash.testing.sampling import sampled_heads as sampled_heads
+from sparseflash.testing.sampling import sampled_part as sampled_part
+from sparseflash.testing.yardstick import Error as Error
+from sparseflash.testing.yardstick import draws_for as draws_for
+from sparseflash.testing.yardstick import error_of as error_of
+from sparseflash.testing.yardstick import largest_error as largest_error
+from sparseflash.testing.yardstick import plain_dtype as plain_dtype
+
+__all__ = [
+    "Comparison",
+    "Error",
+    "Inputs",
+    "Part",
+    "assert_exact",
+    "by_definition",
+    "compare",
+    "compare_results",
+    "draws_for",
+    "error_of",
+    "largest_error",
+    "largest_score",
+    "plain_dtype",
+    "plain_errors",
+    "results_of",
+    "sampled_heads",
+    "sampled_part",
+]

@@ -1,0 +1,156 @@
+"""Attention by its definition, a few rows at a time: the truth in fp64, the plain computation in any other dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends import reference
+from sparseflash.blockmask import BlockMask
+from sparseflash.testing.sampling import Part
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+SCORES_AT_ONCE = 2**25  # 256 MiB in fp64, of which an operation holds several
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What attention and its backward pass take.
+
+    q     [B, Hq, Nq, D]
+    k     [B, Hkv, Nk, D]
+    v     [B, Hkv, Nk, Dv]
+    dout  [B, Hq, Nq, Dv]
+    dlse  [B, Hq, Nq]
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same numbers in another precision."""
+        return Inputs(*(x.detach().to(dtype) for x in self._tensors()))
+
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, to ask gradients for."""
+        q, k, v = (x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v))
+        return q, k, v
+
+    def head(self, batch: int, kv_head: int) -> Inputs:
+        """Those of one head of k and v, with its group of query heads."""
+        group = self.q.shape[1] // self.k.shape[1]
+        queries, key = slice(kv_head * group, (kv_head + 1) * group), slice(kv_head, kv_head + 1)
+        q, k, v, dout, dlse = (x[batch : batch + 1] for x in self._tensors())
+        return Inputs(q[:, queries], k[:, key], v[:, key], dout[:, queries], dlse[:, queries])
+
+    def shuffled(self, seed: int) -> Inputs:
+        """The same numbers in other places: another draw of the same kind."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return Inputs(
+            *(
+                x.reshape(-1)[torch.randperm(x.numel(), generator=generator, device="cpu").to(x.device)].view(x.shape)
+                for x in self._tensors()
+            )
+        )
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.dout, self.dlse
+
+
+def results_of(function: Attention, inputs: Inputs) -> tuple[dict[str, Tensor], bool]:
+    """What a function of q, k and v makes of the inputs: out, lse if it returns one, and dq, dk and dv, if it has any.
+
+    And whether the gradients are those of out and lse together, because lse is differentiable, too.
+    """
+    leaves = inputs.leaves()
+    with torch.enable_grad():
+        returned = function(*leaves)
+    out, lse = returned if isinstance(returned, tuple) else (returned, None)
+    shape = (*inputs.q.shape[:3], inputs.v.shape[3])
+    if not isinstance(out, Tensor) or out.shape != shape:
+        got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"the function must return out {list(shape)}, or out and lse; got {got}.")
+    if lse is not None and (not isinstance(lse, Tensor) or lse.shape != shape[:3]):
+        got = list(lse.shape) if isinstance(lse, Tensor) else type(lse).__name__
+        raise ValueError(f"the function must return lse {list(shape[:3])} beside out; got {got}.")
+    found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    of_lse = lse is not None and lse.requires_grad
+    if out.requires_grad:
+        asked, given = [out], [inputs.dout.to(out.dtype)]
+        if lse is not None and of_lse:
+            asked, given = [out, lse], [*given, inputs.dlse.to(lse.dtype)]
+        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(asked, leaves, given))
+    return found, of_lse
+
+
+def by_definition(
+    inputs: Inputs, mask: BlockMask | None, *, scale: float | None = None, of_lse: bool = True, part: Part | None = None
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv of `softmax(scale * q k^T, live scores only) v`, in the arithmetic of the inputs' dtype.
+
+    A bounded number of scores at a time, and only of keys that are live in those rows. Gradients of k and v are summed
+    over the rows in fp64. `of_lse`: whether they are the gradients of out and lse, or of out alone. `part`: of a long
+    sequence, the block rows to compute; the results of others are 0, and what they add to dk and dv is missing.
+    """
+    q, k, v, dout, dlse = (x.detach() for x in inputs._tensors())
+    scale = 1.0 / sqrt(q.shape[-1]) if scale is None else scale
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lses, dq = torch.zeros_like(dout), torch.zeros_like(dlse, dtype=lse_dtype), torch.zeros_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (k, v))
+    for rows in _row_ranges(inputs, mask, part):
+        live: Tensor | None = None
+        keys: Tensor | slice = slice(None)
+        if mask is not None:
+            live = mask.crop(q=(rows.start, rows.stop)).to_dense()  # [B or 1, Hq or 1, R, Nk]
+            seen = live.flatten(0, 2).any(0)
+            if not bool(seen.all()) and bool(seen.any()):
+                keys = seen.nonzero()[:, 0]
+                live = live[..., keys]
+        leaves = [x.clone().requires_grad_() for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys])]
+        with torch.enable_grad():
+            results = reference.attention_of_live(leaves[0], leaves[1], leaves[2], live, scale)
+        gradients = torch.autograd.grad(
+            results[: 1 + of_lse], leaves, [dout[:, :, rows], dlse[:, :, rows].to(lse_dtype)][: 1 + of_lse]
+        )
+        out[:, :, rows], lses[:, :, rows], dq[:, :, rows] = results[0].detach(), results[1].detach(), gradients[0]
+        dk[:, :, keys] += gradients[1]
+        dv[:, :, keys] += gradients[2]
+    return dict(zip(NAMES, (out, lses, dq, dk.to(k.dtype), dv.to(v.dtype)), strict=True))
+
+
+def largest_score(inputs: Inputs, scale: float | None = None) -> float:
+    """The largest sum of absolute products that makes a score: the size of the numbers that lse is computed from."""
+    q, k = inputs.q.detach().double().abs(), inputs.k.detach().double().abs()
+    k = k.repeat_interleave(inputs.q.shape[1] // inputs.k.shape[1], 1)
+    largest = 0.0
+    for some in q.split(_rows_at_once(inputs), dim=2):
+        largest = max(largest, float((some @ k.mT).max()) if k.shape[2] else 0.0)
+    return largest * (1.0 / sqrt(q.shape[-1]) if scale is None else abs(scale))
+
+
+def _row_ranges(inputs: Inputs, mask: BlockMask | None, part: Part | None) -> Iterator[slice]:
+    """The rows to compute, so many at a time that their scores fit; whole blocks, which are cropped without a shift."""
+    q_len, block = inputs.q.shape[2], 128 if mask is None else mask.block_q
+    step = max(1, _rows_at_once(inputs) // block)
+    blocks = range(-(-q_len // block)) if part is None else part.rows.nonzero()[:, 0].tolist()
+    start = 0
+    while start < len(blocks):
+        stop = start + 1
+        while stop < len(blocks) and stop - start < step and blocks[stop] == blocks[stop - 1] + 1:
+            stop += 1
+        yield slice(blocks[start] * block, min((blocks[stop - 1] + 1) * block, q_len))
+        start = stop
+
+
+def _rows_at_once(inputs: Inputs) -> int:
+    """How many queries' scores are computed together."""
+    return max(1, SCORES_AT_ONCE // (inputs.q.shape[0] * inputs.q.shape[1] * max(1, inputs.k.shape[2])))

@@ -1,0 +1,64 @@
+"""How families are called: lengths by position, everything else by name."""
+
+import inspect
+import re
+
+import pytest
+
+from sparseflash import masks
+
+LENGTHS = ("q_len", "k_len", "lengths", "k_lengths", "shape", "height", "width")
+DATA = ("scores", "indices", "masks", "q", "k")  # what is chosen from, or put together
+FAMILIES = [name for name in masks.__all__ if name != "order"]
+
+
+def parameters(name):
+    return inspect.signature(getattr(masks, name)).parameters.values()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_only_lengths_and_data_are_given_by_position(name):
+    positional = [p.name for p in parameters(name) if p.kind is not p.KEYWORD_ONLY]
+    allowed = DATA if positional[0] in DATA else LENGTHS
+    assert set(positional) <= set(allowed)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_more_by_position_is_an_error_that_names_the_keywords(name):
+    build, positional = getattr(masks, name), [p for p in parameters(name) if p.kind is not p.KEYWORD_ONLY]
+    named = [p.name for p in parameters(name) if p.kind is p.KEYWORD_ONLY]
+    with pytest.raises(TypeError, match=f"got {len(positional) + 1} by position") as error:
+        build(*[64] * (len(positional) + 1))
+    assert all(f"{each}=" in str(error.value) for each in named)
+
+
+def test_a_second_length_is_the_number_of_keys_in_every_family():
+    for build in (
+        masks.dense, masks.causal, lambda *n: masks.local(*n, window=4096, causal=True),
+        lambda *n: masks.streaming(*n, window=4096, sink=0), lambda *n: masks.prefix_lm(*n, prefix=0),
+    ):  # fmt: skip
+        assert build(1, 4096) == masks.dense(1, 4096)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("local(4096, 256)", "local must have window=, .*a window goes by name: local(4096, window=256)."),
+        ("local(4096, 4096, 256)", "given q_len and k_len by position and the rest by name (window=, causal=,"),
+        ("chunked(4096, 512)", "chunked must be given q_len by position and the rest by name (chunk=, causal="),
+        ("a_shape(4096, 128, 1024)", "(sink=, local=, block=); got 3 by position"),
+        ("streaming(4096, 512, 4)", "(window=, sink=, offset=, block=); got 3 by position"),
+        ("streaming(4096, 512)", "missing 2 required keyword-only arguments: 'window' and 'sink'"),
+        ("prefix_lm(4096, 1024)", "missing 1 required keyword-only argument: 'prefix'"),
+        ("top_k_blocks(None, 8, q_len=4096)", "given scores by position and the rest by name (k=, q_len=,"),
+        ("neighborhood((64, 64), 13)", "given shape by position and the rest by name (window=, stride=,"),
+    ],
+)
+def test_what_was_given_by_position_once_says_its_name(call, message):
+    with pytest.raises(TypeError, match=re.escape(message).replace(r"\.\*", ".*")):
+        eval(call, vars(masks))
+
+
+def test_help_shows_the_signature_and_the_definition():
+    assert str(inspect.signature(masks.causal)).startswith("(q_len: 'int', k_len: 'int | None' = None, *, offset")
+    assert masks.causal.__name__ == "causal" and "k <= q + offset" in masks.causal.__doc__

@@ -1,0 +1,287 @@
+"""A function of q, k and v held against the definition: what is right passes, and what is wrong is named."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparseflash import BlockMask, attention, masks, testing
+from sparseflash.testing import definition
+from strategies import SEEDS, block_masks
+
+NAMES = ["out", "lse", "dq", "dk", "dv"]
+RAGGED = masks.per_head([masks.local(200, window=60, block=32), masks.causal(200, block=32)])
+
+
+def tensors(mask, *, batch=1, heads=2, kv_heads=2, dim=16, v_dim=24, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads = max(batch, mask.shape[0]), max(heads, mask.shape[1])
+    shapes = ((heads, mask.q_len, dim), (kv_heads, mask.k_len, dim), (kv_heads, mask.k_len, v_dim))
+    return [torch.randn(batch, *shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def inputs_for(mask, seed=0, **options):
+    q, k, v = tensors(mask, seed=seed, **options)
+    generator = torch.Generator().manual_seed(seed + 1)
+    dout = torch.randn(*q.shape[:3], v.shape[3], generator=generator, dtype=q.dtype)
+    return testing.Inputs(q, k, v, dout, torch.randn(q.shape[:3], generator=generator, dtype=q.dtype))
+
+
+def ours(mask, **options):
+    return lambda q, k, v: attention(q, k, v, mask, return_lse=True, **options)
+
+
+def dense_with_gradients(inputs, mask, scale=None):
+    leaves = inputs.leaves()
+    out, lse = attention(*leaves, mask, scale=scale, return_lse=True, backend="reference")
+    gradients = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse.to(lse.dtype)))
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *gradients)))
+
+
+# ---------------------------------------------------------------------- the definition
+
+
+@given(block_masks(100, batch=2, heads=2), st.sampled_from([1, 2 * 16 * 100, 1 << 25]), SEEDS)
+def test_the_definition_is_the_reference_some_rows_at_a_time(mask, at_once, seed):
+    inputs = inputs_for(mask, batch=2, kv_heads=1, seed=seed, dtype=torch.float64)
+    want = dense_with_gradients(inputs, mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(definition, "SCORES_AT_ONCE", at_once)
+        found = testing.by_definition(inputs, mask)
+    assert list(found) == NAMES
+    for name, result in want.items():
+        torch.testing.assert_close(found[name], result, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_plain_computation_is_in_the_dtype_of_the_inputs(dtype):
+    inputs = inputs_for(RAGGED, dtype=dtype)
+    found, want = testing.by_definition(inputs, RAGGED), dense_with_gradients(inputs, RAGGED)
+    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in want.items()}
+    assert torch.equal(found["out"][:, :, :32], want["out"][:, :, :32])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Measures the largest tensor, in numbers, that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return made
+
+
+def test_a_long_mask_is_never_a_matrix(monkeypatch):
+    monkeypatch.setattr(definition, "SCORES_AT_ONCE", 1 << 18)
+    mask = masks.local(4096, window=64, causal=True)
+    inputs = inputs_for(mask, heads=1, kv_heads=1)
+    with LargestTensor() as largest:
+        testing.by_definition(inputs.to(torch.float64), mask)
+        testing.largest_score(inputs)
+    assert largest.numel <= 128 * 4096  # a block row, against 4096 x 4096
+
+
+def test_the_magnitude_of_lse_is_that_of_the_largest_score(monkeypatch):
+    inputs = inputs_for(RAGGED, kv_heads=1)
+    want = (inputs.q.double().abs() @ inputs.k.double().abs().mT).max().item() / 4
+    assert testing.largest_score(inputs) == pytest.approx(want)
+    assert testing.largest_score(inputs, scale=-2.0) == pytest.approx(8 * want)
+    monkeypatch.setattr(definition, "SCORES_AT_ONCE", 1)
+    assert testing.largest_score(inputs) == pytest.approx(want)
+
+
+# ---------------------------------------------------------------------- compare, assert_exact
+
+
+@given(block_masks(60, batch=2, heads=2), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), SEEDS)
+def test_ours_is_exact(mask, dtype, seed):
+    found = testing.compare(ours(mask), *tensors(mask, batch=2, kv_heads=1, dtype=dtype, seed=seed), mask)
+    assert list(found.errors) == NAMES
+    assert found.exact, str(found)
+
+
+def test_pytorchs_attention_is_exact_too():
+    q, k, v = tensors(masks.causal(150), v_dim=16)
+
+    def theirs(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    found = testing.compare(theirs, q, k, v, masks.causal(150))
+    assert list(found.errors) == ["out", "dq", "dk", "dv"] and found.exact
+    assert not testing.compare(theirs, q, k, v, masks.causal(150, offset=-1)).exact
+    testing.assert_exact(scaled_dot_product_attention, q, k, v)
+
+
+WRONG = {
+    "scaled": (lambda out, lse: (out * 1.05, lse), ["out", "dq", "dk", "dv"]),
+    "shifted": (lambda out, lse: (out.roll(1, 2), lse), ["out", "dq", "dk", "dv"]),
+    "lse in bits": (lambda out, lse: (out, lse / math.log(2)), ["lse", "dq", "dk"]),
+    "a row NaN": (lambda out, lse: (torch.cat([out[:, :, :-1], out[:, :, -1:] * math.nan], 2), lse), ["out"]),
+    "a row missing": (lambda out, lse: (torch.cat([out[:, :, :-1], out[:, :, -1:] * 0], 2), lse), ["out"]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_found_and_named(name, dtype):
+    change, wrong = WRONG[name]
+    x = tensors(RAGGED, dtype=dtype)
+    found = testing.compare(lambda q, k, v: change(*ours(RAGGED)(q, k, v)), *x, RAGGED)
+    assert {each for each, ratio in found.ratios.items() if ratio > 1} >= set(wrong)
+    with pytest.raises(AssertionError, match=r"every error must be at most what is allowed; got\n +error +allowed"):
+        testing.assert_exact(lambda q, k, v: change(*ours(RAGGED)(q, k, v)), *x, RAGGED)
+
+
+def test_a_wrong_gradient_alone_is_found():
+    def wrong_for_v(q, k, v):
+        v = v.view_as(v)
+        v.register_hook(lambda gradient: gradient * 1.01)
+        return attention(q, k, v)
+
+    found = testing.compare(wrong_for_v, *tensors(masks.dense(100)))
+    assert [name for name, ratio in found.ratios.items() if ratio > 1] == ["dv"]
+
+
+def test_a_function_without_gradients_is_compared_by_what_it_gives():
+    x = tensors(RAGGED)
+    assert list(testing.compare(lambda q, k, v: attention(q.detach(), k, v, RAGGED).detach(), *x, RAGGED).errors) == [
+        "out"
+    ]
+
+    def without_that_of_lse(q, k, v):
+        out, lse = ours(RAGGED)(q, k, v)
+        return out, lse.detach()
+
+    found = testing.compare(without_that_of_lse, *x, RAGGED)
+    assert list(found.errors) == NAMES and found.exact
+
+
+def test_the_scale_and_given_gradients_count():
+    inputs = inputs_for(RAGGED)
+    x = inputs.q, inputs.k, inputs.v
+    options = {"dout": inputs.dout, "dlse": inputs.dlse}
+    assert testing.compare(ours(RAGGED, scale=0.7), *x, RAGGED, scale=0.7, **options).exact
+    assert not testing.compare(ours(RAGGED, scale=0.7), *x, RAGGED, **options).exact
+    zero = {name: torch.zeros_like(value) for name, value in options.items()}
+    found = testing.compare(ours(RAGGED), *x, RAGGED, **zero)
+    assert found.errors["dq"].largest == found.errors["dv"].allowed == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_one_query_is_held_to_a_yardstick_of_many_draws(tokens, dtype):
+    """A plain result of few numbers is sometimes right to the last bit, and then twice its error is nothing."""
+    mask = masks.dense(tokens, 40)
+    for seed in range(10):
+        testing.assert_exact(ours(mask), *tensors(mask, heads=1, kv_heads=1, dtype=dtype, seed=seed), mask)
+
+
+def test_long_sequences_are_compared_in_part():
+    mask = masks.local(3000, window=100, block=64)
+    x = tensors(mask, batch=2, heads=4, kv_heads=2)
+    found = testing.compare(ours(mask), *x, mask, heads=2, blocks=4)
+    assert list(found.errors) == NAMES and found.exact
+
+    def wrong_at(batch, head, row):
+        def function(q, k, v):
+            out, lse = ours(mask)(q, k, v)
+            wrong = torch.zeros_like(out)
+            wrong[batch, head, row] = 1.0
+            return out + wrong, lse
+
+        return testing.compare(function, *x, mask, heads=2, blocks=4).exact
+
+    assert not wrong_at(0, 0, 0) and not wrong_at(1, 3, 2999)  # the first and the last are compared
+    assert wrong_at(0, 2, 0)  # of neither of the two key heads
+
+
+def test_parts_of_heads_of_other_patterns_differ_in_size():
+    mask = masks.per_head([masks.local(3000, window=100, block=64), masks.butterfly(3000, block=64)])
+    assert testing.compare(ours(mask), *tensors(mask), mask, heads=2, blocks=3).exact
+
+
+def test_what_is_not_compared_must_be_finite():
+    mask = masks.local(3000, window=100, block=64)
+    x = tensors(mask, heads=4, kv_heads=4)
+
+    def function(q, k, v):
+        out = attention(q, k, v, mask)
+        wrong = torch.zeros_like(out)
+        wrong[0, 1, 777] = math.nan
+        return out + wrong
+
+    found = testing.compare(function, *x, mask, heads=1, blocks=2)
+    assert found.errors["out"].largest == math.inf and not found.exact
+
+
+def test_heads_and_batch_elements_of_masks_are_told_apart():
+    mask = masks.per_batch([RAGGED, masks.per_head([masks.dense(200)] * 2)])
+    x = tensors(mask, heads=2, kv_heads=1)
+    assert testing.compare(ours(mask), *x, mask, heads=1).exact
+    mask, x = RAGGED, tensors(RAGGED, heads=2, kv_heads=2)
+    assert testing.compare(ours(mask), *x, mask, heads=2).exact
+    assert not testing.compare(ours(mask), *x, mask.select(heads=[1, 0]), heads=1).exact
+
+
+def test_a_mask_with_lengths_and_empty_rows():
+    mask = BlockMask.from_function(lambda q, k: (k < q - 10) & (k > 3), 90, block=32).with_lengths([90, 41])
+    testing.assert_exact(ours(mask), *tensors(mask), mask)
+
+
+def test_the_tensors_are_left_as_they_are():
+    x = tensors(RAGGED)
+    before = [t.clone() for t in x]
+    testing.compare(ours(RAGGED), *(t.requires_grad_() for t in x), RAGGED)
+    assert all(map(torch.equal, x, before)) and all(t.grad is None for t in x)
+
+
+@pytest.mark.parametrize(
+    ("function", "mask", "error", "message"),
+    [
+        (attention, masks.causal(30), ValueError, r"mask must be for the lengths of q and k, 40 and 40; it is for 30"),
+        (attention, "causal", TypeError, r"mask must be a sparseflash BlockMask"),
+        (lambda q, k, v: q[:, :1], None, ValueError, r"must return out \[1, 2, 40, 24\], or out and lse; got \[1, 1,"),
+        (lambda q, k, v: None, None, ValueError, r"must return out \[1, 2, 40, 24\], or out and lse; got NoneType"),
+        (lambda q, k, v: (v, q), None, ValueError, r"must return lse \[1, 2, 40\] beside out; got \[1, 2, 40, 16\]"),
+        (lambda q, k, v: (v, 3), None, ValueError, r"must return lse \[1, 2, 40\] beside out; got int"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(function, mask, error, message):
+    with pytest.raises(error, match=message):
+        testing.compare(function, *tensors(masks.dense(40)), mask)
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def test_sampled_heads_are_the_first_the_last_and_others():
+    assert testing.sampled_heads(1, 1, 5) == [(0, 0)]
+    assert testing.sampled_heads(2, 3, 1) == [(0, 0)]
+    some = testing.sampled_heads(4, 8, 5, seed=3)
+    assert some[:2] == [(0, 0), (3, 7)] and len(set(some)) == 5
+    assert some == testing.sampled_heads(4, 8, 5, seed=3) != testing.sampled_heads(4, 8, 5, seed=4)
+    assert len(set(testing.sampled_heads(4, 8, 99))) == 32
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 10), SEEDS)
+def test_a_sampled_part_has_every_row_that_sees_its_key_blocks(rows, columns, blocks, seed):
+    layout = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) < 0.1
+    part = testing.sampled_part(layout, 16, 32, blocks=blocks, seed=seed)
+    assert bool(part.rows[0]) and bool(part.rows[-1]) and bool(part.columns[0]) and bool(part.columns[-1])
+    assert not bool(layout[~part.rows][:, part.columns].any())
+    assert part.whole == (str(part) == "in full")
+    out = torch.arange(16 * rows - 3)[:, None]
+    assert part.of("dq", out)[:, 0].tolist() == [q for q in range(16 * rows - 3) if part.rows[q // 16]]
+    assert part.of("lse", out[:, 0]).tolist() == part.of("out", out)[:, 0].tolist()
+    assert part.of("dv", torch.arange(32 * columns)[:, None])[:, 0].tolist() == [
+        k for k in range(32 * columns) if part.columns[k // 32]
+    ]
