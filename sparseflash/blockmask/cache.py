@@ -25,7 +25,7 @@ from sparseflash.blockmask.streams import ReadyEvent
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_functions: list[Any] = []  # those made by `bounded`
+_clearings: list[Callable[[], None]] = []  # what `clear_caches` calls
 _dicts: weakref.WeakSet[Any] = weakref.WeakSet()  # every BoundedDict and MaskCache
 
 
@@ -77,10 +77,16 @@ def bounded(maxsize: int) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         cached = functools.lru_cache(maxsize=maxsize)(function)
-        _functions.append(cached)
+        cleared_with_caches(cached.cache_clear)
         return cached  # type: ignore[return-value]
 
     return decorate
+
+
+def cleared_with_caches(clear: Callable[[], None]) -> Callable[[], None]:
+    """Has `clear_caches` call this."""
+    _clearings.append(clear)
+    return clear
 
 
 def clear_caches() -> None:
@@ -95,12 +101,13 @@ def clear_caches() -> None:
 
     With each mask, and freed with it: its transpose, density, digest, lists of tiles, 64 execution plans (one for each
     batch size and number of heads) of 64 prepared launches each, and 64 prepared calls. For the process: 64 plans and
-    64 prepared calls of dense attention, 512 compiled kernels, 32 sets of tiles that blocks are chosen from at every
-    step and 32 arrays of head numbers, 128 sets of kernels that choose.
+    64 prepared calls of dense attention, 16 dense masks of the blockwise backend, kernels prepared for 256 layouts of
+    tensors, 512 compiled kernels, 32 sets of tiles that blocks are chosen from at every step and 32 arrays of head
+    numbers, 128 sets of kernels that choose, 256 masks made in functions that `torch.compile` has compiled.
     """
     streams.release_finished_graphs()
-    for function in _functions:
-        function.cache_clear()
+    for clear in _clearings:
+        clear()
     for cache in list(_dicts):
         cache.clear()
 

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.cache import cleared_with_caches
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -35,6 +37,7 @@ _kept = _Kept()
 _numbers = itertools.count()
 
 
+@cleared_with_caches
 def clear() -> None:
     """Forgets the masks; the code that refers to them compiles again."""
     vars(_kept).clear()

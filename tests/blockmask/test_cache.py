@@ -31,7 +31,7 @@ def test_nothing_is_kept_with_indices_that_no_mask_owns(backend):
     """Inductor gives one tensor of a compiled graph the memory, and the Python object, of another that is done with."""
     q, k, v = tensors()
     attention(q, k, v, masks.causal(N, block=16), backend=backend)  # registers the operator
-    few, many = masks.local(N, 9, block=16), masks.local(N, 25, block=16)
+    few, many = masks.local(N, window=9, block=16), masks.local(N, window=25, block=16)
     buffer = torch.zeros(len(many.indices), dtype=torch.int32)
     for mask in (few, many, few):
         indices = buffer[: len(mask.indices)] if mask is few else buffer
@@ -137,7 +137,7 @@ def test_lengths_are_pickled_as_they_are_wherever_they_lay():
 
 
 def test_the_bits_are_stored_once():
-    for mask in (masks.local(N, 9, block=16), masks.dense(N, block=16)):
+    for mask in (masks.local(N, window=9, block=16), masks.dense(N, block=16)):
         assert mask.with_lengths([40]).words is mask.words
         arrays = [getattr(mask, name) for name in ("indptr", "indices", "tile", "bits", "pattern")]
         assert mask.nbytes == sum(x.numel() * 4 for x in arrays)

@@ -65,7 +65,7 @@ def test_the_canonical_form_is_made_once_and_serves_masks_with_other_lengths():
     padded = dynamic.with_lengths(torch.tensor([7, 99]))
     assert padded.canonical().indices is dynamic.canonical().indices
     assert padded.canonical().lengths.tolist() == [[7, 99]] * 2
-    assert padded == masks.local(100, 30, block=16).with_lengths(torch.tensor([7, 99]))
+    assert padded == masks.local(100, window=30, block=16).with_lengths(torch.tensor([7, 99]))
 
 
 def test_lengths_and_moving_keep_a_mask_dynamic():

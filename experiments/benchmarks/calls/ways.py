@@ -119,7 +119,7 @@ def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
     standing = masks.causal(n, block=block).to(device)
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
-        mask = masks.top_k_blocks(scores, shape.chosen, q_len=n, block=block, causal=True, local_blocks=1)
+        mask = masks.top_k_blocks(scores, k=shape.chosen, q_len=n, block=block, causal=True, local_blocks=1)
         return sparseflash.attention(q, k, v, mask)
 
     return Implementation(

@@ -53,7 +53,7 @@ def test_a_row_has_the_same_bits_in_a_batch_of_64(kind, dim, dtype):
     made = {
         "causal": lambda: masks.causal(tokens),
         "butterfly": lambda: masks.butterfly(tokens, block=64),
-        "small blocks": lambda: masks.local(tokens, 100, block=16),
+        "small blocks": lambda: masks.local(tokens, window=100, block=16),
         "global rows": lambda: global_rows_and_columns(tokens),
         "lengths": lambda: masks.causal(tokens).with_lengths(1000),
         "dense": lambda: None,

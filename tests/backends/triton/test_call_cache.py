@@ -96,7 +96,7 @@ class Watching(TorchDispatchMode):
 def test_only_plain_calls_in_half_precision_are_cached():
     half, mask = tensors(), mask_of()
     scores = torch.zeros(3, 3)
-    dynamic = masks.top_k_blocks(scores, 2, q_len=TOKENS, block=16)
+    dynamic = masks.top_k_blocks(scores, k=2, q_len=TOKENS, block=16)
     assert place_of(*half, mask) is not None and place_of(*half, None, 0.5) is not None
     assert place_of(*tensors(dtype=torch.float32), mask) is None
     assert place_of(*half, mask.with_lengths([30])) is not None

@@ -77,9 +77,9 @@ def is_split(q, k, v, mask=None, capability=(9, 0), tf32=False):
 
 def test_keys_that_few_queries_read_are_not_split_before():
     for mask, heads, split in (
-        (masks.streaming(1, 64, 4, k_len=4096, block=32), 1, False),  # one query with a long cache
-        (masks.streaming(1, 64, 4, k_len=4096, block=32), 4, True),  # four heads that share the keys
-        (masks.local(4096, 64, block=32), 1, True),
+        (masks.streaming(1, window=64, sink=4, k_len=4096, block=32), 1, False),  # one query with a long cache
+        (masks.streaming(1, window=64, sink=4, k_len=4096, block=32), 4, True),  # four heads that share the keys
+        (masks.local(4096, window=64, block=32), 1, True),
     ):
         q, k, v = (torch.randn(1, h, n, 16) for h, n in ((heads, mask.q_len), (1, mask.k_len), (1, mask.k_len)))
         assert is_split(q, k, v, mask) == split

@@ -64,7 +64,7 @@ def test_a_graph_that_chooses_stays_right_after_other_lengths_were_chosen(choose
     def chosen(tokens, q, k):
         if choose == "selected_keys":
             indices = (q.float() @ k.float().mT).topk(32).indices
-            return masks.selected_keys(indices, tokens, block=64, causal=True)
+            return masks.selected_keys(indices, k_len=tokens, block=64, causal=True)
         scores = masks.pooled_scores(q, k, block=64)
         rule, number = {"top_k_blocks": (masks.top_k_blocks, 2), "mass_blocks": (masks.mass_blocks, 0.7)}[choose]
         return rule(scores, number, q_len=tokens, block=64, causal=True)

@@ -69,18 +69,18 @@ def test_a_second_call_prepares_nothing():
 def test_another_mask_of_the_same_kind_is_bound_to_the_same_variants():
     q, k, v = (wide(seed=seed).half().requires_grad_() for seed in range(3))
     with prepared_anew():
-        attention(q, k, v, masks.local(40, 9, block=16), backend="triton").sum().backward()
+        attention(q, k, v, masks.local(40, window=9, block=16), backend="triton").sum().backward()
         with mock.patch.object(launches, "Variant", side_effect=AssertionError("another variant")):
-            attention(q, k, v, masks.local(40, 25, block=16), backend="triton").sum().backward()
+            attention(q, k, v, masks.local(40, window=25, block=16), backend="triton").sum().backward()
             with pytest.raises(AssertionError, match="another variant"):
-                attention(q, k, v, masks.local(40, 25, block=32), backend="triton")
+                attention(q, k, v, masks.local(40, window=25, block=32), backend="triton")
 
 
 @pytest.mark.parametrize(("way", "wanted"), [("descriptors", True), ("pointers", False)])
 def test_tiles_are_loaded_the_way_that_is_asked_for(way, wanted):
     """What the exactness tests call descriptors and pointers is what runs."""
     q, k, v = (x.half().requires_grad_() for x in (wide(dim=32), wide(dim=32, seed=1), wide(dim=32, seed=2)))
-    mask = masks.local(40, 9, block=16)
+    mask = masks.local(40, window=9, block=16)
     with loads(way):
         attention(q, k, v, mask, backend="triton").sum().backward()
         assert {name: kernel.choice.descriptors for name, kernel in kernels_of(mask).items()} == {
@@ -92,7 +92,7 @@ def test_tiles_are_loaded_the_way_that_is_asked_for(way, wanted):
 def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_bytes(block):
     """The copy engine writes to multiples of 128 bytes; the interpreter would not notice, a GPU stops."""
     q, k, v = (wide(heads=2, dim=16, seed=seed).half().requires_grad_() for seed in range(3))
-    mask = masks.local(40, 9, block=block)
+    mask = masks.local(40, window=9, block=block)
     attention(q, k, v, mask, backend="triton").sum().backward()
     kernel = kernels_of(mask)["dk_dv"]
     launch = kernel.launch

@@ -45,7 +45,7 @@ def test_weights_are_dropped_in_training_only():
 
 def test_step_returns_loss_and_right_answers():
     batch = fake_batch()
-    model = model_with(masks.local(48, 8, block=16))
+    model = model_with(masks.local(48, window=8, block=16))
     before = score(model, [batch], SMALL, CPU)
     loss, auxiliary, right = training_step(model, build_optimizer(SMALL, model), batch, SMALL, lr=0.0)
     after = score(model, [batch, batch], SMALL, CPU)
