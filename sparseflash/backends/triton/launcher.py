@@ -87,12 +87,16 @@ class Variant:
             self._start = direct_start(compiled, self.device)
 
     def compile(self, arguments: Sequence[Any]) -> None:
-        """Compiles without launching; on any thread. Tensors may be on the meta device."""
+        """Compiles and loads without launching; on any thread. Tensors may be on the meta device."""
         if self._start is None and hasattr(self.function, "warmup"):
             with on_device(self.device):
-                compiled = self.function.warmup(*arguments, grid=(1, 1, 1), **self.options)
+                compiled = self.compiled(arguments)
                 if compiled is not None:
                     compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles its launcher
+
+    def compiled(self, arguments: Sequence[Any]) -> Any:
+        """What Triton compiles for such arguments on the current device, not loaded."""
+        return self.function.warmup(*arguments, grid=(1, 1, 1), **self.options)
 
 
 class Launch:
@@ -151,6 +155,10 @@ class Launch:
     def compile(self) -> None:
         """Compiles what calls will launch; on any thread."""
         self.variant.compile(self.arguments(self._examples))
+
+    def compiled(self) -> Any:
+        """What Triton compiles for calls on the current device, not loaded."""
+        return self.variant.compiled(self.arguments(self._examples))
 
     def arguments(self, given: Sequence[Any]) -> list[Any]:
         """All arguments, in the order of the kernel."""
