@@ -1,6 +1,5 @@
 """A backend held against dense attention in fp64, on drawn problems."""
 
-import contextlib
 from dataclasses import replace
 from unittest import mock
 
@@ -8,8 +7,8 @@ import numpy as np
 import torch
 
 from closeness import NAMES, Results, assert_exact
-from plans import prepared_anew
 from sparseflash import attention, testing
+from sparseflash.backends.triton.overrides import override
 from strategies import Problem, Recipe
 
 HALF = (torch.float16, torch.bfloat16)
@@ -95,16 +94,9 @@ def score_magnitude(problem):
     return scale * (q @ k.mT).max().item()
 
 
-@contextlib.contextmanager
 def loads(way):
     """The kernel loads its tiles by tensor descriptors whenever the tensors allow it, or always by pointers."""
-    if way == "descriptors":  # as they always do
-        yield
-        return
-    from sparseflash.backends.triton.portable import choice
-
-    with mock.patch.object(choice, "can_describe", lambda x: False), prepared_anew():
-        yield
+    return override(descriptors=way == "descriptors")
 
 
 def spread_out(dim, dtype, tokens=200, lengths=(200, 141), block=128, seed=7):

@@ -1,8 +1,5 @@
 """The plans of masks, and what has been prepared for them."""
 
-import contextlib
-
-from sparseflash import clear_caches
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.blockmask.cache import mask_cache
@@ -31,13 +28,3 @@ def kernels_of(mask):
                 if run.means is not None:
                     found["means"] = run.means
     return found
-
-
-@contextlib.contextmanager
-def prepared_anew():
-    """What is prepared inside is prepared there, and forgotten afterwards: it is cached without what a test changes."""
-    clear_caches()
-    try:
-        yield
-    finally:
-        clear_caches()

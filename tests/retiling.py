@@ -1,11 +1,7 @@
 """Makes small problems run in other tiles than the mask's, as only long ones would, and says which they took."""
 
-import contextlib
-from unittest import mock
-
-from plans import kernels_of, prepared_anew
-from sparseflash.backends.triton.portable import choice
-from sparseflash.backends.triton.schedule import retiling
+from plans import kernels_of
+from sparseflash.backends.triton.overrides import override
 
 # Which of the candidates a kernel takes: the mask's own, the largest, the gathered ones that hold most and fewest.
 WAYS = {
@@ -16,15 +12,9 @@ WAYS = {
 }
 
 
-@contextlib.contextmanager
 def tilings_taken_by(way):
     """Every kernel takes one of WAYS; None: what costs least."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(choice, "PRODUCTS_FOR_TILINGS", 0))
-        if way is not None:
-            stack.enter_context(mock.patch.object(retiling, "choose", lambda tilings, *rest: WAYS[way](tilings)))
-        stack.enter_context(prepared_anew())
-        yield
+    return override(products_for_tilings=0) if way is None else override(tiling=WAYS[way])
 
 
 def tilings_of(mask):

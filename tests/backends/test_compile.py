@@ -54,12 +54,12 @@ def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
 
 
 def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
-    """As keys that are read once are: see launch.py. What matrix instructions read are the pieces, in bf16."""
+    """As keys that few queries read are: see choice.py. What matrix instructions read are the pieces, in bf16."""
     source = (
         "from experiments.benchmarks.compile.report import compile_all\n"
-        "from sparseflash.backends.triton import launch\n"
-        "launch._is_read_often = lambda *asked: False\n"
-        "for r in compile_all(90, 'float32', 64, value_dim=16): print(r.kernel, r.wgmma > 0, r.two_layouts)"
+        "from sparseflash.backends.triton.overrides import override\n"
+        "with override(pieces=False):\n"
+        "    for r in compile_all(90, 'float32', 64, value_dim=16): print(r.kernel, r.wgmma > 0, r.two_layouts)"
     )
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
@@ -84,6 +84,30 @@ def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch, arit
     found = reports("--arch", str(arch), "--dim", str(dim), "--arithmetic", arithmetic)
     # And exit status 0: within the limit.
     assert {r["kernel"] for r in found} - {"pieces"} == {"forward", "dk_dv", "dq"}
+
+
+def test_every_architecture_of_a_run_has_kernels_of_its_own():
+    found = reports("--arch", "80", "--arch", "90", "--dim", "32")
+    assert [r["arch"] for r in found] == [80] * 3 + [90] * 6
+    assert all((r["wgmma"] > 0) == (r["arch"] == 90) for r in found), found
+
+
+@pytest.mark.parametrize("arithmetic", ["float16", "float32"])
+def test_what_is_compiled_before_its_launch_is_what_is_launched(arithmetic):
+    """Examples on the meta device stand for the arguments of calls there."""
+    source = (
+        "from experiments.benchmarks.compile.report import launch_all\n"
+        "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
+        "from sparseflash.backends.triton.overrides import always_split, override\n"
+        "with override(splits=always_split(1)), compiling_for(90) as compiled:\n"
+        f"    launches = launch_all(90, {arithmetic!r}, 32, 32, 128, lengths=True, dropout=True)\n"
+        "    ahead = [launch.compiled() for launch in launches]\n"
+        "launched = {kernel.hash for name, kernel in compiled if name != 'pieces_kernel'}\n"
+        "print(len(launches), launched == {kernel.hash for kernel in ahead})"
+    )
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{8 if arithmetic == 'float32' else 6} True\n"
 
 
 def test_padding_compiles_too():
@@ -149,6 +173,7 @@ def test_what_is_compiled_ahead_is_looked_at(monkeypatch, shared, constant, mess
     [
         (["--arithmetic", "foo"], "--arithmetic must be from bfloat16, float16, tf32, float32; got foo."),
         (["--block", "100"], "--block must be one of 16, 32, 64, 128, 256; got 100."),
+        (["--gathered"], "--gathered needs a --block of 16 or 32; got 128."),
     ],
 )
 def test_options_that_cannot_be_served_are_explained(words, message):

@@ -26,7 +26,8 @@ from exactness import (
     spread_out,
 )
 from experiments.benchmarks.speed.precision import products_in_tf32
-from plans import prepared_anew
+from sparseflash.backends.triton.configs import Config
+from sparseflash.backends.triton.overrides import override
 from sparseflash.testing import error_of
 from strategies import Problem, Recipe, problems
 from tensor_cores import summed_as_by_tensor_cores
@@ -144,13 +145,8 @@ def test_configurations_of_other_architectures_are_exact(capability, arithmetic,
 
 def test_queries_in_registers_are_exact():
     """Whatever this version of Triton is served with."""
-    from sparseflash.backends.triton.configs import Config
-    from sparseflash.backends.triton.portable import choice
-
-    def pick(kernel, *asked):
-        return Config(64, 64, 4, 3, q_in_registers=kernel == "forward")
-
-    with mock.patch.object(choice, "config_for", pick), prepared_anew():
+    config = Config(64, 64, 4, 3)
+    with override(configs={"forward": config._replace(q_in_registers=True), "dk_dv": config, "dq": config}):
         check(spread_out(64, torch.float16, **HALF_SIZES), "triton")
 
 

@@ -46,8 +46,11 @@ def main(
     over what it expects of the chosen tiling. Ends with 1 if a tiling gives other results than the mask's own tiles.
     Two minutes on an H100, most of them compiling; --every takes about five.
     """
+    # Read when triton is imported, which is below.
     if device == "cuda":
-        os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported, which is below
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
     from experiments.benchmarks.blocks.measuring import BLOCKS, KERNELS, KINDS, Bench

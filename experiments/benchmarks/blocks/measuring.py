@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
-from unittest import mock
 
 import torch
 
 from experiments.benchmarks import timing
 from experiments.benchmarks.speed.patterns import block_mask, pattern
-from experiments.benchmarks.tune.kernel_call import fresh_problem, kernel_call
-from sparseflash.backends.triton import launch
-from sparseflash.backends.triton.configs import Config, Kernel, arithmetic_of, config_for, held_first
-from sparseflash.backends.triton.schedule.retiling import Retiled
+from experiments.benchmarks.tune.kernel_call import KernelOfAttention
+from sparseflash import BlockMask
+from sparseflash.backends.triton.configs import Config, Kernel, held_first
+from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.schedule.tilings import HALF, Tiling
 
 KINDS = ("butterfly", "local", "bigbird", "random12")
@@ -68,13 +67,9 @@ class Bench:
         then. Raises RuntimeError where a kernel fails.
         """
         found = []
+        mask = block_mask(kind, self.length, block).to(self.device)
         for kernel in kernels:
-            calls = {OWN: self._call(kind, block, kernel, None), CHOSEN: self._call(kind, block, kernel, CHOSEN)}
-            for tiling in self._others(kind, block, kernel, calls[CHOSEN].tiling) if every else ():
-                calls["x".join(map(str, tiling))] = self._call(kind, block, kernel, tiling)
-            for config in configs:
-                with configured(config):
-                    calls[f"with {config}"] = self._call(kind, block, kernel, CHOSEN)
+            calls = self._calls(kernel, mask, every=every, configs=configs)
             timed = {way: timing.Timed(call.run, nullcontext) for way, call in calls.items()}
             times = timing.in_turns(timed, self.device, rounds=rounds, round_ms=round_ms)
             for way, call in calls.items():
@@ -89,35 +84,35 @@ class Bench:
                 )  # fmt: skip
         return found
 
-    def _problem(self, kind: str, block: int) -> launch.Problem:
-        return fresh_problem(block_mask(kind, self.length, block).to(self.device), self.q, tf32=False)
+    def _calls(self, kernel: Kernel, mask: BlockMask, *, every: bool, configs: Sequence[Config]) -> dict[str, _Call]:
+        """The kernel in each way that it is timed in."""
+        subject = KernelOfAttention(kernel, mask, self.q, self.k, self.v, self.dout)
+        tilings: list[Tiling] = []
 
-    def _others(self, kind: str, block: int, kernel: Kernel, chosen: Tiling) -> list[Tiling]:
-        retiled = self._problem(kind, block).plan._retiled
-        assert retiled is not None
-        found = retiled.candidates(int(kernel == "dk_dv"), *self._tiles(kernel))
-        return [tiling for tiling in found[1:] if tiling != chosen]
+        def own(candidates: Sequence[Tiling]) -> Tiling:
+            tilings.extend(candidates)
+            return candidates[0]
 
-    def _tiles(self, kernel: Kernel) -> list[tuple[int, int]]:
-        """The tiles that the kernel would take, `(held, streamed)`: in one piece, and gathered."""
-        capability = launch.capability_of(self.device)
-        arithmetic = arithmetic_of(self.q.dtype, False)
-        configs = [config_for(kernel, capability, arithmetic, self.dim, (256, 256), way) for way in (True, False)]
-        return [held_first(kernel, config[:2]) for config in configs]
+        def call(**choices: Any) -> _Call:
+            with override(**choices):
+                return self._described(subject)
 
-    def _call(self, kind: str, block: int, kernel: Kernel, tiling: Tiling | str | None) -> _Call:
-        problem = self._problem(kind, block)
-        call = kernel_call(kernel, problem, self.q, self.k, self.v, self.dout, shipped())
-        with taking(tiling):
-            call.run()  # prepares, and compiles
-        (prepared,) = problem.plan.launches.values()
-        retiled = problem.plan._retiled
-        assert retiled is not None
-        config = prepared.config
-        tile = held_first(kernel, config[:2])
-        tiles = retiled.count(int(kernel == "dk_dv"), prepared.tiling)
-        predicted = HALF.of_tiles(tiles, prepared.tiling, tile, self.length, config.num_warps)
-        return _Call(call.run, prepared.tiling, config, tiles, predicted, call.results)
+        calls = {OWN: call(tiling=own), CHOSEN: call(products_for_tilings=0)}
+        for tiling in tilings[1:] if every else ():
+            if tiling != calls[CHOSEN].tiling:
+                calls["x".join(map(str, tiling))] = call(tiling=lambda candidates, taken=tiling: taken)
+        for config in configs:
+            calls[f"with {config}"] = call(products_for_tilings=0, configs={kernel: config})
+        return calls
+
+    def _described(self, subject: KernelOfAttention) -> _Call:
+        call, retiling = subject.call(), subject.plan.lists.retiling
+        assert retiling is not None
+        config, tiling = call.choice.config, call.choice.tiling
+        tiles = retiling.count(int(subject.kernel == "dk_dv"), tiling)
+        tile = held_first(subject.kernel, config[:2])
+        predicted = HALF.of_tiles(tiles, tiling, tile, self.length, config.num_warps)
+        return _Call(call.run, tiling, config, tiles, predicted, call.results)
 
 
 @dataclass(frozen=True)
@@ -133,41 +128,6 @@ class _Call:
 def _difference(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     pairs = zip(got, want, strict=True)
     return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
-
-
-@contextmanager
-def configured(config: Config) -> Iterator[None]:
-    """Launches prepared inside take that configuration, cut down to the tiles of the lists."""
-
-    def pick(
-        kernel: Kernel, capability: object, arithmetic: object, dim: int, block: tuple[int, int], way: bool
-    ) -> Config:
-        return Config(min(config[0], block[0]), min(config[1], block[1]), *config[2:])
-
-    with mock.patch.object(launch, "config_for", pick):
-        yield
-
-
-@contextmanager
-def shipped() -> Iterator[None]:
-    """Launches prepared inside take what is shipped, also inside `configured`, in the cheapest tiling."""
-    with mock.patch.object(launch, "config_for", config_for), taking(CHOSEN):
-        yield
-
-
-@contextmanager
-def taking(tiling: Tiling | str | None) -> Iterator[None]:
-    """Launches prepared inside take that tiling, CHOSEN: the cheapest, None: that of the mask."""
-
-    def pick(self: Retiled, *asked: Any) -> Tiling:
-        return self.candidates(*asked[:3])[0] if tiling is None else tiling  # type: ignore[return-value]
-
-    with mock.patch.object(launch, "_PRODUCTS_FOR_TILINGS", 0):
-        if tiling == CHOSEN:
-            yield
-        else:
-            with mock.patch.object(Retiled, "tiling", pick):
-                yield
 
 
 assert set(KERNELS) == set(get_args(Kernel))

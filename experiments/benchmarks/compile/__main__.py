@@ -52,6 +52,8 @@ def main(
 
     if block not in BLOCKS:
         raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
+    if gathered and block > 32:
+        raise typer.BadParameter(f"--gathered needs a --block of 16 or 32; got {block}.")
 
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -5,24 +5,22 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
+from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
-from sparseflash.backends.triton import launch
-from sparseflash.backends.triton.configs import Kernel
-from sparseflash.backends.triton.schedule import retiling, splits
-from sparseflash.backends.triton.schedule.plan import plan_of
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton.configs import Config, Kernel
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
+from sparseflash.backends.triton.portable.passes import Backward, BackwardLayout, Forward, ForwardLayout
 from sparseflash.backends.triton.schedule.tilings import Tiling
 
 TOKENS = 1024
@@ -51,25 +49,6 @@ class Report:
     two_layouts: bool  # some place in shared memory is read under two layouts, which ptxas 12.8 gets wrong
 
 
-class _NoDevice:
-    """Stands in for the CUDA driver: answers what a compilation asks."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 def compile_all(
     arch: int,
     arithmetic: str,
@@ -83,86 +62,58 @@ def compile_all(
     split: bool = False,
     gathered: bool = False,
     only: Kernel | None = None,
+    config: Config | None = None,
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
     For float32 also what makes pieces, and dQ in two forms. Each kernel once.
-    `value_dim`: that of the values, if it is another. `descriptors`: the launcher is to use them where it can. `split`:
-    with rows and columns that are cut into chunks, and so with the kernels that merge them. `gathered`: the mask has
-    small blocks, and tiles are gathered from as many as they have room for; without it they are those of the mask.
-    `only`: compile nothing else.
+    `value_dim`: that of the values, if it is another. `descriptors`: tiles are loaded by them where they can be.
+    `split`: with rows and columns that are cut into chunks, and so with the kernels that merge them. `gathered`: the
+    mask has small blocks, and tiles are gathered from as many as they have room for; without it they are those of the
+    mask. `only`: compile nothing else. `config`: of that kernel, in place of the table's.
     """
-    at_least = mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", 0 if descriptors else 1 << 62)
-    with compiling_for(arch, only) as compiled, at_least, _cutting(split), _gathering(gathered):
-        _launch_all(arithmetic, dim, value_dim or dim, block, lengths, dropout)
+    value_dim = value_dim or dim
+    choices = {
+        "descriptors": descriptors, "splits": always_split(1) if split else NEVER_SPLIT,
+        "tiling": _gathered if gathered else lambda tilings: tilings[0],
+        "configs": {} if only is None or config is None else {only: config},
+    }  # fmt: skip
+    with override(**choices), compiling_for(arch, only) as compiled:
+        launch_all(arch, arithmetic, dim, value_dim, block, lengths=lengths, dropout=dropout)
     asked = {
-        "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim or dim, "block": block,
+        "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim, "block": block,
         "lengths": lengths, "dropout": dropout, "split": split, "gathered": gathered,
     }  # fmt: skip
     different = {(name, kernel.hash): (name, kernel) for name, kernel in compiled}
     return [_report(name, kernel, asked) for name, kernel in different.values()]
 
 
-@contextmanager
-def compiling_for(arch: int, only: Kernel | None = None) -> Iterator[list[tuple[str, Any]]]:
-    """Launches compile for that architecture and run nothing; yields `(name, compiled kernel)` as they come."""
-    compiled: list[tuple[str, Any]] = []
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if only is not None and self.fn.__name__ != f"{only}_kernel":
-            return None
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        compiled.append((self.fn.__name__, kernel))
-        return None
-
-    with (
-        mock.patch.object(driver, "_active", _NoDevice(arch)),
-        mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(launch, "capability_of", lambda device: divmod(arch, 10)),
-    ):
-        yield compiled
+def _gathered(tilings: Sequence[Tiling]) -> Tiling:
+    """The gathered one that holds most."""
+    found = [tiling for tiling in tilings if tiling.gathered]
+    if not found:
+        raise ValueError(f"blocks of {tilings[0].streamed} tokens are too large to be gathered")
+    return max(found)
 
 
-@contextmanager
-def _cutting(split: bool) -> Iterator[None]:
-    """Whether plans cut all rows and columns of more than one tile, or none."""
-    rule = splits.Rule(multiprocessors=1 << 40, fewest=1, far=0.0, worth=1.0) if split else splits.NEVER
-    with mock.patch.object(splits, "RULE", rule):
-        yield
-
-
-@contextmanager
-def _gathering(gathered: bool) -> Iterator[None]:
-    """Whether plans take the gathered tiles that hold most, or the tiles of the mask."""
-
-    def choose(tilings: Sequence[Tiling], *asked: Any) -> Tiling:
-        found = [tiling for tiling in tilings if tiling.gathered]
-        if not found:
-            raise ValueError(f"blocks of {tilings[0].streamed} tokens are too large to be gathered")
-        return max(found)
-
-    with (
-        mock.patch.object(launch, "_PRODUCTS_FOR_TILINGS", 0 if gathered else 1 << 62),
-        mock.patch.object(retiling, "choose", choose),
-    ):
-        yield
-
-
-def _launch_all(arithmetic: str, dim: int, value_dim: int, block: int, lengths: bool, dropout: bool) -> None:
+def launch_all(
+    arch: int, arithmetic: str, dim: int, value_dim: int, block: int, *, lengths: bool, dropout: bool
+) -> list[Launch]:
+    """Launches a forward and a backward, with a gradient of lse, and returns their launches."""
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
-    q, k, dq, dk, v, out, dout, dv = (torch.empty(1, 2, TOKENS, d, dtype=dtype) for d in [dim] * 4 + [value_dim] * 4)
-    lse, dlse = torch.empty(1, 2, TOKENS), torch.empty(1, 2, TOKENS)
-    kept = torch.empty((2, 1, 2, TOKENS) if dtype == torch.float32 else (0,))
+    q, k, v, dout = (torch.empty(1, 2, TOKENS, d, dtype=dtype) for d in (dim, dim, value_dim, value_dim))
     mask = masks.causal(TOKENS, block=block)
-    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-    plan = plan_of(*arrays, (1, 2), 2, (TOKENS, TOKENS), (block, block))
-    stops = torch.tensor([100], dtype=torch.int32) if lengths else None
-    seed = torch.tensor([0]) if dropout else None
-    problem = launch.Problem(plan, stops, (block, block), dim**-0.5, arithmetic == "tf32", seed, 26 if dropout else 0)
-    q, k, v, dout = launch.operands(problem, q, k, v, dout)
-    launch.forward(problem, q, k, v, out, lse, kept)
-    launch.backward(problem, q, k, v, out, lse, kept, dout, dlse, dq, dk, dv)
+    problem = Problem.of(
+        mask.with_lengths(torch.tensor([100])) if lengths else mask, scale=dim**-0.5,
+        seed=torch.tensor([0]) if dropout else None, dropped=26 if dropout else 0,
+    )  # fmt: skip
+    setting = api.setting_of(q, k, problem, divmod(arch, 10))._replace(tf32=arithmetic == "tf32")
+    numbers = problem.scale, problem.dropped
+    forward = Forward(ForwardLayout(setting, q, k, v, *numbers), setting.plan)
+    out, lse, kept = forward(q, k, v, problem.lengths, problem.seed)
+    backward = Backward(BackwardLayout(setting, q, k, v, out, dout, *numbers, dlse=True), setting.plan)
+    backward(dout, torch.empty_like(lse), q, k, v, out, lse, kept, problem.lengths, problem.seed)
+    return [*forward.launches(), *backward.launches()]
 
 
 def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:

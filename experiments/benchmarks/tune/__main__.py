@@ -95,7 +95,7 @@ def main(
         (each.target, each.config): each.target._asdict()
         | each.config._asdict()
         | {"dropped": each.why, "ratio": "", "error": ""}
-        | ({"registers": each.report.registers, "spilled": each.report.spilled} if each.report else {})
+        | ({"used registers": each.report.registers, "spilled": each.report.spilled} if each.report else {})
         for each in compiled
     }
     out.mkdir(parents=True, exist_ok=True)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import as_completed
 from typing import NamedTuple
-from unittest import mock
 
 from experiments.benchmarks.compile.report import Report, compile_all
 from experiments.benchmarks.tune.space import Target
 from experiments.training.workers import available_cores, worker_pool
-from sparseflash.backends.triton import launch
 from sparseflash.backends.triton.configs import Config
 
 # Bytes that a limit of registers may cost: outside the loop over full tiles, which the times will tell.
@@ -54,10 +52,10 @@ def compile_one(target: Target, config: Config, arch: int, shared_limit: int, sp
     if config.q_in_registers and (target.arithmetic == "fp32" or target.kernel != "forward"):
         return Compiled(target, config, None, "only a forward that reads no pieces can have its queries in registers")
     try:
-        with mock.patch.object(launch, "config_for", lambda *asked: config):
-            reports = compile_all(
-                arch, _COMPILED[target.arithmetic], target.dim, descriptors=target.descriptors, only=target.kernel
-            )
+        reports = compile_all(
+            arch, _COMPILED[target.arithmetic], target.dim, descriptors=target.descriptors, only=target.kernel,
+            config=config,
+        )  # fmt: skip
     except Exception as error:
         return Compiled(target, config, None, f"does not compile: {str(error).splitlines()[0][:120] or type(error)}")
     report = reports[-1]  # of the two forms of dq in fp32, the one that writes dq

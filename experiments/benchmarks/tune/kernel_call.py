@@ -3,67 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from copy import copy
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseflash import BlockMask
-from sparseflash.backends.triton import launch
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.configs import Kernel
-from sparseflash.backends.triton.schedule.plan import plan_of
+from sparseflash.backends.triton.portable.choice import Choice
+from sparseflash.backends.triton.portable.launches import Bound
+from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_rows
+from sparseflash.backends.triton.portable.passes import Backward, BackwardLayout, Forward, ForwardLayout, run_kernel
 
 
 class KernelCall(NamedTuple):
-    """A launch of a kernel, and the tensors that it writes."""
+    """A launch of a kernel, and of the one that merges its chunks if there are any."""
 
     run: Callable[[], None]
-    results: list[Tensor]  # out; dq; or dk and dv
+    results: list[Tensor]  # what it writes: out; dq; or dk and dv
+    choice: Choice
 
 
-def fresh_problem(mask: BlockMask, q: Tensor, *, tf32: bool) -> launch.Problem:
-    """The attention of `q` [1, H, N, D] to as many heads under a mask, with no launch prepared.
-
-    Those that are kept with the mask's own plan may be of another configuration.
-    """
-    arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-    heads, block = q.shape[1], (mask.block_q, mask.block_k)
-    plan = copy(plan_of(*arrays, (1, heads), heads, (mask.q_len, mask.k_len), block))
-    plan.launches = {}
-    return launch.Problem(plan, None, block, q.shape[-1] ** -0.5, tf32)
+# Where the passes and their layouts have a kernel, and what merges its chunks.
+_PLACE: dict[Kernel, str] = {"forward": "kernel", "dq": "queries", "dk_dv": "keys"}
+_COMBINE: dict[Kernel, Callable[[Bound, Any], Combine | None]] = {
+    "forward": lambda kernel, layout: combine_rows(kernel, layout.kernel, layout.written),
+    "dq": lambda kernel, layout: combine_gradients(kernel, layout.queries, layout.dq),
+    "dk_dv": lambda kernel, layout: combine_gradients(kernel, layout.keys, layout.dk, layout.dv),
+}
 
 
-def kernel_call(
-    kernel: Kernel, problem: launch.Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-    preparing: AbstractContextManager[object],
-) -> KernelCall:  # fmt: skip
-    """The kernel on tensors [1, H, N, D]; no launch is prepared in the problem's plan when it returns.
+class KernelOfAttention:
+    """A kernel of one attention, and the tensors that a forward and a backward give it."""
 
-    preparing: held around the kernels whose results a kernel of the backward needs. In fp32 that kernel reads zeros as
-    `delta`: it takes as long, but its results are no gradients.
-    """
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    kept = q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    q, k, v, dout = launch.operands(problem, q, k, v, dout)
-    if kernel == "forward":
-        return KernelCall(lambda: launch.forward(problem, q, k, v, out, lse, kept), [out])
-    if kept.numel():
-        lse2, inverse, delta = kept[0], kept[1], torch.zeros_like(lse)
-    else:
-        lse2, inverse, delta = launch.empty_rows(lse), None, launch.empty_rows(lse)
+    def __init__(
+        self, kernel: Kernel, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, tf32: bool = False
+    ) -> None:
+        """The tensors: `[1, H, N, D]`. Runs the kernel, and those before it, with the overrides that hold now."""
+        problem = Problem.of(mask, scale=q.shape[-1] ** -0.5)
+        setting = api.setting_of(q, k, problem, gpu.capability_of(q.device))._replace(tf32=tf32)
+        self.kernel, self.plan = kernel, setting.plan
+        self._layout: Callable[[], Any] = partial(ForwardLayout, setting, q, k, v, problem.scale, 0)
+        forward = Forward(self._layout(), self.plan)
+        if kernel == "forward":
+            launched = _Launched(forward, kernel)
+        out, lse, kept = forward(q, k, v, None, None)
+        if kernel != "forward":
+            self._layout = partial(BackwardLayout, setting, q, k, v, out, dout, problem.scale, 0, dlse=False)
+            backward = Backward(self._layout(), self.plan)
+            launched = _Launched(backward, kernel)
+            backward(dout, None, q, k, v, out, lse, kept, None, None)
+        count = {"forward": len(launched.given) - 3, "dq": 1, "dk_dv": 2}[kernel]
+        self._read, self._written = launched.given[:-count], launched.given[-count:]
 
-    def query_gradients() -> None:
-        launch.query_gradients(problem, q, k, v, out, lse, dout, None, lse2, inverse, delta, dq)
+    def call(self) -> KernelCall:
+        """The kernel prepared anew, with the overrides that hold now. It has results of its own."""
+        layout = self._layout()
+        bound: Bound = getattr(layout, _PLACE[self.kernel]).bind(self.plan)
+        written = tuple(map(torch.empty_like, self._written))
+        run = partial(
+            run_kernel, bound, _COMBINE[self.kernel](bound, layout), self._read, written, None, None
+        )  # fmt: skip
+        return KernelCall(run, list(written[:1] if self.kernel == "forward" else written), bound.choice)
 
-    def key_gradients() -> None:
-        launch.key_gradients(problem, q, k, v, dout, lse2, inverse, delta, None, dk, dv)
 
-    with preparing:
-        launch.forward(problem, q, k, v, out, lse, kept)
-        if kernel == "dk_dv":
-            query_gradients()
-    problem.plan.launches.clear()
-    return KernelCall(query_gradients, [dq]) if kernel == "dq" else KernelCall(key_gradients, [dk, dv])
+class _Launched:
+    """Stands for the launch of a kernel in a pass, and keeps what it is given, but for room for partial results."""
+
+    def __init__(self, run: Forward | Backward, kernel: Kernel) -> None:
+        self.given: tuple[Tensor, ...] = ()
+        self._bound: Bound = getattr(run, _PLACE[kernel])
+        setattr(run, _PLACE[kernel], self._bound._replace(launch=self))  # type: ignore[arg-type]
+
+    def __call__(self, *given: Any) -> None:
+        self._bound.launch(*given)
+        self.given = given if self._bound.work.merged is None else given[:-1]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import geometric_mean
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
@@ -15,11 +14,11 @@ from experiments.benchmarks.speed import check
 from experiments.benchmarks.speed.patterns import block_mask, pattern
 from experiments.benchmarks.speed.peers.runner import Inputs
 from experiments.benchmarks.speed.precision import products_in_tf32
-from experiments.benchmarks.tune.kernel_call import fresh_problem, kernel_call
+from experiments.benchmarks.tune.kernel_call import KernelOfAttention
 from experiments.benchmarks.tune.space import Target
 from sparseflash import attention
-from sparseflash.backends.triton import configs, launch
 from sparseflash.backends.triton.configs import Config
+from sparseflash.backends.triton.overrides import override
 
 KINDS = ("dense", "causal", "butterfly", "local", "bigbird", "random12")
 SHIPPED = "shipped"
@@ -58,9 +57,12 @@ class Bench:
         """All candidates' times, fastest first; one that cannot run is left out."""
         times: dict[Config, dict[str, float]] = {config: {} for config in candidates}
         for number, kind in enumerate(self.masks, start=1):
-            calls = {SHIPPED: timing.Timed(self.kernel(kind, None), nullcontext)}
-            for config in candidates:
-                calls[repr(config)] = timing.Timed(self.kernel(kind, config), nullcontext)
+            named = {SHIPPED: None, **{repr(config): config for config in candidates}}
+            kernel = self.kernel(kind)
+            calls = {}
+            for name, config in named.items():
+                with chosen(self.target, config):
+                    calls[name] = timing.Timed(kernel.call().run, nullcontext)
             found = timing.in_turns(calls, self.device, rounds=rounds, round_ms=round_ms)
             if found[SHIPPED].failure is not None:
                 raise RuntimeError(f"the shipped configuration fails on {kind}") from found[SHIPPED].failure
@@ -76,26 +78,21 @@ class Bench:
         ]
         return sorted(whole, key=lambda each: each.mean)
 
-    def kernel(self, kind: str, config: Config | None) -> Callable[[], object]:
-        """The target's kernel under a mask, with a configuration, or with the shipped one, as a call."""
-        problem = fresh_problem(self.masks[kind], self.q, tf32=self.target.arithmetic == "tf32")
-        shipped = chosen(self.target, None)
-        call = kernel_call(self.target.kernel, problem, self.q, self.k, self.v, self.dout, shipped)
-
-        def configured() -> None:
-            with chosen(self.target, config):
-                call.run()
-
-        return configured
+    def kernel(self, kind: str) -> KernelOfAttention:
+        """The target's kernel under a mask."""
+        with chosen(self.target, None):
+            return KernelOfAttention(
+                self.target.kernel, self.masks[kind], self.q, self.k, self.v, self.dout,
+                tf32=self.target.arithmetic == "tf32",
+            )  # fmt: skip
 
     def error(self, config: Config, heads: int = 1) -> float:
         """The largest error of forward and gradients with this configuration, in units of the yardstick."""
         worst = 0.0
         for kind in self.masks:
-            fresh = block_mask(kind, self.length, self.block).to(self.device)  # without launches from before
             q, k, v = (x.clone().requires_grad_() for x in (self.q, self.k, self.v))
             with chosen(self.target, config), products_in_tf32(self.target.arithmetic == "tf32"):
-                out = attention(q, k, v, fresh, backend="triton")
+                out = attention(q, k, v, self.masks[kind], backend="triton")
                 gradients = torch.autograd.grad(out, (q, k, v), self.dout)
             results = dict(zip(check.NAMES, (out.detach(), *gradients), strict=True))
             inputs = Inputs(q, k, v, self.dout)
@@ -105,17 +102,9 @@ class Bench:
         return worst
 
 
-@contextmanager
-def chosen(target: Target, config: Config | None) -> Iterator[None]:
-    """The target's kernel runs with this configuration, by descriptors or by pointers as the target says."""
-    shipped = configs.config_for
+def chosen(target: Target, config: Config | None) -> AbstractContextManager[None]:
+    """What is prepared inside has this configuration for the target's kernel, and loads as the target says.
 
-    def pick(kernel: str, *asked: object) -> Config:
-        return config if config is not None and kernel == target.kernel else shipped(kernel, *asked)  # type: ignore[arg-type]
-
-    limit = 0 if target.descriptors else 1 << 62
-    with (
-        mock.patch.object(launch, "config_for", pick),
-        mock.patch.object(launch, "_PRODUCTS_FOR_DESCRIPTORS", limit),
-    ):
-        yield
+    None: the shipped one.
+    """
+    return override(configs={} if config is None else {target.kernel: config}, descriptors=target.descriptors)

@@ -84,7 +84,6 @@ class SplitRule(NamedTuple):
 
 
 SPLITS = SplitRule()
-NEVER_SPLIT = SplitRule(fewest=1 << 40, fewest_tiles=1 << 40)
 
 # What kernels cost under tiles of other sizes, in units of the products of 64 x 64 scores on tensor cores.
 #   loading           64 streamed tokens in one piece, most of which goes on while others are multiplied

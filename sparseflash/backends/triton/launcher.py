@@ -86,12 +86,16 @@ class Variant:
                 self._parameters = parameters_of_compiled(compiled, self.names)
 
     def compile(self, arguments: Sequence[Any]) -> None:
-        """Compiles without launching; on any thread. Tensors may be on the meta device."""
+        """Compiles and loads without launching; on any thread. Tensors may be on the meta device."""
         if self._compiled is None and hasattr(self.function, "warmup"):
             with on_device(self.device):
-                compiled = self.function.warmup(*arguments, grid=(1, 1, 1), **self.options)
+                compiled = self.compiled(arguments)
                 if compiled is not None:
                     compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles its launcher
+
+    def compiled(self, arguments: Sequence[Any]) -> Any:
+        """What Triton compiles for such arguments on the current device, not loaded."""
+        return self.function.warmup(*arguments, grid=(1, 1, 1), **self.options)
 
 
 class Launch:
@@ -155,8 +159,15 @@ class BoundLaunch(NamedTuple):
         self.launch.start(self.programs, *self.tensors, *given)
 
     def compile(self) -> None:
-        """Compiles what calls will launch; on any thread."""
-        self.launch.variant.compile(self.launch.arguments((*self.tensors, *self.launch.examples)))
+        """Compiles and loads what calls will launch; on any thread."""
+        self.launch.variant.compile(self._example())
+
+    def compiled(self) -> Any:
+        """What Triton compiles for calls on the current device, not loaded."""
+        return self.launch.variant.compiled(self._example())
+
+    def _example(self) -> list[Any]:
+        return self.launch.arguments((*self.tensors, *self.launch.examples))
 
 
 class Describe:

@@ -7,10 +7,11 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from exactness import loads
-from plans import kernels_of, plans_of, prepared_anew
+from plans import kernels_of, plans_of
 from sparseflash import attention, masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
+from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable import launches, passes
 from sparseflash.backends.triton.portable.choice import can_describe
 
@@ -68,7 +69,7 @@ def test_a_second_call_prepares_nothing():
 
 def test_another_mask_of_the_same_kind_is_bound_to_the_same_variants():
     q, k, v = (wide(seed=seed).half().requires_grad_() for seed in range(3))
-    with prepared_anew():
+    with override():
         attention(q, k, v, masks.local(40, window=9, block=16), backend="triton").sum().backward()
         with mock.patch.object(launches, "Variant", side_effect=AssertionError("another variant")):
             attention(q, k, v, masks.local(40, window=25, block=16), backend="triton").sum().backward()

@@ -17,6 +17,7 @@ from experiments.benchmarks.speed import patterns
 from plans import kernels_of, plan
 from sparseflash import BlockMask, attention, masks
 from sparseflash.backends.triton import launcher
+from sparseflash.backends.triton.configs import SPLITS
 from sparseflash.backends.triton.schedule import splits
 from sparseflash.backends.triton.schedule.plan import dense_plan
 from strategies import SEEDS, block_masks
@@ -137,7 +138,7 @@ def test_the_numbers_of_the_table_in_configs(q_len, k_len, block, tile, resident
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.sampled_from([1, 4, 264]), st.integers(1, 20))
 def test_chunks_are_neither_too_long_nor_too_many(sizes, slots, fewest):
     sizes = torch.tensor(sizes)
-    (chunks,) = splits._chunks(sizes[None], slots, fewest)
+    (chunks,) = splits._chunks(sizes[None], slots, fewest, SPLITS)
     is_cut = chunks > 1
     assert int(chunks[is_cut].sum()) <= slots + int(is_cut.sum())
     if is_cut.any():

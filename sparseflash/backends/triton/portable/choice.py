@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sparseflash.backends.triton.alignment import is_aligned
 from sparseflash.backends.triton.configs import (
-    PRODUCTS_FOR_TILINGS,
     Arithmetic,
     Config,
     Kernel,
@@ -22,6 +21,7 @@ from sparseflash.backends.triton.configs import (
     roomier,
 )
 from sparseflash.backends.triton.dispatch import Setting
+from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling
 
@@ -46,6 +46,7 @@ class Chooser:
     def __init__(self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor]) -> None:
         """dims: D and Dv. loaded: the tensors whose tiles the kernel holds or streams; q, k and v first."""
         q, v = loaded[0], loaded[2]
+        self._overrides = overrides()
         self._kernel, self._capability = kernel, setting.capability
         self._lengths, self._dropout = setting.lengths, setting.dropout
         self._pieces = q.ndim == 5
@@ -56,7 +57,9 @@ class Chooser:
             # Matrix instructions read pieces in bf16 where tiles are split as they are multiplied, too.
             itemsize = 2 if self._arithmetic == "fp32" else q.element_size()
             self._padded = padded_dims(*dims, setting.capability, itemsize)
-        self._may_describe = setting.capability >= (9, 0) and all(map(can_describe, loaded))
+        self._may_describe = (
+            self._overrides.descriptors and setting.capability >= (9, 0) and all(map(can_describe, loaded))
+        )
         self._block = setting.block
         self._products_a_tile = setting.block[0] * setting.block[1] * sum(dims)
         self._choices: dict[Tiling, Choice] = {}
@@ -71,14 +74,18 @@ class Chooser:
 
     def _tiling(self, plan: Plan) -> Tiling | None:
         """The tiling to walk; None for the tiles of the mask."""
-        if plan.lists.retiling is None or plan.tiles_per_head * self._products_a_tile < PRODUCTS_FOR_TILINGS:
+        retiling, axis, wanted = plan.lists.retiling, int(self._kernel == "dk_dv"), self._overrides.tiling
+        few = plan.tiles_per_head * self._products_a_tile < self._overrides.products_for_tilings
+        if retiling is None or (wanted is None and few):
             return None
         whole, gathered = (
             held_first(self._kernel, self._config(_ANY_BLOCK, descriptors)[:2])
             for descriptors in (self._may_describe, False)
         )
+        if wanted is not None:
+            return wanted(retiling.candidates(axis, whole, gathered))
         cost = FP32 if self._arithmetic == "fp32" else HALF
-        return plan.tiling(int(self._kernel == "dk_dv"), whole, gathered, cost, self._warps)
+        return plan.tiling(axis, whole, gathered, cost, self._warps)
 
     def _choose(self, tiling: Tiling) -> Choice:
         block = held_first(self._kernel, (tiling.held, tiling.streamed))
@@ -96,9 +103,10 @@ class Chooser:
         return Choice(config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded)
 
     def _config(self, block: tuple[int, int], descriptors: bool) -> Config:
-        return config_for(
-            self._kernel, self._capability, self._arithmetic, max(self._padded), block, descriptors
-        )  # fmt: skip
+        config = self._overrides.configs.get(self._kernel)
+        if config is not None:
+            return config._replace(block_m=min(config.block_m, block[0]), block_n=min(config.block_n, block[1]))
+        return config_for(self._kernel, self._capability, self._arithmetic, max(self._padded), block, descriptors)
 
     def _warps(self, tile: Tile, is_gathered: bool) -> int:
         return self._config(held_first(self._kernel, tile), self._may_describe and not is_gathered).num_warps
@@ -110,7 +118,7 @@ def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
     To read and write a key once costs about what reading it twice does. How often a key is read depends on the mask;
     that of a few queries reads it seldom, which the number of their tiles tells.
     """
-    if q.dtype != torch.float32 or setting.tf32:
+    if q.dtype != torch.float32 or setting.tf32 or not overrides().pieces:
         return False
     padded = padded_dims(q.shape[-1], v.shape[-1], setting.capability, itemsize=2)
     if not has_room_for_pieces(setting.capability, max(padded)):

@@ -183,17 +183,17 @@ class Backward:
         first, second = torch.empty_like(layout.two_rows).unbind()
         if self.means is None or kept is None:
             read = q, k, v, dout, out, lse, *through_lse, first, second
-            _run(self.queries, self._combine_queries, read, (dq,), lengths, seed)
-            _run(self.keys, self._combine_keys, (q, k, v, dout, first, second), (dk, dv), lengths, seed)
+            run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, seed)
+            run_kernel(self.keys, self._combine_keys, (q, k, v, dout, first, second), (dk, dv), lengths, seed)
             return dq, dk, dv
         (maximum, inverse), (delta, own_inverse) = kept.unbind(), (first, second)
         read = q, k, v, dout, out, maximum, inverse
         merged = inverse, delta, own_inverse
-        _run(self.means, self._combine_means, read, (delta, own_inverse), lengths, seed, merged)
+        run_kernel(self.means, self._combine_means, read, (delta, own_inverse), lengths, seed, merged)
         read = q, k, v, dout, *through_lse, maximum, own_inverse, delta
-        _run(self.queries, self._combine_queries, read, (dq,), lengths, seed)
+        run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, seed)
         read = q, k, v, dout, maximum, own_inverse, delta, *through_lse
-        _run(self.keys, self._combine_keys, read, (dk, dv), lengths, seed)
+        run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, seed)
         return dq, dk, dv
 
     def launches(self) -> list[BoundLaunch]:
@@ -202,11 +202,14 @@ class Backward:
         return [each.launch for each in kernels if each is not None]
 
 
-def _run(
+def run_kernel(
     kernel: Bound, combine: Combine | None, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
     lengths: Tensor | None, seed: Tensor | None, merged: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Launches a kernel of the backward. merged: what is merged, if not just what is written."""
+    """Launches a kernel of the backward, or a forward without lengths, and what merges its chunks.
+
+    merged: what is merged, if not just what is written.
+    """
     kernel.work.ready.wait()
     if combine is None:
         kernel.launch(*read, *written, *kernel.extra(None, lengths, seed))

@@ -16,6 +16,7 @@ from torch import Tensor
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.configs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of
@@ -119,6 +120,7 @@ class Plan:
             streamed,
             tile,
             resident,
+            overrides().splits,
             most=-(-tokens[1 - axis] // streamed) * group,
             total=(len(lists.tile) - 1) * group * (held // tile) if self.lists.patterns == 1 else None,
             each=None if lists.each is None else lists.each * group,

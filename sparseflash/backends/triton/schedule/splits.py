@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.configs import SPLITS
+from sparseflash.backends.triton.configs import SplitRule
 
 
 class Items(NamedTuple):
@@ -37,8 +37,8 @@ class Cuts(NamedTuple):
 
 
 def cuts_of(
-    size: Tensor, tiles: int, block: int, held: int, resident: int, *, most: int, total: int | None, each: int | None,
-    countable: bool,
+    size: Tensor, tiles: int, block: int, held: int, resident: int, rule: SplitRule, *, most: int, total: int | None,
+    each: int | None, countable: bool,
 ) -> Cuts | None:  # fmt: skip
     """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None: no item is.
 
@@ -49,29 +49,29 @@ def cuts_of(
     two numbers from the device, saved where `most`, which none exceeds, and `total`, the tiles of a head if that is
     known, already say that nothing is cut.
     """
-    slots = SPLITS.multiprocessors * resident // SPLITS.heads
-    shortest = -(-SPLITS.shortest(held) // block)
-    if most <= SPLITS.worth * max(shortest, 0 if total is None else total // slots):
+    slots = rule.multiprocessors * resident // rule.heads
+    shortest = -(-rule.shortest(held) // block)
+    if most <= rule.worth * max(shortest, 0 if total is None else total // slots):
         return None
     if each is not None:
         items = len(size)
-        pieces = int(_chunks(torch.full((1, tiles), each, device="cpu"), slots, shortest)[0, 0])
+        pieces = int(_chunks(torch.full((1, tiles), each, device="cpu"), slots, shortest, rule)[0, 0])
         if pieces == 1:
             return None
         return Cuts(torch.full((items,), pieces, device=size.device), pieces * items, items)
     if not countable:
         return None
-    chunks = _chunks(size.sum(1).view(-1, tiles), slots, shortest).view(-1)
+    chunks = _chunks(size.sum(1).view(-1, tiles), slots, shortest, rule).view(-1)
     total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
     return Cuts(chunks, total, cut) if cut else None
 
 
-def _chunks(lengths: Tensor, slots: int, shortest: int) -> Tensor:
-    """The rule: int64 `[heads, tiles]`. As no chunk is below the mean, there are at most `slots` more items a head."""
+def _chunks(lengths: Tensor, slots: int, shortest: int, rule: SplitRule) -> Tensor:
+    """Into how many: int64 `[heads, tiles]`. As no chunk is below the mean, a head has at most `slots` more items."""
     total, longest = lengths.sum(1, keepdim=True), lengths.amax(1, keepdim=True)
     chunk = (-(-total // slots)).clamp(min=shortest)
-    is_far = longest * lengths.shape[1] > SPLITS.far * total
-    worth = torch.where(is_far, longest > SPLITS.worth * chunk, longest > SPLITS.worth_alike * chunk)
+    is_far = longest * lengths.shape[1] > rule.far * total
+    worth = torch.where(is_far, longest > rule.worth * chunk, longest > rule.worth_alike * chunk)
     return torch.where(worth & (lengths > chunk), -(-lengths // chunk), 1)
 
 

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from experiments.benchmarks.blocks import fit
 from sparseflash.backends.triton.configs import config_for
-from sparseflash.backends.triton.schedule.tilings import HALF, Cost
+from sparseflash.backends.triton.schedule.tilings import HALF
 
-TRUE = Cost(loading=0.3, loading_gathered=0.9, step=0.2, program=4.0)
+TRUE = HALF._replace(loading=0.3, loading_gathered=0.9, step=0.2, program=4.0)
 TILINGS = ["16x16x0", "32x32x0", "64x64x0", "64x128x0", "64x64x16", "64x128x32", "32x64x16"]
 
 

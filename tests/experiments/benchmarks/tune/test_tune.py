@@ -8,10 +8,11 @@ from typer.testing import CliRunner
 
 from experiments.benchmarks.tune import table
 from experiments.benchmarks.tune.__main__ import app
-from experiments.benchmarks.tune.measuring import Bench, chosen
+from experiments.benchmarks.tune.measuring import Bench
 from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
-from sparseflash.backends.triton import configs, launch
+from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
+from sparseflash.backends.triton.portable.passes import Forward
 from uninterpreted import python
 
 TABLES = {
@@ -102,23 +103,14 @@ def test_candidates_are_timed_beside_the_shipped_and_checked(kernel, arithmetic)
 
 def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
     bench = Bench(Target("forward", "half", 32, False), 64, torch.device("cpu"), kinds=("causal",))
-    forward = launch.forward
+    forward = Forward.__call__
 
-    def wrong(problem, q, k, v, out, lse, kept):
-        forward(problem, q, k, v, out, lse, kept)
-        out.mul_(1.01)
+    def wrong(self, *tensors):
+        out, lse, kept = forward(self, *tensors)
+        return out.mul_(1.01), lse, kept
 
-    monkeypatch.setattr(launch, "forward", wrong)
+    monkeypatch.setattr(Forward, "__call__", wrong)
     assert bench.error(Config(32, 32, 1, 1)) > 1
-
-
-def test_choosing_a_configuration_ends_with_its_block():
-    target = Target("dq", "half", 64, True)
-    asked = ("dq", (9, 0), "half", 64, (128, 128), True)
-    with chosen(target, Config(16, 16, 1, 1)):
-        assert launch.config_for(*asked) == Config(16, 16, 1, 1)
-        assert launch.config_for("forward", *asked[1:]) == configs.config_for("forward", *asked[1:])
-    assert launch.config_for(*asked) == configs.config_for(*asked)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""Kernels compiled for an architecture that need not be here, as launches would have them compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton import device as gpu
+from sparseflash.backends.triton.configs import Kernel
+from sparseflash.backends.triton.launcher import Variant
+
+
+class _NoDevice:
+    """Stands in for the CUDA driver: answers what a compilation asks."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton keeps what it compiles by the number of the device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def compiling_for(arch: int, only: Kernel | None = None) -> Iterator[list[tuple[str, Any]]]:
+    """While this lasts, launches on tensors of the CPU compile for that architecture, and run nothing.
+
+    Yields the names of the kernels and what was compiled, as launches come. arch: 90 for compute capability 9.0. only:
+    leave out all others.
+    """
+    compiled: list[tuple[str, Any]] = []
+
+    def compile_only(self: Variant, programs: int, arguments: Sequence[Any]) -> None:
+        name = self.function.__name__
+        if only is None or name == f"{only}_kernel":
+            compiled.append((name, self.compiled(arguments)))
+
+    with (
+        mock.patch.object(driver, "_active", _NoDevice(arch)),
+        mock.patch.object(Variant, "launch", compile_only),
+        # Launches compile: what was compiled before them, side by side, would have to be loaded.
+        mock.patch.object(api, "compile_side_by_side", lambda launches: None),
+        mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),
+        mock.patch.object(api, "check", lambda *tensors: None),  # that they lie on a GPU
+    ):
+        yield compiled
