@@ -59,8 +59,6 @@ def dk_dv_step(
     if KEEP:
         at = tl.cast(batch_head, tl.int64) * row_stride + rows
         inverse = tl.load(inverse_ptr + at, mask=rows < q_len, other=0.0)[None, :]
-        if dlse_ptr is not None:
-            dlse = tl.where(inverse > 0.0, tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)[None, :], 0.0)
     if MASKED:
         patch_q = 0 if GATHERED > 0 else first_q
         live = live_scores(words_ptr, tile, patch_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
@@ -76,6 +74,9 @@ def dk_dv_step(
     dp = products(v_tile, dout_tile, PRECISION, True)
     if DROPOUT:
         dp = tl.where(keep, dp * amplification, 0.0)
+    if KEEP:
+        if dlse_ptr is not None:
+            dlse = tl.where(inverse > 0.0, tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)[None, :], 0.0)
     ds = score_gradients(p, dp, delta_row[None, :], dlse)
     return accumulate(ds, q_tile, dk, PRECISION), dv
 
