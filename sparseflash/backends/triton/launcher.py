@@ -131,7 +131,7 @@ class Launch:
         return BoundLaunch(self, programs, tuple(tensors[name] for name in self.bound))
 
     def start(self, programs: int, *given: Any) -> None:
-        """Starts that many programs with what is bound, then what calls give: tensors, numbers, their tuples, None."""
+        """Starts that many programs with what is bound, then what a call gives: tensors, numbers, tuples of numbers."""
         if not self.variant.can_start_directly():
             self.variant.launch(programs, self.arguments(given))
             return
