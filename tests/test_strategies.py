@@ -294,7 +294,7 @@ def test_problems_fit_together(problem):
         assert problem.mask is problem.mask
         assert (problem.mask.q_len, problem.mask.k_len) == (problem.q_len, problem.k_len)
         assert problem.mask.shape[0] in (1, problem.batch) and problem.mask.shape[1] in (1, problem.heads)
-        assert problem.mask.lengths is None or len(problem.mask.lengths) == problem.batch
+        assert problem.mask.lengths is None or problem.mask.lengths.shape == (2, problem.batch)
 
 
 @given(PROBLEMS)

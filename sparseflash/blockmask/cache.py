@@ -37,7 +37,7 @@ class BoundedDict(dict[Any, Any]):
 
     >>> cache = BoundedDict(2)
     >>> for number in range(3):
-    ...     cache.put(number, str(number))
+    ...     _ = cache.put(number, str(number))
     >>> dict(cache)
     {2: '2'}
     """
