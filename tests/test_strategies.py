@@ -240,7 +240,10 @@ def features_of_mask(recipe):
         yield "empty column"
     yield "no lengths" if recipe.lengths is None else "lengths"
     longest = max(mask.q_len, mask.k_len)
-    for length in recipe.lengths or ():
+    yield "lengths of queries and keys" if any(isinstance(each, tuple) for each in recipe.lengths or ()) else "others"
+    for length in (
+        number for each in recipe.lengths or () for number in (each if isinstance(each, tuple) else (each,))
+    ):
         yield (
             "length 0" if length == 0
             else "length beyond" if length > longest
@@ -257,7 +260,7 @@ def test_every_kind_of_mask_occurs():
         *(f"{what} {of}" for what in ("ragged", "whole blocks of", "less than a block of", "one of")
           for of in ("queries", "keys")),
         "several patterns", "one pattern", "shared pattern", "empty row", "empty column",
-        "no lengths", "lengths", "length 0", "length beyond", "length whole", "length ragged",
+        "no lengths", "lengths", "lengths of queries and keys", "length 0", "length beyond", "length whole", "length ragged",
     ]  # fmt: skip
     assert_occur(recipes(128, (16, 32, 64), 2, 3), features_of_mask, wanted)
 

@@ -105,7 +105,8 @@ def write_gradients(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
@@ -266,7 +267,8 @@ def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, i
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "row_tiles", "row_stride",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
 def dq_kernel(
     q, k, v,  # pointers, or descriptors if TMA

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.configs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.overrides import overrides
@@ -169,7 +170,8 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
     row_blocks, col_blocks = (-(-n // b) for n, b in zip(tokens, blocks, strict=True))
     # Neither the cache nor the tensor that it hangs on may be held by what is put into it, or nothing of it is freed.
     indices, countable = indices.detach(), cache.countable
-    own_words = words if problem.words is None else problem.words  # on the device, where the kernels read them
+    # On the device, where the kernels read them.
+    own_words = aligned_start(words if problem.words is None else problem.words)
 
     def make(axis: int) -> TileLists:
         if countable:
