@@ -240,10 +240,11 @@ def features_of_mask(recipe):
         yield "empty column"
     yield "no lengths" if recipe.lengths is None else "lengths"
     longest = max(mask.q_len, mask.k_len)
-    yield "lengths of queries and keys" if any(isinstance(each, tuple) for each in recipe.lengths or ()) else "others"
-    for length in (
-        number for each in recipe.lengths or () for number in (each if isinstance(each, tuple) else (each,))
-    ):
+    given = recipe.lengths or ()
+    if given and isinstance(given[0], tuple):
+        yield "lengths of queries and keys"
+        given = (*given[0], *given[1])
+    for length in given:
         yield (
             "length 0" if length == 0
             else "length beyond" if length > longest
@@ -260,7 +261,8 @@ def test_every_kind_of_mask_occurs():
         *(f"{what} {of}" for what in ("ragged", "whole blocks of", "less than a block of", "one of")
           for of in ("queries", "keys")),
         "several patterns", "one pattern", "shared pattern", "empty row", "empty column",
-        "no lengths", "lengths", "lengths of queries and keys", "length 0", "length beyond", "length whole", "length ragged",
+        "no lengths", "lengths", "lengths of queries and keys", "length 0", "length beyond", "length whole",
+        "length ragged",
     ]  # fmt: skip
     assert_occur(recipes(128, (16, 32, 64), 2, 3), features_of_mask, wanted)
 
