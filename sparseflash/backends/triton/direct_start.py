@@ -15,6 +15,7 @@ import ctypes
 import re
 import struct
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -103,17 +104,45 @@ def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Paramete
     return parameters if parameters is not None and are_declared(parameters, compiled.asm["ptx"]) else None
 
 
+def loaded(compiled: Any, device: torch.device) -> int | None:
+    """The driver's handle of a compiled kernel on a GPU; None if that has too little shared memory, say.
+
+    Triton would load it together with a launcher, for which its version 3.6 needs a C compiler and half a second.
+    """
+    functions = _loaded.setdefault(compiled, {})
+    if device.index not in functions:
+        from triton.runtime import driver
+
+        utils = driver.active.utils
+        if compiled.metadata.shared > utils.get_device_properties(device.index)["max_shared_mem"]:
+            return None
+        _, function, _, _, most_threads = utils.load_binary(
+            compiled.name, compiled.kernel, compiled.metadata.shared, device.index
+        )
+        if 32 * compiled.metadata.num_warps > most_threads:
+            return None
+        functions[device.index] = function
+    return functions[device.index]
+
+
+# By what was compiled, which Triton keeps: each is loaded once, and like Triton's own never unloaded.
+_loaded: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
 class DirectStart:
     """A compiled kernel with the parameters of one launch, all but those arguments that a call gives."""
 
     def __init__(
-        self, compiled: Any, parameters: Sequence[Parameter], arguments: Sequence[Any], given: Sequence[int],
-        device: torch.device,
+        self, function: int, metadata: Any, parameters: Sequence[Parameter], arguments: Sequence[Any],
+        given: Sequence[int], device: torch.device,
     ) -> None:  # fmt: skip
-        """arguments: all, of some call. given: the numbers of those that calls give, in their order."""
+        """arguments: all, of some call. given: the numbers of those that calls give, in their order.
+
+        function: as `loaded` returns it. metadata: Triton's, of what it compiled.
+        """
         self._index, self._device = device.index, device
-        self._function, self._name = ctypes.c_void_p(compiled.function), compiled.metadata.name
-        self._threads, self._shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+        self._function, self._name = ctypes.c_void_p(function), metadata.name
+        self._threads, self._shared = 32 * metadata.num_warps, metadata.shared
         self._lock = threading.Lock()  # from writing the parameters to the launch, which copies them
         by_call = {number: place for place, number in enumerate(given)}
         descriptors = [each for each in parameters if each.code == DESCRIPTOR]
@@ -138,7 +167,7 @@ class DirectStart:
         self._descriptors = []
         for number, each in enumerate(descriptors):
             places[each] = start + _DESCRIPTOR_BYTES * number
-            _encode(places[each], arguments[each.argument], compiled.metadata.tensordesc_meta[number])
+            _encode(places[each], arguments[each.argument], metadata.tensordesc_meta[number])
             self._descriptors.append((places[each], differing.index(each)))
         end = start + first + self._packer.size + rest.size  # two null pointers: no scratch memory
         addresses = [*(places[each] for each in parameters), end, end + 8]

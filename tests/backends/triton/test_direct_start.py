@@ -2,12 +2,14 @@
 
 import ctypes
 import struct
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from triton.runtime import driver
 
 from sparseflash import cuda_driver
 from sparseflash.backends.triton import direct_start, launcher
@@ -49,9 +51,8 @@ class Driver:
         return 0
 
 
-def compiled(descriptors=()):
-    metadata = SimpleNamespace(name="some_kernel", num_warps=4, shared=512, tensordesc_meta=list(descriptors))
-    return SimpleNamespace(function=99, metadata=metadata)
+def metadata(descriptors=()):
+    return SimpleNamespace(name="some_kernel", num_warps=4, shared=512, tensordesc_meta=list(descriptors))
 
 
 def number(kind, draw):
@@ -97,12 +98,12 @@ def test_a_kernel_reads_what_each_call_gives_and_what_was_given_before(kernel):
     names = [f"x{i}" for i in range(len(signature))]
     parameters = parameters_of(dict(zip(names, signature)), names)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        driver = Driver(monkeypatch, parameters)
-        start = DirectStart(compiled(), parameters, first, given_by_calls, CPU)
+        gpu = Driver(monkeypatch, parameters)
+        start = DirectStart(99, metadata(), parameters, first, given_by_calls, CPU)
         for programs, given_now in ((5, first), (6, second), (7, first)):
             arguments = [given_now[i] if i in given_by_calls else first[i] for i in range(len(first))]
             start(programs, [given_now[i] for i in given_by_calls])
-            grid, values = driver.launches.pop()
+            grid, values = gpu.launches.pop()
             assert grid == (programs, 1, 1, 128, 1, 1, 512)
             assert values == expected(parameters, arguments)
 
@@ -111,36 +112,36 @@ def test_a_descriptor_is_made_once_and_pointed_to_the_tensor_of_each_call(monkey
     names = ["a", "described", "b"]
     parameters = parameters_of({"a": "i32", "described": "tensordesc<bf16[1, 1, 64, 16]>", "b": "*bf16"}, names)
     assert [each.code for each in parameters] == ["i", DESCRIPTOR, *"iiiiqqqq", "Q"]
-    driver = Driver(monkeypatch, parameters)
+    gpu = Driver(monkeypatch, parameters)
     x, y, z = (torch.empty(2, 3, 64, 16, dtype=torch.bfloat16) for _ in range(3))
     describe = launcher.Describe(x, x.shape, x.stride(), (1, 1, 64, 16))
     box = {"block_size": [1, 1, 64, 16], "swizzle": 1}
-    start = DirectStart(compiled([box]), parameters, [1, describe(x), y], [1, 2], CPU)
-    ((descriptor, address, sizes, strides, boxes),) = driver.encoded
+    start = DirectStart(99, metadata([box]), parameters, [1, describe(x), y], [1, 2], CPU)
+    ((descriptor, address, sizes, strides, boxes),) = gpu.encoded
     assert (address, sizes, boxes) == (x.data_ptr(), [16, 64, 3, 2], [16, 64, 1, 1])
     assert strides == [2 * n for n in (16, 64 * 16, 3 * 64 * 16)]
     for tensors in ((x, y), (z, x)):
         start(3, tensors)
-        assert driver.replaced.pop() == (descriptor, tensors[0].data_ptr())
-        _, values = driver.launches.pop()
+        assert gpu.replaced.pop() == (descriptor, tensors[0].data_ptr())
+        _, values = gpu.launches.pop()
         assert values == [1, descriptor, *x.shape, *x.stride(), tensors[1].data_ptr()]
 
 
 def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeypatch):
-    driver = Driver(monkeypatch, [])
+    gpu = Driver(monkeypatch, [])
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    start = DirectStart(compiled(), [], [], [], torch.device("cuda", 3))
-    driver.results = [0, 201]  # the last one first
+    start = DirectStart(99, metadata(), [], [], [], torch.device("cuda", 3))
+    gpu.results = [0, 201]  # the last one first
     start(1, [])
-    assert chosen == [torch.device("cuda", 3)] and len(driver.launches) == 2
+    assert chosen == [torch.device("cuda", 3)] and len(gpu.launches) == 2
 
     def name_of(result, text):
         text._obj.value = b"CUDA_ERROR_INVALID_VALUE"
         return 0
 
     monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: SimpleNamespace(cuGetErrorName=name_of))
-    driver.results = [1]
+    gpu.results = [1]
     with pytest.raises(RuntimeError, match="some_kernel"):
         start(1, [])
 
@@ -162,3 +163,37 @@ def test_parameters_of_other_sizes_than_the_code_declares_are_refused(codes, dat
     declared.pop(data.draw(st.integers(0, len(declared) - 1)))
     assert not are_declared(parameters, f".visible .entry f({','.join(declared)})")
     assert not are_declared(parameters, "no kernel")
+
+
+class Utils:
+    """Stands in for what Triton loads binaries with."""
+
+    def __init__(self, most_shared=1000, most_threads=1024):
+        self.most_shared, self.most_threads, self.loads = most_shared, most_threads, 0
+
+    def get_device_properties(self, index):
+        return {"max_shared_mem": self.most_shared}
+
+    def load_binary(self, name, kernel, shared, index):
+        assert (name, kernel, shared) == ("some_kernel", b"code", 512)
+        self.loads += 1
+        return 1, 70 + index, 128, 0, self.most_threads
+
+
+class Compiled:
+    name, kernel = "some_kernel", b"code"
+    metadata = metadata()
+
+
+def test_a_kernel_is_loaded_once_on_each_gpu_and_only_where_it_fits(monkeypatch):
+    utils = Utils()
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
+    kernel = Compiled()
+    assert [direct_start.loaded(kernel, torch.device("cuda", index)) for index in (0, 1, 0, 1)] == [70, 71, 70, 71]
+    assert utils.loads == 2
+    for small in (Utils(most_shared=511), Utils(most_threads=127)):
+        monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=small))
+        assert direct_start.loaded(Compiled(), torch.device("cuda", 0)) is None
+    alive = weakref.ref(kernel)
+    del kernel
+    assert alive() is None

@@ -66,8 +66,8 @@ def test_a_graph_that_chooses_stays_right_after_other_lengths_were_chosen(choose
             indices = (q.float() @ k.float().mT).topk(32).indices
             return masks.selected_keys(indices, k_len=tokens, block=64, causal=True)
         scores = masks.pooled_scores(q, k, block=64)
-        rule, number = {"top_k_blocks": (masks.top_k_blocks, 2), "mass_blocks": (masks.mass_blocks, 0.7)}[choose]
-        return rule(scores, number, q_len=tokens, block=64, causal=True)
+        how_many = {"top_k_blocks": {"k": 2}, "mass_blocks": {"mass": 0.7}}[choose]
+        return getattr(masks, choose)(scores, **how_many, q_len=tokens, block=64, causal=True)
 
     def step():
         return attention(q, k, v, chosen(256, q, k))
