@@ -7,6 +7,8 @@ torch.compile traces (which fuses the operations itself) go the other way.
 
 - `rows`: the blocks of a row of scores by rank or by mass, and the arrays of the mask of what is kept.
 - `runs`: the tiles with a chosen run of keys in them, and their bits.
+
+May import `tiling`, `sparseflash.blockmask` and the `launcher` of the Triton backend. For the families that choose.
 """
 
 from __future__ import annotations

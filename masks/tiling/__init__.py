@@ -26,4 +26,6 @@ What these and the families share:
 - `listing.between`: the tiles from a first to a last column of each block row.
 - `draws`: random choices that are the same on every machine.
 - `sparseflash.blockmask`: `unique`, numbers for equal keys; `bitmask`, packing and deduplicating of bits.
+
+May import `sparseflash.blockmask`. For the families and for `fused`.
 """

@@ -17,9 +17,10 @@ from rich.table import Table
 
 from experiments.benchmarks.speed import frame, report
 from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
+from experiments.benchmarks.speed.inputs import Options
 from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, ours
 from experiments.benchmarks.speed.rows import FAILED, OURS, WRONG, Row, write_csv
-from experiments.benchmarks.speed.run import Options, run_cases
+from experiments.benchmarks.speed.run import run_cases
 from experiments.training.environment import environment
 from sparseflash.blockmask.arguments import BLOCKS
 

@@ -14,19 +14,16 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from experiments.benchmarks.speed.candidate import Candidate, compare, prepare, verify
 from experiments.benchmarks.speed.cases import BACKWARD, FIRST, FORWARD, Case
 from experiments.benchmarks.speed.check import checked_heads
+from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.speed.rows import FAILED, OK, OURS
-
-if TYPE_CHECKING:
-    from experiments.benchmarks.speed.run import Options
 
 PASS_OF = dict(zip(FIRST, (FORWARD, BACKWARD)))
 SECONDS = 240.0
@@ -75,7 +72,6 @@ def in_new_process(case: Case, name: str, options: Options, *, limit: float = SE
 def answers(case: Case, name: str, options: Options) -> list[Answer]:
     """The first calls in this process: of `name` before those of ours, which are its measure of being right."""
     from experiments.benchmarks.speed.peers import PEERS, ours
-    from experiments.benchmarks.speed.run import make_inputs
 
     device = options.device
     live = pattern(case.kind, case.length, case.block).to(device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,39 +14,11 @@ from experiments.benchmarks.speed import first_call
 from experiments.benchmarks.speed.candidate import Candidate, compare, inference, prepare, verify
 from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CALL, FIRST, MEMORY, Case, useful_flops
 from experiments.benchmarks.speed.check import checked_heads
+from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import Pattern, pattern
-from experiments.benchmarks.speed.peers.runner import Inputs, Peer
+from experiments.benchmarks.speed.peers.runner import Peer
 from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.speed.rows import NOT_RUN, OK, OURS, SKIPPED, Row
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a case is run: `rounds` series of `round_ms` milliseconds, or of `calls` single calls, an
-    implementation.
-
-    `heads` heads of k and v, and the query heads that read them, are checked.
-    """
-
-    device: torch.device
-    rounds: int = 3
-    round_ms: float = 60.0
-    calls: int = 300
-    heads: int = 3
-    seed: int = 0
-
-
-def make_inputs(case: Case, options: Options) -> Inputs:
-    """Normal random q and output gradient [B, H, N, D], k and v [B, heads of keys, N, D]."""
-    generator = torch.Generator(options.device).manual_seed(options.seed)
-    q, k, v, dout = (
-        torch.randn(
-            (case.batch, heads, case.length, case.head_dim),
-            generator=generator, device=options.device, dtype=case.dtype,
-        )
-        for heads in (case.heads, case.heads_of_keys, case.heads_of_keys, case.heads)
-    )  # fmt: skip
-    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 
 def _time(candidates: Mapping[str, Candidate], direction: str, options: Options) -> dict[str, timing.Timing]:
