@@ -26,7 +26,8 @@ def butterfly_2d(
     True
 
     The tokens are the pixels, row by row: token q is pixel `(q // width, q % width)`. Let `a ~ b` iff a and b, written
-    in base `radix`, are equal or differ in exactly one of their lowest `factors` digits. Then score (q, k) is live iff
+    in base `radix`, are equal or differ in a single digit, which is one of the lowest `factors`. Then score (q, k) is
+    live iff
 
         q // width // cell_h ~ k // width // cell_h   and   q % width // cell_w ~ k % width // cell_w
 
