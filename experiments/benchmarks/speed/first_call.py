@@ -1,4 +1,4 @@
-"""The first calls of a new process with empty caches: imports of kernels, compilation and all.
+"""The first calls of a new process with empty caches, including imports and compilation.
 
 `python -m experiments.benchmarks.speed.first_call` is the process itself: it reads a question from standard input and
 writes the answers to standard output.
@@ -27,14 +27,15 @@ from experiments.benchmarks.speed.rows import FAILED, OK, OURS
 
 PASS_OF = dict(zip(FIRST, (FORWARD, BACKWARD)))
 SECONDS = 240.0
-# Where Triton, torch.compile and CuTe keep what they compiled.
+# The variables that name the caches of Triton, torch.compile and CuTe.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a row of a first call needs. `seconds` of FIRST_BACKWARD: a forward with gradients and its backward, after
-    the inference call of FIRST_FORWARD."""
+    """The values that a row of a first call needs. `seconds` of FIRST_BACKWARD is the time of a forward with gradients
+    and its backward, after the inference call of FIRST_FORWARD.
+    """
 
     status: str
     reason: str = ""
@@ -70,13 +71,13 @@ def in_new_process(case: Case, name: str, options: Options, *, limit: float = SE
 
 
 def answers(case: Case, name: str, options: Options) -> list[Answer]:
-    """The first calls in this process: of `name` before those of ours, which are its measure of being right."""
+    """The first calls of `name` in this process, and after them those of ours, with which the results are compared."""
     from experiments.benchmarks.speed.peers import PEERS, ours
 
     device = options.device
     live = pattern(case.kind, case.length, case.block).to(device)
     inputs = make_inputs(case, options)
-    # The context of the device and its libraries are not what is measured.
+    # Initialising the device and its libraries is not part of the measurement.
     torch.ones(64, 64, device=device, dtype=case.dtype) @ torch.ones(64, 64, device=device, dtype=case.dtype)
     passes = tuple(PASS_OF[way] for way in case.passes)
     asked = replace(case, passes=passes)

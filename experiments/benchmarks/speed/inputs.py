@@ -12,8 +12,8 @@ from experiments.benchmarks.speed.peers.runner import Inputs
 
 @dataclass(frozen=True)
 class Options:
-    """How a case is run: `rounds` series of `round_ms` milliseconds, or of `calls` single calls, an
-    implementation.
+    """How a case is run: for each implementation, `rounds` series of `round_ms` milliseconds or of `calls` single
+    calls.
 
     `heads` heads of k and v, and the query heads that read them, are checked.
     """

@@ -40,7 +40,7 @@ def _time(candidates: Mapping[str, Candidate], direction: str, options: Options)
 
 
 def run_case(case: Case, ours: Peer, peers: Mapping[str, Peer], options: Options) -> list[Row]:
-    """The rows of one case. A pass in which ours fails or is wrong is not timed, for peers neither."""
+    """The rows of one case. A pass in which ours fails or is wrong is not timed, not for peers either."""
     with products_in_tf32(case.tf32 and options.device.type == "cuda"):
         if set(case.passes) <= set(FIRST):
             return _first_calls(case, peers, options)
@@ -112,7 +112,7 @@ def _first_calls(case: Case, peers: Mapping[str, Peer], options: Options) -> lis
     for name in (OURS, *peers):
         try:
             if name != OURS:
-                peers[name](case, live, inputs)  # whether it serves the case at all is asked without a process
+                peers[name](case, live, inputs)  # whether it can serve the case at all needs no new process
             answers = first_call.in_new_process(case, name, options)
         except Exception as failure:
             refused = Candidate(case, name)
@@ -122,7 +122,7 @@ def _first_calls(case: Case, peers: Mapping[str, Peer], options: Options) -> lis
             if name == OURS and answer.seconds is not None:
                 first[way] = answer.seconds
             elif way not in first and name != OURS:
-                continue  # ours is wrong or failed: nothing is compared with it
+                continue  # ours is wrong or failed, so nothing is compared with it
             row = Row(case, name, way, answer.status, live.density, first_call_s=answer.seconds, reason=answer.reason)
             row.error, row.difference, row.checked = answer.error, answer.difference, answer.checked
             if answer.seconds is not None:
@@ -133,7 +133,7 @@ def _first_calls(case: Case, peers: Mapping[str, Peer], options: Options) -> lis
 
 
 def _progress(rows: Sequence[Row]) -> str:
-    """A case on one line: who, then pass after pass."""
+    """A case on one line: the implementation, then pass after pass."""
     parts: dict[str, list[str]] = {}
     for row in rows:
         value = row.status if row.ms is None else f"{row.ms:.3f} ms"
@@ -149,7 +149,7 @@ def _progress(rows: Sequence[Row]) -> str:
 
 
 def _release(device: torch.device) -> str:
-    """Gives cached memory back; a reason if the device cannot go on, as after a kernel's illegal access."""
+    """Frees cached memory. Returns a reason if the device cannot continue, as after an illegal access by a kernel."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -169,7 +169,7 @@ def run_cases(
     minutes: float = float("inf"),
     done: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """All rows. `done` gets the rows so far after every case; no case begins after `minutes` minutes."""
+    """All rows. `done` receives the rows so far after every case; no case begins after `minutes` minutes."""
     begin = time.monotonic()
     rows: list[Row] = []
     lost = ""
@@ -181,7 +181,7 @@ def run_cases(
         else:
             try:
                 new = run_case(case, ours, peers, options)
-            except Exception as failure:  # the benchmark's own, such as too little memory for the check
+            except Exception as failure:  # a failure of the benchmark itself, such as too little memory for the check
                 broken = Candidate(case, OURS)
                 broken.fail(failure, *case.passes)
                 verdicts = broken.verdicts.items()
