@@ -1,6 +1,8 @@
 """sparseflash: exact block-sparse attention.
 
 `BlockMask` says which scores exist, `attention` computes exactly those, `sparseflash.masks` has ready patterns.
+
+May import `attention` and `blockmask`. The other parts of the library are loaded when they are first asked for.
 """
 
 from typing import TYPE_CHECKING

@@ -15,7 +15,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.validation import check_mask, check_tensors, checked_scale
 
 if TYPE_CHECKING:
-    from sparseflash.backends.triton.dispatch import KernelChoice
+    from sparseflash.backends.triton.family import KernelChoice
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph o
 `layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). All of it is exact, takes time and memory
 of the live tiles (reach: of the tile graph as bits), runs on the CPU wherever the mask lies, and honours heads, batch
 elements and lengths.
+
+May import `blockmask` alone: nothing here runs attention.
 """
 
 from sparseflash.analysis.balance import Balance as Balance

@@ -1,4 +1,4 @@
-"""What computes attention: one file or folder a backend. `registration.py` makes each an operator of PyTorch.
+"""What computes attention: one file or folder for each backend; `registration.py` makes each an operator of PyTorch.
 
-May import `blockmask` and `dropout`. No backend imports another.
+Its files may import `blockmask` and `dropout`, but no backend imports another. `attention.py` imports them all.
 """

@@ -2,7 +2,7 @@
 exact on this machine, and how fast it is there.
 
 app.py has the options, expression.py and sources.py find the mask that is asked for, and each command is a file of its
-own.
+own. May import what its users may: `sparseflash`, `attention`, `analysis`, `interop`, `testing` and `masks`.
 """
 
 

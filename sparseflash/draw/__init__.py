@@ -2,6 +2,8 @@
 
 All three are made of the same two things: `panels`, which finds the different pictures that the heads and batch
 elements need, and `shares`, the live share of each cell of a coarse grid, computed from the list of live tiles.
+
+May import `blockmask`, whose methods import it.
 """
 
 from sparseflash.draw.cells import Shares as Shares

@@ -24,6 +24,8 @@ causality inside a block), rectangular masks or blocks, masks that differ in the
 >>> mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 100), 300, block=64)
 >>> from_scipy(to_scipy(mask), block=64) == from_flashmask(*to_flashmask(mask)[:1], causal=True, block=64) == mask
 True
+
+May import `blockmask` alone.
 """
 
 from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout

@@ -17,6 +17,8 @@ False
 What they are made of, for results that come from elsewhere or for inputs of another kind: `by_definition` is the
 truth, in fp64, and the plain computation, in any other dtype; `compare_results` judges given results; `sampled_heads`
 and `sampled_part` choose what of a long sequence is compared.
+
+May import `blockmask` and `backends.reference`, which is the definition.
 """
 
 from sparseflash.testing.comparison import Comparison as Comparison

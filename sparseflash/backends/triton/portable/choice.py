@@ -20,7 +20,7 @@ from sparseflash.backends.triton.configs import (
     padded_dims,
     roomier,
 )
-from sparseflash.backends.triton.dispatch import Setting
+from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling
