@@ -1,6 +1,6 @@
-"""The mask type: which scores of an attention exist, as data. `mask.py` has the class, each other file one part of it.
+"""The mask type: which scores of an attention are live, as data. `mask.py` has the class, the other files its parts.
 
-May import nothing else of sparseflash; `BlockMask`'s methods load `draw` when they are called.
+This package must not import the rest of sparseflash; the drawing methods of `BlockMask` import `draw` when called.
 """
 
 from sparseflash.blockmask.mask import BlockMask as BlockMask
