@@ -38,8 +38,7 @@ def amplification(dropped: int) -> float:
 
 
 def seed_tensor(seed: SupportsIndex | Tensor | None, device: torch.device) -> Tensor:
-    """The seed as the backends take it: one int64 on the device. None draws it from PyTorch's generator of the device.
-    """
+    """The seed as the backends take it: one int64 on the device. None draws it from the device's PyTorch generator."""
     if seed is None:
         return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
     if isinstance(seed, Tensor):

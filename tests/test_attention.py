@@ -272,7 +272,9 @@ def test_an_unknown_backend_is_refused():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_before_heads_are_noticed(backend):
-    with pytest.raises(ValueError, match=r"got 4 and 4\. q looks like \[batch, tokens, heads, head dim\]: pass q.transpo"):
+    with pytest.raises(
+        ValueError, match=r"got 4 and 4\. q looks like \[batch, tokens, heads, head dim\]: pass q.transpo"
+    ):
         attention(*[Q.transpose(1, 2)] * 3, masks.causal(32), backend=backend)
     with pytest.raises(ValueError, match=r"got 32 and 32\. For part of a longer sequence use mask\.crop"):
         attention(Q, Q, Q, masks.causal(33), backend=backend)
@@ -283,7 +285,9 @@ def test_tokens_before_heads_are_noticed(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_patterns_of_key_heads_are_told_how_to_be_those_of_query_heads(backend):
     mask = masks.per_head([masks.causal(32, block=16), masks.local(32, window=8, block=16)])
-    with pytest.raises(ValueError, match=r"it is for 2\. To use one pattern for each key head, pass mask\.select") as caught:
+    with pytest.raises(
+        ValueError, match=r"it is for 2\. To use one pattern for each key head, pass mask\.select"
+    ) as caught:
         attention(Q, Q[:, :2], Q[:, :2], mask, backend=backend)
     advice = str(caught.value).partition("pass mask.select(heads=")[2].removesuffix(").")
     mask = mask.select(heads=eval(advice))

@@ -136,5 +136,5 @@ def test_a_mask_with_lengths_gives_the_scores_before_them():
         assert to_scipy(mask, batch=b).nnz == stop**2
     with pytest.raises(ValueError, match=re.escape("choose one with batch=.")):
         to_scipy(mask)
-    with pytest.raises(ValueError, match="lengths must be of at least one sequence"):
+    with pytest.raises(ValueError, match="lengths must have at least one sequence"):
         to_scipy(mask.with_lengths(torch.zeros(0, dtype=torch.int64)))
