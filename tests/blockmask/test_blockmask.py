@@ -355,7 +355,7 @@ def test_a_predicate_runs_on_the_device_asked_for():
     ],
 )
 def test_a_rule_for_one_pair_at_a_time_is_refused_with_advice(live):
-    with pytest.raises(TypeError, match=r"^live must answer for many pairs at once: with &, \| and ~ instead of and"):
+    with pytest.raises(TypeError, match=r"^live must answer for many pairs at once\. Use &, \| and ~ instead of and"):
         BlockMask.from_function(live, 256)
     with pytest.raises(TypeError, match=r"^candidates must answer for many pairs at once"):
         BlockMask.from_function(lambda q, k: k <= q, 256, block=16, candidates=live)
@@ -537,7 +537,7 @@ def test_lengths_that_do_not_fit_together_are_refused():
     mask = window()
     with pytest.raises(TypeError, match="lengths must be given alone: it sets q_lengths and k_lengths"):
         mask.with_lengths([3], k_lengths=[3])
-    with pytest.raises(TypeError, match="must be given lengths, or q_lengths, or k_lengths; got none"):
+    with pytest.raises(TypeError, match="must be given lengths, q_lengths or k_lengths; got none"):
         mask.with_lengths()
     with pytest.raises(ValueError, match=r"must have one batch size; got \[2\] and \[3\]"):
         mask.with_lengths(q_lengths=[3, 4], k_lengths=[3, 4, 5])

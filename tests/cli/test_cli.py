@@ -82,7 +82,7 @@ def test_a_file_of_ones_own_may_be_called_as_a_module_is(tmp_path):
         ("zzz(512)", r"no pattern is called zzz; there are a_shape, .*axial"),
         ("local", r"local must be called, with \(q_len"),
         ("3 + 4", r"3 \+ 4 must give a BlockMask; got int"),
-        ("local(512", r"the mask must be an expression, as local\(4096, window=512\) is, or a file; got 'local\(512'"),
+        ("local(512", r"the mask must be an expression such as local\(4096, window=512\), or a file; got 'local\(512'"),
         ("local(512, window=128, wide=True)", r"local\(512, window=128, wide=True\): .*wide"),
         ("local(512, window=128, block=100)", r"block"),
         ("local(512, window=128) | butterfly(256)", r"512.*256"),
