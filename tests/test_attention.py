@@ -316,10 +316,14 @@ def test_a_scale_that_is_no_number_is_refused(scale):
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
-        ((Q.double(),) * 3, TypeError, r"takes fp16, bf16 and fp32; got torch\.float64\. backend='blockwise' takes"),
+        (
+            (Q.double(),) * 3,
+            TypeError,
+            r"q must be fp16, bf16 or fp32 .*; got torch\.float64\. backend='blockwise' takes",
+        ),
         ((Q.bfloat16(),) * 3, TypeError, r"interpreter computes bf16 wrongly"),
-        ((Q[..., :8],) * 3, ValueError, r"head dims from 16 to 256; got D = 8"),
-        ((Q, Q, Q.repeat(1, 1, 1, 17)), ValueError, r"head dims from 16 to 256; got Dv = 272"),
+        ((Q[..., :8],) * 3, ValueError, r"head dims must be from 16 to 256 .*; got D = 8"),
+        ((Q, Q, Q.repeat(1, 1, 1, 17)), ValueError, r"head dims must be from 16 to 256 .*; got Dv = 272"),
         (
             (Q, Q, Q.mT.contiguous().mT),
             ValueError,

@@ -1,4 +1,4 @@
-"""What computes attention: one file or folder a backend. `registration.py` makes each an operator of PyTorch.
+"""The backends that compute attention, one file or folder each. `registration.py` makes each a PyTorch operator.
 
-May import `blockmask` and `dropout`. No backend imports another.
+They may import `blockmask` and `dropout`, but not one another.
 """

@@ -111,7 +111,7 @@ def test_131072_tokens_go_and_come_without_n_by_n():
         (lambda: to_scipy(several(), batch=0, head=-1), ValueError, "head must lie in 0..2; got -1."),
         (lambda: from_scipy([]), ValueError, "got an empty list."),
         (lambda: from_scipy(np.eye(3)), TypeError, "matrix must be a scipy.sparse matrix; got ndarray."),
-        (lambda: from_scipy(sparse.eye_array(3)), TypeError, "matrix must be boolean (True: live); got float64. Say "
+        (lambda: from_scipy(sparse.eye_array(3)), TypeError, "matrix must be boolean (True: live); got float64. Choose "
          "what is live: matrix != 0."),
         (lambda: from_scipy([sparse.eye_array(3, dtype=bool), sparse.eye_array(4, dtype=bool)]), ValueError,
          "all matrices must have one shape [Nq, Nk]; got (4, 4) and (3, 3)."),

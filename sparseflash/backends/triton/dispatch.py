@@ -1,7 +1,7 @@
-"""Which kernels run: those of the first family that can do what a call asks, or of the one that is asked for.
+"""Chooses the kernels of a call: the first family that can serve it, or the one that was asked for.
 
-A family is a folder of kernels with two classes, a forward and a backward, and a function that says why it cannot serve
-a request. To add one: write its folder, and list it here.
+A family is a folder of kernels with a forward pass and a backward pass, and a function that says why it cannot serve a
+request. To add one, write its folder and list it in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparseflash.backends.triton.schedule.plan import Plan
 
 
 class Setting(NamedTuple):
-    """What decides the kernels of a problem, beside the layout of its tensors."""
+    """What determines the kernels of a problem besides the layout of its tensors."""
 
     plan: Plan
     capability: tuple[int, int]
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a call asks, as far as it decides which kernels can serve it."""
+    """The properties of a call that decide which kernels can serve it."""
 
     capability: tuple[int, int]
     dtype: torch.dtype
@@ -36,11 +36,11 @@ class Request(NamedTuple):
     block: tuple[int, int]
     lengths: bool
     dropout: bool
-    dynamic: bool  # the mask was made on the device, and may be used once
+    dynamic: bool  # made on the device, and perhaps used only once
 
     @classmethod
     def of(cls, setting: Setting, q: Tensor, v: Tensor) -> Request:
-        """The request of a problem with that setting."""
+        """The request of a problem with this setting."""
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not setting.plan.lists.lasting,
@@ -48,19 +48,19 @@ class Request(NamedTuple):
 
 
 class ForwardPass(Protocol):
-    """A forward, prepared for tensors of one layout."""
+    """A forward prepared for tensors of one layout."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)`; `kept` is what the backward of the same family wants beside them."""
+        """`(out, lse, kept)`; `kept` is what the backward of the same family needs besides them."""
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernels that a call launches."""
+        """All kernel launches of a call."""
 
 
 class BackwardPass(Protocol):
-    """A backward, prepared for tensors of one layout."""
+    """A backward prepared for tensors of one layout."""
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -69,15 +69,15 @@ class BackwardPass(Protocol):
         """`(dq, dk, dv)`."""
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernels that a call launches."""
+        """All kernel launches of a call."""
 
 
 class Family(NamedTuple):
-    """Kernels that belong together. What makes their passes, and of what, is in `portable/passes.py`."""
+    """A set of kernels that belong together. `portable/passes.py` shows the signatures of the functions in `passes`."""
 
     name: str
-    refuses: Callable[[Request], str | None]  # why it cannot serve a request; None if it can
-    passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what makes them
+    refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None
+    passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them
 
 
 def _portable_passes() -> Any:
@@ -87,23 +87,23 @@ def _portable_passes() -> Any:
 
 
 def _portable_refuses(request: Request) -> str | None:
-    return None  # what no kernel can do has been refused before
+    return None  # what no kernel can do has been refused already
 
 
-FAMILIES = (Family("portable", _portable_refuses, _portable_passes),)  # the fastest first
+FAMILIES = (Family("portable", _portable_refuses, _portable_passes),)  # fastest first
 
 
 class Decision(NamedTuple):
-    """The family that serves a request, and why those before it do not."""
+    """The family that serves a request, and why each family before it does not."""
 
     family: Family
     refusals: dict[str, str]
 
 
 def decide(request: Request, wanted: str = "") -> Decision:
-    """The family to serve a request; `wanted`: the name of the only one that may.
+    """The family that serves a request. `wanted`: the name of the only family allowed, or "".
 
-    Raises ValueError if that one is not known or cannot.
+    Raises ValueError if that family is unknown or cannot serve the request.
     """
     refusals: dict[str, str] = {}
     for family in FAMILIES:

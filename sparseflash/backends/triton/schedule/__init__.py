@@ -1,4 +1,4 @@
-"""From a mask to work: the tiles each program walks, how long rows are split, and the order in which programs start.
+"""From a mask to work: the tiles of each program, how long rows are split, and the order in which programs start.
 
-May import `blockmask` and the tile sizes in `configs`; knows no kernel and launches nothing.
+It may import `blockmask` and the tile sizes in `configs`; it knows no kernels and launches nothing.
 """
