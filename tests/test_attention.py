@@ -321,7 +321,7 @@ def test_a_scale_that_is_no_number_is_refused(scale):
             TypeError,
             r"q must be fp16, bf16 or fp32 .*; got torch\.float64\. backend='blockwise' takes",
         ),
-        ((Q.bfloat16(),) * 3, TypeError, r"interpreter computes bf16 wrongly"),
+        ((Q.bfloat16(),) * 3, TypeError, r"interpreter silently computes bf16 wrongly"),
         ((Q[..., :8],) * 3, ValueError, r"head dims must be from 16 to 256 .*; got D = 8"),
         ((Q, Q, Q.repeat(1, 1, 1, 17)), ValueError, r"head dims must be from 16 to 256 .*; got Dv = 272"),
         (
