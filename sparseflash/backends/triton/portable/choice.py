@@ -1,4 +1,4 @@
-"""Which tiles, loads and arithmetic a portable kernel takes for the tensors at hand."""
+"""Chooses the tiles, loads and arithmetic of a portable kernel for given tensors."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Choice(NamedTuple):
 
     config: Config
     tiling: Tiling  # of the lists that it walks
-    descriptors: bool  # tiles are loaded by the copy engine
-    describes_rows: bool  # and so are numbers of queries, where they are streamed
+    descriptors: bool  # TMA loads the tiles
+    describes_rows: bool  # TMA also loads the per-query numbers (lse2, delta), where queries are streamed
     arithmetic: Arithmetic
-    pieces: bool  # tensors lie in pieces, see fp32_split.py
-    padded: tuple[int, int]  # columns of the tiles of queries and keys, and of values
+    pieces: bool  # tensors are stored in pieces, see fp32_split.py
+    padded: tuple[int, int]  # padded head dims of queries and keys, and of values
     why_descriptors: str  # or why not
     why_tiling: str
 
 
 class Chooser:
-    """Chooses for a kernel and tensors of one layout; the tiles that it walks depend on the plan as well."""
+    """Chooses for one kernel and tensors of one layout; the tiling also depends on the plan."""
 
     def __init__(self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor]) -> None:
-        """dims: D and Dv. loaded: the tensors whose tiles the kernel holds or streams; q, k and v first."""
+        """dims: D and Dv. loaded: the tensors whose tiles the kernel loads; q, k and v first."""
         q, v = loaded[0], loaded[2]
         self._overrides = overrides()
         self._kernel, self._capability = kernel, setting.capability
@@ -56,7 +56,7 @@ class Chooser:
         if self._pieces:
             self._padded = q.shape[-1], v.shape[-1]
         else:
-            # Matrix instructions read pieces in bf16 where tiles are split as they are multiplied, too.
+            # Matrix instructions read bf16 pieces also if tiles are split just before they are multiplied.
             itemsize = 2 if self._arithmetic == "fp32" else q.element_size()
             self._padded = padded_dims(*dims, setting.capability, itemsize)
         self._why_not_described = ""
@@ -100,8 +100,9 @@ class Chooser:
 
     def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
         block = held_first(self._kernel, (tiling.held, tiling.streamed))
-        # Tiles too small for the matrix instructions that read shared memory are multiplied from registers, and so are
-        # all where there are none; wide heads, and pieces, cannot afford that tiles come through shared memory, too.
+        # Tiles too small for matrix instructions that read shared memory are multiplied from registers, as are all
+        # tiles on GPUs without such instructions. With descriptors these tiles pass through shared memory first, which
+        # wide heads and pieces cannot afford.
         from_shared = self._capability[0] in (9, 10) and min(block) >= 64
         if self._pieces:
             held = held_first(self._kernel, self._config(block, True)[:2])[0]
@@ -114,7 +115,7 @@ class Chooser:
             why = "tiles that are multiplied from registers need not come through shared memory"
         descriptors = not why
         config = roomier(self._config(block, descriptors), lengths=self._lengths, dropout=self._dropout)
-        # The copy engine writes to multiples of 128 bytes of shared memory; 16 numbers are fewer.
+        # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
         return Choice(
             config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded,
@@ -134,8 +135,8 @@ class Chooser:
 def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
     """Whether fp32 tensors are split into pieces before they are multiplied.
 
-    To read and write a key once costs about what reading it twice does. How often a key is read depends on the mask;
-    that of a few queries reads it seldom, which the number of their tiles tells.
+    Reading and writing a key once to split it costs about as much as reading it twice. How often a key is read depends
+    on the mask; with few queries it is read rarely, so the number of query tiles decides.
     """
     if q.dtype != torch.float32 or setting.tf32 or not overrides().pieces:
         return False
@@ -146,10 +147,10 @@ def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
 
 
 def can_describe(x: Tensor) -> bool:
-    """Whether the copy engine can read it: rows at multiples of 16 bytes, nothing broadcast."""
+    """Whether TMA can read the tensor: aligned rows, nothing broadcast."""
     return is_aligned(x) and all(describable_strides(x))
 
 
 def describable_strides(x: Tensor) -> list[int]:
-    """The strides as descriptors want them: that of a dimension of size 1 is never used, but must look right."""
+    """Strides for a descriptor: that of a dimension of size 1 is never used, but must look valid."""
     return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
