@@ -12,8 +12,8 @@ PyTorch of them.
 
 | library | out | in | what it cannot represent |
 |---|---|---|---|
-| SciPy sparse | `to_scipy`: bool CSR, BSR | `from_scipy`: any format | several patterns at once (select with `batch=`, \
-`head=`; a list of heads can be read); BSR: ragged ends |
+| SciPy sparse | `to_scipy`: bool CSR, BSR | `from_scipy`: any format | several patterns at once (select with \
+`batch=`, `head=`; a list of heads can be read); BSR: ragged ends |
 | PyTorch sparse | `to_torch_sparse`: bool CSR, BSR | `from_torch_sparse`: CSR, BSR, COO | the same |
 | PyTorch SDPA | `to_sdpa`: bool `[B, H, Nq, Nk]` | `from_sdpa`: bool, or 0 and -inf | nothing, in `Nq * Nk` bytes |
 | FlexAttention | `to_flex`: `BlockMask` with `mask_mod` | `from_flex`: lists, `mask_mod` in partial blocks | nothing |

@@ -72,9 +72,6 @@ class ForwardPass(Protocol):
         """All kernel launches of a call."""
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run, but for those that only prepare or merge."""
-
-    def choices(self) -> list[KernelChoice]:
         """How its kernels run, except for those that only prepare or merge."""
 
 
@@ -89,9 +86,6 @@ class BackwardPass(Protocol):
 
     def launches(self) -> list[BoundLaunch]:
         """All kernel launches of a call."""
-
-    def choices(self) -> list[KernelChoice]:
-        """How its kernels run, but for those that only prepare or merge."""
 
     def choices(self) -> list[KernelChoice]:
         """How its kernels run, except for those that only prepare or merge."""
