@@ -87,12 +87,14 @@ class Variant:
 
     def compile(self, arguments: Sequence[Any]) -> None:
         """Compiles and loads without launching; callable on any thread. Tensors may be on the meta device."""
-        if self._compiled is not None or not hasattr(self.function, "warmup"):  # the interpreter compiles nothing
+        if self._compiled is not None:
             return
         from triton import knobs
 
         with on_device(self.device):
             compiled = self.compiled(arguments)
+            if compiled is None:  # in the interpreter
+                return
             parameters = parameters_of_compiled(compiled, self.names) if is_direct_version() else None
             function = loaded(compiled, self.device) if parameters is not None else None
             if function is None:
