@@ -1,4 +1,4 @@
-"""`python -m sparseflash`: the command line, see sparseflash/cli."""
+"""`python -m sparseflash`: the command line; see sparseflash/cli."""
 
 from sparseflash.cli import main
 

@@ -1,4 +1,4 @@
-"""`attention()`: the one call. Checks the inputs, picks the backend."""
+"""`attention()`, the public entry point: checks the inputs and picks the backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sparseflash.validation import check_mask, check_tensors, checked_scale
 
 BACKENDS = ("triton", "blockwise", "reference")
 Backend = Literal["triton", "blockwise", "reference"]
-# Which kernels of the Triton backend a choice of backend asks for; "": those that it picks.
-_KERNELS = {None: "", "triton": "portable"}
+# The kernels of the Triton backend that each choice of backend asks for; "" lets the Triton backend choose.
+KERNELS = {None: "", "triton": "portable"}
 
 
 @overload
@@ -53,62 +53,67 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over the live scores of `mask`: `softmax(scale * q k^T, live scores only) v`.
 
+    >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+    >>> mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 32), 100, block=32)
+    >>> attention(q, k, v, mask).shape
+    torch.Size([1, 2, 100, 16])
+
     Args:
         q: queries `[B, Hq, Nq, D]`.
-        k: keys `[B, Hkv, Nk, D]`; Hq is a multiple of Hkv (grouped and multi-query attention: query head h reads
-            key head `h // (Hq // Hkv)`).
-        v: values `[B, Hkv, Nk, Dv]`. All three have one floating dtype and lie on one device; any strides with a
-            contiguous last dimension. The kernel reads a copy of what has rows that begin off multiples of 16 bytes.
-        mask: the live scores; its lengths are Nq and Nk, its batch and head counts those of q or 1. None: all live.
-            It must lie on q's device: move it once with `mask.to(device)`. It is not moved for you, because a copy
-            at every call, or a hidden one kept in device memory, would be a surprise. What lies past a sequence's
-            length (`mask.with_lengths`) is dead, but must be finite, as all dead keys and their values must: zeros,
-            say, not uninitialised memory, because a weight of 0 times NaN is NaN.
+        k: keys `[B, Hkv, Nk, D]`. Hq must be a multiple of Hkv (grouped and multi-query attention): query head h reads
+            key head `h // (Hq // Hkv)`.
+        v: values `[B, Hkv, Nk, Dv]`. q, k and v must share one floating dtype and one device. Any strides with a
+            contiguous last dimension will do; the Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
+        mask: the live scores. Its lengths must be Nq and Nk, its batch and head counts those of q or 1. None: all
+            scores are live. The mask must be on q's device: move it once with `mask.to(device)`. `attention` does not
+            move it, because that would mean a copy at every call, or a hidden one that stays in device memory. Tokens
+            past a sequence's length (`mask.with_lengths`) are dead, but like all dead keys and values they must be
+            finite: fill them with zeros, say, rather than leave the memory uninitialised, because a weight of 0 times
+            NaN is NaN.
         scale: factor of the scores, `1 / sqrt(D)` by default.
-        return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of a query's live
-            scores, in fp32 (fp64 for fp64 inputs). It is differentiable too, and does not know of dropout.
-        dropout_p: the probability with which a weight of the softmax is replaced by 0, in steps of 1/256, at least
-            one unless it is 0, at most 255; the others are divided by what is left. Below 1. As in PyTorch's own
-            attention it is yours to set it to 0 when you do not train.
-        seed: of the dropout: an int, or, so that it can change inside a CUDA graph, one int64 in a tensor on q's
-            device. The same seed drops the same weights in every backend and on every device (`dropout.keep_mask`
-            says which). None: drawn from PyTorch's generator of q's device, so `torch.manual_seed` fixes it.
-        backend: `"triton"`, the GPU kernel (fp16, bf16, fp32; D and Dv from 16 to 256), is the default for CUDA
-            tensors; `"blockwise"`, PyTorch over the live tiles, for all others; `"reference"` computes the dense
-            matrix and defines the semantics. A backend that cannot run raises; none falls back to another.
+        return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of each query's live
+            scores, in fp32 (fp64 for fp64 inputs). It is differentiable, and dropout does not affect it.
+        dropout_p: the probability that a softmax weight is set to 0; the weights that are kept are divided by the
+            probability of being kept. Must be below 1. It is rounded to a multiple of 1/256, from 1/256 to 255/256
+            unless it is 0. As in PyTorch's own attention, pass 0 yourself when you are not training.
+        seed: the seed of the dropout: an int, or one int64 in a tensor on q's device, which can change between replays
+            of a CUDA graph. The same seed drops the same weights in every backend and on every device
+            (`dropout.keep_mask` returns them). None: drawn from PyTorch's generator of q's device, so that
+            `torch.manual_seed` fixes it.
+        backend: `"triton"`, the GPU kernels (fp16, bf16, fp32; D and Dv from 16 to 256), is the default for CUDA
+            tensors; `"blockwise"`, PyTorch over the live tiles, is the default for all others; `"reference"` computes
+            the dense matrix and defines the semantics. A backend that cannot run raises; none falls back to another.
 
     Returns:
         `out [B, Hq, Nq, Dv]` in the inputs' dtype, or `(out, lse)`. A query without a live key has `out = 0` and
         `lse = -inf`, and its gradients are 0; a key without a live query has gradients 0.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit together; the message says what must hold and what came.
+        TypeError, ValueError: the inputs do not fit together; the message says what must hold and what was given.
         RuntimeError: the backend cannot run here (no Triton, GPU too old, CPU tensors without Triton's interpreter).
 
-    Under `torch.autocast` the inputs are cast as for PyTorch's own attention. fp32 on the GPU uses TF32 if PyTorch's
-    matrix products do (`torch.backends.cuda.matmul`); if not, tensor cores multiply three pieces of every number, which
-    errs no more than fp32 does; while it runs q, k, v and the gradient of the output stand in pieces, too, 6 bytes a
-    number, unless few keys are read (what is infinite gives NaN). Forward and backward give the same bits every
-    time (blockwise: on the CPU). Gradients of gradients, forward-mode derivatives and `torch.func.grad` are not
-    implemented, except by the reference. To record it in a CUDA graph, call it once before with tensors of the same
-    layout.
+    Under `torch.autocast` the inputs are cast as for PyTorch's own attention.
 
-    >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
-    >>> mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 32), 100, block=32)
-    >>> attention(q, k, v, mask).shape
-    torch.Size([1, 2, 100, 16])
+    fp32 on the GPU uses TF32 if PyTorch's matrix products do (`torch.backends.cuda.matmul`). If not, every number is
+    split into three bf16 pieces, which tensor cores multiply with an error no larger than that of fp32. Unless few keys
+    are read, the split q, k, v and output gradient are stored during the call, 6 bytes a number. Infinite inputs give
+    NaN in this mode.
+
+    Forward and backward give the same bits every time (with blockwise: on the CPU). Gradients of gradients,
+    forward-mode derivatives and `torch.func.grad` are implemented by the reference only. Before recording the call in a
+    CUDA graph, make it once with tensors of the same layout.
     """
     if others:
         refuse(others)
     place = None
-    kernels = _KERNELS.get(backend)
+    kernels = KERNELS.get(backend)
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
         if place is not None and (call := place[0].get(place[1])) is not None:
             out, lse = call_cache.run(call, q, k, v, mask)
             return (out, lse) if return_lse else out
     check_tensors(q, k, v)
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch knows no autocast of meta
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch has no autocast for meta
         q, k, v = _as_autocast_wants(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
@@ -117,24 +122,19 @@ def attention(
     scale = checked_scale(scale, q.shape[-1])
     dropped = dropout.threshold(dropout_p)
     seeds = dropout.seed_tensor(seed, q.device) if dropped else None
-    if backend is None and q.device.type != "cuda":
-        backend = "blockwise"
-    if backend == "reference":
+    chosen, _ = chosen_backend(backend, q.device)
+    if chosen == "reference":
         out, lse = reference.attention(q, k, v, mask, scale, *((seeds, dropped) if dropped else ()))
         return (out, lse) if return_lse else out
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
-    if backend == "blockwise":
+    if chosen == "blockwise":
         problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped)
         out, lse = blockwise.attention(q, k, v, problem)
         return (out, lse) if return_lse else out
-    from sparseflash.backends.triton import api  # only here: the library works where Triton is missing
+    from sparseflash.backends.triton import api  # imported late: the library must work without Triton
 
-    if scale < 0:  # the kernels take the maximum before they scale, which only a positive scale allows
+    if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
         q, scale, place = -q, -scale, None
-    problem = Problem.of(
-        mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped, kernels=_KERNELS[backend] if backend else ""
-    )
+    problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped, kernels=KERNELS[backend])
     if place is not None and q.numel() and k.numel():
         api.check(q, k, v)
         call = place[0].put(place[1], api.Call(q, k, v, problem))
@@ -144,15 +144,25 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-# `others` is no part of what attention takes: it catches what other attentions take.
+# `**others` catches the keywords of other attentions, to refuse them with advice; it is not part of the signature.
 _signature = inspect.signature(attention)
 attention.__signature__ = _signature.replace(  # type: ignore[attr-defined]
     parameters=[p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
 )
 
 
+def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
+    """The backend that computes, and why; raises ValueError for one that does not exist."""
+    if backend is None:
+        name = "triton" if device.type == "cuda" else "blockwise"
+        return name, f"the default for tensors on {device.type}"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
+    return backend, "asked for"
+
+
 def _as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(q.device.type)
-    # fp64 stays, as it does in PyTorch's own casts.
+    # PyTorch's own casts leave fp64 alone, too.
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return q, k, v

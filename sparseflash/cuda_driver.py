@@ -1,4 +1,4 @@
-"""The CUDA driver, for what neither PyTorch nor Triton offers; found when it is first needed."""
+"""The CUDA driver library, for what neither PyTorch nor Triton exposes; loaded on first use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @functools.cache
 def cuda_driver() -> Any:
-    """The driver's functions, which return a number: 0 if all is well."""
+    """The driver's functions. Each returns a status code, 0 for success."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def raise_if_failed(result: int, doing: str) -> None:
-    """Raises RuntimeError for a number other than 0, with CUDA's name of it."""
+    """Raises RuntimeError, with CUDA's name of the error, unless the status code is 0."""
     if result == 0:
         return
     name = ctypes.c_char_p()

@@ -1,10 +1,10 @@
-"""Dropout of attention weights without memory: a weight's fate is computed from a seed and where it stands.
+"""Dropout of attention weights without stored state: a weight's fate is computed from the seed and its position.
 
-Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter of four 32-bit
-words, here `(key // 16, query, batch element * Hq + query head, 0)`, and a seed of 64 bits into 16 bytes, one each for
-16 neighbouring keys. A weight is dropped if its byte is below a threshold. So forward, backward and every backend agree
-on what is dropped, in any order and on any device. This is the definition, in PyTorch; `kernels/dropout.py` is the same
-in Triton.
+Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit seed and a counter
+of four 32-bit words, here `(key // 16, query, batch element * Hq + query head, 0)`, into 16 bytes, one for each of 16
+neighbouring keys. A weight is dropped if its byte is below a threshold. So forward, backward and every backend agree on
+what is dropped, in any order and on any device. This file is the definition, in PyTorch;
+`backends/triton/portable/dropout.py` is the same in Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 GROUP = 16  # keys that share a counter
-_LEVELS = 256  # a byte decides
+_LEVELS = 256  # one byte decides
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -24,19 +24,21 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
 def threshold(dropout_p: float) -> int:
-    """How many of 256 weights are dropped: the nearest number, but not 0 if any are to be."""
+    """How many of 256 weights are dropped: `256 * dropout_p`, rounded and clamped to 1 .. 255; 0 only for `dropout_p =
+    0`.
+    """
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1; got {dropout_p}.")
     return min(_LEVELS - 1, max(1, round(dropout_p * _LEVELS))) if dropout_p > 0.0 else 0
 
 
 def amplification(dropped: int) -> float:
-    """What the weights that stay are multiplied by, so that their expectation is the weight."""
+    """The factor of the kept weights that preserves the expectation."""
     return _LEVELS / (_LEVELS - dropped)
 
 
 def seed_tensor(seed: SupportsIndex | Tensor | None, device: torch.device) -> Tensor:
-    """The seed as the backends take it: one int64 on the device. None: drawn from the device's generator in PyTorch."""
+    """The seed as the backends take it: one int64 on the device. None draws it from the device's PyTorch generator."""
     if seed is None:
         return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
     if isinstance(seed, Tensor):
@@ -46,11 +48,11 @@ def seed_tensor(seed: SupportsIndex | Tensor | None, device: torch.device) -> Te
                 f"got {seed.dtype}, shape {list(seed.shape)}, on {seed.device}."
             )
         if not torch.compiler.is_compiling() and seed.is_inference() and not torch.is_inference_mode_enabled():
-            seed = seed.clone()  # which, unlike what was made under inference_mode(), can be saved for the backward
+            seed = seed.clone()  # an inference tensor cannot be saved for the backward
         return seed if seed.ndim < 2 else seed.view(1)
     if isinstance(seed, bool) or not isinstance(seed, int | SupportsIndex):
         raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}.")
-    seed = seed if isinstance(seed, int) else operator.index(seed)  # of NumPy
+    seed = seed if isinstance(seed, int) else operator.index(seed)  # a NumPy integer
     if not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"seed must fit in 64 bits, with its sign; got {seed}.")
     return torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -62,11 +64,12 @@ def keep_mask(
 ) -> Tensor:  # fmt: skip
     """Which weights `attention(..., dropout_p=dropout_p, seed=seed)` keeps: bool `[batch, heads, q_len, k_len]`.
 
-    Every kept weight is multiplied by `1 / (1 - p)`, with p the `dropout_p` rounded to a multiple of 1/256.
-
     >>> keep = keep_mask(0, 0.25, 1, 2, 100, 100)
     >>> keep.shape, round(keep.float().mean().item(), 2)
     (torch.Size([1, 2, 100, 100]), 0.75)
+
+    Every kept weight is multiplied by `1 / (1 - p)`, where p is `dropout_p` rounded to a multiple of 1/256. The result
+    is on `device`: by default the seed's if it is a tensor, otherwise the CPU.
     """
     place = torch.device(device or "cpu")
     if isinstance(seed, Tensor) and (device is None or (place.type == seed.device.type and place.index is None)):
@@ -75,7 +78,7 @@ def keep_mask(
 
 
 def kept_everywhere(seed: Tensor, dropped: int, batch: int, heads: int, q_len: int, k_len: int) -> Tensor:
-    """Which weights stay, bool `[batch, heads, q_len, k_len]`."""
+    """Which weights are kept: bool `[batch, heads, q_len, k_len]`."""
     row = torch.arange(batch * heads, device=seed.device).view(batch, heads, 1, 1)
     query = torch.arange(q_len, device=seed.device).view(-1, 1)
     group = torch.arange(-(-k_len // GROUP), device=seed.device)
@@ -83,9 +86,9 @@ def kept_everywhere(seed: Tensor, dropped: int, batch: int, heads: int, q_len: i
 
 
 def kept(seed: Tensor, dropped: int, row: Tensor, query: Tensor, group: Tensor) -> Tensor:
-    """Which weights stay, bool `[..., 16 * G]`, for int64 coordinates that broadcast to `[..., G]`.
+    """Which weights are kept: bool `[..., 16 * G]`, for int64 coordinates that broadcast to `[..., G]`.
 
-    `row` is batch element * Hq + query head, `group` the number of the key over 16.
+    `row` is batch element * Hq + query head; `group` is key // 16.
     """
     counter = [*torch.broadcast_tensors(group, query, row), torch.zeros_like(row)]
     words = torch.stack(philox(seed, counter), dim=-1)  # [..., G, 4]
@@ -94,7 +97,7 @@ def kept(seed: Tensor, dropped: int, row: Tensor, query: Tensor, group: Tensor) 
 
 
 def philox(seed: Tensor, counter: list[Tensor], rounds: int = _ROUNDS) -> list[Tensor]:
-    """Four random words below 2^32 for a counter of four and one seed, all in int64."""
+    """Four random words below 2^32 from one seed and a counter of four words, all int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(rounds):
@@ -105,6 +108,6 @@ def philox(seed: Tensor, counter: list[Tensor], rounds: int = _ROUNDS) -> list[T
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The low and the high word of the product of two words."""
-    product = a * b  # wraps at 64 bits with a sign, which leaves the bits right
+    """The low and the high 32-bit word of the product of two words."""
+    product = a * b  # may overflow a signed int64, which wraps to the same bits
     return product & _WORD, (product >> 32) & _WORD

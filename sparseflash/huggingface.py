@@ -1,8 +1,7 @@
-"""Hugging Face Transformers: its models with this attention, and with a pattern over what they mask themselves.
-
-A model asks twice: once for each forward what its masks are, in rules (causal, sliding, packed, padded), and once a
-layer for the attention. The first answer is `ModelMask`, which makes no mask yet, because a layer may have a pattern
-that leaves most of the rule's scores out.
+"""Hugging Face Transformers: its models with this attention, and optionally a sparsity pattern on top of their masks.
+Transformers calls twice: once per forward to build the masks from rules (causal, sliding, packed, padded), and once per
+layer for the attention. The first call returns a `ModelMask`, which does not build a mask yet, because a layer's
+pattern may leave out most of the scores that the rules allow.
 """
 
 from __future__ import annotations
@@ -25,54 +24,25 @@ from sparseflash.blockmask.ops.stack import stack_batch
 from sparseflash.interop.sdpa import from_sdpa
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
-Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as FlexAttention's mask_mod
+Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as in FlexAttention's mask_mod
 
 _RULES = "transformers.masking_utils"
-_KEPT = 64  # masks without padding: of some lengths and patterns
-_masks: dict[Hashable, Any] = {}  # kept for the next forwards, with the plans that the kernels derive from them
-# What models hand over that changes results and is no mask.
+_KEPT = 64  # the most masks without padding that are kept, one per lengths and pattern
+_masks: dict[Hashable, Any] = {}  # kept for later forwards, together with the plans that kernels derive from them
+# Arguments of models that change results but cannot be expressed as a mask.
 _UNKNOWN = {
     "softcap": "a soft cap of the scores",
     "position_bias": "a bias of the scores",
-    "sinks": "a sink of each query",
+    "sinks": "a sink for each query",
     "indices": "keys that it chooses itself",
     "block_indices": "blocks that it chooses itself",
     "cache": "a paged cache",
 }
-_DEAD = -1e4  # what models add to scores that are to be dead, or less: no softmax has a weight that small
+_DEAD = -1e4  # models add this or less to dead scores; exp underflows to 0
 
 
 def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Block = 128) -> None:
-    """Make `attn_implementation=name` of Hugging Face Transformers this attention.
-
-    What a model masks itself stays masked: the future, what lies outside a sliding window or in another packed
-    sequence, and the padding of `attention_mask`. Grouped heads, dropout, attention sinks and caches work as they do
-    with its own implementations; every layer gives the numbers of `"eager"` up to rounding, but that a query without
-    any live key gives 0.
-
-    Args:
-        pattern: a mask of which scores may be live besides. Query i and key j of it are the tokens i and j of a row of
-            the batch, padding and what a cache holds counted, so it must be as long as any row will be (generated
-            tokens too); what is shorter sees the beginning of it. Or a function that is given an attention module
-            (`getattr(module, "layer_idx", None)` is its number, in most models) and returns its mask, one and the same
-            for a module each time, or None for one without a pattern. None: the models' own masks.
-        name: how models are told to use it. Registered again, a name stands for the new pattern in models that use it.
-        block: tokens along the sides of a tile, in masks without a pattern; those with one have its blocks.
-
-    One pattern is that of every attention which the model computes by this name: also of a vision tower (for the text
-    alone: `attn_implementation={"text_config": name}`) and, where both sides have equally many tokens, of
-    cross-attention (a function can tell them apart; with other lengths it is an error). Models whose code has an
-    attention of its own ignore the name, at most with a warning of Transformers: DeBERTa, Falcon, GPT-J, XLNet, all of
-    which `model._can_set_attn_implementation()` is False.
-
-    Raises ValueError for the name of another implementation, or one that Transformers would read as something else,
-    ImportError where Transformers is missing or too old. Models raise ValueError where a layer needs what is no mask
-    (a soft cap or a bias of the scores, an additive `attention_mask` with finite values, keys that it chooses itself, a
-    paged cache), TypeError or AttributeError where they compute with their masks themselves. `torch.compile` takes them
-    without `fullgraph`. Weights of the attention (`output_attentions`) there are none.
-
-    Needs `pip install transformers`, 5.23 or newer. A trained model takes it by
-    `from_pretrained(..., attn_implementation=name)`, one that is there by `set_attn_implementation`:
+    """Makes this attention available to Hugging Face Transformers as `attn_implementation=name`.
 
     >>> from sparseflash import masks
     >>> register(masks.local(512, window=64, causal=True), name="near")
@@ -82,12 +52,41 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     >>> model.set_attn_implementation("near")
     >>> model(torch.zeros(1, 100, dtype=torch.int64)).logits.shape
     torch.Size([1, 100, 10])
+
+    A trained model selects it with `from_pretrained(..., attn_implementation=name)`, an existing one with
+    `set_attn_implementation`. Needs `pip install transformers`, 5.23 or newer.
+
+    What a model masks itself stays masked: the future, tokens outside a sliding window or in another packed sequence,
+    and the padding of `attention_mask`. Grouped heads, dropout, attention sinks and caches work as with Transformers'
+    own implementations. Every layer gives the numbers of `"eager"` up to rounding, except that a query without any live
+    key gives 0.
+
+    Args:
+        pattern: a mask that restricts the live scores further. Its query i and key j are tokens i and j of a row of the
+            batch, counting padding and the contents of a cache, so it must be as long as any row will become (generated
+            tokens included); shorter rows use its beginning. Or a function that takes an attention module (in most
+            models `getattr(module, "layer_idx", None)` is its number) and returns that module's mask, always the same
+            one, or None for no pattern. None: only the models' own masks.
+        name: the name by which models select it. Registering a name again gives the new pattern to models that use it.
+        block: tokens per side of a tile, for masks without a pattern; others have the pattern's blocks.
+
+    A single pattern applies to every attention that the model computes by this name, also in a vision tower (to
+    restrict it to the text: `attn_implementation={"text_config": name}`) and in cross-attention between equally many
+    tokens; with other lengths it raises, and a function can tell cross-attention apart. Models with their own attention
+    code ignore the name, at most with a warning from Transformers: DeBERTa, Falcon, GPT-J and XLNet, whose
+    `model._can_set_attn_implementation()` is False.
+
+    Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
+    ImportError if Transformers is missing or too old. Models raise ValueError if a layer needs something that is not a
+    mask (a soft cap or a bias of the scores, an additive `attention_mask` with finite values, keys that it chooses
+    itself, a paged cache), TypeError or AttributeError if they compute with their masks themselves. `torch.compile`
+    works without `fullgraph`. Attention weights (`output_attentions`) are not available.
     """
     attentions, rules = _interfaces()
     if not name.isidentifier() or "flash" in name:
         raise ValueError(
-            "name must be a word without the letters flash, by which Transformers would look for a FlashAttention or a "
-            f"kernel to load; got {name!r}."
+            "name must be an identifier that does not contain flash, or Transformers would look for a FlashAttention "
+            f"or a kernel to load; got {name!r}."
         )
     if name == "eager" or (name in attentions and not isinstance(attentions[name], Attention)):
         raise ValueError(f"name must not be that of another implementation; got {name!r}.")
@@ -99,7 +98,7 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
 
 
 def _interfaces() -> tuple[Any, Any]:
-    """Transformers' tables of attention functions and of functions that make masks."""
+    """Transformers' registries of attention functions and of functions that make masks."""
     try:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -110,12 +109,13 @@ def _interfaces() -> tuple[Any, Any]:
 
 @dataclass(eq=False, repr=False)
 class ModelMask(FlexMask):
-    """The scores that a model's own rules leave live, of one forward.
+    """The scores that a model's own rules leave live in one forward.
 
-    A FlexAttention mask by name only: those, and tensors of four dimensions, Transformers takes for finished.
+    Subclasses FlexAttention's mask only because Transformers passes such masks (and four-dimensional tensors) on
+    unchanged.
 
-    rule: of token positions; batch: how many rows; padding: bool `[B, >= k_stop]`, True for tokens, or None.
-    queries, keys: the tokens that the attention sees, from and to.
+    rule: of token positions; batch: the number of rows; padding: bool `[B, >= k_stop]`, True for tokens, or None.
+    queries, keys: the ranges `(start, stop)` of the tokens in the attention.
     """
 
     rule: Rule
@@ -123,8 +123,8 @@ class ModelMask(FlexMask):
     queries: tuple[int, int]
     keys: tuple[int, int]
     padding: Tensor | None
-    is_mapped: bool  # the rule knows single numbers only
-    may_cross: bool  # the keys may be another sequence's
+    is_mapped: bool  # the rule takes single numbers only
+    may_cross: bool  # the keys may belong to another sequence
     block: Block
     device: torch.device
     made: dict[Hashable, tuple[BlockMask | None, BlockMask | None]] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class ModelMask(FlexMask):
         return self
 
     def __getitem__(self, index: Any) -> ModelMask:
-        """Of some queries, `[:, :, start:stop, :]`."""
+        """The mask of a range of queries, `[:, :, start:stop, :]`."""
         whole = slice(None)
         if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
             start, stop, step = index[2].indices(self.shape[2])
@@ -161,9 +161,11 @@ class ModelMask(FlexMask):
     __radd__ = __add__
 
     def within(self, pattern: BlockMask | None, device: torch.device) -> BlockMask | None:
-        """The mask of the scores that are live by these rules and by a pattern, made once for all layers with it; None
-        where all are."""
-        key = id(pattern), device  # whose number nobody else gets, for it is kept beside the mask
+        """The mask of the scores that both these rules and a pattern leave live; None if every score is live.
+
+        Made once for all layers that share the pattern.
+        """
+        key = id(pattern), device  # the id is not reused, because the pattern is kept beside the mask
         if key not in self.made:
             mask = self._padded(self._without_padding(pattern))
             self.made[key] = pattern, None if mask is None else mask.to(device)
@@ -173,7 +175,7 @@ class ModelMask(FlexMask):
         if pattern is None and self._sees_everything():
             return None
         rule = fingerprint(self.rule)
-        if rule is None or self.shape[2] == 1:  # generating, every token has a mask of its own
+        if rule is None or self.shape[2] == 1:  # while generating, every token needs a new mask
             return self._made(pattern)
         key = rule, self.queries, self.keys, self.block, self.device, id(pattern)
         if key not in _masks and len(_masks) >= _KEPT:
@@ -192,16 +194,19 @@ class ModelMask(FlexMask):
         if pattern is not None:
             if self.may_cross and self.queries != self.keys:
                 raise ValueError(
-                    f"a pattern is for self-attention; got {self.shape[2]} queries and {self.shape[3]} keys of another "
-                    "sequence: register a function that returns None for the modules of cross-attention."
+                    f"a pattern must be for self-attention; got {self.shape[2]} queries and {self.shape[3]} keys of "
+                    "another sequence: register a function that returns None for cross-attention modules."
                 )
             pattern = cropped(pattern, self.queries, self.keys).to(self.device)
         own = rule_mask(self, pattern)
         return own if pattern is None else own & pattern
 
     def _padded(self, mask: BlockMask | None) -> BlockMask | None:
-        """The mask without padded keys. Not its lengths: they would cut the queries of padding, too, which some models
-        read, and those of cross-attention."""
+        """The mask without padded keys.
+
+        Lengths would not do, because they cut queries, too: some models read the outputs of padding, and in
+        cross-attention the queries are other tokens.
+        """
         if self.padding is None:
             return mask
         live = self.padding[:, self.keys[0] : self.keys[1]]
@@ -213,12 +218,14 @@ class ModelMask(FlexMask):
 
 
 def _computes(how: str) -> str:
-    return f"this model computes with its masks ({how}), and sparseflash has none before the attention."
+    return f"this model computes with its masks ({how}), but sparseflash does not build one before the attention."
 
 
 def fingerprint(rule: Any) -> Hashable | None:
-    """What makes two rules the same, of rules that Transformers has put together from numbers and other rules; None for
-    those that see tensors, and for a user's own."""
+    """A key of a rule that Transformers built from numbers and other rules; equal rules have equal keys.
+
+    None for a rule that refers to tensors, and for a user's own.
+    """
     if isinstance(rule, int | float | str | bool | None):
         return (type(rule), rule)
     if isinstance(rule, tuple):
@@ -231,7 +238,7 @@ def fingerprint(rule: Any) -> Hashable | None:
 
 
 def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
-    """The mask of a model's rule, `[B or 1, 1]` heads, looked at where a pattern has tiles."""
+    """The mask of a model's rule, with a batch of B or 1 and one head, evaluated only in tiles of the pattern."""
     q_len, k_len = asked.queries[1] - asked.queries[0], asked.keys[1] - asked.keys[0]
     block = asked.block if pattern is None else (pattern.block_q, pattern.block_k)
     candidates = None if pattern is None else pattern.to_layout().any(1).any(0)
@@ -245,25 +252,25 @@ def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
 
         return BlockMask.from_function(live, q_len, k_len, block=block, candidates=candidates, device=asked.device)
 
-    # What is made of numbers alone has nothing to look up for a row, and is kept for batches of any size.
+    # A rule made of numbers alone is the same for every row, so its mask can be reused for any batch size.
     if asked.batch == 1 or fingerprint(asked.rule) is not None:
         return of(0)
     return stack_batch([of(number) for number in range(asked.batch)])
 
 
 def mapped(rule: Rule, batch: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A rule of single positions, asked about many; see Transformers' `sdpa_mask`."""
+    """Evaluates a rule of single positions at many; see Transformers' `sdpa_mask`."""
     from transformers.masking_utils import TransformGetItemToIndex
 
     q, k = torch.broadcast_tensors(q, k)
     head = q.new_zeros(())
-    with TransformGetItemToIndex():  # else no tensor can be indexed with one of vmap's numbers
+    with TransformGetItemToIndex():  # lets the rule index tensors with vmap's numbers
         live: Tensor = torch.vmap(lambda q, k: rule(batch, head, q, k))(q.flatten(), k.flatten())
     return live.view(q.shape)
 
 
 def cropped(pattern: BlockMask, queries: tuple[int, int], keys: tuple[int, int]) -> BlockMask:
-    """The part of a pattern that these tokens see."""
+    """The part of a pattern for these queries and keys."""
     for name, length, stop in (("queries", pattern.q_len, queries[1]), ("keys", pattern.k_len, keys[1])):
         if stop > length:
             raise ValueError(
@@ -289,12 +296,12 @@ def _model_mask(
     block: Block,
     **others: Any,
 ) -> ModelMask:
-    """What Transformers calls once a forward; see its `sdpa_mask`."""
+    """Called by Transformers once per forward; see its `sdpa_mask`."""
     if mask_function is None:
         raise ValueError("Transformers must say what the model masks; got no mask_function.")
     q_start = int(q_offset)
     if attention_mask is not None and (missing := kv_length + kv_offset - attention_mask.shape[-1]) > 0:
-        attention_mask = nn.functional.pad(attention_mask, (0, missing))  # room in a cache for what comes
+        attention_mask = nn.functional.pad(attention_mask, (0, missing))  # the rest of a preallocated cache
     return ModelMask(
         mask_function, batch_size, (q_start, q_start + q_length), (kv_offset, kv_offset + kv_length),
         None if attention_mask is None else attention_mask.bool(), use_vmap, "allow_is_bidirectional_skip" in others,
@@ -303,7 +310,7 @@ def _model_mask(
 
 
 class Attention:
-    """What Transformers calls once a layer; see its `sdpa_attention_forward`."""
+    """Called by Transformers once per layer; see its `sdpa_attention_forward`."""
 
     def __init__(self, pattern: Pattern, block: Block) -> None:
         self.pattern, self.block = pattern, block
@@ -323,17 +330,18 @@ class Attention:
     ) -> tuple[Tensor, None]:
         """Attention `[B, N, H, D]` of query `[B, H, N, D]`, key and value `[B, Hkv, Nk, D]`.
 
-        s_aux: attention sinks, a score for each head that takes part in the softmax and has no value.
+        s_aux: attention sinks, one score per head that takes part in the softmax but has no value.
         """
         for name, what in _UNKNOWN.items():
             if others.get(name) is not None:
-                raise ValueError(f"sparseflash has masks only; {type(module).__name__} asks for {what} ({name}).")
+                raise ValueError(f"sparseflash supports masks only; {type(module).__name__} needs {what} ({name}).")
         mask = self.mask_for(module, query, key, attention_mask, is_causal)
         if s_aux is None:
             out = attention(query, key, value, mask, scale=scaling, dropout_p=dropout)
         else:
             out, lse = attention(query, key, value, mask, scale=scaling, dropout_p=dropout, return_lse=True)
-            # exp(lse) / (exp(lse) + exp(sink)); without a live key lse is -inf, and the sink takes all.
+            # The sink scales the output by exp(lse) / (exp(lse) + exp(sink)); without a live key lse is -inf, and that
+            # is 0.
             out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1).to(lse.dtype))[..., None].to(out.dtype)
         return out.transpose(1, 2).contiguous(), None
 
@@ -356,8 +364,8 @@ class Attention:
         is_causal = attention_mask is None and q_len > 1 and _is_causal(module, is_causal)
         if q_len != k_len and (pattern is not None or is_causal):
             raise ValueError(
-                f"{type(module).__name__} must say where its {q_len} queries stand among {k_len} keys: call the model "
-                "with an attention_mask of two dimensions, or none, instead of a finished one."
+                f"{type(module).__name__} must give the positions of its {q_len} queries among {k_len} keys: call the "
+                "model with a two-dimensional attention_mask, or none, instead of a finished one."
             )
         if attention_mask is not None:
             own = from_sdpa(_live(attention_mask[..., :k_len]), q_len=q_len, block=self.block)
@@ -370,19 +378,19 @@ class Attention:
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Of a model that masks nothing: what it says of the call, or of the module; in "eager" nothing is masked then."""
+    """Causality for a call without a mask, as the call or else the module says; "eager" masks nothing in that case."""
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 
 def _live(attention_mask: Tensor) -> Tensor:
-    """A finished mask of four dimensions as bools."""
+    """A finished four-dimensional mask as bools."""
     if attention_mask.dtype == torch.bool:
         return attention_mask
     if not attention_mask.is_floating_point():
         raise TypeError(
-            f"an attention_mask of four dimensions must be bool or floating point; got {attention_mask.dtype}."
+            f"a four-dimensional attention_mask must be bool or floating point; got {attention_mask.dtype}."
         )
     live = attention_mask == 0
     if bool((~live & ~(attention_mask <= _DEAD)).any()):
-        raise ValueError(f"attention_mask must hold 0, and {_DEAD:g} or less where scores are dead: a bias is no mask.")
+        raise ValueError(f"attention_mask must hold 0, or {_DEAD:g} or less for dead scores: a bias is not a mask.")
     return live

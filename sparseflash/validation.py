@@ -1,4 +1,4 @@
-"""The checks of `attention`'s arguments, and the errors that say what is wrong with them."""
+"""The checks of `attention`'s arguments and their error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises TypeError or ValueError unless these are the queries, keys and values of one attention."""
-    # Ten million calls a day fit and one does not: one quick question first, and the long answer only if it is no.
+    # Nearly every call passes, so one cheap test comes first; only a failure pays for finding out which rule is broken.
     if (
         isinstance(q, Tensor)
         and isinstance(k, Tensor)
@@ -49,8 +49,8 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
         if x.is_nested:
             raise TypeError(
-                f"{name} must be a plain tensor; got a nested one. Put its sequences one after the other into one, "
-                "with masks.documents(lengths); or pad them, with mask.with_lengths(lengths)."
+                f"{name} must be a plain tensor; got a nested one. Concatenate its sequences and use "
+                "masks.documents(lengths), or pad them and use mask.with_lengths(lengths)."
             )
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor; got one with the layout {x.layout}. Call .to_dense().")
@@ -77,8 +77,11 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
     )
 
 
-def check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    """Raises TypeError or ValueError unless this is a mask for these queries and keys."""
+def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = False) -> None:
+    """Raises TypeError or ValueError unless this is a mask for these queries and keys.
+
+    any_device: it may lie on another device than they do.
+    """
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"mask must be a sparseflash BlockMask or None; got {described(mask)} (BlockMask.from_dense takes boolean "
@@ -87,11 +90,11 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
         advice = ""
         if (mask.q_len, mask.k_len) == (q.shape[1], k.shape[1]):
-            advice = " q looks like [batch, tokens, heads, head dim]: q.transpose(1, 2), and k and v, too."
+            advice = " q looks like [batch, tokens, heads, head dim]: pass q.transpose(1, 2), and k and v likewise."
         elif mask.q_len >= q.shape[2] and mask.k_len >= k.shape[2]:
             advice = (
-                " The part of a longer sequence's mask is mask.crop(q=(start, stop), k=(start, stop)); masks.documents "
-                "takes lengths, of running sums (cu_seqlens) their differences."
+                " For part of a longer sequence use mask.crop(q=(start, stop), k=(start, stop)); masks.documents takes "
+                "lengths, so pass it the differences of running sums (cu_seqlens)."
             )
         raise ValueError(
             f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
@@ -104,7 +107,7 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         advice = ""
         if heads == k.shape[1]:
             advice = (
-                f" One pattern for each key head is mask.select(heads=[h // {q.shape[1] // heads} for h in "
+                f" To use one pattern for each key head, pass mask.select(heads=[h // {q.shape[1] // heads} for h in "
                 f"range({q.shape[1]})])."
             )
         raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.{advice}")
@@ -112,22 +115,22 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         raise ValueError(
             f"mask must have 1 or {q.shape[0]} lengths, as q has batch elements; it has {mask.lengths.shape[1]}."
         )
-    if mask.indices.device != q.device:
+    if mask.indices.device != q.device and not any_device:
         raise ValueError(
             f"mask must be on q's device {q.device}; it is on {mask.indices.device}. Move it once: mask.to(q.device)."
         )
 
 
 def checked_scale(scale: float | Tensor | None, head_dim: int) -> float:
-    """The factor of the scores as a number; by default one over the square root of the head dim."""
+    """The factor of the scores as a float, by default `1 / sqrt(head_dim)`."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor):
         raise TypeError(
-            "scale must be a number, through which no gradient passes; got a tensor. A learned one: "
+            "scale must be a number, because no gradient flows through it; got a tensor. For a learned scale use "
             "attention(q * scale, k, v, scale=1.0)."
         )
     scale = float(scale)
-    if not -math.inf < scale < math.inf:  # torch.compile does not know math.isfinite of a changing number
+    if not -math.inf < scale < math.inf:  # not math.isfinite, which torch.compile cannot trace for a varying number
         raise ValueError(f"scale must be finite; got {scale}.")
     return scale

@@ -145,7 +145,7 @@ def test_cross_attention_has_no_pattern():
     huggingface.register(pattern)
     theirs, ours = pair(BART)
     inputs = {"input_ids": ids(40), "decoder_input_ids": ids(20)}
-    with pytest.raises(ValueError, match="a pattern is for self-attention; got 20 queries and 40 keys"):
+    with pytest.raises(ValueError, match="a pattern must be for self-attention; got 20 queries and 40 keys"):
         ours(**inputs)
     crossing = ours.decoder.layers[0].encoder_attn
     huggingface.register(lambda module: None if module is crossing else masks.local(64, window=127, block=16), block=16)
@@ -414,7 +414,7 @@ def test_what_is_kept_is_bounded():
 
 @pytest.mark.parametrize("name", ["sparseflash", "a|b", "user/repository", ""])
 def test_names_that_transformers_would_read_are_refused(name):
-    with pytest.raises(ValueError, match="name must be a word without the letters flash"):
+    with pytest.raises(ValueError, match="name must be an identifier that does not contain flash"):
         huggingface.register(name=name)
 
 
@@ -442,14 +442,14 @@ def test_a_pattern_that_is_too_short_is_refused():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (MINIMAX, "asks for blocks that it chooses itself"),
-        ((transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SIZES)), "Gemma2Attention asks for a soft cap"),
+        (MINIMAX, "needs blocks that it chooses itself"),
+        ((transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SIZES)), "Gemma2Attention needs a soft cap"),
         (
             (
                 transformers.T5EncoderModel,
                 transformers.T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4),
             ),
-            "T5Attention asks for a bias",
+            "T5Attention needs a bias",
         ),
     ],
 )
@@ -460,14 +460,14 @@ def test_what_is_no_mask_is_refused(model, message):
 
 def test_finished_masks_that_are_none_are_refused():
     _, ours = pair(LLAMA)
-    with pytest.raises(ValueError, match="a bias is no mask"):
+    with pytest.raises(ValueError, match="a bias is not a mask"):
         ours(ids(10), attention_mask=torch.full((2, 1, 10, 10), -1.0))
     with pytest.raises(TypeError, match="must be bool or floating point"):
         ours(ids(10), attention_mask=torch.ones(2, 1, 10, 10, dtype=torch.int64))
     huggingface.register(masks.local(60, window=9, block=16))
     with torch.no_grad():
         cache = ours(ids(10), use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="must say where its 3 queries stand among 13 keys"):
+        with pytest.raises(ValueError, match="must give the positions of its 3 queries among 13 keys"):
             ours(ids(3), past_key_values=cache, attention_mask=torch.ones(2, 1, 3, 13, dtype=torch.bool))
 
 

@@ -26,7 +26,7 @@ def inputs(q_len=20, k_len=20, heads=2):
         ("is_causal", "masks.causal(q.shape[2], k.shape[2])"),
         ("attn_mask", "interop.from_sdpa(attn_mask)"),
         ("block_mask", "interop.from_flex(block_mask)"),
-        ("enable_gqa", "heads of queries are grouped wherever k and v have fewer"),
+        ("enable_gqa", "query heads are grouped whenever k and v have fewer heads"),
         ("score_mod", "scores are scaled and masked, and nothing else"),
         ("softmax_scale", "it is called scale"),
         ("window_size", "masks.local(q.shape[2], k.shape[2], left=left, right=right)"),
@@ -87,5 +87,5 @@ def test_the_advice_for_heads_and_padding_is_right():
 
 def test_what_torch_compile_says_of_it_has_the_remedy():
     compiled = torch.compile(lambda q: attention(q, q, q, is_causal=True), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="is_causal must not be given to attention: give a mask"):
+    with pytest.raises(Exception, match="is_causal must not be given to attention: pass a mask"):
         compiled(inputs()[0])

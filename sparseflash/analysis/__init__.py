@@ -1,11 +1,15 @@
-"""What a mask costs and what it reaches, before anything runs.
+"""What a mask costs and what it reaches, computed without running attention.
+
+>>> from sparseflash import analysis, masks
+>>> print(analysis.density(masks.causal(256, block=64)))
+32,896 of 65,536 scores live (50.2 %), in 10 of 16 tiles (62.5 %): 6 full, 4 partial (50.8 % live)
 
 Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph of tokens (`reach`,
-`layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). All of it is exact, takes time and memory
-of the live tiles (reach: of the tile graph as bits), runs on the CPU wherever the mask lies, and honours heads, batch
-elements and lengths.
+`layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). All of it is exact, respects heads, batch
+elements and lengths, and runs on the CPU wherever the mask is. Time and memory are proportional to the live tiles; for
+reach they are those of the tile graph as a bit matrix.
 
-May import `blockmask` alone: nothing here runs attention.
+It may import `blockmask` alone: nothing here runs attention.
 """
 
 from sparseflash.analysis.balance import Balance as Balance

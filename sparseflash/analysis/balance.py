@@ -1,4 +1,4 @@
-"""How evenly the work of a mask is spread over its block rows and block columns."""
+"""How evenly the work of a mask is distributed over its block rows and block columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparseflash.blockmask import BlockMask
 
 @dataclass(frozen=True)
 class Spread:
-    """Least, mean and most of a count over the block rows or columns."""
+    """The least, mean and most of a count over the block rows or columns."""
 
     least: int
     mean: float
@@ -21,13 +21,13 @@ class Spread:
 
     @property
     def ratio(self) -> float:
-        """Most over mean: 1.0 is perfectly even (also where there is nothing)."""
+        """Most over mean: 1.0 is perfectly even, and also the value if there is no work."""
         return self.most / self.mean if self.mean else 1.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of block rows or of block columns: live tiles, live scores, and the share of them with neither."""
+    """The work of the block rows or of the block columns: live tiles, live scores, and the share that has neither."""
 
     tiles: Spread
     scores: Spread
@@ -44,8 +44,8 @@ class Load:
 class Balance:
     """The load of the block rows (forward, dQ) and block columns (dK, dV) of one distinct pattern.
 
-    `users`: the (batch element, head) pairs that have it, as `mask.shape` counts them. Rows and columns that lie past
-    a sequence's length are not counted.
+    `users`: the (batch element, head) pairs that have the pattern, numbered as in `mask.shape`. Rows and columns past a
+    sequence's length are not counted.
     """
 
     rows: Load
@@ -57,15 +57,15 @@ class Balance:
 
 
 def balance(mask: BlockMask) -> tuple[Balance, ...]:
-    """The balance of each distinct pattern (and length) of a mask, in order of first appearance; most masks have one.
-
-    A program computes one block row in the forward pass, and one block column for dK and dV. The GPU starts the longest
-    first, so a ratio of two (causal) costs nothing; but when a single row holds more than the share of one
-    multiprocessor, the others wait for it.
+    """The balance of each distinct (pattern, length) of a mask, in order of first appearance; most masks have one.
 
     >>> mask = BlockMask.from_function(lambda q, k: (k <= q) | (k < 64), 256, block=64)
     >>> print(balance(mask)[0])
     rows: 1 to 4 tiles (mean 2.5, most/mean 1.6), 0 % empty; columns: 1 to 4 tiles (mean 2.5, most/mean 1.6), 0 % empty
+
+    A program computes one block row in the forward pass, and one block column for dK and dV. The GPU starts the longest
+    first, so a ratio of two (causal) costs nothing. But if a single row holds more than one multiprocessor's share of
+    the work, the others wait for it.
     """
     found = []
     for walk in walks(mask):

@@ -1,7 +1,7 @@
-"""Boolean matrices as rows of bits: 64 entries a word, so that 8192 x 8192 of them take 8 MB.
+"""Boolean matrices with one bit per entry, so that 8192 x 8192 entries take 8 MB.
 
 A matrix of n columns is uint64 `[rows, ceil(n / 64)]`; entry j of a row is bit `j % 64` of word `j // 64`, and bits
-past n are 0. Little-endian words, so that the bytes of a row are its bits in order.
+past n are 0. Words are little-endian, so that the bytes of a row hold its bits in order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _AT_ONCE = 1 << 24  # bytes of unpacked bits
 
 
 def zeros(rows: int, cols: int) -> Bits:
-    """No entry set."""
+    """The matrix without any entry set."""
     return np.zeros((rows, -(-cols // WORD)), dtype=_LITTLE)
 
 
 def of_pairs(rows: Index, cols: Index, count: int, width: int) -> Bits:
-    """The `count x width` matrix with these entries set, listed in any order."""
+    """The `count x width` matrix with these entries set; they may be in any order."""
     bits = zeros(count, width)
     if len(rows):
         where, word = np.divmod(np.unique(rows * width + cols), width)
@@ -57,12 +57,12 @@ def pack(dense: NDArray[np.bool_]) -> Bits:
 
 
 def pairs(bits: Bits, width: int) -> tuple[Index, Index]:
-    """The entries that are set, in order of rows, then columns."""
+    """The entries that are set, ordered by rows, then columns."""
     step = max(1, _AT_ONCE // max(width, 1))
     rows, cols = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for first in range(0, len(bits), step):
         chunk = bits[first : first + step]
-        row, word = np.nonzero(chunk)  # most words of most matrices here are 0
+        row, word = np.nonzero(chunk)  # most words of typical matrices are 0
         at, bit = np.nonzero(unpack(chunk[row, word][:, None], WORD))
         rows.append(row[at] + first)
         cols.append(word[at] * WORD + bit)
@@ -70,7 +70,7 @@ def pairs(bits: Bits, width: int) -> tuple[Index, Index]:
 
 
 def transpose(bits: Bits, width: int) -> Bits:
-    """The `width x rows` matrix, made a word of its rows at a time, which stays in the cache."""
+    """The `width x rows` matrix; computed 64 rows at a time, which stay in the cache."""
     result = zeros(width, len(bits))
     for first in range(0, len(bits), WORD):
         result[:, first // WORD] = pack(np.ascontiguousarray(unpack(bits[first : first + WORD], width).T))[:, 0]
@@ -78,14 +78,14 @@ def transpose(bits: Bits, width: int) -> Bits:
 
 
 def counts(bits: Bits, width: int) -> Index:
-    """Entries set in each row."""
+    """The number of entries set in each row."""
     step = max(1, _AT_ONCE // max(width, 1))
     found = [np.count_nonzero(unpack(bits[r : r + step], width), axis=1) for r in range(0, len(bits), step)]
     return np.concatenate([np.zeros(0, np.int64), *found])
 
 
 def count(bits: Bits, width: int) -> int:
-    """How many entries are set."""
+    """The number of entries set."""
     return int(counts(bits, width).sum())
 
 
@@ -93,9 +93,9 @@ def product(a: Bits, b: Bits) -> Bits:
     """The boolean product: entry (i, j) is set iff some k has a[i, k] and b[k, j]; `len(b)` is the width of a."""
     inner = len(b)
     result = np.zeros((len(a), b.shape[1]), dtype=_LITTLE)
-    a = a & pack(np.asarray(b.any(axis=1)).reshape(1, -1))  # empty rows of b add nothing
+    a = a & pack(np.asarray(b.any(axis=1)).reshape(1, -1))  # empty rows of b contribute nothing
     set_in_row = counts(a, inner)
-    many = set_in_row > inner // 16 + 16  # from there on the tables pay
+    many = set_in_row > inner // 16 + 16  # from here on the tables pay off
     few = np.flatnonzero((set_in_row > 0) & ~many)
     _, chosen = pairs(a[few], inner)
     for i, rows in zip(few, np.split(chosen, np.cumsum(set_in_row[few])[:-1]), strict=False):
@@ -106,7 +106,9 @@ def product(a: Bits, b: Bits) -> Bits:
 
 
 def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
-    """Whether row `rows_a[e]` of a and row `rows_b[e]` of b, of one width, have an entry in common: bool `[E]`."""
+    """Whether row `rows_a[e]` of a and row `rows_b[e]` of b have an entry in common: bool `[E]`. Both have one
+    width.
+    """
     found = np.zeros(len(rows_a), np.bool_)
     step = max(1, _AT_ONCE // (8 * max(a.shape[1], 1)))
     for first in range(0, len(rows_a), step):
@@ -118,12 +120,12 @@ def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
 def _product_by_tables(a: Bits, b: Bits) -> Bits:
     """The product by the method of the four Russians: a table of all unions of eight rows of b serves every row of a.
 
-    An eighth of the work of the plain product, whatever a holds.
+    Takes an eighth of the work of the plain product, whatever a contains.
     """
     by_byte = np.ascontiguousarray(a.view(np.uint8).T)  # [inner / 8, rows]
     result = np.zeros((len(a), b.shape[1]), dtype=_LITTLE)
     table = np.zeros((256, b.shape[1]), dtype=_LITTLE)
-    rows = max(1, (1 << 18) // max(b.shape[1], 1))  # 2 MB of the result at a time stay in the cache
+    rows = max(1, (1 << 18) // max(b.shape[1], 1))  # chunks of 2 MB of the result stay in the cache
     buffer = np.empty((min(rows, len(a)), b.shape[1]), dtype=_LITTLE)
     for group, first in enumerate(range(0, len(b), 8)):
         size = 1

@@ -1,4 +1,4 @@
-"""What other block sizes would compute: the price of storing and running a mask in larger or smaller tiles."""
+"""What a mask would compute in other block sizes: the cost of larger or smaller tiles."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ class Coarsening:
 
     @property
     def over_coverage(self) -> float:
-        """Computed scores for each live one; 1.0 is none in vain (also for a mask without live scores)."""
+        """Computed scores per live score; 1.0 means no waste (also for a mask without live scores)."""
         return self.computed_scores / self.live_scores if self.live_scores else 1.0
 
     def __str__(self) -> str:
         return (
             f"blocks of {self.block_q} x {self.block_k}: {self.live_tiles:,} live tiles, "
-            f"{self.over_coverage:.4g} computed scores a live one"
+            f"{self.over_coverage:.4g} computed scores per live one"
         )
 
 
 def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarsening]:
-    """The live tiles that the mask would have in other blocks, coarser or finer, one entry a block of `blocks`.
-
-    A tile is live if any score of it is, so a coarser block computes more scores that nobody asked for, and a finer one
-    costs more index and smaller products: 64 to 128 runs fastest on current GPUs where the over-coverage is the same.
-
-    `blocks`: sizes in tokens, or `(block_q, block_k)` pairs. Takes time in proportion to the live tiles (and to the
-    distinct partial ones for finer blocks). Raises ValueError for a bad block, TypeError for what is no list of them.
+    """The live tiles that the mask would have in other block sizes, coarser or finer, one entry for each of `blocks`.
 
     >>> near = BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 1024, block=64)
     >>> for entry in coarsening(near, (16, 64, 256)):
     ...     print(entry)
-    blocks of 16 x 16: 190 live tiles, 2.806 computed scores a live one
-    blocks of 64 x 64: 46 live tiles, 10.87 computed scores a live one
-    blocks of 256 x 256: 10 live tiles, 37.8 computed scores a live one
+    blocks of 16 x 16: 190 live tiles, 2.806 computed scores per live one
+    blocks of 64 x 64: 46 live tiles, 10.87 computed scores per live one
+    blocks of 256 x 256: 10 live tiles, 37.8 computed scores per live one
+
+    A tile is live if any of its scores is. So a coarser block computes more dead scores, while a finer one has a longer
+    index and smaller matrix products: at equal over-coverage, 64 to 128 runs fastest on current GPUs.
+
+    `blocks`: sizes in tokens, or `(block_q, block_k)` pairs. Time is proportional to the live tiles (and for finer
+    blocks to the distinct partial ones). Raises ValueError for a bad block, TypeError if `blocks` is not a list.
     """
     pairs = [block_pair(block) for block in _listed(blocks)]
     counts, live = [0] * len(pairs), 0
@@ -77,7 +77,7 @@ def _listed(blocks: Any) -> Sequence[Block]:
 
 
 def live_parts(walk: Walk, part_q: int, part_k: int) -> Tensor:
-    """Which `part_q x part_k` parts of each kind of tile hold a live score: bool `[1 + T, down, across]`."""
+    """Which `part_q x part_k` parts of each kind of tile have a live score: bool `[1 + T, down, across]`."""
     block_q, block_k = walk.block_q, walk.block_k
     found = [torch.ones(1, block_q // part_q, block_k // part_k, dtype=torch.bool, device="cpu")]
     for words in walk.bits.split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
@@ -87,11 +87,11 @@ def live_parts(walk: Walk, part_q: int, part_k: int) -> Tensor:
 
 
 def _live_tiles(walk: Walk, parts: Tensor, block_q: int, block_k: int, col_blocks: int) -> int:
-    """Live tiles of `block_q x block_k`, given which parts, of at most that size, are live."""
+    """The number of live tiles of `block_q x block_k`, given the live parts, which are at most that large."""
     merged_q, merged_k = max(block_q // walk.block_q, 1), max(block_k // walk.block_k, 1)
     if merged_q == 1 and merged_k == 1:
         return int(parts.sum((1, 2))[walk.kind].sum())
-    # One side merges tiles; the other may merge as well, or split. A part that is live anywhere makes its tile live.
+    # At least one dimension merges tiles; the other may merge or split. A tile is live if any of its parts is.
     down, across = parts.shape[1:]
     wide = col_blocks * across
     keys = []

@@ -1,4 +1,4 @@
-"""Whether information gets from every token to every other one at all, through however many layers."""
+"""Whether information can get from every token to every other one, given enough layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _MOST_EDGES = 1 << 25
 
 @dataclass(frozen=True)
 class Gap:
-    """Query `query` is never influenced by key `key`; `groups` that exchange nothing at all, if there are several."""
+    """Query `query` is never influenced by key `key`; `groups` of tokens exchange nothing at all, if there are
+    several.
+    """
 
     query: int
     key: int
@@ -31,10 +33,10 @@ class Gap:
 
 
 def gap(element: Element) -> Gap | None:
-    """A pair of tokens that never connect in these layers, repeated for ever; None if there is none.
+    """A pair of tokens that never connects in these layers, however often they are repeated; None if there is none.
 
-    If the diagonal tiles connect the tokens of each block among themselves, the graph of tiles decides. Elsewhere the
-    graph of tokens does, or, where that has too many edges, relations are composed until nothing changes.
+    If the diagonal tiles connect the tokens of each block, the graph of tiles decides. Otherwise the graph of tokens
+    does; if that has too many edges, relations are composed until nothing changes.
     """
     union = element.union()
     if union.count == 0:
@@ -55,8 +57,8 @@ def gap(element: Element) -> Gap | None:
 def causal_gap(element: Element) -> Gap | None:
     """The same for causal layers, where only the keys up to a query's own position count.
 
-    Nothing gets from token q - 1 to token q by way of others, because there are none between them. So all connects if
-    and only if each query sees the key just before it in some layer.
+    Token q - 1 cannot reach token q through other tokens, because none lies between them. So everything connects iff
+    each query sees the key just before it in some layer.
     """
     sees = torch.zeros(element.stop, dtype=torch.bool, device="cpu")
     sees[:1] = True
@@ -67,7 +69,7 @@ def causal_gap(element: Element) -> Gap | None:
 
 
 def _gap_of_graph(rows: Index, cols: Index, count: int, unit: int) -> Gap | None:
-    """A gap of the graph with an edge from each query node to each key node that it sees; `unit` tokens a node."""
+    """A gap of the graph with an edge from each query node to each key node that it sees; a node is `unit` tokens."""
     graph = sparse.csr_array((np.ones(len(rows), np.int8), (rows, cols)), shape=(count, count))
     groups = csgraph.connected_components(graph, return_labels=False)
     for transposed in (False, True):
@@ -79,7 +81,7 @@ def _gap_of_graph(rows: Index, cols: Index, count: int, unit: int) -> Gap | None
 
 
 def _token_edges(union: Relation, stop: int) -> tuple[Index, Index]:
-    """All pairs of tokens (query, key) of a relation over `stop` tokens."""
+    """All pairs of tokens (query, key) in a relation over `stop` tokens."""
     i, j, kind, bits = tiles_of(union, stop)
     queries, keys = [], []
     for some in torch.arange(len(i), device="cpu").split(max(1, SCORES_AT_ONCE // union.block**2)):
@@ -91,7 +93,7 @@ def _token_edges(union: Relation, stop: int) -> tuple[Index, Index]:
 
 
 def _blocks_are_connected(union: Relation) -> bool:
-    """Whether the tokens of every block reach one another inside it."""
+    """Whether the tokens of every block reach one another within the block."""
     diagonal = np.unique(union.kind_at(np.arange(union.count) * (union.count + 1)))
     for kind in diagonal[diagonal > 0]:
         words, one = union.words[kind - 1 : kind], torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -109,7 +111,7 @@ def _closure(relation: Relation) -> Relation:
 
 
 def _first_gap(reached: BlockMask) -> Gap:
-    """The first pair of tokens that a mask of one pattern leaves out, of which there must be one."""
+    """The first pair of tokens that is dead in a mask of one pattern; there must be one."""
     live = torch.zeros(reached.blocks[0], dtype=torch.int64, device="cpu")
     rows = torch.repeat_interleave(torch.arange(reached.blocks[0], device="cpu"), reached.indptr.diff().long())
     choices = torch.cat(

@@ -12,9 +12,9 @@ from sparseflash.blockmask import BlockMask
 class Density:
     """Counts over all heads and batch elements of `mask.shape` (one of each if the mask is shared), and their shares.
 
-    `scores`, `tiles`: of the whole matrix, `q_len * k_len` and `Mq * Mk` a head. `live_scores`, `live_tiles`: that
-    exist; a tile is live if a score of it is. `full_tiles`: live in all `block_q * block_k` scores, so that the kernel
-    looks at no bit. `partial_live_scores`: live scores in the other live tiles.
+    `scores`, `tiles`: those of the whole matrix, `q_len * k_len` and `Mq * Mk` per head. `live_scores`, `live_tiles`:
+    those that are live; a tile is live if any of its scores is. `full_tiles`: tiles with all `block_q * block_k` scores
+    live, for which the kernel reads no bits. `partial_live_scores`: live scores in the other live tiles.
     """
 
     scores: int
@@ -27,7 +27,7 @@ class Density:
 
     @property
     def partial_tiles(self) -> int:
-        """Live tiles that are not full: cut by a bit pattern, by the end of the sequence or by padding."""
+        """Live tiles that are not full: limited by bits, the end of the sequence or padding."""
         return self.live_tiles - self.full_tiles
 
     @property
@@ -37,12 +37,12 @@ class Density:
 
     @property
     def tile_share(self) -> float:
-        """Live tiles over all tiles: the share of dense attention's work that is left."""
+        """Live tiles over all tiles: the share of dense attention's work that remains."""
         return self.live_tiles / max(self.tiles, 1)
 
     @property
     def partial_share(self) -> float:
-        """Live scores of the partial tiles over the scores that these compute; 1.0 if there are none."""
+        """Live scores of the partial tiles over all scores of these tiles; 1.0 if there are none."""
         return self.partial_live_scores / (self.partial_tiles * self.scores_a_tile) if self.partial_tiles else 1.0
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Density:
 
 
 def density(mask: BlockMask) -> Density:
-    """Live scores and live tiles of a mask: counts and shares, padding (`lengths`) taken off.
+    """Live scores and live tiles of a mask: counts and shares. Padding (`lengths`) counts as dead.
 
     >>> mask = BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
     >>> print(density(mask))

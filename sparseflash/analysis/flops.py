@@ -1,4 +1,4 @@
-"""Floating-point operations of an attention under a mask: useful ones, and those of whole tiles."""
+"""Floating-point operations of attention with a mask: of the live scores, of whole tiles, and as run by the kernels."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sparseflash.analysis.heads import dims, repeats
 from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask
 
-# How often (a product over the head dim D, one over the value dim Dv) occurs for each score.
+# For each score, the number of (products over the head dim D, products over the value dim Dv).
 _FORWARD = 1, 1  # S = Q K^T; O = P V
 _BACKWARD = 3, 2  # S again, dQ = dS K, dK = dS^T Q; dP = dO V^T, dV = P^T dO
-_BACKWARD_TWO_PASSES = 4, 3  # dK, dV over columns and dQ over rows each make S and dP
-_BACKWARD_THREE_PASSES = 5, 4  # fp32 makes both once more for delta
+_BACKWARD_TWO_PASSES = 4, 3  # dK and dV by columns and dQ by rows, each computing S and dP
+_BACKWARD_THREE_PASSES = 5, 4  # in fp32 a third pass computes both again for delta
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations (a multiplication and an addition are two) of one pass over all heads.
+    """Floating-point operations (a multiplication and an addition count as two) of one pass over all heads.
 
-    `useful`: of the live scores. `computed`: the same products for every score of the live tiles. `performed`: what
-    sparseflash's Triton kernels multiply: live tiles, head dims padded to a power of two, and in the backward the
-    products that its passes repeat.
+    `useful`: those of the live scores. `computed`: the same products for every score of the live tiles. `performed`:
+    what sparseflash's Triton kernels multiply: live tiles, head dims padded to a power of two, and in the backward the
+    products that its passes recompute.
     """
 
     useful: int
@@ -52,28 +52,30 @@ def flops(
     heads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Flops:
-    """Operations of the matrix products of one forward pass, or of one backward pass. With D = head_dim, Dv = v_dim:
-
-        forward    2 (D + Dv) a score:     S = Q K^T, O = P V
-        backward   2 (3 D + 2 Dv) a score: S again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q
-
-    which for D = Dv are the `4 D` and 2.5 times as much that FlashAttention counts (Dao, 2023, section 4.1). What a
-    softmax costs is left out, as is usual: it is of the order of a product with D = 1, but on slower units.
-
-    sparseflash's backward has no atomics. It makes dK and dV in one pass and dQ in another, each with its own S and dP:
-    seven products, `2 (4 D + 3 Dv)`, and in fp32 a third pass for delta, which makes nine, `2 (5 D + 4 Dv)`. That, and
-    the padding of the head dims, is in `performed` only.
-
-    `head_dim`, `v_dim` (by default the same) in channels. `batch`, `heads` of the attention, by default those of the
-    mask. Scores past a sequence's length are not useful; tiles that begin past it are not computed.
-
-    Raises ValueError if a dim is not positive, or if the mask does not fit that many heads or batch elements.
+    """The matrix-product operations of one forward or backward pass.
 
     >>> mask = BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
     >>> flops(mask, 64)
     Flops(useful=8421376, computed=10485760, performed=10485760)
     >>> print(flops(mask, 64, backward=True, batch=2, heads=8))
     3.37e+08 useful FLOPs, 4.19e+08 in live tiles (80.3 % useful), 5.87e+08 performed by the kernels
+
+    With D = head_dim and Dv = v_dim, each score takes
+
+        forward    2 (D + Dv):     S = Q K^T, O = P V
+        backward   2 (3 D + 2 Dv): S again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q
+
+    For D = Dv these are the `4 D`, and 2.5 times that, which FlashAttention counts (Dao, 2023, section 4.1). The
+    softmax is not counted, as is usual: it is comparable to a product with D = 1, but runs on slower units.
+
+    sparseflash's backward uses no atomics. It computes dK and dV in one pass and dQ in another, each with its own S and
+    dP: seven products, `2 (4 D + 3 Dv)`. In fp32 a third pass for delta makes it nine, `2 (5 D + 4 Dv)`. Only
+    `performed` counts these, and the padding of the head dims.
+
+    `head_dim`, `v_dim` (by default the same): in channels. `batch`, `heads`: of the attention, by default those of the
+    mask. Scores past a sequence's length are not useful; tiles that begin past it are not computed.
+
+    Raises ValueError if a dim is not positive, or if the mask does not fit the number of heads or batch elements.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
     times = repeats(mask, batch, heads)
@@ -91,5 +93,5 @@ def flops(
 
 
 def _padded(dim: int) -> int:
-    """The head dim that the kernels compute with, but for Hopper, where a narrow one of two may be wider still."""
+    """The head dim that the kernels compute with; on Hopper the smaller of two different dims may be padded further."""
     return max(16, 1 << (dim - 1).bit_length())

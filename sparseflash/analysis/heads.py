@@ -1,4 +1,4 @@
-"""How many heads and batch elements of an attention a mask stands for."""
+"""Checks of head counts, batch sizes and head dims against a mask."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from sparseflash.blockmask.arguments import checked_mask, integer
 
 
 def repeats(mask: BlockMask, batch: int | None, heads: int | None) -> int:
-    """How often each (batch element, head) of the mask occurs in an attention of that many.
+    """How often each (batch element, head) of the mask occurs in an attention with this batch size and number of heads.
 
-    None: as many as the mask has. A mask that is shared (1 in its shape) serves any number, another only its own.
+    None: those of the mask. A shared mask (1 in its shape) serves any number, any other only its own.
     """
     mask, times = checked_mask(mask), 1
     for name, asked, own in (("batch", batch, mask.shape[0]), ("heads", heads, mask.shape[1])):
@@ -17,14 +17,14 @@ def repeats(mask: BlockMask, batch: int | None, heads: int | None) -> int:
             continue
         asked = integer(asked, name, "batch elements" if name == "batch" else "heads")
         if asked < 1 or own not in (1, asked):
-            want = "at least 1" if own == 1 else f"{own}, as the mask has them"
+            want = "at least 1" if own == 1 else f"{own}, as in the mask"
             raise ValueError(f"{name} must be {want}; got {asked}.")
         times *= asked // own
     return times
 
 
 def dims(head_dim: int, v_dim: int | None) -> tuple[int, int]:
-    """The head dims of queries and keys, and of values."""
+    """The head dim of queries and keys, and that of values, checked."""
     head_dim = integer(head_dim, "head_dim", "channels")
     v_dim = head_dim if v_dim is None else integer(v_dim, "v_dim", "channels")
     for name, value in (("head_dim", head_dim), ("v_dim", v_dim)):

@@ -1,4 +1,4 @@
-"""The layers of a model as one batch element sees them: what reach and lint start from."""
+"""The layers of a model as each batch element sees them: the input of reach and lint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sparseflash.analysis.walks import Walk, walk
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.stats import live_tokens
 
-MOST_BLOCKS = 1 << 15  # a bit matrix of the tile graph then takes 128 MB
+MOST_BLOCKS = 1 << 15  # at which a bit matrix of the tile graph takes 128 MB
 
 Masks = BlockMask | Sequence[BlockMask]
 
 
 class Element:
-    """What one batch element's tokens see in each of the layers."""
+    """What the tokens of one batch element see in each layer."""
 
     def __init__(self, masks: Sequence[BlockMask], patterns: tuple[tuple[int, ...], ...], stop: int) -> None:
         self.key = patterns, stop
@@ -24,7 +24,7 @@ class Element:
         self._steps: dict[tuple[int, tuple[int, ...]], Relation] = {}
 
     def steps(self) -> list[Relation]:
-        """One relation a layer, the residual connection included."""
+        """One relation per layer, including the residual connection."""
         return [self._step(mask, patterns) for mask, patterns in zip(self._masks, self._patterns, strict=True)]
 
     def _step(self, mask: BlockMask, patterns: tuple[int, ...]) -> Relation:
@@ -35,7 +35,7 @@ class Element:
         return self._steps[key]
 
     def walks(self) -> Iterator[Walk]:
-        """What each layer and head walks, equal ones once."""
+        """The walks of all layers and heads, equal ones once."""
         seen = set()
         for mask, patterns in zip(self._masks, self._patterns, strict=True):
             for pattern in patterns:
@@ -44,16 +44,16 @@ class Element:
                     yield walk(mask, pattern, (self.stop, self.stop))
 
     def union(self) -> Relation:
-        """What is seen in any layer, the residual connection included."""
+        """What is seen in any layer, including the residual connection."""
         return of_walks(self.walks(), block_of(self._masks), self.stop)
 
     def nothing(self) -> Relation:
-        """No layer at all: the identity."""
+        """The relation of no layers: the identity."""
         return of_walks([], block_of(self._masks), self.stop)
 
 
 def listed(masks: Masks) -> list[BlockMask]:
-    """The masks of the layers, at least one."""
+    """The masks of the layers as a list; there must be at least one."""
     every = list(masks) if isinstance(masks, Iterable) else [masks]
     if not every or not all(isinstance(mask, BlockMask) for mask in every):
         raise TypeError(f"masks must be a BlockMask or a sequence of one or more; got {masks!r}.")
@@ -61,20 +61,20 @@ def listed(masks: Masks) -> list[BlockMask]:
 
 
 def checked(masks: Masks) -> list[BlockMask]:
-    """The masks of the layers, on the CPU; the errors that `reach` documents."""
+    """The masks of the layers, on the CPU. Raises the errors that `reach` documents."""
     every = listed(masks)
     on_cpu: dict[int, BlockMask] = {id(mask): mask.canonical().to("cpu") for mask in every}
     every = [on_cpu[id(mask)] for mask in every]
     for mask in every:
         if mask.q_len != mask.k_len:
             raise ValueError(
-                f"masks must have as many queries as keys, for a layer's output to be the next one's input; "
+                f"masks must have as many queries as keys, because a layer's output is the next layer's input; "
                 f"got {mask.q_len} x {mask.k_len}."
             )
         if mask.q_len != every[0].q_len:
             raise ValueError(f"masks must have one length; got {every[0].q_len} and {mask.q_len} tokens.")
         if mask.shape[0] == 0:
-            raise ValueError("masks must have at least one batch element; got lengths of none.")
+            raise ValueError("masks must have at least one batch element; got lengths of no sequence.")
     batches = {mask.shape[0] for mask in every} - {1}
     if len(batches) > 1:
         raise ValueError(f"masks must have one batch size, or 1; got {' and '.join(map(str, sorted(batches)))}.")
@@ -87,12 +87,12 @@ def checked(masks: Masks) -> list[BlockMask]:
 
 
 def check_size(masks: Sequence[BlockMask]) -> None:
-    """The limit of what keeps a bit matrix of the tile graph."""
+    """Raises ValueError if the bit matrix of the tile graph would be too large."""
     count = -(-masks[0].q_len // block_of(masks))
     if count > MOST_BLOCKS:
         raise ValueError(
             f"masks must have at most {MOST_BLOCKS} block rows; got {count} of {block_of(masks)} tokens. "
-            "Give masks with larger blocks."
+            "Pass masks with larger blocks."
         )
 
 
@@ -102,7 +102,7 @@ def block_of(masks: Sequence[BlockMask]) -> int:
 
 
 def elements(masks: Sequence[BlockMask]) -> list[Element]:
-    """One entry a batch element; equal ones are the same object."""
+    """One entry per batch element; equal ones are the same object."""
     batch = max(mask.shape[0] for mask in masks)
     padded = next((mask for mask in masks if mask.lengths is not None), masks[0])
     stops = [length for length, _ in live_tokens(padded)]

@@ -1,4 +1,4 @@
-"""Mistakes that masks commonly hold, found before training does."""
+"""Finds common mistakes in masks before training does."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from sparseflash.blockmask.stats import live_tokens
 
 Severity = Literal["error", "warning", "note"]
 
-UNEVEN = 4.0  # times the mean number of tiles
-SPARSE = 0.1  # live share of a tile
-SHARE_OF_TILES = 0.1  # that many sparse ones are worth a word,
-WASTE = 2.0  # if that many scores are computed for a live one
-BETTER = 1.5  # a block, and
-FEWER = 0.75  # a token order, worth changing to
+UNEVEN = 4.0  # limit for the most tiles of a row over the mean
+SPARSE = 0.1  # limit for the live share of a sparse tile
+SHARE_OF_TILES = 0.1  # share of sparse tiles from which they are reported,
+WASTE = 2.0  # if so many scores are computed per live one
+BETTER = 1.5  # improvement that makes another block worth suggesting
+FEWER = 0.75  # share of tiles at which another token order is worth suggesting
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is probably not meant: what, with its numbers and the remedy, and where (empty: everywhere).
+    """One likely mistake: what it is, with numbers and a remedy, and where (empty: everywhere).
 
-    `code` is stable, for filtering. `severity`: "error" contradicts what was declared, "warning" is seldom meant,
-    "note" costs speed or is often meant.
+    `code` is stable, for filtering. `severity`: an "error" contradicts what was declared, a "warning" is seldom
+    intended, a "note" costs speed or is often intended.
     """
 
     code: str
@@ -58,37 +58,39 @@ def lint(
 ) -> list[Finding]:
     """Looks for mistakes in a mask, or in the masks of a model's layers; an empty list if there are none.
 
-    `masks`: one mask for every layer, or one a layer, first layer first. `causal`: no query may see a later key
-    (`k > q + k_len - q_len`). `layers`: how many layers the model has, if the number is to be checked against the
-    number that it takes to connect everything; a list is repeated. `orders`: other orders of the tokens that could be
-    chosen, by name; new token t is old token `order[t]`. All is exact, on tokens.
+    >>> for finding in lint(BlockMask.from_function(lambda q, k: k <= q + 1, 256, block=64), causal=True):
+    ...     print(finding)
+    error [future-leak]: 255 live scores lie in the future, the first at query 0, key 1. Intersect with the causal mask.
+    >>> lint(BlockMask.from_function(lambda q, k: k <= q, 256, block=64), causal=True)
+    []
+
+    `masks`: one mask for every layer, or one per layer, first layer first. `causal`: no query may see a later key (`k >
+    q + k_len - q_len`). `layers`: the number of layers of the model, to be compared with the number that it takes to
+    connect everything; a list of masks is repeated. `orders`: alternative token orders, by name; new token t is old
+    token `order[t]`. All checks are exact, token by token.
 
     | code | severity | found if |
     |---|---|---|
     | `future-leak` | error | `causal`, and a live score lies in the future |
     | `empty-queries` | warning | a query sees no key: its output is 0 |
     | `empty-keys` | warning | a key is seen by no query of its head |
-    | `one-length-for-two` | warning | lengths cut queries and keys, of which there are not as many, at one number |
+    | `one-length-for-two` | warning | one length cuts both queries and keys, although their numbers differ |
     | `never-connects` | warning | some token can never influence another (causal: a later one), at any depth |
-    | `too-few-layers` | warning | `layers` are fewer than it takes |
-    | `sparse-tiles` | warning | a tenth of the live tiles hold under 10 % live scores, and half of the work is dead |
+    | `too-few-layers` | warning | `layers` is less than it takes |
+    | `sparse-tiles` | warning | a tenth of the live tiles have under 10 % live scores, and half of the work is dead |
     | `token-order` | note | one of `orders` has under three quarters of the live tiles |
     | `uneven-rows`, `uneven-columns` | note | a block row or column has over four times the mean of live tiles |
-    | `not-checked` | note | a question is too large to be answered: which one, and what to do |
+    | `not-checked` | note | a check would be too expensive: which one, and what to do |
 
-    What connects is asked of masks with as many queries as keys only, and of a mask that shows no future as of a causal
-    one. Packed documents never connect and global tokens make uneven rows: where that is meant, pass over the finding.
+    Connectivity is checked only for masks with as many queries as keys; a mask without live scores in the future is
+    treated as causal. Packed documents never connect, and global tokens make uneven rows: ignore the finding where that
+    is intended.
 
-    Raises ValueError as `reach` does for masks that are no layers of one model, and for an order that is none.
-
-    >>> for finding in lint(BlockMask.from_function(lambda q, k: k <= q + 1, 256, block=64), causal=True):
-    ...     print(finding)
-    error [future-leak]: 255 live scores lie in the future, the first at query 0, key 1. Intersect with the causal mask.
-    >>> lint(BlockMask.from_function(lambda q, k: k <= q, 256, block=64), causal=True)
-    []
+    Raises ValueError as `reach` does for masks that cannot be layers of one model, and for an order that is not a
+    permutation.
     """
     every, causal = model.listed(masks), flag(causal, "causal")
-    # Cross-attention alone is no layer whose output is the next one's input.
+    # A single cross-attention mask is not a layer whose output is the next layer's input.
     together = not (len(every) == 1 and every[0].q_len != every[0].k_len)
     if together:
         every = model.checked(every)
@@ -112,7 +114,7 @@ def lint(
         found += _sparse(mask, where, orders or {})
         found += _uneven(mask, where)
     if together and not (causal and leaks):
-        # A mask that shows no future is meant to be causal, declared or not.
+        # A mask without live scores in the future is taken to be causal, declared or not.
         found += _connected(every, not leaks, layers)
     rank = {"error": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda finding: rank[finding.severity])
@@ -137,15 +139,15 @@ def _empty(mask: BlockMask, where: str) -> Iterator[Finding]:
         if len(blind):
             yield Finding(
                 "empty-queries", "warning",
-                f"{len(blind):,} of {walk.q_stop:,} queries see no key, and get 0: {_ranges(blind)}. Let each see "
-                "itself, say.",
+                f"{len(blind):,} of {walk.q_stop:,} queries see no key, so their output is 0: {_ranges(blind)}. Let "
+                "each see itself, for example.",
                 place,
             )  # fmt: skip
         if len(unseen):
             yield Finding(
                 "empty-keys", "warning",
-                f"{len(unseen):,} of {walk.k_stop:,} keys are seen by no query: {_ranges(unseen)}. Their values reach "
-                "nothing.",
+                f"{len(unseen):,} of {walk.k_stop:,} keys are seen by no query: {_ranges(unseen)}. Their values have "
+                "no effect.",
                 place,
             )  # fmt: skip
 
@@ -160,16 +162,16 @@ def _cut_by_one_number(mask: BlockMask, where: str) -> Iterator[Finding]:
     if both:
         yield Finding(
             "one-length-for-two", "warning",
-            f"a length of {min(both):,} cuts both the {mask.q_len:,} queries and the {mask.k_len:,} keys, and moves "
-            "no diagonal. For lengths of their own: mask.with_lengths(q_lengths=..., k_lengths=...); for a cache: "
+            f"a length of {min(both):,} cuts both the {mask.q_len:,} queries and the {mask.k_len:,} keys, and does not "
+            "move the diagonal. For separate lengths use mask.with_lengths(q_lengths=..., k_lengths=...); for a cache "
             f"{cache}.",
             where,
         )  # fmt: skip
     elif keys:
         yield Finding(
             "one-length-for-two", "note",
-            f"the {mask.k_len:,} keys are cut at {min(keys):,}, which moves no diagonal: right for cross-attention; "
-            f"for a cache: {cache}.",
+            f"the {mask.k_len:,} keys are cut at {min(keys):,}, which does not move the diagonal: right for "
+            f"cross-attention; for a cache use {cache}.",
             where,
         )  # fmt: skip
 
@@ -182,7 +184,7 @@ def _sparse(mask: BlockMask, where: str, orders: Mapping[str, Tensor]) -> Iterat
         smaller = [block for block in BLOCKS if block < max(mask.block_q, mask.block_k)]
         others = coarsening(mask, smaller)
         better = [entry for entry in others if entry.over_coverage * BETTER <= own.over_coverage]
-        # Of blocks that cover nearly as well, the largest runs fastest.
+        # Of the blocks with nearly the least over-coverage, the largest runs fastest.
         least = min((entry.over_coverage for entry in better), default=0.0)
         best = max((e for e in better if e.over_coverage <= 1.25 * least), key=lambda e: e.block_q, default=None)
         remedy = (
@@ -202,13 +204,13 @@ def _sparse(mask: BlockMask, where: str, orders: Mapping[str, Tensor]) -> Iterat
         yield Finding(
             "token-order", "note",
             f"in the order {name!r} the mask has {counts[name]:,} live tiles instead of {total:,}. Permute the tokens "
-            "and the mask by it.",
+            "and the mask accordingly.",
             where,
         )  # fmt: skip
 
 
 def _is_sparse(walk: Walk) -> Tensor:
-    """Which tiles hold some, but few, of the scores that exist there."""
+    """Which tiles have some live scores, but only a few of those inside the sequence."""
     queries = (walk.q_stop - walk.rows * walk.block_q).clamp(max=walk.block_q)
     keys = (walk.k_stop - walk.cols * walk.block_k).clamp(max=walk.block_k)
     live = walk.live()
@@ -232,7 +234,7 @@ def _uneven(mask: BlockMask, where: str) -> Iterator[Finding]:
 
 
 def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iterator[Finding]:
-    from sparseflash.analysis.connectivity import causal_gap, gap  # with scipy, which nothing else here needs
+    from sparseflash.analysis.connectivity import causal_gap, gap  # late: only this needs scipy
 
     try:
         if not causal or layers is not None:
@@ -264,7 +266,7 @@ def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iter
         )  # fmt: skip
         yield Finding(
             "never-connects", "warning",
-            f"{groups}. Unless they are documents, add a factor, a window or a global token that joins them.", alone,
+            f"{groups}. Unless they are documents, add a factor, a window or a global token that connects them.", alone,
         )  # fmt: skip
     if layers is not None and connected:
         try:
@@ -285,7 +287,7 @@ def _not_checked(error: ValueError) -> Finding:
 
 
 def _place(mask: BlockMask, users: tuple[tuple[int, int], ...], where: str) -> str:
-    """Which layer, batch element and head; nothing for what a mask has only one of."""
+    """The layer, batch element and head, as far as there are several."""
     batch, heads = mask.shape[:2]
     parts = [where] if where else []
     if batch > 1:
@@ -296,12 +298,12 @@ def _place(mask: BlockMask, users: tuple[tuple[int, int], ...], where: str) -> s
 
 
 def _some(numbers: list[int]) -> str:
-    """The first few of some numbers."""
+    """The first few of a list of numbers."""
     return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
 def _ranges(tokens: Tensor) -> str:
-    """The first few runs of consecutive tokens, as `0..5, 9`."""
+    """The first few runs of consecutive tokens, such as `0..5, 9`."""
     starts = torch.cat([tokens[:1], tokens[1:][tokens.diff() > 1]])
     ends = torch.cat([tokens[:-1][tokens.diff() > 1], tokens[-1:]])
     runs = [str(a) if a == b else f"{a}..{b}" for a, b in zip(starts[:3].tolist(), ends[:3].tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""How many tiles a mask would have if its tokens stood in another order."""
+"""How many live tiles a mask would have with its tokens in another order."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from sparseflash.analysis.walks import walks, words_of
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE
 
-_MOST_TILES = 1 << 28  # a byte a tile
+_MOST_TILES = 1 << 28  # one byte per tile
 
 
 def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
     """Live tiles, over all heads and batch elements of `mask.shape`, once new token t is old token `order[t]`.
 
-    Takes time in proportion to the scores of the live tiles, and a byte for every tile, live or not. Raises TypeError
-    or ValueError if `order` is no permutation of the tokens, or if there are over 2^28 tiles.
+    Time is proportional to the scores of the live tiles; memory is a byte for every tile, live or not. Raises TypeError
+    or ValueError if `order` is not a permutation of the tokens, or if there are over 2^28 tiles.
     """
     place = _places(mask, order)
     row_blocks, col_blocks = mask.blocks
     if row_blocks * col_blocks > _MOST_TILES:
         raise ValueError(
-            f"orders can be compared for masks of up to {_MOST_TILES} tiles, live or not; got {row_blocks} x "
-            f"{col_blocks}. Give a mask with larger blocks."
+            f"masks must have at most {_MOST_TILES} tiles, live or not, to compare orders; got {row_blocks} x "
+            f"{col_blocks}. Pass a mask with larger blocks."
         )
     total = 0
     for walk in walks(mask):
@@ -39,12 +39,12 @@ def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
 
 
 def _places(mask: BlockMask, order: Tensor) -> Tensor:
-    """Where each old token goes."""
+    """The new position of each old token."""
     order = torch.as_tensor(order, device="cpu")
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
         raise TypeError(f"an order must be an integer tensor; got {order.dtype}.")
     if mask.q_len != mask.k_len:
-        raise ValueError(f"an order needs a mask with as many queries as keys; got {mask.q_len} x {mask.k_len}.")
+        raise ValueError(f"masks must have as many queries as keys to be reordered; got {mask.q_len} x {mask.k_len}.")
     order = order.long()
     tokens = torch.arange(mask.q_len, device="cpu")
     if order.shape != (mask.q_len,) or not torch.equal(order.sort().values, tokens):

@@ -1,4 +1,4 @@
-"""Which keys can influence a query through several layers, and how many layers it takes until all can."""
+"""Which keys can influence a query through several layers, and how many layers it takes until all of them can."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ MOST_TILES = 1 << 24
 
 
 def reach(masks: Masks, layers: int | None = None) -> BlockMask:
-    """The keys that a query can be influenced by after `layers` layers of attention with residual connections.
-
-    `masks`: one mask for every layer, or one a layer, first layer first; a list that is shorter than `layers` is
-    repeated. `layers` defaults to one for each mask given. With `M_l` the mask of layer l as a boolean matrix, heads
-    united (a token is influenced through any of them), and `I` the identity that the residual connection adds, this is
-    the boolean product
-
-        R = (M_L or I) (M_(L-1) or I) ... (M_1 or I)
-
-    so `R[q, k]` says whether input token k can change what token q holds after the last layer. 0 layers give the
-    identity. Exact on tokens: where tiles are full, or their rows and columns all hold something, the tile graph
-    decides; elsewhere bits are multiplied, once for each distinct pair of tiles.
-
-    The result has one head, square blocks of the smallest `block_q` or `block_k` of the masks, a pattern for each batch
-    element if the masks have them, and no `lengths`: padding neither reaches nor is reached.
-
-    Raises ValueError for `q_len != k_len`, for masks of different lengths or batch sizes, for masks of over 32,768
-    block rows, and where the result, or the tiles whose bits need multiplying, would be over 16.7 million: larger
-    blocks are the remedy.
+    """The keys that can influence a query after `layers` layers of attention with residual connections.
 
     >>> step = BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, 64, block=16)
     >>> reach(step, 3) == BlockMask.from_function(lambda q, k: (q - k).abs() <= 3, 64, block=16)
     True
+
+    `masks`: one mask for every layer, or one per layer, first layer first; a list that is shorter than `layers` is
+    repeated. `layers` defaults to one for each given mask. With `M_l` the mask of layer l as a boolean matrix, the
+    union of its heads (any of them can influence a token), and `I` the identity for the residual connection, the result
+    is the boolean product
+
+        R = (M_L or I) (M_(L-1) or I) ... (M_1 or I)
+
+    so `R[q, k]` says whether input token k can change the value of token q after the last layer. 0 layers give the
+    identity. The result is exact, token by token: where one of two tiles is full and the
+    other has no empty row or column, the tile graph decides; elsewhere bits are multiplied, once per distinct pair.
+
+    The result has one head, square blocks of the smallest `block_q` or `block_k` of the masks, one pattern per batch
+    element if the masks differ between them, and no `lengths`: padding neither reaches nor is reached.
+
+    Raises ValueError for `q_len != k_len`, for masks of different lengths or batch sizes, for masks of over 32,768
+    block rows, and if the result, or the number of tiles whose bits need multiplying, would exceed 16.7 million: use
+    larger blocks then.
     """
     every = checked(masks)
     check_size(every)
@@ -54,8 +54,8 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
             count = bitrows.count(relation.full, relation.count) + len(relation.key)
             if count > MOST_TILES:
                 raise TooManyTiles(
-                    f"the result must have at most {MOST_TILES} tiles; got {count} tiles of {block} x {block}. Give "
-                    "masks with larger blocks; layers_to_full_reach and diameter need no result."
+                    f"the result must have at most {MOST_TILES} tiles; got {count} tiles of {block} x {block}. Pass "
+                    "masks with larger blocks; layers_to_full_reach and diameter build no such result."
                 )
             found[element.key] = tiles_of(relation, element.stop)
         parts.append(found[element.key])
@@ -63,11 +63,7 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
 
 
 def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
-    """The least number of layers after which every query is influenced by every key; None if that never happens.
-
-    `masks` as in `reach`; a list is repeated as often as it takes. `causal=True` asks only for the keys up to the
-    query's own position. With patterns for batch elements, or lengths, the most layers that an element needs. Raises
-    ValueError as `reach` does, though not for large results.
+    """The least number of layers after which every key can influence every query; None if that never happens.
 
     >>> import torch
     >>> i, j = torch.arange(8)[:, None], torch.arange(8)
@@ -76,6 +72,10 @@ def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
     3
     >>> layers_to_full_reach(BlockMask.from_layout(butterfly.tril()), causal=True) is None  # never, at any depth
     True
+
+    `masks` as in `reach`; a list is repeated as often as needed. `causal=True` requires only the keys up to the query's
+    own position. If batch elements differ in pattern or length, the result is the largest of theirs. Raises ValueError
+    as `reach` does, except for large results.
     """
     goal = Relation.is_causally_everything if flag(causal, "causal") else Relation.is_everything
 
@@ -87,15 +87,15 @@ def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
 
 
 def diameter(masks: Masks) -> int:
-    """The number of layers after which nothing more is reached: the longest of the shortest paths that there are.
-
-    Where every query is influenced by every key in the end, that is `layers_to_full_reach`. `masks` as there.
+    """The number of layers after which nothing more is reached: the longest of all shortest paths.
 
     >>> import torch
     >>> i, j = torch.arange(8)[:, None], torch.arange(8)
     >>> butterfly = sum((i ^ j) == stride for stride in (0, 1, 2, 4)).bool()
     >>> diameter(BlockMask.from_layout(butterfly.tril()))
     3
+
+    If every key eventually influences every query, it equals `layers_to_full_reach`. `masks` as there.
     """
 
     def needed(element: Element) -> int:
@@ -106,7 +106,7 @@ def diameter(masks: Masks) -> int:
 
 
 def _after(element: Element, layers: int) -> Relation:
-    """What is reached after so many layers."""
+    """What is reached after `layers` layers."""
     steps = element.steps()
     if len(steps) == 1:
         return _power(steps[0], layers) if layers else element.nothing()
@@ -117,7 +117,7 @@ def _after(element: Element, layers: int) -> Relation:
 
 
 def _power(step: Relation, exponent: int) -> Relation:
-    """`step` to a positive power, by squaring; once nothing changes, nothing ever does."""
+    """`step` to a positive power, by squaring; stops once a further step changes nothing."""
     result = step
     for bit in bin(exponent)[3:]:
         squared = compose(result, result)
@@ -131,7 +131,7 @@ def _power(step: Relation, exponent: int) -> Relation:
 def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relation, list[Relation]]:
     """`T, T^2, T^4, ...` of the whole list of layers T, up to the first that meets the goal or changes nothing.
 
-    That last one is returned apart. A goal must be kept by all larger relations.
+    That last one is returned separately. A goal that a relation meets must be met by all larger relations.
     """
     power = element.nothing()
     for step in element.steps():
@@ -147,24 +147,24 @@ def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relatio
 
 
 def _first(element: Element, powers: list[Relation], goal: Callable[[Relation], bool]) -> int:
-    """The least number of layers that meets the goal, which the power after the last of `powers` does."""
+    """The least number of layers that meets the goal, which the power after the last of `powers` meets."""
     steps = element.steps()
     result, layers = element.nothing(), 0
-    # Reach only grows with layers. The most rounds that do not meet the goal, as a binary number ...
+    # Reach only grows with layers. Find the most rounds of all layers that miss the goal, bit by bit, ...
     for exponent in reversed(range(len(powers))):
         longer = compose(powers[exponent], result)
         if not goal(longer):
             result, layers = longer, layers + (len(steps) << exponent)
-    # ... and the layers of the round that does.
+    # ... then the number of layers within the round that meets it.
     for step in cycle(steps):
         if goal(result):
             return layers
         result, layers = compose(step, result), layers + 1
-    raise AssertionError("a cycle of layers does not end")
+    raise AssertionError("unreachable: cycle() does not end")
 
 
 def _most(masks: Masks, needed: Callable[[Element], int | None]) -> int | None:
-    """The most layers that a batch element needs; None if one is never done."""
+    """The most layers that any batch element needs; None if one never meets the goal."""
     every = checked(masks)
     check_size(every)
     found: dict[object, int | None] = {}

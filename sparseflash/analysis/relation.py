@@ -1,13 +1,12 @@
-"""Relations between tokens (who sees whom), kept as tiles, and their exact composition.
+"""Relations between tokens (who sees whom), stored as tiles, and their exact composition.
 
-A relation is a square boolean matrix over `count` blocks of `block` tokens. Which tiles are full and which hold
-anything are two bit matrices; only what is neither dead nor full has bits of its own. Composition settles nearly all
-tiles on the bit matrices alone, and multiplies bits only for tiles that can end up partial, once for each distinct pair
-of factors: exact on tokens at the price of the tile graph, as far as tiles are full.
+A relation is a square boolean matrix over `count` blocks of `block` tokens. Two bit matrices say which tiles are full
+and which are live; only partial tiles have bits of their own. Composition settles nearly all tiles on the bit matrices
+alone and multiplies bits only for tiles that may end up partial, once for each distinct pair of factors. So it is exact
+for tokens, at nearly the cost of the tile graph if most tiles are full.
 
-A sequence that ends inside a block is completed by clones of its last token: they see, and are seen by, what it sees
-and is seen by. Composing relations and adding clones can be done in either order, so that composition need not know of
-ends; `tiles_of` takes the clones off again.
+A sequence that ends inside a block is extended with clones of its last token, which see and are seen by the same
+tokens. Cloning commutes with composition, so composition needs no special case for ends; `tiles_of` removes the clones.
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ from sparseflash.blockmask.unique import number_by_first_appearance
 
 MOST_PARTIAL = 1 << 24
 _TARGETS_AT_ONCE = 1 << 14
-_BITS_AT_ONCE = 1 << 26  # 8 MB of them
-_PRODUCTS_KEPT = 1 << 12  # 8 MB of them, in blocks of 128
+_BITS_AT_ONCE = 1 << 26  # 8 MB of bits
+_PRODUCTS_KEPT = 1 << 12  # 8 MB of words, in blocks of 128
 
 
 class TooManyTiles(ValueError):
-    """What was asked for would need more memory than is sensible."""
+    """The result would need too much memory."""
 
 
 @dataclass(frozen=True)
 class Relation:
-    """Token q sees token k iff the tile of both is full, or partial with that bit set.
+    """Token q sees token k iff their tile is full, or partial with that bit set.
 
-    `full`: bit matrix `[count, count]` of full tiles. `key` int64 `[E]`, increasing: `row * count + column` of the
-    partial tiles; `kind` int64 `[E]`: 1 and up, their number in `words` int32 `[T, block, words_per_row(block)]`, each
-    stored once, numbered as they first appear. So equal relations have equal arrays.
+    `full`: bit matrix `[count, count]` of the full tiles. `key` int64 `[E]`, increasing: `row * count + column` of the
+    partial tiles. `kind` int64 `[E]`: t >= 1 for the bits `words[t - 1]`. `words` int32 `[T, block,
+    words_per_row(block)]`: the distinct partial tiles in order of first appearance. So equal relations have equal
+    arrays.
     """
 
     block: int
@@ -66,13 +66,13 @@ class Relation:
     __hash__ = None  # type: ignore[assignment]
 
     def partial(self, chosen: NDArray[np.bool_] | None = None, *, transposed: bool = False) -> Bits:
-        """The partial tiles, of all kinds or of those chosen (bool `[T]`)."""
+        """The bit matrix of the partial tiles, of all kinds or of those chosen (bool `[T]`)."""
         key = self.key if chosen is None else self.key[chosen[self.kind - 1]]
         rows, cols = key // self.count, key % self.count
         return bitrows.of_pairs(*((cols, rows) if transposed else (rows, cols)), self.count, self.count)
 
     def live(self) -> Bits:
-        """The tiles that hold anything."""
+        """The bit matrix of the live tiles."""
         return self.full | self.partial()
 
     def fills_rows(self) -> NDArray[np.bool_]:
@@ -85,8 +85,8 @@ class Relation:
         return np.asarray((seen == bitmask.full_word(self.block)).all(1), np.bool_)
 
     def kind_at(self, key: Index) -> Index:
-        """The kinds of tiles that are live: 0 for a full one."""
-        if len(key) > self.count**2:  # a table pays
+        """The kinds of the tiles at these keys, which must be live; 0 for a full one."""
+        if len(key) > self.count**2:  # a lookup table is cheaper
             table = np.zeros(self.count**2, np.int64)
             table[self.key] = self.kind
             return table[key]
@@ -102,7 +102,7 @@ class Relation:
         return not len(self.key) and bitrows.count(self.full, self.count) == self.count**2
 
     def is_causally_everything(self) -> bool:
-        """Whether every token sees every token up to itself. Asked of relations that hold the identity."""
+        """Whether every token sees every token up to itself, for relations that contain the identity."""
         below = bitrows.below(self.count)
         if ((self.full & below) != below).any():
             return False
@@ -113,7 +113,7 @@ class Relation:
 
 
 def of_walks(found: Iterable[Walk], block: int, stop: int) -> Relation:
-    """What a token of a sequence of `stop` tokens sees in any of these walks, or is: the union, and the identity."""
+    """The union of the identity and of what a token sees in any of these walks, for a sequence of `stop` tokens."""
     count = -(-stop // block)
     identity = bitmask.pack(torch.eye(block, dtype=torch.bool, device="cpu").unsqueeze(0))
     diagonal = torch.arange(count, device="cpu")
@@ -140,7 +140,7 @@ def of_walks(found: Iterable[Walk], block: int, stop: int) -> Relation:
 
 
 def split(walk: Walk, block: int) -> Part:
-    """The tiles of a walk in square blocks, which must divide those of the mask; dead ones dropped."""
+    """The tiles of a walk in square blocks, which must divide the mask's; dead ones are dropped."""
     down, across = walk.block_q // block, walk.block_k // block
     if down == across == 1:
         dead = (walk.bits == 0).all(-1).all(-1)
@@ -160,7 +160,9 @@ def split(walk: Walk, block: int) -> Part:
 
 
 def with_clones(rows: Tensor, cols: Tensor, kind: Tensor, bits: Tensor, count: int, live: int) -> tuple[Tensor, Tensor]:
-    """The kinds once the last block, of which `live` tokens exist, is filled up with clones of the last token."""
+    """The kinds and words after the last block, of which `live` tokens exist, is filled with clones of the last
+    token.
+    """
     block = bits.shape[1]
     if live == block:
         return kind, bits
@@ -181,7 +183,7 @@ def with_clones(rows: Tensor, cols: Tensor, kind: Tensor, bits: Tensor, count: i
 
 
 def tiles_of(relation: Relation, stop: int) -> Part:
-    """The tiles of a relation over a sequence of `stop` tokens, its clones taken off."""
+    """The tiles of a relation over a sequence of `stop` tokens, without clones."""
     rows, cols = bitrows.pairs(relation.full, relation.count)
     partial_rows, partial_cols = relation.key // relation.count, relation.key % relation.count
     i = torch.from_numpy(np.concatenate([rows, partial_rows]))
@@ -198,14 +200,15 @@ def compose(a: Relation, b: Relation) -> Relation:
     """Who sees whom in two steps: token q sees k iff some t has a[q, t] and b[t, k]."""
     count = a.count
     live_a, live = a.live(), bitrows.product(a.live(), b.live())
-    # A full tile and one whose every column (row) holds something make a full tile. Other pairs of tiles may not.
+    # A full tile times one without empty columns is full, and so is one without empty rows times a full tile. Other
+    # products may not be.
     rows_a, columns_b = a.fills_rows(), b.fills_columns()
     weak = bitrows.product(a.partial(), b.partial())
     weak |= bitrows.product(a.full, b.partial(~columns_b)) | bitrows.product(a.partial(~rows_a), b.full)
     if (found := bitrows.count(weak, count)) > MOST_PARTIAL:
         raise TooManyTiles(
             f"the tiles whose bits have to be multiplied must be at most {MOST_PARTIAL}; got {found} of {a.block} x "
-            f"{a.block}. Give masks with larger blocks."
+            f"{a.block}. Pass masks with larger blocks."
         )
     open_rows, open_cols = bitrows.pairs(weak, count)
     if not len(open_rows):
@@ -225,7 +228,7 @@ def compose(a: Relation, b: Relation) -> Relation:
         return multiply(of_a, of_b, which_left, which_right, a.block)
 
     every_code = (len(a.words) + 1) * kinds_b
-    # Where few kinds of tiles meet in many places, each product is made once, and not once a batch.
+    # If few kinds of tiles meet in many places, compute each product once, rather than once per batch.
     few = every_code <= min(_PRODUCTS_KEPT, len(open_rows))
     products = look_up(np.arange(every_code)) if few else None
 
@@ -248,7 +251,7 @@ def multiply(a: Tensor, b: Tensor, which_a: Tensor, which_b: Tensor, block: int)
     """Boolean products of the tiles `a[which_a[e]]` and `b[which_b[e]]`: words `[E, block, W]`."""
     found = [a[:0]]
     for some in torch.arange(len(which_a), device="cpu").split(max(1, SCORES_AT_ONCE // 8 // block**2)):
-        # Each factor is unpacked once a batch. Sums of at most 256 products of 0 and 1 are exact in fp32.
+        # Each factor is unpacked once per batch. Sums of at most 256 products of 0 and 1 are exact in fp32.
         left, at_left = torch.unique(which_a[some], return_inverse=True)
         right, at_right = torch.unique(which_b[some], return_inverse=True)
         of_a, of_b = bitmask.unpack(a[left], block).float(), bitmask.unpack(b[right], block).float()
@@ -259,11 +262,11 @@ def multiply(a: Tensor, b: Tensor, which_a: Tensor, which_b: Tensor, block: int)
 def union(
     sizes: Index, ids: Callable[[Index], Index], look_up: Callable[[Index], Tensor], block: int
 ) -> tuple[Index, Tensor]:
-    """The union of the tiles of each group: `(kind [G], words)`, with kind 0 full and -1 dead.
+    """The union of the tiles of each group: `(kind [G], words)`, where kind 0 is full and -1 dead.
 
-    Group g has `sizes[g]` members, at least one, which follow one another. `ids` gives the id of the members at some
-    positions, `look_up` the words of distinct ids; equal ids are equal tiles. Groups take their members one by one and
-    all together, so that equal unions are made once, and a group that is full takes no more.
+    Group g has `sizes[g]` >= 1 consecutive members. `ids` returns the ids of the members at some positions, `look_up`
+    the words of distinct ids; equal ids are equal tiles. All groups take their members in step, one at a time, so that
+    equal unions are computed once, and a group that is full takes no more.
     """
     starts = np.cumsum(sizes) - sizes
     groups = np.arange(len(sizes))
@@ -298,7 +301,9 @@ def union(
 
 
 def _settled(block: int, count: int, full: Bits, found: list[tuple[Index, Index, Tensor]]) -> Relation:
-    """The relation with these full tiles, and the unions found for others: `(key, kind, words)`, as `union` has it."""
+    """The relation of these full tiles and of unions of other tiles, each `(key, kind, words)` as `union` returns
+    them.
+    """
     keys, kinds = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     words = [torch.zeros(0, block, bitmask.words_per_row(block), dtype=torch.int32, device="cpu")]
     offset = 0

@@ -1,4 +1,6 @@
-"""Questions about single tokens of a walk, answered from its tiles and bits: who sees nothing, who sees the future."""
+"""Questions about single tokens, answered from the tiles and bits of a walk: which see nothing, which see the
+future.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,12 @@ def unseen_keys(walk: Walk) -> Tensor:
 
 
 def _uncovered(where: Tensor, kind: Tensor, covers: Tensor, stop: int) -> Tensor:
-    """The tokens before `stop` that no tile covers; `covers [1 + T, block]` says which a kind of tile does."""
+    """The tokens before `stop` that no tile covers; `covers [1 + T, block]` says which tokens a kind of tile covers."""
     block = covers.shape[1]
     covered = torch.zeros(-(-stop // block), block, dtype=torch.bool, device="cpu")
     covered[where[kind == 0]] = True
     open_ = (kind > 0) & ~covered.all(1)[where]
-    # Few kinds recur in few combinations with a row: each is looked at once.
+    # Few (row, kind) pairs are distinct; each is evaluated once.
     pairs = torch.unique(where[open_] * len(covers) + kind[open_])
     for some in pairs.split(_TILES_AT_ONCE):
         row, first = np.unique((some // len(covers)).numpy(), return_index=True)
@@ -44,8 +46,8 @@ def _uncovered(where: Tensor, kind: Tensor, covers: Tensor, stop: int) -> Tensor
 
 
 def future_scores(walk: Walk, shift: int) -> tuple[int, tuple[int, int] | None]:
-    """How many live scores have `k > q + shift`, and the first of them, (q, k)."""
-    # Distance into the future at the tile's corner: tiles of one kind with the same corner hold the same leaks.
+    """The number of live scores with `k > q + shift`, and the first of them, (q, k)."""
+    # How far a tile's corner lies in the future: tiles of one kind with equal corners have equal leaks.
     corner = walk.cols * walk.block_k - walk.rows * walk.block_q - shift
     reaches = corner + walk.block_k - 1 > 0
     rows, cols, kind, corner = walk.rows[reaches], walk.cols[reaches], walk.kind[reaches], corner[reaches]
@@ -61,7 +63,7 @@ def future_scores(walk: Walk, shift: int) -> tuple[int, tuple[int, int] | None]:
     guilty = count.nonzero().squeeze(1)
     if not len(guilty):
         return 0, None
-    # Tiles are listed by rows, so the first leak is in one of the tiles of the first guilty block row.
+    # Tiles are ordered by rows, so the first leak is in one of the leaking tiles of the first such block row.
     best: tuple[int, int] | None = None
     for tile in guilty[rows[guilty] == rows[guilty[0]]].tolist():
         live = bitmask.unpack(words_of(kind[tile : tile + 1], walk.bits, walk.block_k), walk.block_k)[0]

@@ -1,4 +1,4 @@
-"""Bytes between the GPU's main memory (HBM) and its on-chip memory: FlashAttention's cost model, counted out."""
+"""Bytes moved between the GPU's main memory (HBM) and its on-chip memory, by FlashAttention's cost model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import checked_mask, integer
 
-_LEAST = 16  # queries and keys of the smallest tile that tensor cores multiply
+_LEAST = 16  # queries and keys of the smallest tile for tensor cores
 _WORK_ITEM = 32  # bytes of a program's entry in the plan
 _FP32 = 4
 _INT32 = 4
@@ -21,12 +21,12 @@ _INT32 = 4
 class Traffic:
     """Bytes moved by one forward pass over all heads, and for comparison by two dense ones.
 
-    `queries`: q, read once. `keys_values`: k and v, read once for each live tile by each program of its row.
-    `out`: written once. `statistics`: lse, written (in fp32 also what the backward needs of each row). `index`: work
-    items, block numbers and tile numbers. `bits`: of partial tiles. `tile_queries`: queries that a program holds.
+    `queries`: q, read once. `keys_values`: k and v, read for each live tile by each program of its row. `out`: written
+    once. `statistics`: lse, written (in fp32 also what the backward needs for each row). `index`: work items, block
+    numbers and tile numbers. `bits`: those of partial tiles. `tile_queries`: the queries that a program holds.
 
-    `dense_flash`: the same loop with every tile live. `materialized`: standard attention, which writes its scores and
-    probabilities to memory and reads them back.
+    `dense_flash`: the total of the same loop with every tile live. `materialized`: the total of standard attention,
+    which writes its scores and probabilities to memory and reads them back.
     """
 
     queries: int
@@ -45,7 +45,7 @@ class Traffic:
         return self.queries + self.keys_values + self.out + self.statistics + self.index + self.bits
 
     def __str__(self) -> str:
-        if not self.total:  # of a batch of none
+        if not self.total:  # an empty batch
             return "0 bytes"
         return (
             f"{self.total:,} bytes: {100 * self.keys_values / self.total:.3g} % keys and values, "
@@ -69,32 +69,6 @@ def bytes_moved(
 ) -> Traffic:
     """HBM traffic of the forward pass under FlashAttention's model: on-chip memory of a given size, no cache.
 
-    A program holds `m = tile_queries` queries and walks the live tiles of its block row, so that with e bytes a number
-    and N, D, Dv the length and the head dims
-
-        q read            e N D
-        k and v read      e (D + Dv) * sum over programs, over the live tiles of their row, of the tile's keys
-        out, lse written  e N Dv + 4 N           (fp32: 12 N, for the backward)
-        index read        32 a program, and for each tile of each program 4, or 8 if it is partial
-        bits read         block_q * block_k / 8 for each partial tile
-
-    m is the largest power of two up to `block_q` for which the queries, the output's accumulator and statistics, and a
-    step of 16 keys fit on chip: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. So m grows like M / D and
-    the whole like `N D + s N^2 D^2 / M`, with M the on-chip memory and s the share of live tiles: Dao et al., 2022,
-    theorem 2 (dense, s = 1) and proposition 4 (block-sparse). FlashAttention keeps keys on chip and walks queries,
-    which moves the output as well; walking keys (FlashAttention-2 and this library) reads less. Once m is the whole
-    block, more memory saves nothing: programs do not share tiles. Give `tile_queries` (a power of two from 16 to
-    `block_q`) for what a kernel really holds: for half precision and head dims up to 64, sparseflash on an H100 holds
-    64 queries.
-
-    `materialized` is standard attention (their algorithm 0): read q, k, write S; read S, write P; read P, v, write
-    out: `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.
-
-    Full fp32 counts 4 bytes a number, of which the kernel mostly reads pieces, 6 in all. Heads of a group read their
-    keys each for itself; that an L2 cache can serve many of these reads is left out.
-    `sram_bytes`: of one multiprocessor, by default the A100's 192 KiB that the paper counts with. `batch`, `heads`: by
-    default those of the mask. Raises ValueError if not even 16 queries fit on chip.
-
     >>> eye = torch.arange(128)
     >>> mask = BlockMask.from_tiles(eye, eye, 16384)
     >>> traffic = bytes_moved(mask, 64)
@@ -102,6 +76,33 @@ def bytes_moved(
     (128, 2097152, 4194304)
     >>> traffic.dense_flash / traffic.total > 50
     True
+
+    A program holds `m = tile_queries` queries and iterates over the live tiles of its block row. With e bytes per
+    number, N queries and head dims D and Dv, each head moves
+
+        q read            e N D
+        k and v read      e (D + Dv) * sum over programs, over the live tiles of their row, of the tile's keys
+        out, lse written  e N Dv + 4 N           (fp32: 12 N, for the backward)
+        index read        32 per program, and for each tile of each program 4, or 8 if it is partial
+        bits read         block_q * block_k / 8 for each partial tile
+
+    m is the largest power of two up to `block_q` for which the queries, the output's accumulator and statistics, and a
+    step of 16 keys fit on chip: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. So m grows like M / D and
+    the total like `N D + s N^2 D^2 / M`, with M the on-chip memory and s the share of live tiles: Dao et al., 2022,
+    theorem 2 (dense, s = 1) and proposition 4 (block-sparse). FlashAttention keeps keys on chip and loops over queries,
+    which also moves the output repeatedly; looping over keys (FlashAttention-2 and this library) moves less. Once m is
+    the whole block, more memory saves nothing, because programs do not share tiles. To model an actual kernel, pass its
+    `tile_queries` (a power of two from 16 to `block_q`): for half precision and head dims up to 64, sparseflash on an
+    H100 holds 64 queries.
+
+    `materialized` is standard attention (their algorithm 0): read q, k, write S; read S, write P; read P, v, write out:
+    `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.
+
+    Full fp32 counts 4 bytes per number, although the kernel mostly reads its three pieces, 6 bytes. Each head of a
+    group reads its keys separately; an L2 cache can serve many of these reads, which the model ignores.
+
+    `sram_bytes`: that of one multiprocessor, by default the A100's 192 KiB, as in the paper. `batch`, `heads`: by
+    default those of the mask. Raises ValueError if not even 16 queries fit on chip.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
     if not dtype.is_floating_point:
@@ -141,7 +142,7 @@ def bytes_moved(
 
 
 def _held(block_q: int, head_dim: int, v_dim: int, e: int, sram_bytes: int, asked: int | None) -> int:
-    """Queries that a program holds on chip."""
+    """The queries that a program holds on chip."""
     if asked is not None:
         asked = integer(asked, "tile_queries", "tokens")
         if not _LEAST <= asked <= block_q or asked & (asked - 1):

@@ -1,7 +1,7 @@
-"""The tiles that attention walks for each distinct head of a mask, with padding taken off.
+"""The tiles that attention iterates over for each distinct head of a mask, without padding.
 
-Heads and batch elements that share a pattern and a length see the same tiles, so every analysis is done once for each
-such pair and counted as often as it is used.
+Heads and batch elements that share a pattern and a length have the same tiles, so every analysis is done once for each
+such pair and weighted by the number of its users.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sparseflash.blockmask.stats import live_tokens
 
 @dataclass(frozen=True)
 class Walk:
-    """The tiles of one pattern that begin before a length, in rows; all int64, on the CPU.
+    """The tiles of one pattern that begin before a length, ordered by rows; all int64, on the CPU.
 
     `rows`, `cols`, `tile` `[E]` are as stored. `kind [E]` is 0 for a tile with every score live, t for the words
-    `bits[t - 1]`: what is left of the tile inside the length, which can be nothing. `users` are the (batch element,
-    head) pairs that walk it, as `mask.shape` counts them. `q_stop` and `k_stop`: live queries and keys, in tokens.
+    `bits[t - 1]`: the part of the tile inside the length, which may be empty. `users` are the (batch element, head)
+    pairs with these tiles, numbered as in `mask.shape`. `q_stop` and `k_stop`: live queries and keys, in tokens.
     """
 
     rows: Tensor
@@ -48,7 +48,7 @@ class Walk:
 
 
 def walks(mask: BlockMask) -> Iterator[Walk]:
-    """One walk for each distinct (pattern, length), in order of first appearance."""
+    """Yields one walk for each distinct (pattern, length), in order of first appearance."""
     mask = checked_mask(mask).canonical().to("cpu")
     batch, heads = mask.shape[:2]
     patterns = mask.pattern.expand(batch, heads).tolist()
@@ -84,10 +84,10 @@ def walk(
 
 
 def cut(kind: Tensor, at_end: Tensor, bits: Tensor, live_q: int, live_k: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """Takes off what lies past the ends: `(kind, bits)` with the cut kinds behind the old ones.
+    """Removes what lies past the ends: `(kind, bits)`, with the cut kinds appended.
 
-    `at_end [E]`: 1 for a tile of which only the first `live_q` rows exist, 2 for one of which only the first `live_k`
-    columns do, 3 for both, 0 for neither.
+    `at_end [E]`: 1 for a tile with only its first `live_q` rows inside, 2 for one with only its first `live_k` columns
+    inside, 3 for both, 0 for neither.
     """
     block_q, chosen = bits.shape[1], at_end > 0
     pairs, which = torch.unique(kind[chosen] * 4 + at_end[chosen], return_inverse=True)

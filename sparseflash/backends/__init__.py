@@ -1,4 +1,4 @@
-"""What computes attention: one file or folder for each backend; `registration.py` makes each an operator of PyTorch.
+"""The backends that compute attention, one file or folder each. `registration.py` makes each a PyTorch operator.
 
-Its files may import `blockmask` and `dropout`, but no backend imports another. `attention.py` imports them all.
+They may import `blockmask` and `dropout`, but not one another. `attention.py` imports them all.
 """

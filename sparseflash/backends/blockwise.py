@@ -1,9 +1,9 @@
 """The CPU backend: PyTorch over the live tiles only, with gradients, in fp16, bf16, fp32 and fp64.
 
-Block rows with the same number of tiles are computed together: their tiles' keys and values are gathered side by
-side, and the rest is an ordinary softmax attention over those. Scores exist a bounded number at a time, but those of
-one block row together, and are recomputed in the backward, so memory grows with the inputs and the mask, not with
-`Nq * Nk`.
+Block rows with the same number of tiles are computed together: the keys and values of their tiles are gathered side by
+side, and the rest is ordinary softmax attention over those. A bounded number of scores exists at a time (but at least
+those of one block row), and the backward recomputes them, so memory grows with the inputs and the mask, not with `Nq *
+Nk`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.cache import bounded, mask_cache, once
 from sparseflash.blockmask.csr import row_of_entry
 
-_SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32: stays near the cache, and larger chunks were not faster
+_SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32, which nearly fits the cache; larger chunks were not faster
 
 
 Stop = tuple[int, int]
 
 
 class _Rows(NamedTuple):
-    """Block rows with the same number c of tiles, of one pattern, for the heads that use it."""
+    """Block rows of one pattern that have the same number c of tiles, for the heads that use the pattern."""
 
-    heads: Tensor  # [n], number of (batch element, query head)
+    heads: Tensor  # [n], indices of (batch element, query head)
     rows: Tensor  # [R], block rows
     cols: Tensor  # [R, c], block columns
     tile: Tensor  # [R, c]
-    stop: Stop | None  # the sequence's live queries and keys, where the mask has lengths
+    stop: Stop | None  # the sequence's live queries and keys, if the mask has lengths
 
 
 def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps autocast out: the inputs are cast before, and what is computed in fp32 here must stay so."""
+    """Disables autocast: the inputs have been cast already, and what is computed in fp32 here must stay in fp32."""
 
     @wraps(function)
     def run(q: Tensor, *rest: Any) -> Any:
@@ -62,7 +62,7 @@ def _forward(
     for part in mask.parts():
         scores, _, keys = mask.scores(part, q_tiles, k_tiles, scale)
         highest = scores.amax(-1)  # [n, R, height]
-        # A query without keys has -inf, and -inf - -inf is NaN; 0 gives exp(-inf) = 0.
+        # For a query without keys the maximum is -inf, and -inf - -inf is NaN; 0 gives exp(-inf) = 0.
         highest = highest.masked_fill(highest == -torch.inf, 0.0)
         weights = torch.exp(scores - highest.unsqueeze(-1))
         where = part.heads[:, None], part.rows[None, :]
@@ -87,7 +87,7 @@ def _backward(
     q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, mask.block_k), mask.cut(v, mask.block_k)
     dout_tiles = mask.cut(dout, mask.height)
     maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)
-    # A query without keys has weights 0, whatever its dlse (which may be NaN) says.
+    # A query without keys has weights 0, whatever its dlse, which may be NaN.
     dlse = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
     dlse_tiles = mask.cut(dlse.unsqueeze(-1), mask.height).squeeze(-1)
     dq, dk, dv = torch.zeros_like(q_tiles), torch.zeros_like(k_tiles), torch.zeros_like(v_tiles)
@@ -104,7 +104,7 @@ def _backward(
             dweights *= kept_weights
             passed = weights * kept_weights
         delta = (weights * dweights).sum(-1)
-        # dlse is added last: where one key has all the weight, the rest cancels without any error.
+        # dlse is added last: if one key has all the weight, the other terms cancel exactly.
         dscores = weights * (dweights - delta.unsqueeze(-1) + dlse_tiles[where].unsqueeze(-1)) * scale
         dq[where] = dscores @ mask.gather(k_tiles, keys, part.cols)
         mask.scatter_add(dv, keys, part.cols, passed.transpose(-1, -2) @ dout_rows)
@@ -117,7 +117,7 @@ def _backward(
 
 
 def _empty_kept(q: Tensor) -> Tensor:
-    """The maximum and the sum of exponentials of every query: `[2, B, Hq, Nq]`."""
+    """Room for the maximum and the sum of exponentials of every query: `[2, B, Hq, Nq]`."""
     return q.new_empty((2, *q.shape[:-1]), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -125,7 +125,9 @@ attention = Operator("blockwise", _forward, _backward, _empty_kept)
 
 
 class _Mask:
-    """The mask's arrays and the shapes they are used with: cutting tensors into tiles, and the rows to compute."""
+    """The mask's arrays together with the shapes of the inputs: cuts tensors into tiles and lists the rows to
+    compute.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, problem: Problem) -> None:
         self.batch, self.heads, self.q_len = q.shape[:3]
@@ -136,19 +138,19 @@ class _Mask:
             problem = Problem.of(dense, scale=problem.scale, batch=self.batch)
         indptr, indices, tile, words, pattern, lengths = problem[:6]
         if indptr is None or indices is None or tile is None or words is None or pattern is None:
-            raise RuntimeError("a mask must be given whole, or not at all")
+            raise RuntimeError("either all arrays of a mask must be given, or none")
         self.indptr, self.indices, self.tile = indptr, indices, tile
         self.pattern = pattern.expand(self.batch, self.heads).reshape(-1)
         self.lengths = lengths
         self.block_q, self.block_k = block_q, block_k
         self.row_blocks = -(-self.q_len // block_q)
-        # Queries a tile. A few queries to many keys, as in decoding, are no more than there are.
+        # Queries per tile. With few queries and many keys, as in decoding, a tile has only as many as there are.
         self.height = self.q_len if self.row_blocks == 1 else block_q
         self.bits = words.view(-1, block_q, bitmask.words_per_row(block_k))[:, : self.height]
-        self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in single
+        self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in fp32
 
     def cut(self, x: Tensor, block: int) -> Tensor:
-        """`[B, H, N, D]` to tiles `[B * H, ceil(N / block), block, D]`, zeros past the end."""
+        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`, padded with zeros."""
         batch, heads, length, dim = x.shape
         count = -(-length // block)
         padded = x.new_zeros(batch * heads, count * block, dim, dtype=self.dtype)
@@ -161,7 +163,7 @@ class _Mask:
         return x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :length]
 
     def scores(self, part: _Rows, q_tiles: Tensor, k_tiles: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores `[n, R, height, c * block_k]` with -inf where dead, the queries, and the key heads `[n]`."""
+        """The scores `[n, R, height, c * block_k]` with -inf for dead ones, the queries, and the key heads `[n]`."""
         keys = part.heads // self.heads * self.kv_heads + part.heads % self.heads // (self.heads // self.kv_heads)
         queries = q_tiles[part.heads[:, None], part.rows[None, :]]  # [n, R, height, D]
         scores = (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale
@@ -169,7 +171,7 @@ class _Mask:
         return scores if live is None else scores.masked_fill_(~live, -torch.inf), queries, keys
 
     def live(self, part: _Rows) -> Tensor | None:
-        """Bool `[R, height, c * block_k]`, or None if every score of these rows is live."""
+        """The live scores, bool `[R, height, c * block_k]`, or None if every score of these rows is live."""
         rows, count = part.cols.shape
         live = None
         if bool((part.tile > 0).any()):
@@ -186,7 +188,7 @@ class _Mask:
         return live
 
     def kept(self, part: _Rows, seed: Tensor, dropped: int) -> Tensor:
-        """What dropout multiplies the weights by, `[n, R, height, c * block_k]`: 0, or one over what is left."""
+        """The factors of the weights under dropout, 0 or the amplification: `[n, R, height, c * block_k]`."""
         rows, device = len(part.cols), part.cols.device
         per_block = self.block_k // dropout.GROUP
         group = (part.cols[:, :, None] * per_block + torch.arange(per_block, device=device)).reshape(rows, 1, -1)
@@ -205,7 +207,7 @@ class _Mask:
         into.view(-1, *into.shape[2:]).index_add_(0, slots, values.reshape(-1, *into.shape[2:]))
 
     def parts(self) -> Iterator[_Rows]:
-        """What to compute, a bounded number of scores at a time."""
+        """Yields the rows to compute, a bounded number of scores at a time."""
         for number, heads, stop in self._patterns():
             for rows, cols, tile in self._rows_by_count(number, stop):
                 count = cols.shape[1]
@@ -220,7 +222,7 @@ class _Mask:
                         yield _Rows(h, rows[here], cols[here], tile[here], stop)
 
     def _patterns(self) -> Iterator[tuple[int, Tensor, Stop | None]]:
-        """Each pattern in use, the (batch element, head) numbers that use it, and their lengths where there are any."""
+        """Yields each pattern in use, the indices of (batch element, head) that use it, and their lengths, if any."""
         keys = self.pattern.long().unsqueeze(0)
         if self.lengths is not None:
             keys = torch.cat([keys, self.lengths.long().repeat_interleave(self.heads, dim=1)])
@@ -229,7 +231,7 @@ class _Mask:
             yield number, (which == kind).nonzero().squeeze(1), tuple(stop) or None
 
     def _rows_by_count(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The block rows of a pattern, grouped by their number of tiles; tiles past the lengths left out."""
+        """The block rows of a pattern, grouped by their number of tiles, without tiles past the lengths."""
         if stop is not None:
             return self._counted_rows(number, stop)
         return once(mask_cache(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))
@@ -253,7 +255,7 @@ class _Mask:
 
 
 def _or_one(total: Tensor) -> Tensor:
-    """The sums, but 1 for queries without keys, whose weights are 0 anyway."""
+    """The sums, with 1 for queries without keys, whose weights are 0 anyway."""
     return total.masked_fill(total == 0, 1.0)
 
 

@@ -1,7 +1,7 @@
-"""What PyTorch's `FlopCounterMode` counts for our operators: the products over live tiles, as `analysis.flops` does.
+"""Flop formulas of our operators for PyTorch's `FlopCounterMode`: the products over live tiles, as in `analysis.flops`.
 
-The counter knows no operator that it was not told of, and counts 0 for it. Its module takes a third of a second to
-import, so it is told where somebody counts, at the first call that is counted.
+The counter counts 0 for operators that are not registered with it. Importing its module takes a third of a second, so
+our operators are registered at the first call that is counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ Formula = Callable[..., int]
 
 
 def tell(*operators: tuple[Any, Formula]) -> None:
-    """Tells PyTorch's counter, and those that are counting now, the formulas of operators (`torch.ops.x.y`)."""
+    """Registers flop formulas of operators (`torch.ops.x.y`) with PyTorch's counter, and with counters already
+    active.
+    """
     module = sys.modules.get("torch.utils.flop_counter")
-    if module is None:  # then nobody counts
+    if module is None:  # not imported, so nothing counts
         return
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -31,7 +33,7 @@ def tell(*operators: tuple[Any, Formula]) -> None:
     for operator, formula in operators:
         if operator not in module.flop_registry:
             module.register_flop_formula(operator, get_raw=True)(formula)
-        for registry in counting:  # copies of it, from before
+        for registry in counting:  # each active counter has its own copy
             if isinstance(registry, dict):
                 registry.setdefault(operator, formula)
 
@@ -45,14 +47,14 @@ def backward_flops(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
     *problem: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    """Five products, of which one computes the scores again: as many as PyTorch counts for its own attention."""
+    """Five products, one of which recomputes the scores: as many as PyTorch counts for its own attention."""
     return 2 * scores(q, k, Problem(*problem)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def scores(q: Tensor, k: Tensor, problem: Problem) -> int:
-    """Scores of all live tiles, of all heads; what `lengths` cut off is counted.
+    """The scores of all live tiles of all heads; tiles that `lengths` cut off are counted.
 
-    Of fake tensors, whose numbers nobody knows: the mean of the patterns, and of a dynamic mask all that fits in it.
+    For fake tensors, whose contents are unknown: the mean over the patterns, and the full capacity of a dynamic mask.
     """
     (batch, heads, q_len), k_len = q.shape[:3], k.shape[2]
     indptr, indices, pattern, block_q, block_k = (
@@ -63,7 +65,7 @@ def scores(q: Tensor, k: Tensor, problem: Problem) -> int:
     rows = -(-q_len // block_q)
     if any(isinstance(x, FakeTensor) or x.is_meta for x in (q, indptr)):
         return batch * heads * indices.shape[0] * block_q * block_k * rows // max(1, indptr.shape[0] - 1)
-    tiles = indptr[rows::rows].long() - indptr[:-1:rows].long()  # of each pattern
+    tiles = indptr[rows::rows].long() - indptr[:-1:rows].long()  # per pattern
     own_batch, own_heads = pattern.shape
     walked = int(tiles[pattern.long()].sum()) * (batch // own_batch) * (heads // own_heads)
     return walked * block_q * block_k

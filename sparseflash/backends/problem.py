@@ -1,7 +1,7 @@
-"""One attention as every backend gets it: the mask's arrays and the numbers that go with them.
+"""An attention problem as every backend gets it: the mask's arrays and the numbers that go with them.
 
-Its fields are the arguments of the registered operators behind q, k and v, in this order: who adds one here adds it to
-the operators, and to what their backward is given.
+Its fields, in this order, are the arguments of the registered operators after q, k and v. A field added here must also
+be added to the operators and to what their backward receives.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from sparseflash.blockmask import BlockMask
 
 
 class Problem(NamedTuple):
-    """What is asked of a backend, beside q, k and v. The arrays are those of a `BlockMask`; all None: dense attention.
+    """The arguments of a backend besides q, k and v.
 
     >>> Problem.of(None, scale=0.125).block_q
     128
+
+    The arrays are those of a `BlockMask`; all are None for dense attention.
     """
 
     indptr: Tensor | None
@@ -29,16 +31,16 @@ class Problem(NamedTuple):
     block_q: int
     block_k: int
     scale: float
-    seed: Tensor | None = None  # of the dropout, one int64; None: nothing is dropped
-    dropped: int = 0  # of 256 weights
-    kernels: str = ""  # which kernels of the Triton backend must be taken; "": those that it picks
+    seed: Tensor | None = None  # of the dropout, one int64; None: no dropout
+    dropped: int = 0  # out of 256 weights
+    kernels: str = ""  # the kernels of the Triton backend that must be used; "" lets it choose
 
     @classmethod
     def of(
         cls, mask: BlockMask | None, *, scale: float, batch: int = 1, seed: Tensor | None = None, dropped: int = 0,
         kernels: str = "",
     ) -> Problem:  # fmt: skip
-        """The problem of a mask; `batch`: that of the queries, for lengths that are one number for all."""
+        """The problem of a mask; `batch`: the batch size of q, to which shared lengths are expanded."""
         if mask is None:
             return cls(None, None, None, None, None, None, DENSE_BLOCK, DENSE_BLOCK, scale, seed, dropped, kernels)
         lengths = mask.lengths
@@ -50,16 +52,16 @@ class Problem(NamedTuple):
         )  # fmt: skip
 
 
-DENSE_BLOCK = 128  # tokens a tile, where there is no mask that says
+DENSE_BLOCK = 128  # tokens per tile without a mask
 
-# The types of the fields in the operators' schemas.
+# Types of the fields in the operators' schemas; the others are "Tensor?".
 _TYPES = {
     "block_q": "SymInt", "block_k": "SymInt", "scale": "float", "seed": "Tensor?", "dropped": "int", "kernels": "str",
 }  # fmt: skip
 
 
 def schema() -> str:
-    """The arguments of an operator that are a problem.
+    """The part of an operator's schema that is a problem.
 
     >>> schema()  # doctest: +ELLIPSIS
     'Tensor? indptr, ..., float scale, Tensor? seed=None, int dropped=0, str kernels=""'

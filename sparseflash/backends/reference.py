@@ -1,7 +1,7 @@
 """The definition: masked softmax attention on whole matrices, in plain PyTorch.
 
-It says what every other backend must compute. Run in fp64 it is the truth of the tests; run in a lower precision it
-is the plain implementation whose error is their yardstick. Memory grows with `Nq * Nk`.
+It defines what every other backend must compute. In fp64 it is the truth of the tests; in a lower precision it is the
+plain implementation whose error bounds theirs. Memory grows with `Nq * Nk`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd. Shapes as in `sparseflash.attention`.
 
-    A query without a live key has `out = 0` and `lse = -inf`, and passes no gradient on. `lse` is fp32 for inputs of
-    lower precision, as it is from the other backends.
+    A query without a live key has `out = 0` and `lse = -inf`, and passes on no gradient. `lse` is fp32 for inputs of
+    lower precision, as in the other backends.
     """
     live = None if mask is None else mask.to_dense()
     return attention_of_live(q, k, v, live, scale, seed, dropped)
@@ -35,9 +35,9 @@ def attention_of_live(
     if live is not None:
         scores = scores.masked_fill(~live, -torch.inf)
     if k.shape[2] == 0:
-        return scores @ v, q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))  # an empty sum: zeros
+        return scores @ v, q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))  # empty sums are 0
     highest = scores.detach().amax(-1, keepdim=True)
-    # Where no key is live the maximum is -inf, and -inf - -inf is NaN; any finite number gives exp(-inf) = 0 instead.
+    # Without a live key the maximum is -inf, and -inf - -inf is NaN; any finite number gives exp(-inf) = 0 instead.
     weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
@@ -46,7 +46,7 @@ def attention_of_live(
         keep = dropout.kept_everywhere(seed, dropped, *weights.shape)
         weights = weights.masked_fill(~keep, 0.0) * dropout.amplification(dropped)
     out = weights @ v
-    lse = highest + torch.log(total.masked_fill(empty, 1.0))  # highest is -inf for empty rows, and so is lse
+    lse = highest + torch.log(total.masked_fill(empty, 1.0))  # highest, and so lse, is -inf for empty rows
     return out, lse.squeeze(-1).to(_lse_dtype(q))
 
 

@@ -1,12 +1,12 @@
-"""Makes a backend callable: directly where nobody watches, as a registered operator of PyTorch everywhere else.
+"""Makes a backend callable: directly in plain eager mode, and as a registered PyTorch operator everywhere else.
 
-A backend is a forward and a backward function of plain tensors and a `Problem`. What they share with PyTorch, and
-nothing else, is here, so that every backend is the same citizen: `opcheck` passes, `torch.compile(fullgraph=True)`
-sees one opaque node, and no gradient state is saved when none is wanted.
+A backend is a forward and a backward function of plain tensors and a `Problem`. Everything that backends share with
+PyTorch is here, so that all behave alike: `opcheck` passes, `torch.compile(fullgraph=True)` sees one opaque node, and
+nothing is saved for a backward that will not run.
 
-Passing PyTorch's dispatcher and the Python of its autograd registration costs some 150 us for a forward and a backward,
-more than both take on a short sequence. So where nothing compiles, traces, profiles or transforms, the backend's
-functions are called at once, and an autograd function of our own stands for the operator's.
+Going through PyTorch's dispatcher and the Python of its autograd registration costs about 150 us for a forward and a
+backward, more than both take on a short sequence. So unless something compiles, traces, profiles or transforms the
+call, the backend's functions are called directly, in an autograd function of our own.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from torch.autograd import forward_ad
 from sparseflash.backends import flop_counter
 from sparseflash.backends.problem import Problem, schema
 
-# `torch.library.custom_op` would do the same with 8 us more a call: it checks at run time what opcheck checks in tests.
+# `torch.library.custom_op` would add 8 us per call: it checks at run time what opcheck checks in the tests.
 _LIBRARY = torch.library.Library("sparseflash", "DEF")
 
-# torch.compile(mode="reduce-overhead") leaves the operator out of its CUDA graphs, in whose memory a plan made by a
-# first call, and cached for others, would otherwise lie. Old versions of PyTorch do not know the tag.
+# With cudagraph_unsafe torch.compile(mode="reduce-overhead") leaves the operator out of its CUDA graphs; a plan that
+# the first call makes and caches would otherwise be allocated in their memory. Old versions of PyTorch lack the tag.
 _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag))
 
 _PROBLEM = len(Problem._fields)
 
 
 class Differentiable(Protocol):
-    """A forward and its backward, for tensors and a problem that are known to fit."""
+    """A forward and its backward, for tensors and a problem that have been checked to fit."""
 
     seed: Tensor | None  # of the dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)`, where `kept` is what the backward wants beside the rest."""
+        """`(out, lse, kept)`, where `kept` is what the backward needs besides the inputs and results."""
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         kept: Tensor | None, seed: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`(dq, dk, dv)`; `dlse` is None if no gradient comes through lse."""
+        """`(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse."""
 
     def operator_backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by the registered operator, for those who differentiate once more and have to be told."""
+        """The same through the registered operator, which raises if its gradients are differentiated again."""
 
 
 class _Direct(torch.autograd.Function):
-    """A backend's functions as one node of autograd, without the dispatcher."""
+    """A backend's functions as one autograd node, without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, run: Differentiable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None
-        q, k, v, out, lse, kept, seed = ctx.saved_tensors  # once: hooks of checkpointing hand them out once
+        q, k, v, out, lse, kept, seed = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
         if dout is None:
             dout = torch.zeros_like(out)
         run = ctx.run
@@ -75,7 +75,7 @@ class _Direct(torch.autograd.Function):
 
 
 def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of tensors that nobody watches, with a gradient if one is wanted."""
+    """`(out, lse)` of a plain call, with a graph for the backward if a gradient is wanted."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = _Direct.apply(run, q, k, v)  # type: ignore[no-untyped-call]
         return out, lse
@@ -84,7 +84,7 @@ def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor) -> tuple
 
 
 class Operator:
-    """A backend, called directly where nobody watches and as the operator `sparseflash::{name}` where somebody does."""
+    """A backend, called directly if the call is plain, and as the operator `sparseflash::{name}` otherwise."""
 
     def __init__(
         self, name: str, forward: Callable[..., Any], backward: Callable[..., Any],
@@ -93,9 +93,9 @@ class Operator:
         """Registers `sparseflash::{name}` and its backward.
 
         `forward(q, k, v, problem)` returns `(out, lse, kept)`, where `kept`, of the shape of `empty_kept(q)`, is what
-        this backend's backward wants beside the rest; `backward(dout, dlse, q, k, v, out, lse, kept, problem)` returns
-        `(dq, dk, dv)`; `dlse` is None if no gradient comes through lse. Outputs must have the strides of `empty_out`,
-        `empty_lse` and `empty_gradient`.
+        the backward needs besides the inputs and results. `backward(dout, dlse, q, k, v, out, lse, kept, problem)`
+        returns `(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse. Outputs must have the strides of
+        `empty_out`, `empty_lse` and `empty_gradient`.
         """
         self.name, self.forward, self._empty_kept = name, forward, empty_kept
         self.direct_backward = backward
@@ -112,7 +112,7 @@ class Operator:
         torch.library.register_autograd(
             f"sparseflash::{name}", self._differentiate, setup_context=_save, lib=_LIBRARY
         )  # fmt: skip
-        # Without this PyTorch would take the gradients for constants, and say so in a warning only.
+        # Without this PyTorch would treat the gradients as constants, with no more than a warning.
         torch.library.register_autograd(f"sparseflash::{name}_backward", self._refuse, lib=_LIBRARY)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -135,8 +135,8 @@ class Operator:
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         kept: Tensor | None, problem: Problem,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`(dq, dk, dv)` by the registered operator."""
-        self._let_count()  # the forward may have been called before anybody counted
+        """`(dq, dk, dv)` through the registered operator."""
+        self._let_count()  # a counter may have been entered after the forward
         kept = self._empty_kept(q) if kept is None else kept
         dq, dk, dv = self._backward_op(dout, dlse, q, k, v, out, lse, kept, *problem)
         return dq, dk, dv
@@ -159,7 +159,7 @@ class Operator:
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * (3 + _PROBLEM)
-        *saved, seed = ctx.saved_tensors  # once: hooks of checkpointing hand them out once
+        *saved, seed = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
         if dout is None:
             dout = torch.zeros_like(saved[3])
         q, k, v, out, lse, kept = saved
@@ -173,7 +173,7 @@ class Operator:
 
 
 class _Run:
-    """A backend for one problem; see `Differentiable`."""
+    """A backend applied to one problem; see `Differentiable`."""
 
     def __init__(self, operator: Operator, problem: Problem) -> None:
         self._operator, self._problem, self.seed = operator, problem, problem.seed
@@ -205,37 +205,38 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(q, k, v, *output, problem.seed)
-    # The mask's arrays are not saved as what depends on the inputs is: they never change, plans are cached with them,
-    # which copies made by hooks for saved tensors would lack, and masks made under inference_mode() may be trained on.
+    # The mask's arrays are not saved like the tensors that depend on the inputs. They never change; their plans are
+    # cached on them, and copies made by hooks for saved tensors would have none; and masks made under inference_mode(),
+    # which cannot be saved, may be used in training.
     ctx.problem = problem._replace(seed=None)
 
 
-# Whether the call that runs in this thread was asked for its tangents, and has none.
+# Set while this thread runs a call whose inputs have been checked to have no tangents.
 _asked = threading.local()
 
 
 def _refuse_unasked(name: str) -> None:
-    """Raises where forward-mode derivatives are taken around compiled code, which would have 0 for them.
+    """Raises if forward-mode derivatives are taken around compiled code, which would silently treat them as 0.
 
-    Whether it is an input of this operator that has a tangent cannot be seen there.
+    It cannot be seen here whether any of the operator's own inputs has a tangent.
     """
     if forward_ad._current_level >= 0 and not getattr(_asked, "tangents", False):
         raise _no_forward_mode(name)
 
 
 def _refuse_transforms(name: str, *tensors: Tensor) -> None:
-    """Raises where derivatives are wanted that PyTorch would silently take for 0, or fail at in words of its own."""
+    """Raises for derivatives that PyTorch would silently treat as 0, or refuse with an obscure error."""
     if torch.compiler.is_compiling():
         return
-    # Transforms around others are asked, too: of torch.func.grad(torch.vmap(f)) the innermost is vmap.
+    # Checks outer transforms, too: for torch.func.grad(torch.vmap(f)) the innermost one is vmap.
     transforms = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
     if torch._C._functorch.TransformType.Grad in transforms:
         raise NotImplementedError(
-            f"torch.func.grad and what is made of it are not implemented by the {name} backend; torch.autograd.grad "
-            "and backward() are, and backend='reference' has all."
+            f"torch.func.grad and functions based on it are not implemented by the {name} backend; torch.autograd.grad "
+            "and backward() are, and backend='reference' has all of them."
         )
     if forward_ad._current_level >= 0:
-        # What vmap wraps cannot be asked for its tangent.
+        # A tensor wrapped by vmap does not reveal its tangent.
         nested = torch._C._functorch.TransformType.Jvp in transforms and len(transforms) > 1
         if nested or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             raise _no_forward_mode(name)
@@ -249,7 +250,7 @@ def _no_forward_mode(name: str) -> NotImplementedError:
 
 
 def nobody_watches(*tensors: Tensor) -> bool:
-    """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms."""
+    """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms it."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -263,7 +264,7 @@ def nobody_watches(*tensors: Tensor) -> bool:
 
 
 def _define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registers an operator and what it does to tensors without data; returns it with all its overloads."""
+    """Registers an operator and its fake implementation; returns its packet, with all overloads."""
     _LIBRARY.define(name + schema, tags=_TAGS)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparseflash::{name}", fake, lib=_LIBRARY)
@@ -271,7 +272,7 @@ def _define(name: str, schema: str, function: Callable[..., Any], fake: Callable
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """`[B, Hq, Nq, Dv]`, laid out as `q` is: heads inside tokens if q's are, so that merging heads copies nothing."""
+    """`[B, Hq, Nq, Dv]` in the layout of `q`: heads inside tokens if q's are, so that merging heads needs no copy."""
     batch, heads, q_len, _ = q.shape
     if heads > 1 and q_len > 1 and q.stride(1) < q.stride(2):
         return q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
@@ -279,7 +280,7 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def empty_gradient(x: Tensor) -> Tensor:
-    """Laid out as `x` is; contiguous, if `x` overlaps itself so that tokens would be innermost."""
+    """A tensor in the layout of `x`; contiguous if `x` overlaps itself so that tokens would become innermost."""
     gradient = torch.empty_like(x)
     return gradient if gradient.stride(-1) == 1 else x.new_empty(x.shape)
 

@@ -1,4 +1,4 @@
-"""Checks of what a caller gives: blocks, lengths, numbers and lists of them, boolean tensors, masks."""
+"""Validation and conversion of arguments: blocks, lengths, integers and lists of them, boolean tensors, masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Integers = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 
 
 def block_pair(block: Block) -> tuple[int, int]:
-    """`(block_q, block_k)` of what the caller calls block."""
+    """Normalises `block` to `(block_q, block_k)`."""
     pair = block if isinstance(block, tuple) else (block, block)
     if len(pair) != 2 or any(not _is_index(b) or b not in BLOCKS for b in pair):
         raise ValueError(
@@ -30,7 +30,7 @@ def block_pair(block: Block) -> tuple[int, int]:
 
 
 def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
-    """The two lengths as plain integers."""
+    """Checks the two lengths and returns them as plain ints."""
     q_len, k_len = integer(q_len, "q_len", "tokens"), integer(k_len, "k_len", "tokens")
     for name, value in (("q_len", q_len), ("k_len", k_len)):
         if not 1 <= value < 2**31 - 256:
@@ -39,13 +39,13 @@ def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
 
 
 def integer(value: Any, name: str, unit: str) -> int:
-    """A plain int of an integer of Python, NumPy or PyTorch; `unit` in the plural, "" if it has none."""
-    # int first, as below: what a tensor is takes longer to ask than all else here.
+    """Converts a Python, NumPy or PyTorch integer to an int. `unit`: a plural for the message, "" if there is none."""
+    # int first: the check for tensors takes longer than everything else here.
     if not isinstance(value, int) and isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
         raise TypeError(
             f"{name} must be one integer{f' number of {unit}' if unit else ''}; got a {described(value)} of shape "
-            f"{list(value.shape)}. For a mask of its own in each batch element build them all, and put them together "
-            "with masks.per_batch."
+            f"{list(value.shape)}. To give each batch element its own mask, build them all and combine them with "
+            "masks.per_batch."
         )
     if isinstance(value, bool) or not _is_index(value):
         raise TypeError(f"{name} must be an integer{f' number of {unit}' if unit else ''}; got {value!r}.")
@@ -53,7 +53,7 @@ def integer(value: Any, name: str, unit: str) -> int:
 
 
 def _is_index(value: Any) -> bool:
-    # int first: asking for the protocol takes 20 us, which a mask chosen anew at every step would pay a dozen times.
+    # int first: the check of the protocol takes 20 us, a dozen times per mask that is rebuilt at every step.
     return isinstance(value, (int, SupportsIndex))
 
 
@@ -64,14 +64,14 @@ def integers(values: Any, name: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a list of integers; got {values!r}.") from error
     if tensor.numel() == 0:
-        tensor = tensor.to(torch.int64)  # an empty list has no type
+        tensor = tensor.to(torch.int64)  # as_tensor makes an empty list fp32
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be a list of integers; got {tensor.dtype} of shape {list(tensor.shape)}.")
     return tensor.to(torch.int64)
 
 
 def integer_tensor(values: Any, name: str, device: torch.device) -> Tensor:
-    """A tensor of integers of any shape in int64, where it lies; of a list or array, on `device`."""
+    """A tensor of integers of any shape as int64, on its own device; a list or array becomes one on `device`."""
     if not isinstance(values, Tensor):
         return integers(values, name).to(device)
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
@@ -80,20 +80,20 @@ def integer_tensor(values: Any, name: str, device: torch.device) -> Tensor:
 
 
 def flag(value: Any, name: str) -> bool:
-    """A plain bool of one of Python or NumPy: any other value would pass for True."""
+    """A Python or NumPy bool as a bool; anything else is refused, rather than used for its truth value."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False; got {value!r}.")
     return bool(value)
 
 
 def described(value: Any) -> str:
-    """The name of a value's type, with its module, since other libraries have a BlockMask, too."""
+    """The name of a value's type, with its module: other libraries have a class BlockMask, too."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def checked_mask(value: Any) -> BlockMask:
-    """`value` if it is a mask."""
+    """Returns `value` if it is a BlockMask, raises TypeError otherwise."""
     from sparseflash.blockmask import BlockMask
 
     if not isinstance(value, BlockMask):
@@ -105,17 +105,17 @@ def checked_mask(value: Any) -> BlockMask:
 
 
 def boolean(value: Any, name: str) -> Tensor:
-    """A bool tensor of a tensor or array that must be boolean."""
+    """A tensor or array that must be boolean, as a bool tensor."""
     if isinstance(value, np.ndarray):
-        value = np.require(value, requirements=("C", "W"))  # PyTorch takes no negative strides, and warns of read-only
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")  # a tensor stays where it is
+        value = np.require(value, requirements=("C", "W"))  # as_tensor: no negative strides, warns of read-only arrays
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")  # a tensor keeps its device
     if tensor.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean (True: live); got {tensor.dtype}.")
     return tensor
 
 
 def check_block_count(name: str, layout: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> None:
-    """A block layout must have just the blocks that the lengths need."""
+    """Raises ValueError unless a block layout has exactly the blocks that the lengths need."""
     want = (-(-q_len // block_q), -(-k_len // block_k))
     if tuple(layout.shape[-2:]) != want:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The bits of partial tiles: packing, unpacking, and storing each distinct tile once.
 
-A tile is a `block_q x block_k` patch of the score matrix. A partly live tile is kept as one bit a score: score
-`(q, k)` of a tile is bit `k % 32` of word `k // 32` of row `q`. Blocks of 16 keys use the low half of their word.
+A tile is a `block_q x block_k` patch of the score matrix. A partial tile is stored with one bit per score: score `(q,
+k)` of the tile is bit `k % 32` of word `k // 32` of row `q`. Blocks of 16 keys use the low half of their word.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from sparseflash.blockmask.unique import number_by_first_appearance
 
-WORD = 32  # scores a word
-FEW = 32  # tiles on the CPU: so many are compared as bytes in Python, faster than by any number of array operations
-WORDS_AT_ONCE = 1 << 22  # bits are worked on this many words at a time: 16 MB, and a few times that of temporaries
-_SERIAL = (1 << 15) - 1  # the most words on which one thread works alone: at::internal::GRAIN_SIZE - 1
+WORD = 32  # scores per word
+FEW = 32  # up to so many tiles on the CPU, comparing their bytes in Python beats array operations
+WORDS_AT_ONCE = 1 << 22  # words processed at a time: 16 MB, and a few times that in temporaries
+_SERIAL = (1 << 15) - 1  # the most words that PyTorch processes on one thread: at::internal::GRAIN_SIZE - 1
 
 
 def words_per_row(block_k: int) -> int:
@@ -30,7 +30,7 @@ def words_per_row(block_k: int) -> int:
 
 
 def full_word(block_k: int) -> int:
-    """The word whose scores are all live (blocks of 16 keys use the low half only)."""
+    """The word of 32 live scores; for blocks of 16 keys only the low half is set."""
     return -1 if block_k >= WORD else (1 << block_k) - 1
 
 
@@ -45,9 +45,9 @@ def pack(live: Tensor) -> Tensor:
     shape = (*live.shape[:-1], words_per_row(live.shape[-1]))
     flat = live.reshape(-1).contiguous()
     if flat.storage_offset() % 8:
-        flat = flat.clone()  # so that eight scores are an aligned number
-    # Eight scores are eight bytes, 0 or 1, of one number, lowest first. The factor's bits 7, 14, ..., 56 move byte i to
-    # the bits 8 i + 7 j, one of which is 56 + i. No two of all these are equal, so nothing carries.
+        flat = flat.clone()  # the view as int64 below needs an aligned offset
+    # Each group of eight scores is eight bytes, 0 or 1, of one int64, lowest byte first. The factor's bits 7, 14, ...,
+    # 56 move byte i to the bits 8 i + 7 j, one of which is 56 + i. All of these are distinct, so nothing carries.
     octets = (flat.view(torch.int64) * 0x0102_0408_1020_4080 >> 56).to(torch.uint8)
     if live.shape[-1] < WORD:
         return (octets.view(torch.int16).to(torch.int32) & full_word(live.shape[-1])).view(shape)
@@ -63,7 +63,7 @@ def unpack(words: Tensor, block_k: int) -> Tensor:
 
 
 def choices(words: Tensor, block_k: int) -> Tensor:
-    """The words of each kind of tile, the full one (0) first and a dead one last: int32 `[T + 2, block_q, W]`.
+    """The words of every kind of tile, the full one (0) first and a dead one last: int32 `[T + 2, block_q, W]`.
 
     >>> choices(torch.tensor([3]).view(1, 1, 1).expand(1, 16, 1).to(torch.int32), 16)[:, 0, 0].tolist()
     [65535, 3, 0]
@@ -74,7 +74,7 @@ def choices(words: Tensor, block_k: int) -> Tensor:
 
 def live_scores(words: Tensor) -> Tensor:
     """Number of live scores of each tile: int32 `[T, block_q, words]` to int64 `[T]`."""
-    # The usual population count in parallel; masking after each arithmetic shift discards the copied sign bits.
+    # Parallel population count. The mask after each arithmetic shift discards the copied sign bits.
     v = words
     v = v - ((v >> 1) & 0x55555555)
     v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
@@ -84,9 +84,10 @@ def live_scores(words: Tensor) -> Tensor:
 
 
 def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct tiles in order of first appearance, and for each tile the number of its distinct one.
+    """The distinct tiles in order of first appearance, and the index of each tile among them.
 
-    `words` int32 `[E, block_q, W]` -> (`[T, block_q, W]`, int64 `[E]`), with `unique[inverse] == words`.
+    `words` int32 `[E, block_q, W]` -> `(unique, inverse)`: `[T, block_q, W]` and int64 `[E]`, with `unique[inverse] ==
+    words`.
     """
     count = words.shape[0]
     if count <= 1:
@@ -96,26 +97,28 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
         inverse, representative = _numbered(words, numbers, 0)
         return words if len(numbers) == count else words.index_select(0, representative), inverse
     flat = words.flatten(1)
-    # Sorting 64-bit fingerprints is far cheaper than sorting rows of hundreds of words. The fingerprint only proposes
-    # equal tiles; they are compared below, and a collision takes the slow road.
+    # Sorting 64-bit fingerprints is far cheaper than sorting rows of hundreds of words. Tiles with equal fingerprints
+    # are compared below; only a collision falls back to sorting the rows.
     generator = torch.Generator("cpu").manual_seed(0x5F)
     factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(words.device) | 1
-    # On a CPU, portions that stay in its caches take a sixth of the time of large ones. They are also below the size
-    # from which PyTorch shares an operation among threads, which wait for one another: on a busy machine for long.
+    # On a CPU, chunks that fit in its caches take a sixth of the time of large ones. They are also too small for
+    # PyTorch to split among threads, which would have to wait for one another, for long on a busy machine.
     rows_at_once = max(1, (_SERIAL if words.device.type == "cpu" else WORDS_AT_ONCE) // max(1, flat.shape[1]))
     fingerprint = torch.cat([(some.to(torch.int64) * factors).sum(1) for some in flat.split(rows_at_once)])
     inverse, representative = number_by_first_appearance(fingerprint)
     proposed = zip(flat.split(rows_at_once), representative[inverse].split(rows_at_once), strict=True)
-    # index_select copies rows as they are: a tenth of the time of indexing.
+    # index_select copies whole rows, in a tenth of the time of indexing.
     if not all(torch.equal(some, flat.index_select(0, same)) for some, same in proposed):
         _, inverse = torch.unique(flat, dim=0, return_inverse=True)
         inverse, representative = number_by_first_appearance(inverse)
-    # Where no two are equal they are spared a copy: these arrays can be most of the memory.
+    # No copy if all tiles are distinct: these arrays can be most of the memory.
     return words if len(representative) == count else words.index_select(0, representative), inverse
 
 
 def _numbered(words: Tensor, known: dict[bytes, int], first_new: int) -> tuple[Tensor, Tensor]:
-    """The number of each tile, int64 `[E]`, and where those first are that were not `known`; those are numbered on."""
+    """The number of each tile, int64 `[E]`, and the positions of the tiles that are new; adds those to `known`,
+    numbered from `first_new`.
+    """
     inverse: list[int] = []
     representative: list[int] = []
     for place, tile in enumerate(words.numpy()):
@@ -130,16 +133,16 @@ def _numbered(words: Tensor, known: dict[bytes, int], first_new: int) -> tuple[T
 
 
 def classify(words_of: Callable[[Any], Tensor], recipes: Any, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """Which tiles are dead, full or partial, and the bits of the partial ones, each distinct one once.
-
-    `words_of(recipes[...])`: the words int32 `[C, block_q, W]` of some of the tiles, asked for a bounded number at a
-    time. `recipes`: a tensor or array `[C, ...]`. Returns `(kind, distinct)`: kind int64 `[C]` is -1 for a dead tile,
-    0 for a full one, t for `distinct[t - 1]`.
+    """Sorts tiles into dead, full and partial, and deduplicates the partial ones.
 
     >>> words = torch.tensor([0, 3, 0xFFFF, 3]).view(4, 1, 1).expand(4, 16, 1).to(torch.int32)
     >>> kind, distinct = classify(lambda some: words[some], torch.arange(4), 16, 16)
     >>> kind.tolist(), distinct[:, 0, 0].tolist()
     ([-1, 1, 0, 1], [3])
+
+    `recipes`: a tensor or array `[C, ...]`, one entry per tile. `words_of(recipes[...])` returns the words int32 `[C,
+    block_q, W]` of some of the tiles; it is called for a bounded number at a time. Returns `(kind, distinct)`: kind
+    int64 `[C]` is -1 for a dead tile, 0 for a full one and t for `distinct[t - 1]`.
     """
     kinds, found, count = [], [], 0
     size = block_q * words_per_row(block_k)
@@ -166,23 +169,23 @@ def classify(words_of: Callable[[Any], Tensor], recipes: Any, block_q: int, bloc
 
 
 def rectangle(block_q: int, block_k: int, live_q: int, live_k: int, device: torch.device) -> Tensor:
-    """Words `[block_q, W]` of the tile whose first `live_q` rows and first `live_k` columns are live."""
+    """The words `[block_q, W]` of a tile whose first `live_q` rows and first `live_k` columns are live."""
     live = torch.zeros(block_q, block_k, dtype=torch.bool, device=device)
     live[:live_q, :live_k] = True
     return pack(live)
 
 
 def below(stop: int | NDArray[np.int64], block_k: int) -> NDArray[np.int32]:
-    """Words `[..., W]` of tile rows whose first `stop` keys are live, for `stop` `[...]` of any value.
+    """The words `[..., W]` of tile rows whose first `stop` keys are live; `stop` `[...]` may have any value.
 
     >>> below(np.array([-3, 2, 40]), 32).tolist()
     [[0], [3], [-1]]
     """
-    # Whole rows of a table: a twentieth of the time of making word by word.
+    # Taking whole rows of a table is twenty times faster than computing the words.
     return _rows_below(block_k).take(stop, axis=0, mode="clip")
 
 
-@cache  # one entry a block size, 16 KiB together
+@cache  # one entry per block size, 16 KiB in total
 def _rows_below(block_k: int) -> NDArray[np.int32]:
     live = np.arange(max(block_k, WORD)) < np.arange(block_k + 1)[:, None]
     return np.packbits(live, axis=1, bitorder="little").view(np.int32)

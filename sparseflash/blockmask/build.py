@@ -1,7 +1,7 @@
 """From lists of tiles and dense matrices to the canonical arrays of a mask.
 
-Lists of tiles are sorted and numbered by NumPy, on the CPU: most are short, and of a short array an operation of
-PyTorch's takes five times as long. Bits stay where they are.
+Lists of tiles are sorted and numbered by NumPy on the CPU: most are short, and on a short array a PyTorch operation
+takes five times as long. Bits stay on their device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import integer_tensor
 
-SCORES_AT_ONCE = 1 << 21  # rules are asked about, and bits unpacked to, this many scores at a time: about 25 MB
+SCORES_AT_ONCE = 1 << 21  # scores evaluated or unpacked at a time: about 25 MB
 
 Integers = NDArray[np.int64]
 
-# The tiles of one pattern: block rows, block columns, and for each tile 0 (full) or t (the words t - 1).
+# The tiles of one pattern: block rows, block columns, 0 (full) or t (the words t - 1) per tile, and the words.
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -40,7 +40,7 @@ def tiles_of_dense(dense: Tensor, block_q: int, block_k: int) -> Part:
 
 
 def tile_list(rows: Any, cols: Any, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
-    """A list of tiles in int64, checked to lie in the matrix."""
+    """A list of tiles as int64, checked to lie inside the matrix."""
     device = next((ids.device for ids in (rows, cols) if isinstance(ids, Tensor)), torch.device("cpu"))
     rows, cols = integer_tensor(rows, "rows", device), integer_tensor(cols, "cols", device)
     if rows.ndim != 1 or rows.shape != cols.shape:
@@ -54,7 +54,7 @@ def tile_list(rows: Any, cols: Any, row_blocks: int, col_blocks: int) -> tuple[T
 def arrays_of(
     q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], batch: int, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The canonical `(indptr, indices, tile, bits, pattern)` of one list of tiles a (batch element, head)."""
+    """The canonical `(indptr, indices, tile, bits, pattern)` of one list of tiles per (batch element, head)."""
     rows, cols, tile, words = parts[0]
     if len(parts) > 1:
         row_blocks, offset = -(-q_len // block_q), 0
@@ -71,18 +71,18 @@ def arrays_of_tiles(
     q_len: int, k_len: int, block_q: int, block_k: int, rows: Tensor, cols: Tensor, tile: Tensor, words: Tensor,
     pattern: Tensor, patterns: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The canonical `(indptr, indices, tile, bits, pattern)` of one list with the tiles of all patterns.
+    """The canonical `(indptr, indices, tile, bits, pattern)` of one list of the tiles of all patterns.
 
-    `rows`: int64 `[E]`, pattern * Mq + block row. `words`: shared by the patterns; any of them may be dead, full, equal
-    or unused. `pattern`: int64 `[B, H]`, 0 .. patterns - 1, numbered as they first appear; two may turn out equal.
-    The arrays lie where the words do.
+    `rows`: int64 `[E]`, pattern * Mq + block row. `words`: shared by all patterns; entries may be dead, full, equal or
+    unused. `pattern`: int64 `[B, H]`, 0 .. patterns - 1, numbered by first appearance; two patterns may turn out equal.
+    The arrays are made on the device of the words.
     """
     row_blocks = -(-q_len // block_q)
     i, j, t = (x.cpu().numpy() for x in (rows, cols, tile))
     indptr, indices, kinds, bits = _assemble(q_len, k_len, block_q, block_k, i, j, t, words, patterns)
     keep, number = distinct_patterns(indptr, indices, kinds, row_blocks)
     if len(keep) < patterns:
-        # The first copy of each pattern stays, so the numbers of the partial tiles stay those of first appearance.
+        # The first copy of each pattern is kept, so partial tiles stay numbered by first appearance.
         starts = indptr[::row_blocks].tolist()
         counts = np.diff(indptr).reshape(patterns, row_blocks)[keep].reshape(-1)
         indptr = np.concatenate([[0], counts.cumsum()])
@@ -97,15 +97,16 @@ def _assemble(
     q_len: int, k_len: int, block_q: int, block_k: int, rows: Integers, cols: Integers, tile: Integers, words: Tensor,
     patterns: int,
 ) -> tuple[Integers, Integers, Integers, Tensor]:  # fmt: skip
-    """Sorted, trimmed at the ends, classified and deduplicated: `(indptr, indices, tile, bits)`."""
+    """Sorts the tiles, trims them at the ends, classifies and deduplicates them: `(indptr, indices, tile, bits)`."""
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     key = rows * col_blocks + cols
     if not (key[1:] > key[:-1]).all():
-        order = key.argsort(kind="stable")  # which merges runs that are sorted already, as most lists consist of
+        order = key.argsort(kind="stable")  # merges sorted runs, which most lists consist of
         key, rows, cols, tile = key[order], rows[order], cols[order], tile[order]
         if not (key[1:] > key[:-1]).all():
             raise ValueError("a tile must not be listed twice.")
-    # A tile at an end loses what lies past it. Few (tile, end) pairs differ, so the bits are touched only for those.
+    # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and bits are computed once for
+    # each.
     pair = tile * 4
     if q_len % block_q:
         pair += rows % row_blocks == row_blocks - 1
@@ -113,10 +114,10 @@ def _assemble(
         pair += 2 * (cols == col_blocks - 1)
     occurs = np.zeros(4 * (len(words) + 1), dtype=np.bool_)
     occurs[pair] = True
-    kind_of = np.zeros(len(occurs), dtype=np.int64)  # 0: what is full and not cut by an end
+    kind_of = np.zeros(len(occurs), dtype=np.int64)  # 0: a full tile that no end cuts
     pairs = np.flatnonzero(occurs[1:]) + 1
     ends = _ends(q_len, k_len, block_q, block_k, words.device)
-    words = words if len(words) else words.new_zeros(1, *words.shape[1:])  # which can be indexed
+    words = words if len(words) else words.new_zeros(1, *words.shape[1:])  # indexing needs one entry
 
     def trimmed(some: Integers) -> Tensor:
         made = words.index_select(0, torch.from_numpy(np.maximum(some // 4 - 1, 0)).to(words.device))
@@ -130,9 +131,9 @@ def _assemble(
     if (kind_of < 0).any():
         kept = tile >= 0
         rows, cols, tile = rows[kept], cols[kept], tile[kept]
-    # Partial tiles are numbered as they first appear in the rows, which makes the arrays of equal masks equal.
+    # Partial tiles are numbered by first appearance in the rows, so that equal masks have equal arrays.
     first = np.zeros(len(bits) + 1, dtype=np.int64)
-    first[tile[::-1]] = np.arange(len(tile) - 1, -1, -1)  # of equal tiles the last one written is the first there
+    first[tile[::-1]] = np.arange(len(tile) - 1, -1, -1)  # the last write wins: the first appearance
     if not (first[2:] > first[1:-1]).all():
         order = first[1:].argsort()
         number = np.zeros_like(first)
@@ -142,7 +143,9 @@ def _assemble(
 
 
 def _ends(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.device) -> Tensor | None:
-    """Words `[4, block_q, W]` of what the ends leave of a tile: all, the queries', the keys', both; None if all."""
+    """What the ends leave of a tile, words `[4, block_q, W]`: uncut, cut in queries, in keys, in both; None if nothing
+    is cut.
+    """
     live_q, live_k = (q_len - 1) % block_q + 1, (k_len - 1) % block_k + 1
     if (live_q, live_k) == (block_q, block_k):
         return None
@@ -155,7 +158,7 @@ def _ends(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.devi
 def distinct_patterns(
     indptr: Integers, indices: Integers, tile: Integers, row_blocks: int
 ) -> tuple[list[int], list[int]]:
-    """`(keep, pattern)`: the first pattern of each kind, and for every pattern the number of its kind."""
+    """`(keep, pattern)`: the first pattern of each distinct kind, and the index in `keep` of every pattern's kind."""
     patterns = (len(indptr) - 1) // row_blocks
     if patterns == 1:
         return [0], [0]

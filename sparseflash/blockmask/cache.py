@@ -1,12 +1,11 @@
-"""The library's caches: what is derived from a mask's arrays, kept with them; and results of functions, bounded.
+"""The library's caches: what is derived from a mask's arrays, kept with the mask, and bounded results of functions.
+The registered operator carries only tensors, so what is derived from a mask is cached on one of its tensors, the
+indices. Whoever has the indices finds the cache, in eager mode, in the backward and under torch.compile, and it is
+freed with the mask. Nothing in the cache may hold the indices tensor itself, or neither would ever be freed;
+`indices.detach()` is another tensor over the same memory.
 
-The registered operator carries only tensors, so what is derived from a mask is cached with one of them, its indices.
-Whoever holds the indices finds it, in eager mode, in the backward and under torch.compile, and it dies with the mask.
-Nothing in the cache may hold the indices themselves, or neither would ever be freed: `indices.detach()` is another
-tensor of the same memory.
-
-A tensor that a compiled graph makes inside caches nothing: its memory, and with it the very same Python object, may
-serve another of the graph's tensors a moment later, the indices of another mask among them.
+A tensor that is created inside a compiled graph must not cache anything: its memory, and with it the same Python
+object, may later become another tensor of the graph, for example the indices of another mask.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from sparseflash.blockmask.streams import ReadyEvent
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_clearings: list[Callable[[], None]] = []  # what `clear_caches` calls
+_clearings: list[Callable[[], None]] = []  # the functions that `clear_caches` calls
 _dicts: weakref.WeakSet[Any] = weakref.WeakSet()  # every BoundedDict and MaskCache
 
 
 class BoundedDict(dict[Any, Any]):
-    """A dict of at most `most` entries: it starts anew when it is full.
-
-    That is simpler and faster to read than one that knows which entry was used least recently, and whoever needs more
-    than `most` different entries in turn needs each of them too seldom to gain from a cache.
+    """A dict of at most `most` entries that is emptied when it would exceed them.
 
     >>> cache = BoundedDict(2)
     >>> for number in range(3):
-    ...     cache.put(number, str(number))
+    ...     _ = cache.put(number, str(number))
     >>> dict(cache)
     {2: '2'}
+
+    That is simpler than evicting the least recently used entry, and reads are faster. A program that cycles through
+    more than `most` entries would gain little from either.
     """
 
     def __init__(self, most: int) -> None:
@@ -54,18 +53,20 @@ class BoundedDict(dict[Any, Any]):
         self[key] = value
         return value
 
-    # By identity: a cache is an object in a set of all of them.
+    # Hashed by identity, to be members of a WeakSet.
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
 
 class MaskCache(dict[Any, Any]):
-    """What has been derived from the arrays of one mask: one entry a kind; what has many is a `BoundedDict`."""
+    """What has been derived from the arrays of one mask. Each kind has one entry; a kind with many values is a
+    `BoundedDict`.
+    """
 
     def __init__(self, *, countable: bool, recorded: bool) -> None:
         super().__init__()
         self.countable = countable
-        self.recorded = recorded  # by a CUDA graph: then the arrays are another mask's after each replay
+        self.recorded = recorded  # made while a CUDA graph was recorded: each replay may change the arrays
         _dicts.add(self)
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -84,7 +85,7 @@ def bounded(maxsize: int) -> Callable[[F], F]:
 
 
 def cleared_with_caches(clear: Callable[[], None]) -> Callable[[], None]:
-    """Has `clear_caches` call this."""
+    """Registers a function for `clear_caches` to call."""
     _clearings.append(clear)
     return clear
 
@@ -95,15 +96,15 @@ def clear_caches() -> None:
     >>> import sparseflash
     >>> sparseflash.clear_caches()
 
-    Every cache is bounded, so this is for measurements of memory, and for programs that will not come back to what
-    they did before. Later calls derive and compile again what they need; compiled kernels are read from Triton's cache
-    on disk. CUDA graphs stay right: what they read is kept until they are destroyed.
+    Every cache is bounded, so this is only needed to measure memory, or in a program that will not repeat earlier work.
+    Later calls derive again what they need; compiled kernels are reloaded from Triton's cache on disk. CUDA graphs stay
+    valid: what they read is kept until they are destroyed.
 
-    With each mask, and freed with it: its transpose, density, digest, lists of tiles, 64 execution plans (one for each
-    batch size and number of heads) of 64 prepared launches each, and 64 prepared calls. For the process: 64 plans and
-    64 prepared calls of dense attention, 16 dense masks of the blockwise backend, kernels prepared for 256 layouts of
-    tensors, 512 compiled kernels, 32 sets of tiles that blocks are chosen from at every step and 32 arrays of head
-    numbers, 128 sets of kernels that choose, 256 masks made in functions that `torch.compile` has compiled.
+    Kept with each mask, and freed with it: its transpose, density, digest, work lists, 64 execution plans (one for each
+    batch size and number of heads) of 64 prepared launches each, and 64 prepared calls. Kept for the process: 64 plans
+    and 64 prepared calls of dense attention, 16 dense masks of the blockwise backend, kernels prepared for 256 layouts
+    of tensors, 512 compiled kernels, 32 tile sets for choosing blocks at every step and 32 arrays of head numbers, 128
+    sets of kernels that choose blocks, 256 masks built inside functions that `torch.compile` has compiled.
     """
     streams.release_finished_graphs()
     for clear in _clearings:
@@ -113,23 +114,24 @@ def clear_caches() -> None:
 
 
 def attach_cache(indices: Tensor, *, countable: bool, others: tuple[Any, ...]) -> None:
-    """Gives the indices of a mask that has just been made a cache of what will be derived from them.
+    """Gives the indices of a newly made mask a cache for what will be derived from them.
 
-    `countable`: the host may wait for their numbers, once. It must not for dynamic masks, which are made at every step.
-    `others`: what else that mask is made of.
+    `countable`: whether the host may wait for the indices' values, once. It may not for dynamic masks, which are made
+    at every step. `others`: the other parts of the mask.
     """
     if torch.compiler.is_compiling():
-        # Said of what the compiled code gives back, if it is no dynamic mask: that may cache what is derived later on.
+        # The mark tells `mask_cache` that the indices which the compiled code returns may get a cache, unless the mask
+        # is dynamic.
         indices._sparseflash_countable = countable  # type: ignore[attr-defined]
         return
-    # What a CUDA graph makes is empty until it is replayed, and another thing after each replay.
+    # A tensor made while a graph is recorded has no contents until the first replay, and new ones after each.
     cache = MaskCache(countable=countable, recorded=streams.is_capturing(indices.device))
     indices._sparseflash = cache  # type: ignore[attr-defined]
     indices._sparseflash_others = others  # type: ignore[attr-defined]
 
 
 def belong_together(indices: Tensor, others: tuple[Any, ...]) -> bool:
-    """Whether a mask was made of these indices and just these others, so that its cache is right for them, too."""
+    """Whether a mask was made of these indices and exactly these other parts, so that its cache is valid for them."""
     known = getattr(indices, "_sparseflash_others", ())
     return len(known) == len(others) and all(
         a is b if isinstance(a, Tensor) else a == b for a, b in zip(known, others, strict=True)
@@ -144,20 +146,20 @@ def mask_cache(indices: Tensor) -> MaskCache:
             return MaskCache(countable=False, recorded=False)
         cache = MaskCache(countable=True, recorded=False)
         indices._sparseflash = cache  # type: ignore[attr-defined]
-    # While a CUDA graph is recorded, of dynamic masks those are planned that it makes, and at other times the others.
-    # The rest is not planned while a graph is recorded: see backends/triton/cuda_graphs.py.
+    # While a CUDA graph is recorded, only dynamic masks made by that graph are planned; at other times only those that
+    # no graph made. See backends/triton/cuda_graphs.py for why nothing else is planned during recording.
     if cache.countable or cache.recorded == streams.is_capturing(indices.device):
         return cache
     return MaskCache(countable=False, recorded=False)
 
 
 def is_countable(indices: Tensor) -> bool:
-    """Whether the host may wait for their numbers. Not so of what torch.compile makes inside a graph."""
+    """Whether the host may wait for the indices' values; not if torch.compile made them inside a graph."""
     return mask_cache(indices).countable
 
 
 def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
-    """`cache[key]`, made if it is not there; on whichever CUDA stream."""
+    """`cache[key]`, made on first use; safe on any CUDA stream."""
     found = cache.get(key)
     if found is None:
         value = make()

@@ -1,8 +1,8 @@
-"""Masks that are built inside a function that `torch.compile` compiles: constants of the compiled code.
+"""Masks built inside a function that `torch.compile` compiles become constants of the compiled code.
 
-A builder counts tiles and compares them, which no compiler can trace. But a mask of a known rule depends on a few
-numbers alone. So while Dynamo traces a function a builder runs as it always does, once, and the compiled code keeps the
-mask. Sizes of tensors among its arguments become guards: another length compiles anew, with another mask.
+A builder counts and compares tiles, which a compiler cannot trace. But the mask of a given rule depends only on a few
+numbers. So while Dynamo traces a function, a builder runs normally, once, and the compiled code refers to its mask.
+Tensor sizes among the arguments become guards: another length recompiles, with another mask.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sparseflash.blockmask.cache import cleared_with_caches
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MOST_KEPT = 256  # masks; code whose mask is forgotten compiles again
+MOST_KEPT = 256  # masks; dropping one makes the code that uses it recompile
 
 
 class _Kept:
-    """The masks that compiled code refers to, as attributes, the oldest first; they outlive that code.
+    """The masks that compiled code refers to, as attributes in order of age; they may outlive that code.
 
-    Dynamo guards the attributes of a global object as it does those of the caller's own objects. What a function marked
-    constant returns it cannot guard, so that not even a method of it could be called.
+    Dynamo guards the attributes of a global object like those of the caller's own objects. It cannot guard the return
+    value of a function that is marked constant, so compiled code could not even call a method of it.
     """
 
 
@@ -39,22 +39,23 @@ _numbers = itertools.count()
 
 @cleared_with_caches
 def clear() -> None:
-    """Forgets the masks; the code that refers to them compiles again."""
+    """Drops the masks; code that refers to them recompiles."""
     vars(_kept).clear()
 
 
 def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a builder of masks: compiled code that calls it gets a constant, made when it is compiled.
+    """Decorates a builder of masks: in compiled code its result is a constant, made at compile time.
 
-    Its arguments may then be numbers, strings, lists of them, functions and masks. A mask that comes from outside is
-    guarded: another one compiles anew. Tensors are refused, whose contents a constant would not follow.
+    Arguments may then be numbers, strings, lists of these, functions and masks. A mask from outside the compiled
+    function is guarded, so another one recompiles. Tensors are refused, because the constant would not follow their
+    contents.
     """
 
     @functools.wraps(build)
     def built(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.compiler.is_dynamo_compiling():
             return build(*args, **kwargs)
-        # What follows is traced by Dynamo, all but `_build`.
+        # Dynamo traces everything below except `_build`.
         masks: list[Any] = []
         positional = [_described(value, masks) for value in args]
         named = {name: _described(value, masks) for name, value in kwargs.items()}
@@ -65,7 +66,7 @@ def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
 
 
 def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a method of masks that can be traced: compiled code gets a constant only of a mask that is one."""
+    """Decorates a traceable method of masks: its result is a constant in compiled code only if the mask is."""
     constant = constant_when_compiled(method)
 
     @functools.wraps(method)
@@ -78,7 +79,7 @@ def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
-    """An argument in what Dynamo can make a constant of; masks are put aside, because Dynamo guards them one by one."""
+    """An argument in a form that Dynamo can treat as a constant; masks go into `masks`, where Dynamo guards each."""
     from sparseflash.blockmask.mask import BlockMask
 
     if isinstance(value, BlockMask):
@@ -91,27 +92,27 @@ def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
     if isinstance(value, tuple):
         return "tuple", [_described(each, masks) for each in value]
     if isinstance(value, int) and not isinstance(value, bool):
-        return "constant", operator.index(value)  # which specialises the size of a tensor, and guards it
+        return "constant", operator.index(value)  # specialises on the size of a tensor, and guards it
     return "constant", value
 
 
 def _build(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *masks: Any) -> str:
-    """Builds the mask and keeps it; returns the name of the attribute."""
+    """Builds and keeps the mask; returns the name of its attribute of `_kept`."""
 
     def argument(described: tuple[str, Any]) -> Any:
         kind, value = described
         if kind == "tensor":
             raise TypeError(
                 f"{build.__qualname__} must be called outside of what torch.compile compiles if a tensor or array is "
-                "among its arguments: inside, the mask is a constant of the compiled code. Make it before, and pass it "
-                "to the compiled function."
+                "among its arguments: inside, the mask is a constant of the compiled code. Build it outside and pass "
+                "it to the compiled function."
             )
         if kind == "mask":
-            if "q_len" not in vars(masks[value]):  # Dynamo knows its fields, but there is no such object yet
+            if "q_len" not in vars(masks[value]):  # traced from its fields; the object does not exist yet
                 raise TypeError(
                     f"{build.__qualname__} must be given masks that exist when torch.compile compiles it; got one that "
-                    "the compiled code makes at each call (chosen from data, or of with_lengths). Combine such a mask "
-                    "with others outside, or take with_lengths last."
+                    "the compiled code makes at each call (chosen from data, or by with_lengths). Combine such a mask "
+                    "with others outside, or call with_lengths last."
                 )
             return masks[value]
         if kind == "list":
@@ -128,5 +129,5 @@ def _build(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *
     return name
 
 
-# The mark of `torch.compiler.assume_constant_result`, without the second that importing the compiler costs.
+# Marks the function like `torch.compiler.assume_constant_result`, whose import takes a second.
 _build._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Compressed sparse rows: whose entries are whose, and the transpose."""
+"""Compressed sparse rows: the row of each entry, and the transpose."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 
 
 def row_of_entry(indptr: Tensor, count: int) -> Tensor:
-    """The row of each entry: int64 `[count]`, without asking the device for anything.
+    """The row of each entry: int64 `[count]`, without synchronising with the device.
 
-    `indptr` starts at 0. Entries at or past `indptr[-1]`, the room of a dynamic mask, get the number past the last row.
+    `indptr` starts at 0. Entries at or past `indptr[-1]`, the unused capacity of a dynamic mask, get the number of
+    rows.
     """
-    # Not by repeat_interleave, which on the CPU wakes all threads, however short the array is: 0.8 ms with 16 of them.
+    # Not repeat_interleave: on the CPU it wakes all threads even for a short array, which takes 0.8 ms with 16 of them.
     return torch.searchsorted(indptr[1:], torch.arange(count, dtype=indptr.dtype, device=indptr.device), right=True)
 
 
 def stored_tiles(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
-    """`(row, column, tile)` of every stored tile, int64 `[nnz]`, with `row = p * Mq + i`; waits for a dynamic mask."""
+    """`(row, column, tile)` of every stored tile, int64 `[nnz]`, with `row = p * Mq + i`; synchronises for a dynamic
+    mask.
+    """
     count = int(mask.indptr[-1]) if mask.dynamic else len(mask.indices)
     return row_of_entry(mask.indptr, count), mask.indices[:count].long(), mask.tile[:count].long()
 
@@ -49,9 +52,9 @@ def columns_of(
 
 
 def may_vary_in_size(array: Tensor) -> None:
-    """Tells torch.compile that another mask may have another number of tiles, so that it need not compile again.
+    """Tells torch.compile that the size of the array may change, so that masks with other tile counts do not recompile.
 
-    The same marks as `torch._dynamo.maybe_mark_dynamic(array, 0)`, without the second that importing it costs.
+    Sets the same marks as `torch._dynamo.maybe_mark_dynamic(array, 0)`, whose import takes a second.
     """
     array._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
     array._has_dynamo_dim_marking = True  # type: ignore[attr-defined]

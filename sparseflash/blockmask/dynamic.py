@@ -1,16 +1,17 @@
-"""Dynamic masks: arrays that are safe to run but not canonical, which is all that a mask made without waiting can have.
+"""Dynamic masks: arrays that are safe to run but not canonical, because a canonical form would need a synchronisation.
 
-How many tiles a choice on the GPU has kept, and which of them are equal, only the device knows, and asking it stalls
-the queue. So a dynamic mask (`BlockMask.dynamic`) is stored in arrays of a size fixed beforehand, and of the rules in
-`BlockMask` it keeps those that the kernels need:
+If blocks are chosen on the GPU, only the device knows how many tiles were kept and which of them are equal, and asking
+it stalls the queue. So a dynamic mask (`BlockMask.dynamic`) is stored in arrays of a size that is fixed in advance. Of
+the rules in `BlockMask` it obeys those that the kernels need:
 
-- `indptr` starts at 0 and does not decrease; its last number may be less than the entries of `indices` and `tile`. What
-  lies past it is room, which belongs to no row.
-- `indices` strictly increase in a row; they lie in `0 .. Mk - 1`, `tile` in `0 .. T` and `pattern` in `0 .. P - 1`,
-  also in the room.
-- Scores past the ends are dead: a tile that an end cuts is partial.
+- `indptr` starts at 0 and does not decrease. Its last number may be less than the length of `indices` and `tile`; the
+  entries past it are unused capacity and belong to no row.
+- `indices` strictly increase within a row and lie in `0 .. Mk - 1`, `tile` lies in `0 .. T` and `pattern` in
+  `0 .. P - 1`. The ranges hold for the unused capacity, too.
+- Scores past the ends are dead, so a tile that an end cuts is partial.
 
-and not these: `bits` may hold equal, dead, full and unused tiles, in any order; patterns may be equal, or unused.
+It need not obey the others: `bits` may hold equal, dead, full and unused tiles in any order, and patterns may be equal
+or unused.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def canonical_arrays_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The canonical `(indptr, indices, tile, bits, pattern)` of a mask; waits for the device."""
+    """The canonical `(indptr, indices, tile, bits, pattern)` of a mask; synchronises with the device."""
     row_blocks = mask.blocks[0]
     rows, cols, tile = stored_tiles(mask)
-    # Patterns are numbered as they first appear among the heads, and those that no head uses are left out.
+    # Patterns are numbered by first appearance among the heads; unused ones are dropped.
     number, first = number_by_first_appearance(mask.pattern.reshape(-1).long())
     used = mask.pattern.reshape(-1).long()[first]
     renumbered = used.new_full(((len(mask.indptr) - 1) // row_blocks,), -1)

@@ -1,11 +1,10 @@
-"""Keeps tensors for as long as a CUDA graph may read them.
+"""Keeps tensors alive for as long as a CUDA graph may read them.
 
-A graph that is being recorded notes addresses. What it makes itself lies in memory that PyTorch reserves for it, and
-its inputs are its user's to keep; but plans and other cached tensors are nobody's: their cache may drop them, or their
-mask may be deleted, while the graph goes on reading their memory. CUDA has a means for just this: a user object that a
-graph retains, and whose destructor runs when the graph and all its executable copies have been destroyed. The
-destructor may run on any thread and must not call CUDA, so here it is the C library's `sem_post`, on a semaphore that
-`release_finished` looks at.
+A graph records addresses. PyTorch reserves memory for the tensors that the graph itself makes, and the user keeps its
+inputs alive. But nobody keeps plans and other cached tensors: their cache may drop them, or their mask may be deleted,
+while the graph goes on reading their memory. CUDA's answer is a user object: the graph retains it, and its destructor
+runs when the graph and all its executable copies have been destroyed. The destructor may run on any thread and must not
+call CUDA, so here it is the C library's `sem_post`, on a semaphore that `release_finished` polls.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from torch import Tensor
 
 from sparseflash.cuda_driver import cuda_driver, raise_if_failed
 
-_NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor may run asynchronously; it must be given
-_MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the one reference
+_NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor may run asynchronously (required)
+_MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over our reference
 _DOING = "to keep memory for a graph that is being recorded"
 _SEMAPHORE_BYTES = 32  # sizeof(sem_t) on 64-bit Linux
 
 
 class _Kept:
-    """What one graph reads, and the semaphore that is posted when the graph is no more."""
+    """The tensors that one graph reads, and the semaphore that is posted when the graph is destroyed."""
 
     def __init__(self) -> None:
-        # Not Python's memory, which is gone when the process ends, maybe before the last graph is.
+        # Not Python's memory: that is freed at process exit, perhaps before the last graph is destroyed.
         self.semaphore = ctypes.c_void_p(_libc().malloc(_SEMAPHORE_BYTES))
         _libc().sem_init(self.semaphore, 0, 0)
         self.tensors: dict[int, Tensor] = {}
 
     def is_released(self) -> bool:
-        """Whether the graph is no more; True once."""
+        """Whether the graph has been destroyed. Returns True only once, and then frees the semaphore."""
         if _libc().sem_trywait(self.semaphore) != 0:
             return False
         _libc().free(self.semaphore)
         return True
 
 
-_graphs: dict[int, _Kept] = {}  # by CUDA's number of the capture
+_graphs: dict[int, _Kept] = {}  # by CUDA's id of the capture
 
 
 def keep_for_graph(stream: int, tensors: list[Tensor]) -> None:
-    """Keeps tensors until the graph that this stream, a raw handle, is recording has been destroyed.
+    """Keeps tensors alive until the graph that this stream (a raw handle) is recording has been destroyed.
 
     Raises RuntimeError if the driver refuses.
     """
@@ -60,20 +59,20 @@ def keep_for_graph(stream: int, tensors: list[Tensor]) -> None:
 
 
 def release_finished() -> None:
-    """Lets go of what was kept for graphs that have been destroyed since."""
+    """Releases the tensors of graphs that have been destroyed."""
     for number, kept in list(_graphs.items()):
         if kept.is_released():
             del _graphs[number]
 
 
 def _capture_of(stream: int) -> tuple[int, ctypes.c_void_p]:
-    """The number of a capture that is going on, and its graph."""
+    """The id of the capture in progress on a stream, and its graph."""
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     asked = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
     driver = cuda_driver()
     if hasattr(driver, "cuStreamGetCaptureInfo_v2"):
         result = driver.cuStreamGetCaptureInfo_v2(*asked, None, None)
-    else:  # the newer form tells of edges, too
+    else:  # v3 also returns edge data
         result = driver.cuStreamGetCaptureInfo_v3(*asked, None, None, None)
     raise_if_failed(result, _DOING)
     return number.value, graph

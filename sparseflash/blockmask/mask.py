@@ -1,7 +1,7 @@
-"""`BlockMask`: which scores of an attention exist, as data.
+"""`BlockMask`: which scores of an attention are live, as data.
 
-Block structure in compressed sparse rows (CSR), plus one bit a score for the tiles that are only partly live. The
-type, its invariants, its constructors and the way back to a dense matrix; nothing here runs attention.
+The block structure in compressed sparse rows (CSR), plus one bit per score for the partly live tiles. This file has the
+type, its constructors, its invariants and the conversion to a dense matrix; nothing here runs attention.
 """
 
 from __future__ import annotations
@@ -40,30 +40,8 @@ Lengths = Tensor | Sequence[int]
 class BlockMask:
     """The set of live scores of an attention over `q_len` queries and `k_len` keys.
 
-    The score matrix is cut into tiles of `block_q x block_k` tokens, `Mq = ceil(q_len / block_q)` rows of them and
-    `Mk = ceil(k_len / block_k)` columns. With P distinct patterns, nnz stored tiles and T distinct partial ones:
-
-    - `indptr`   int32 `[P * Mq + 1]`: the tiles of block row i of pattern p are `indptr[p*Mq + i] : indptr[p*Mq + i+1]`
-    - `indices`  int32 `[nnz]`: their block columns, strictly increasing in a row
-    - `tile`     int32 `[nnz]`: 0: every score is live; t > 0: `bits[t - 1]` says which
-    - `bits`     int32 `[T, block_q, max(block_k // 32, 1)]`: bit `k % 32` of word `k // 32` of row q is score (q, k)
-    - `pattern`  int32 `[B or 1, Hq or 1]`: the pattern of each batch element and query head; 1 means shared
-    - `lengths`  int32 `[2, B or 1]` or None: the live queries and the live keys of each sequence; what lies past them
-      is dead (padding)
-
-    Build one with `from_dense`, `from_layout`, `from_function`, `from_tiles`, `dense`, or a function of
-    `sparseflash.masks`; call the class itself only with arrays that keep these rules (`validate()` checks them all).
-
-    Empty tiles are not stored, full ones have `tile == 0`, equal partial tiles and equal patterns are stored once, in
-    order of first appearance, and ragged ends are partial tiles. So equal masks have equal arrays, and `==` and `hash`
-    compare those, wherever they lie (`lengths` included). A mask is immutable: never write to its arrays.
-
-    `dynamic`: a mask made on the GPU at every step cannot be canonical, because counting waits for the device. Its
-    arrays are safe to run, no more (see `blockmask/dynamic.py`); `canonical()` gives the mask whose arrays keep all
-    of the rules.
-
-    Example, a window of three keys over 40 tokens in blocks of 16 (two distinct partial tiles on each side of the
-    diagonal, one on it, and the ragged last row and column):
+    A window of three keys over 40 tokens in blocks of 16. There are four distinct partial tiles: one on each side of
+    the diagonal, one on it, and the ragged last one:
 
     >>> mask = BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, 40, block=16)
     >>> mask
@@ -71,15 +49,38 @@ class BlockMask:
     >>> mask.indptr.tolist(), mask.indices.tolist(), mask.tile.tolist()
     ([0, 2, 5, 7], [0, 1, 0, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3, 4])
 
-    and the dense matrix from the arrays, in four lines:
+    The dense matrix, rebuilt from the arrays in four lines:
 
     >>> dense = torch.zeros(48, 48, dtype=torch.bool)
     >>> for i in range(3):
     ...     for e in range(mask.indptr[i], mask.indptr[i + 1]):
-    ...         j, words = int(mask.indices[e]), mask.bits[mask.tile[e] - 1]  # none is full here
+    ...         j, words = int(mask.indices[e]), mask.bits[mask.tile[e] - 1]  # no tile of this mask is full
     ...         dense[16*i:16*i+16, 16*j:16*j+16] = (words >> torch.arange(16)) & 1 == 1
     >>> torch.equal(dense[:40, :40], mask.to_dense()[0, 0])
     True
+
+    The score matrix is divided into tiles of `block_q x block_k` tokens: `Mq = ceil(q_len / block_q)` rows and `Mk =
+    ceil(k_len / block_k)` columns of them. With P distinct patterns, nnz stored tiles and T distinct partial tiles:
+
+    - `indptr`   int32 `[P * Mq + 1]`: the tiles of block row i of pattern p are `indptr[p*Mq + i] : indptr[p*Mq + i+1]`
+    - `indices`  int32 `[nnz]`: their block columns, strictly increasing within a row
+    - `tile`     int32 `[nnz]`: 0: every score is live; t > 0: `bits[t - 1]` says which are
+    - `bits`     int32 `[T, block_q, max(block_k // 32, 1)]`: bit `k % 32` of word `k // 32` of row q is score (q, k)
+    - `pattern`  int32 `[B or 1, Hq or 1]`: the pattern of each batch element and query head; a size of 1 is shared
+    - `lengths`  int32 `[2, B or 1]` or None: the number of live queries and of live keys of each sequence; tokens past
+      them are dead (padding)
+
+    Build a mask with `from_dense`, `from_layout`, `from_function`, `from_tiles`, `dense`, or a function of
+    `sparseflash.masks`. Call the class itself only with arrays that obey these rules; `validate()` checks all of them.
+
+    The arrays are canonical: empty tiles are not stored, full tiles have `tile == 0`, equal partial tiles and equal
+    patterns are stored once, in order of first appearance, and ragged ends are partial tiles. So equal masks have equal
+    arrays, and `==` and `hash` compare the arrays (`lengths` included), on any device. A mask is immutable: never write
+    to its arrays.
+
+    `dynamic`: a mask that is built on the GPU at every step cannot be canonical, because counting its tiles would
+    synchronise with the device. Its arrays are safe to run but not canonical (see `blockmask/dynamic.py`);
+    `canonical()` returns the equivalent canonical mask.
     """
 
     q_len: int
@@ -94,25 +95,25 @@ class BlockMask:
     lengths: Tensor | None = None
     dynamic: bool = field(default=False, kw_only=True)
     if TYPE_CHECKING:
-        words: ClassVar[Tensor]  # an attribute, see `_words`
+        words: ClassVar[Tensor]  # an instance attribute that is not a field; see `_words`
 
     def __post_init__(self) -> None:
         check_arrays(self)
         object.__setattr__(self, "words", self._words())
         if belong_together(self.indices, self._others()):
-            return  # FSDP rebuilds what is passed to a module from its own fields: the caches stay valid
-        # Everything derived from the arrays is cached with the indices. Another mask may be made of the same indices
-        # beside other arrays, so each mask has a tensor of its own for them (of the same memory).
+            return  # FSDP rebuilds a module's dataclass inputs from their fields: keep the caches
+        # Everything derived from the arrays is cached on the indices tensor. Another mask may share these indices but
+        # differ in its other arrays, so each mask gets its own tensor object over the same memory.
         object.__setattr__(self, "indices", self.indices.detach())
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
         attach_cache(self.indices, countable=not self.dynamic, others=self._others())
 
     def _words(self) -> Tensor:
-        """The bits as the operator takes them: one row, int32 `[T * block_q * W]`, of the same memory.
+        """The bits as the operator takes them: one flat view, int32 `[T * block_q * W]`.
 
-        Where no tile is partial it is one dead tile, because torch.compile would specialise to a size of 0. It is no
-        field: FSDP rebuilds a mask of all of its fields, and this is made of the bits.
+        If no tile is partial it is one dead tile, because torch.compile would specialise on a size of 0. It is not a
+        field, because FSDP rebuilds a mask from its fields, and this one is derived from `bits`.
         """
         if self.bits.shape[0] > 0:
             return self.bits.view(-1)
@@ -120,12 +121,12 @@ class BlockMask:
 
     @property
     def q_lengths(self) -> Tensor | None:
-        """The live queries of each sequence, int32 `[B or 1]`; None if there is no padding."""
+        """The number of live queries of each sequence, int32 `[B or 1]`; None if there is no padding."""
         return None if self.lengths is None else self.lengths[0]
 
     @property
     def k_lengths(self) -> Tensor | None:
-        """The live keys of each sequence, int32 `[B or 1]`; None if there is no padding."""
+        """The number of live keys of each sequence, int32 `[B or 1]`; None if there is no padding."""
         return None if self.lengths is None else self.lengths[1]
 
     # ------------------------------------------------------------------ constructors
@@ -133,16 +134,16 @@ class BlockMask:
     @classmethod
     @constant_when_compiled
     def from_dense(cls, dense: Any, *, block: Block = 128) -> BlockMask:
-        """The mask with the live scores of a dense boolean one.
-
-        `dense`: bool tensor or array `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq, Nk]` (True: live; a leading 1 is
-        shared). `block`: tokens a tile, a power of two from 16 to 256, or `(block_q, block_k)`. Takes memory and time
-        in proportion to the dense matrix.
-
-        Raises TypeError if `dense` is not boolean, ValueError for another rank, an empty matrix or a bad block.
+        """The mask with the live scores of a dense boolean matrix.
 
         >>> BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool).tril(), block=32)
         BlockMask(64 x 64, blocks of 32, 3 tiles: 1 full + 2 partial (1 distinct), density 50.8 %)
+
+        `dense`: bool tensor or array `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq, Nk]`; True is live, and a leading
+        dimension of 1 is shared. `block`: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`. Time
+        and memory are proportional to the dense matrix.
+
+        Raises TypeError if `dense` is not boolean, ValueError for another rank, an empty matrix or a bad block.
         """
         block_q, block_k = block_pair(block)
         dense = boolean(dense, "dense")
@@ -163,14 +164,14 @@ class BlockMask:
     def from_layout(
         cls, layout: Any, *, block: Block = 128, q_len: int | None = None, k_len: int | None = None
     ) -> BlockMask:
-        """The mask whose tiles are wholly live or wholly dead, from a boolean block layout.
-
-        `layout`: bool tensor or array `[Mq, Mk]`, `[Hq, Mq, Mk]` or `[B, Hq, Mq, Mk]`, one entry a tile. `q_len` and
-        `k_len`, in tokens, default to `Mq * block_q` and `Mk * block_k` and need not be multiples of the block; they
-        must need exactly `Mq` and `Mk` blocks.
+        """The mask of a boolean block layout: every tile is either fully live or fully dead.
 
         >>> BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32, q_len=100, k_len=100)
         BlockMask(100 x 100, blocks of 32, 4 tiles: 3 full + 1 partial (1 distinct), density 30.9 %)
+
+        `layout`: bool tensor or array `[Mq, Mk]`, `[Hq, Mq, Mk]` or `[B, Hq, Mq, Mk]`, one entry per tile. `q_len` and
+        `k_len`, in tokens, default to `Mq * block_q` and `Mk * block_k`. They need not be multiples of the block, but
+        must take exactly `Mq` and `Mk` blocks.
         """
         block_q, block_k = block_pair(block)
         layout = boolean(layout, "layout")
@@ -209,30 +210,7 @@ class BlockMask:
         device: torch.device | str | None = None,
     ) -> BlockMask:
         """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements; or,
-        with `batch` or `heads`, `live(b, h, q_idx, k_idx)`, FlexAttention's `mask_mod`.
-
-        `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
-        with them: it is made of `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`, not of `and`, `or`,
-        `not`, `min`, `max` and `if`, nor of chained comparisons as `0 <= q - k < 64`. It is evaluated tile by tile, on
-        about 2 million scores at a time, never on the whole `N x N` matrix: memory is bounded, time is in proportion to
-        the tiles looked at. `k_len` defaults to `q_len`.
-
-        `batch`, `heads`: for how many batch elements and heads to ask a rule of four arguments, 1 by default: the mask
-        is then the same for all of them. It gets their numbers as int64 tensors without dimensions, is asked for each
-        (once for all heads if it does not look at `h`, likewise of `b`), and equal patterns are stored once. A rule
-        that can be called with two arguments or four (`*args`, or a function of C, whose signature is unknown) gets
-        four if `batch` or `heads` is given. One that does not broadcast: `interop.from_flex`.
-
-        `candidates` limits which tiles are looked at: a bool block layout `[Mq, Mk]`, a function of broadcastable
-        block indices `(i, j)` that returns bools (asked about every tile), or a list of tiles `(rows, cols)`, two int
-        tensors `[E]` in any order, each tile once, which makes time go with the live tiles alone. A tile that is no
-        candidate is dead whatever `live` says of it: that the candidates cover every live score is the caller's
-        contract, and is not checked.
-
-        `device`: where the positions lie, and so where `live` runs and the mask is built; the CPU by default.
-
-        In what `torch.compile` compiles `live` may refer to numbers that are the same at every call, not to tensors nor
-        to their sizes, unless through `operator.index` ("failed to convert closure cell to Python constant").
+        with `batch` or `heads`, of `live(b, h, q_idx, k_idx)`, FlexAttention's `mask_mod`.
 
         >>> BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
         BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
@@ -245,6 +223,30 @@ class BlockMask:
         >>> BlockMask.from_function(mask_mod, 256, heads=4, block=64)
         BlockMask(256 x 256, blocks of 64, 26 tiles: 9 full + 17 partial (2 distinct), density 40 %,
         3 patterns for 1 x 4 (batch x heads))
+
+        `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
+        with them. So write it with `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`; `and`, `or`,
+        `not`, `min`, `max`, `if` and chained comparisons such as `0 <= q - k < 64` do not work on tensors. It is
+        evaluated on about 2 million scores at a time, never on the whole `N x N` matrix, so memory is bounded and time
+        is proportional to the number of tiles evaluated. `k_len` defaults to `q_len`.
+
+        `batch`, `heads`: the number of batch elements and heads to evaluate a four-argument rule for. The default 1
+        gives one mask for all of them. The rule gets b and h as int64 tensors without dimensions. It is evaluated for
+        each pair, or once for all heads if it does not use `h`, and likewise for `b`; equal patterns are stored once. A
+        rule that accepts two or four arguments (`*args`, or a C function, whose signature is unknown) gets four if
+        `batch` or `heads` is given. For a rule that does not broadcast use `interop.from_flex`.
+
+        `candidates` limits the tiles that are evaluated. It is a bool block layout `[Mq, Mk]`; or a function of
+        broadcastable block indices `(i, j)` that returns bools, called for every tile; or a list of tiles `(rows,
+        cols)`, two int tensors `[E]` in any order without duplicates, which makes the time proportional to E. A tile
+        that is not a candidate is dead, whatever `live` says. The candidates must cover every live score; this is not
+        checked.
+
+        `device`: where the positions are made, `live` runs and the mask is built; the CPU by default.
+
+        In code compiled by `torch.compile`, `live` may refer only to numbers that are the same at every call. A tensor,
+        or the size of one, fails with "failed to convert closure cell to Python constant"; pass a size through
+        `operator.index`.
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
@@ -269,16 +271,7 @@ class BlockMask:
         tile: Any = None,
         live: Any = None,
     ) -> BlockMask:
-        """The mask of a list of tiles, in any order, each at most once: what pattern builders use.
-
-        `rows`, `cols`: integers `[E]`, block row and block column: tensors, arrays or lists. `tile`: integers `[E]`, 0
-        for a full tile, t > 0 for the scores `live[t - 1]`. `live`: bool tensor or array `[T, block_q, block_k]`, need
-        be neither distinct nor partial. Without `tile` entry e has the scores `live[e]`, of which there are then E;
-        without both all tiles are full. Scores past the ends are dropped. Takes time and memory in proportion to E and
-        to `live`.
-
-        Raises TypeError for what is not of integers (`live`: not boolean), ValueError if a tile is out of range or
-        listed twice, or the shapes do not fit.
+        """The mask of a list of tiles, in any order and without duplicates; pattern builders use it.
 
         >>> i = torch.arange(8192)
         >>> BlockMask.from_tiles(i, i, 1_048_576)
@@ -286,6 +279,15 @@ class BlockMask:
         >>> triangle = torch.ones(64, 64, dtype=torch.bool).tril()
         >>> BlockMask.from_tiles([0, 1, 1], [0, 0, 1], 128, block=64, tile=[1, 0, 1], live=triangle[None])
         BlockMask(128 x 128, blocks of 64, 3 tiles: 1 full + 2 partial (1 distinct), density 50.4 %)
+
+        `rows`, `cols`: the block row and block column of each tile, integers `[E]`: tensors, arrays or lists. `live`:
+        bool tensor or array `[T, block_q, block_k]`; its entries need not be distinct or partial. `tile`: integers
+        `[E]`, 0 for a full tile, t > 0 for a tile with the scores `live[t - 1]`. Without `tile`, tile e has the scores
+        `live[e]`, and T must be E; without both, all tiles are full. Scores past the ends are dropped. Time and memory
+        are proportional to E and to the size of `live`.
+
+        Raises TypeError if `rows`, `cols` or `tile` are not integers or `live` is not boolean, ValueError if a tile is
+        out of range or listed twice, or if the shapes do not fit together.
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
@@ -299,7 +301,7 @@ class BlockMask:
         if tile is None:
             if len(live) != len(rows):
                 raise ValueError(
-                    f"live must have one entry a tile, {len(rows)}, unless tile says which tile has which; got "
+                    f"live must have one entry per tile, {len(rows)}, unless tile is given to assign them; got "
                     f"{len(live)}."
                 )
             tile = torch.arange(1, len(rows) + 1, device=rows.device)
@@ -313,7 +315,8 @@ class BlockMask:
     @classmethod
     @constant_when_compiled
     def dense(cls, q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
-        """The mask in which every score is live. `attention(q, k, v)` without a mask is the same, with nothing stored.
+        """The mask in which every score is live. `attention(q, k, v)` without a mask gives the same result and stores
+        nothing.
 
         >>> BlockMask.dense(300, 200, block=128)
         BlockMask(300 x 200, blocks of 128, 6 tiles: 2 full + 4 partial (3 distinct), density 100 %)
@@ -342,28 +345,31 @@ class BlockMask:
         >>> mask.to_dense()[:, 0].sum(-1).tolist()
         [[4, 4, 4], [2, 2, 2]]
 
-        `lengths` cuts queries and keys at one number, each counted from its own start; `q_lengths` and `k_lengths` cut
-        one side each, and a side that is not given stays whole. Each is an integer tensor `[B]` on the mask's device,
-        in tokens; values are clamped to `0 .. q_len` and `0 .. k_len`. Replaces lengths given before. Asks the device
-        nothing and shares the arrays and everything derived from them, so it is cheap enough for every training step.
-        Kernels skip the blocks past the end. A list of ints does as well, but is copied to the device first, for which
-        the CPU waits. A single length makes a mask of one batch element, which serves any number of them, as a shared
-        pattern does.
+        `lengths` applies one number to queries and keys, each counted from its own start. `q_lengths` and `k_lengths`
+        set the two sides separately; a side that is not given stays whole. Each is an integer tensor `[B]` on the
+        mask's device, in tokens; values are clamped to `0 .. q_len` and `0 .. k_len`. Any lengths set before are
+        replaced. A single length makes a mask of one batch element, which serves any batch size, as a shared pattern
+        does.
 
-        Lengths move no diagonal: that of a causal mask stays aligned at the bottom right of `q_len x k_len`. Four new
-        tokens behind caches that hold, with them, 10 and 6 tokens, in a buffer of ten, are masks of their own:
+        The call does not synchronise with the device, and the new mask shares the arrays and everything derived from
+        them, so it is cheap enough for every training step; kernels skip the blocks past the end. A list of ints is
+        accepted too, but is first copied to the device, and the CPU waits for that copy.
+
+        Lengths do not move the diagonal: that of a causal mask stays aligned at the bottom right of `q_len x k_len`.
+        For four new tokens behind caches that hold, with them, 10 and 6 tokens in a buffer of ten, build one mask per
+        sequence:
 
         >>> from sparseflash import masks
         >>> mask = masks.per_batch([masks.causal(4, 10, offset=length - 4) for length in (10, 6)])
         >>> mask.to_dense()[:, 0].sum(-1).tolist()
         [[7, 8, 9, 10], [3, 4, 5, 6]]
 
-        Raises TypeError for what is not of integers or for `lengths` beside one of the others, ValueError for another
-        shape, device or batch size.
+        Raises TypeError for lengths that are not integers or for `lengths` together with one of the others, ValueError
+        for a wrong shape, device or batch size.
         """
         if lengths is not None:
             if q_lengths is not None or k_lengths is not None:
-                raise TypeError("lengths must be given alone: it is short for q_lengths and k_lengths of one number.")
+                raise TypeError("lengths must be given alone: it sets q_lengths and k_lengths to the same numbers.")
             lengths = self._checked_lengths(lengths, "lengths")
             if self.q_len == self.k_len:
                 lengths = lengths.clamp(0, self.q_len).to(torch.int32)
@@ -372,16 +378,18 @@ class BlockMask:
         q = None if q_lengths is None else self._checked_lengths(q_lengths, "q_lengths").clamp(0, self.q_len)
         k = None if k_lengths is None else self._checked_lengths(k_lengths, "k_lengths").clamp(0, self.k_len)
         if q is None and k is None:
-            raise TypeError("with_lengths must be given lengths, or q_lengths, or k_lengths; got none of them.")
+            raise TypeError("with_lengths must be given lengths, q_lengths or k_lengths; got none of them.")
         q = torch.full_like(k, self.q_len) if q is None and k is not None else q
         k = torch.full_like(q, self.k_len) if k is None and q is not None else k
         if q is None or k is None or q.shape != k.shape:
             got = [None if x is None else list(x.shape) for x in (q, k)]
-            raise ValueError(f"q_lengths and k_lengths must be of one batch size; got {got[0]} and {got[1]}.")
+            raise ValueError(f"q_lengths and k_lengths must have one batch size; got {got[0]} and {got[1]}.")
         return self._padded(torch.stack([q, k]).to(torch.int32))
 
     def _checked_lengths(self, lengths: Lengths, name: str) -> Tensor:
-        """int64, because small integer types can hold neither the bounds nor, some of them, be clamped at all."""
+        """Lengths as int64 unless they are int32: smaller integer types may not hold the bounds, and some cannot be
+        clamped.
+        """
         if not (isinstance(lengths, Tensor) and lengths.dtype == torch.int32):
             lengths = integer_tensor(lengths, name, self.device)
         batch = self.pattern.shape[0]
@@ -393,9 +401,9 @@ class BlockMask:
         return lengths
 
     def _padded(self, lengths: Tensor | None) -> BlockMask:
-        """The same mask with these lengths, int32 `[2, B]`, or none, and with the same cache.
+        """The same mask and cache with these lengths, int32 `[2, B]` or None.
 
-        Not through the constructor, whose checks have been made and would take longer than all else at every step.
+        Bypasses the constructor: its checks have been made, and repeating them would dominate the cost at every step.
         """
         mask = object.__new__(BlockMask)
         for name in (*_FIELDS, "words"):
@@ -409,11 +417,11 @@ class BlockMask:
     ) -> BlockMask:
         return cls(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, batch, heads))
 
-    # ------------------------------------------------------------------ what it is
+    # properties and comparison
 
     @property
     def device(self) -> torch.device:
-        """Where the arrays lie."""
+        """The device of the arrays."""
         return self.indices.device
 
     @property
@@ -424,26 +432,26 @@ class BlockMask:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """`(Mq, Mk)`: block rows and block columns."""
+        """`(Mq, Mk)`: the number of block rows and of block columns."""
         return -(-self.q_len // self.block_q), -(-self.k_len // self.block_k)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays. What is derived from them later, such as the transpose and plans, is not counted."""
+        """Bytes of the arrays, without what is derived from them later, such as the transpose and plans."""
         return sum(a.numel() * a.element_size() for a in self._arrays() if a is not None)
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """The transpose: `(indptr [P * Mk + 1], indices [nnz], tile [nnz])` of the block columns, all int32.
 
-        The tiles themselves are not transposed: `bits[tile - 1]` still has queries as rows. Derived once and kept.
-        Those of a dynamic mask have as much room as its rows.
+        The tiles themselves are not transposed: `bits[tile - 1]` still has queries as rows. Computed once and cached.
+        For a dynamic mask the arrays are as long as those of its rows.
         """
         return columns_of(self.indptr, self.indices, self.tile, *self.blocks)
 
     @property
     def T(self) -> BlockMask:
-        """`transpose()`: the mask with queries and keys exchanged, as of an array.
+        """`transpose()`: the mask with queries and keys exchanged.
 
         >>> BlockMask.dense(100, 60, block=16).T.shape
         (1, 1, 60, 100)
@@ -452,8 +460,8 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """Share of live scores, averaged over heads and batch elements (1.0 for dense), `lengths` honoured."""
-        if self.lengths is not None:  # which are no part of what the cache is kept with
+        """The share of live scores, averaged over heads and batch elements (1.0 for dense); padding counts as dead."""
+        if self.lengths is not None:  # the cache is shared by masks that differ only in their lengths
             return live_scores(self) / (self.q_len * self.k_len)
         cache = mask_cache(self.indices)
         if "density" not in cache:
@@ -461,7 +469,7 @@ class BlockMask:
         return float(cache["density"])
 
     def __repr__(self) -> str:
-        is_meta = self.device.type == "meta"  # then there is nothing to count
+        is_meta = self.device.type == "meta"  # a meta tensor has no contents to count
         if self.dynamic and not is_meta:
             return f"{repr(self.canonical())[:-1]}, dynamic)"
         block = f"{self.block_q}" if self.block_q == self.block_k else f"{self.block_q} x {self.block_k}"
@@ -515,7 +523,7 @@ class BlockMask:
         return hash((self._numbers(), cache["digest"], lengths))
 
     def _others(self) -> tuple[Any, ...]:
-        """What, with the indices, decides everything that is derived: all but the lengths of sequences."""
+        """Everything, besides the indices, that the cached derivatives depend on: all fields but the lengths."""
         return *self._numbers(), self.dynamic, self.indptr, self.tile, self.bits, self.pattern
 
     def _numbers(self) -> tuple[int, int, int, int]:
@@ -531,19 +539,20 @@ class BlockMask:
         return self  # immutable: copying a model shares its masks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what was derived from the arrays, and without the unused capacity of a dynamic mask. The memory is the
-        # mask's own: to start a process PyTorch passes file descriptors, and a copy's would be closed by then.
+        # Leaves out the cache and the unused capacity of a dynamic mask. Each array is pickled in memory that lives as
+        # long as the mask: to pass tensors to a child process PyTorch hands over file descriptors, and those of a
+        # temporary copy would be closed by then.
         mask = self.canonical() if self.dynamic else self
         arrays = tuple(None if a is None else _alone(mask.indices, a) for a in mask._arrays())
         return BlockMask, (*self._numbers(), *arrays)
 
-    # ------------------------------------------------------------------ what one does with it
+    # operations
 
     @constant_if_its_mask_is
     def to(self, device: torch.device | str) -> BlockMask:
-        """The mask on another device; itself if it is there already."""
+        """The mask on another device; itself if it is already there."""
         device = torch.device(device)
-        if device == torch.device("cuda"):  # the current one
+        if device == torch.device("cuda"):  # the current device
             device = torch.device("cuda", torch.cuda.current_device())
         if device == self.device:
             return self
@@ -557,19 +566,20 @@ class BlockMask:
         return mask
 
     def canonical(self) -> BlockMask:
-        """The mask with the same live scores whose arrays keep all rules; itself, unless it is `dynamic`.
-
-        Waits for the device. Derived once and kept, so comparing, hashing and printing a dynamic mask pay once.
-
-        Raises ValueError on the meta device, and so does all that looks at the contents: the algebra, `==`, `hash`.
+        """The canonical mask with the same live scores; itself unless it is `dynamic`.
 
         >>> scores = torch.tensor([[0.9, 0.0, 0.0], [0.2, 0.8, 0.0], [0.1, -torch.inf, -torch.inf]])
         >>> from sparseflash import masks
         >>> chosen = masks.top_k_blocks(scores, k=2, q_len=96, block=32, causal=True)
-        >>> chosen.indptr.tolist(), chosen.indices.tolist()  # room for five tiles, the last of which it does not need
+        >>> chosen.indptr.tolist(), chosen.indices.tolist()  # capacity for five tiles, of which four are used
         ([0, 1, 3, 4], [0, 0, 1, 0, 2])
         >>> chosen.canonical().indices.tolist()
         [0, 0, 1, 0]
+
+        Synchronises with the device. Computed once and cached, so comparing, hashing and printing a dynamic mask pay
+        for it once.
+
+        Raises ValueError on the meta device, as does everything that needs the contents: the algebra, `==`, `hash`.
         """
         if self.device.type == "meta":
             raise ValueError("mask must lie on a device that holds its contents; got the meta device, which has none.")
@@ -581,7 +591,9 @@ class BlockMask:
         return mask if self.lengths is None else mask._padded(self.lengths)
 
     def to_dense(self) -> Tensor:
-        """Bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live. For tests, pictures: `N x N` memory."""
+        """Bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live. Takes `N x N` memory: for tests and
+        pictures.
+        """
         (row_blocks, col_blocks), device, patterns = self.blocks, self.device, pattern_count(self)
         dense = torch.zeros(
             patterns * row_blocks, col_blocks, self.block_q, self.block_k, dtype=torch.bool, device=device
@@ -598,7 +610,8 @@ class BlockMask:
         return live
 
     def to_layout(self) -> Tensor:
-        """Bool `[B or 1, Hq or 1, Mq, Mk]`, True where a score of the tile is live: what `from_layout` takes.
+        """Bool `[B or 1, Hq or 1, Mq, Mk]`, True where any score of the tile is live: the format that `from_layout`
+        takes.
 
         >>> layout = torch.eye(4, dtype=torch.bool)
         >>> BlockMask.from_layout(layout, block=32).to_layout()[0, 0].equal(layout)
@@ -619,14 +632,7 @@ class BlockMask:
         batch: int | Iterable[int] | None = None,
         ascii: bool = False,
     ) -> str:
-        """A drawing in characters, at most `width` columns wide (the terminal's width by default) under a summary line.
-
-        Queries run down, keys to the right, a cell two columns wide. Where there are more tiles than fit, a cell is a
-        square of 2 x 2, 4 x 4, ... tiles with their exact mean, from the list of tiles. `█`: nothing but full tiles;
-        `▓`, `▒`, `░`: at least 2/3, at least 1/3, less than 1/3 of the scores live; `·`: none. `ascii` draws with
-        `#*+-.` instead. `heads` and `batch` choose by number; each different pattern is drawn once, at most 16 of them.
-
-        Raises ValueError if width is below 2, or a head or batch element out of range.
+        """A drawing in characters under a summary line, at most `width` columns wide (by default the terminal's width).
 
         >>> print(BlockMask.from_function(lambda q, k: k <= q, 500, block=64).to_string(40))
         BlockMask(500 x 500, blocks of 64, 36 tiles: 21 full + 15 partial (3 distinct), density 50.1 %)
@@ -639,6 +645,13 @@ class BlockMask:
         ████████████▒▒··
         ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▒▒
         █ full  ▓▒░ partly live: 2/3, 1/3, less  · empty; a cell is 64 x 64 tokens
+
+        Queries run down and keys to the right; a cell is two columns wide. If there are more tiles than fit, a cell is
+        a square of 2 x 2, 4 x 4, ... tiles and shows their exact mean. `█`: only full tiles; `▓`, `▒`, `░`: at least
+        2/3, at least 1/3, less than 1/3 of the scores live; `·`: none. `ascii` draws with `#*+-.` instead. `heads` and
+        `batch` select by index; each distinct pattern is drawn once, at most 16 of them.
+
+        Raises ValueError if width is below 2, or a head or batch element is out of range.
         """
         from sparseflash.draw.text import to_string
 
@@ -666,51 +679,52 @@ class BlockMask:
         cells: int = 512,
         legend: bool = True,
     ) -> Figure | Axes:
-        """A picture by matplotlib: queries down, keys to the right, both in tokens.
-
-        Without `ax`, returns a new Figure with a panel for each different pattern (at most 16 of them) of the chosen
-        `heads` and `batch` elements, all by default. It belongs to no window and no pyplot state; save it with
-        `figure.savefig("mask.png")`. With `ax`, draws the one pattern chosen there and returns `ax`:
-        `mask.plot(plt.gca())`.
-
-        Full tiles are blue, partial ones orange and paler the fewer of their scores are live. Where there are more
-        than `cells` tiles a side, one cell shows a square of 2 x 2, 4 x 4, ... of them, tinted by the exact share of
-        live scores and with a hue in between where full and partial tiles meet; time goes with the live tiles, so a
-        million tokens are no trouble. `elements=True` draws every single score instead (the default up to 256 tokens;
-        possible up to 4096).
-
-        Needs the extra `plot`. Raises ImportError without matplotlib; ValueError for several patterns on one `ax`, a
-        head or batch element out of range, or `elements` of a long mask.
+        """A matplotlib picture: queries down, keys to the right, both in tokens.
 
         >>> figure = BlockMask.dense(4096).plot()
         >>> figure.axes[0].get_xlabel(), figure.axes[0].get_title()
         ('key (token)', '100 % live')
+
+        Without `ax`, returns a new Figure with a panel for each distinct pattern (at most 16) of the selected `heads`
+        and `batch` elements, all by default. The figure is not registered with pyplot and opens no window; save it with
+        `figure.savefig("mask.png")`. With `ax`, draws the one selected pattern there and returns `ax`:
+        `mask.plot(plt.gca())`.
+
+        Full tiles are blue. Partial tiles are orange, and paler the fewer of their scores are live. If there are more
+        than `cells` tiles on a side, one cell shows a square of 2 x 2, 4 x 4, ... tiles, tinted by the exact share of
+        live scores and with a hue between the two where full and partial tiles meet. Time is proportional to the live
+        tiles, so a million tokens are fine. `elements=True` draws every single score instead (the default up to 256
+        tokens, possible up to 4096).
+
+        Needs the extra `plot`. Raises ImportError without matplotlib; ValueError for several patterns on one `ax`, a
+        head or batch element out of range, or `elements` for a mask that is too long.
         """
         from sparseflash.draw.figure import plot
 
         return plot(self.canonical(), ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
 
     def _repr_html_(self) -> str:
-        """The summary line and a small drawing, for notebooks; at most 64 KB, and needs no matplotlib."""
+        """The summary line and a small drawing, for notebooks: at most 64 KB, without matplotlib."""
         from sparseflash.draw.html import to_html
 
         return to_html(self.canonical())
 
     @constant_when_compiled
     def __and__(self, other: BlockMask) -> BlockMask:
-        """`a & b`: the scores live in both.
-
-        The masks need equal `q_len`, `k_len` and device; batch sizes and heads broadcast; with different blocks both
-        are cut to the finer one in each of the two dimensions. Padding stays padding: the smaller length of the two
-        holds. Takes time and memory in proportion to the tiles of the sparser mask, and touches bits once a distinct
-        pair of tiles; `|` and `^` go with the tiles of both, `-` with those of the left one.
-
-        Raises ValueError for masks that do not fit together. The same holds of `|`, `^` and `-`.
+        """`a & b`: the scores that are live in both.
 
         >>> from sparseflash import masks
         >>> both = masks.local(256, window=65, block=32) & masks.causal(256, block=32)
         >>> both == masks.local(256, window=33, causal=True, block=32)
         True
+
+        The masks must have equal `q_len`, `k_len` and device; batch sizes and heads broadcast. If the blocks differ,
+        both masks are cut to the finer one in each dimension. Padding stays padding: the smaller of the two lengths
+        applies. Time and memory are proportional to the tiles of the sparser mask (for `|` and `^` of both, for `-` of
+        the left one), and bits are combined once per distinct pair of tiles.
+
+        Raises ValueError for masks that do not fit together. All of this holds for `|`, `^` and `-` too, except for
+        lengths.
         """
         from sparseflash.blockmask.ops.boolean import intersection
 
@@ -718,13 +732,13 @@ class BlockMask:
 
     @constant_when_compiled
     def __or__(self, other: BlockMask) -> BlockMask:
-        """`a | b`: the scores live in either. See `&`.
-
-        Equal lengths stay lengths; different ones are written into the tiles first (`bake_lengths`).
+        """`a | b`: the scores that are live in either. See `&`.
 
         >>> from sparseflash import masks
         >>> masks.local(4096, window=256) | masks.butterfly(4096)
         BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distinct), density 20.2 %)
+
+        Equal lengths stay lengths; different ones are first written into the tiles (`bake_lengths`).
         """
         from sparseflash.blockmask.ops.boolean import union
 
@@ -732,7 +746,7 @@ class BlockMask:
 
     @constant_when_compiled
     def __xor__(self, other: BlockMask) -> BlockMask:
-        """`a ^ b`: the scores live in just one. See `&`, and of lengths `|`.
+        """`a ^ b`: the scores that are live in exactly one. See `&`, and `|` for lengths.
 
         >>> from sparseflash import masks
         >>> (masks.causal(64, block=32) ^ masks.causal(64, block=32)).density
@@ -744,15 +758,15 @@ class BlockMask:
 
     @constant_when_compiled
     def __sub__(self, other: BlockMask) -> BlockMask:
-        """`a - b`: the scores live in a and not in b, `a & ~b` without making `~b`. See `&`.
-
-        The lengths of a stay lengths. Those of b are written into its tiles first, unless they are nowhere shorter:
-        what is padding in b is not in b, so it stays live.
+        """`a - b`: the scores that are live in a but not in b, that is `a & ~b` without building `~b`. See `&`.
 
         >>> from sparseflash import masks
         >>> masks.causal(100, block=32) - masks.local(100, window=8, causal=True, block=32) == BlockMask.from_function(
         ...     lambda q, k: k <= q - 8, 100, block=32)
         True
+
+        The lengths of a stay lengths. Those of b are first written into its tiles, unless none is shorter than a's: a
+        score that is padding in b is not live in b, so it stays live.
         """
         from sparseflash.blockmask.ops.boolean import difference
 
@@ -760,15 +774,15 @@ class BlockMask:
 
     @constant_when_compiled
     def __invert__(self) -> BlockMask:
-        """`~a`: the scores that are dead in a; the opposite of every entry of `to_dense()`.
-
-        So padding is live in it, and has to be written into the tiles first (`bake_lengths`). What lies past `q_len`
-        and `k_len` does not exist and stays dead. The complement of a sparse mask is dense: it takes time and memory in
-        proportion to all `Mq * Mk` tiles. For `a & ~b` say `a - b`.
+        """`~a`: the scores that are dead in a; the negation of `to_dense()`.
 
         >>> from sparseflash import masks
         >>> ~masks.causal(256, block=64) == BlockMask.from_function(lambda q, k: k > q, 256, block=64)
         True
+
+        Padding becomes live, so lengths are first written into the tiles (`bake_lengths`). Positions past `q_len` and
+        `k_len` do not exist and stay dead. The complement of a sparse mask is dense: time and memory are proportional
+        to all `Mq * Mk` tiles. For `a & ~b` write `a - b`.
         """
         from sparseflash.blockmask.ops.boolean import complement
 
@@ -776,17 +790,18 @@ class BlockMask:
 
     @constant_when_compiled
     def reblock(self, block: Block) -> BlockMask:
-        """The same live scores in tiles of another size, finer or coarser in each dimension; itself if it has it.
-
-        `block`: tokens a tile, a power of two from 16 to 256, or `(block_q, block_k)`. Lengths stay. Finer tiles skip
-        more, coarser ones are fewer; no score changes. Takes time and memory in proportion to the tiles before and
-        after.
+        """The same live scores in tiles of another size, finer or coarser in each dimension; itself if the size is the
+        same.
 
         >>> from sparseflash import masks
         >>> masks.local(1024, window=64, block=64).reblock(128)
         BlockMask(1024 x 1024, blocks of 128, 22 tiles: 0 full + 22 partial (3 distinct), density 6.25 %)
         >>> masks.local(1024, window=64, block=64).reblock(128) == masks.local(1024, window=64, block=128)
         True
+
+        `block`: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`. Finer tiles let kernels skip
+        more, coarser tiles are fewer; the live scores and the lengths are unchanged. Time and memory are proportional
+        to the tiles before and after.
         """
         from sparseflash.blockmask.ops.reblock import reblock
 
@@ -796,19 +811,20 @@ class BlockMask:
     def crop(self, *, q: Sequence[int | None] | None = None, k: Sequence[int | None] | None = None) -> BlockMask:
         """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
 
-        `q`, `k`: `(start, stop)` in tokens, any with `0 <= start < stop <= length`; None for a bound is that end of the
-        sequence, None for a range all of it. Negative numbers do not count from the end: they are refused. A start that
-        is a multiple of the block moves tiles only; any other shifts bits, once a distinct pair of neighbours. Lengths
-        are shifted if both ranges start at one token, else written into the tiles (`bake_lengths`). Takes time and
-        memory in proportion to the tiles of the chosen queries.
-
-        Raises ValueError for an empty range or one that leaves the mask, TypeError for what is no pair of integers.
-
         >>> from sparseflash import masks
         >>> masks.causal(1000, block=64).crop(q=(900, 1000)) == masks.causal(100, 1000, block=64)
         True
         >>> masks.local(1000, window=5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, window=5, block=32)
         True
+
+        `q`, `k`: `(start, stop)` in tokens with `0 <= start < stop <= length`. None in place of a bound means that end
+        of the sequence; None in place of a range means all of it. Negative numbers are refused; they do not count from
+        the end. If the start is a multiple of the block only tiles move; otherwise bits are shifted, once per distinct
+        pair of neighbours. Lengths are reduced by the starts. Time and memory are proportional to the tiles of the
+        selected queries.
+
+        Raises ValueError for an empty range or one that exceeds the mask, TypeError for anything but a pair of
+        integers.
         """
         from sparseflash.blockmask.ops.crop import crop
 
@@ -818,13 +834,6 @@ class BlockMask:
     def select(self, *, batch: Any = None, heads: Any = None) -> BlockMask:
         """The mask of some batch elements and some heads: `to_dense()[batch][:, heads]`.
 
-        What a rank of a tensor-parallel model, a micro-batch or the last, smaller batch needs. `batch`, `heads`: a
-        slice, a number, or several (a list, a tensor or an array) in any order; None: all. Negative numbers are
-        refused. A mask that is the same for all heads, or all batch elements, stays so, whatever is chosen of them.
-        Lengths are chosen with the batch elements. Takes time in proportion to the tiles of what is chosen.
-
-        Raises ValueError where nothing is chosen or something that the mask lacks, TypeError for what is no number.
-
         >>> from sparseflash import masks
         >>> local, causal = masks.local(256, window=64, block=64), masks.causal(256, block=64)
         >>> mask = masks.per_head([local, local, causal, causal])
@@ -832,6 +841,14 @@ class BlockMask:
         True
         >>> mask.with_lengths([256, 100, 7]).select(batch=[1, 2]) == mask.with_lengths([100, 7])
         True
+
+        Use it for a rank of a tensor-parallel model, a micro-batch, or the smaller last batch. `batch`, `heads`: an
+        index, a slice, or several indices (a list, tensor or array) in any order; None: all. Negative indices are
+        refused. A mask that is shared by all heads, or by all batch elements, stays shared. Lengths follow the batch
+        elements. Time is proportional to the tiles of the selection.
+
+        Raises ValueError for an empty selection or an index out of range, TypeError for an index that is not an
+        integer.
         """
         from sparseflash.blockmask.ops.select import select
 
@@ -841,25 +858,25 @@ class BlockMask:
     def permute(self, order: Any = None, *, q: Any = None, k: Any = None) -> BlockMask:
         """The mask for tokens in another order: new token t is old token `order[t]`, on both sides.
 
-        So with `order` applied to q, k and v, `q[:, :, order]` and so on, attention through `mask.permute(order)` is
-        the old result in the new order. `order`: a permutation of the tokens, an integer tensor, array or list `[N]`.
-        `q` and `k` give each side an order of its own (`[q_len]`, `[k_len]`), or one side alone:
-        `to_dense()[:, :, q][..., k]`.
-
-        An order that moves whole blocks moves tiles only; any other makes the bits of each tile anew, in time in
-        proportion to the queries and keys of the live tiles, and may scatter them over many more. Lengths are written
-        into the tiles first (`bake_lengths`), because the padding is not at the end any more.
-
-        Raises ValueError for what is no permutation of the tokens, TypeError for one that is not of integers.
-
         >>> mask = BlockMask.from_function(lambda q, k: q % 4 == k % 4, 1024, block=64)  # a stride: no tile is full
-        >>> order = torch.arange(1024).reshape(256, 4).T.flatten()  # tokens of one remainder side by side
+        >>> order = torch.arange(1024).reshape(256, 4).T.flatten()  # groups the tokens by their remainder mod 4
         >>> mask
         BlockMask(1024 x 1024, blocks of 64, 256 tiles: 0 full + 256 partial (1 distinct), density 25 %)
         >>> mask.permute(order)
         BlockMask(1024 x 1024, blocks of 64, 64 tiles: 64 full + 0 partial, density 25 %)
         >>> mask.permute(order).permute(order.argsort()) == mask
         True
+
+        So with q, k and v in the same order, `q[:, :, order]` and so on, attention with `mask.permute(order)` gives the
+        old result in the new order. `order`: a permutation of the tokens, an integer tensor, array or list `[N]`. `q`
+        and `k` give each side its own order (`[q_len]`, `[k_len]`), or permute one side alone: `to_dense()[:, :,
+        q][..., k]`.
+
+        An order that moves whole blocks only moves tiles. Any other rebuilds the bits of each tile, in time
+        proportional to the queries and keys of the live tiles, and may scatter the live scores over many more tiles.
+        Lengths are first written into the tiles (`bake_lengths`), because the padding is no longer at the end.
+
+        Raises ValueError if `order` is not a permutation of the tokens, TypeError if it is not of integers.
         """
         from sparseflash.blockmask.ops.permute import permute
 
@@ -869,14 +886,13 @@ class BlockMask:
     def transpose(self) -> BlockMask:
         """The mask with queries and keys exchanged: `to_dense().transpose(-1, -2)`. Twice is the identity.
 
-        The blocks are exchanged too. Lengths stay: they hold of queries and keys alike. `columns` lists the same tiles
-        without transposing their bits.
-
         >>> mask = BlockMask.from_function(lambda q, k: k <= q, 100, 60, block=(32, 16))
         >>> mask.transpose()
         BlockMask(60 x 100, blocks of 16 x 32, 14 tiles: 5 full + 9 partial (6 distinct), density 70.5 %)
         >>> mask.transpose().transpose() == mask
         True
+
+        Block sizes and lengths are exchanged too. `columns` lists the same tiles without transposing their bits.
         """
         from sparseflash.blockmask.ops.transpose import transpose
 
@@ -884,34 +900,36 @@ class BlockMask:
 
     @constant_when_compiled
     def bake_lengths(self) -> BlockMask:
-        """The same mask with its padding written into the tiles, and no `lengths` any more; itself if it has none.
-
-        Every `(pattern, length)` that occurs becomes a pattern, so up to B times the tiles. For what knows no lengths:
-        an export, a comparison of live scores. Reads the lengths, so it waits for the device.
-
-        Raises ValueError if the lengths are of no sequence at all.
+        """The same mask with its padding written into the tiles and no `lengths`; itself if it has none.
 
         >>> padded = BlockMask.dense(64, block=32).with_lengths(torch.tensor([40, 64]))
         >>> padded.bake_lengths()  # doctest: +ELLIPSIS
         BlockMask(64 x 64, blocks of 32, 8 tiles: 5 full + 3 partial (3 distinct), ... 2 patterns for 2 x 1 ...)
         >>> torch.equal(padded.bake_lengths().to_dense(), padded.to_dense())
         True
+
+        For uses that cannot handle lengths: an export, a comparison of live scores. Every distinct pair of a pattern
+        and its lengths becomes a pattern, so there may be up to B times as many tiles. Reads the lengths, so it
+        synchronises with the device.
+
+        Raises ValueError if the lengths are those of no sequence at all (B = 0).
         """
         from sparseflash.blockmask.ops.padding import bake_lengths
 
         return bake_lengths(self.canonical())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the mask to one file: an uncompressed npz (no pickle) with a version, the same bytes for equal masks.
-
-        `path` is taken as given: no extension is added. The file appears whole or not at all (it is written beside its
-        place and renamed), and replaces one that is there. Raises OSError with the path if it cannot be written.
+        """Writes the mask to one file: an uncompressed npz (no pickle) with a format version. Equal masks give equal
+        bytes.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     BlockMask.dense(100).save(f"{folder}/dense.mask")
         ...     BlockMask.load(f"{folder}/dense.mask") == BlockMask.dense(100)
         True
+
+        No extension is added to `path`. The write is atomic (a temporary file in the same folder is renamed), and an
+        existing file is replaced. Raises OSError, with the path, if the file cannot be written.
         """
         from sparseflash.blockmask.serialization import save
 
@@ -919,36 +937,47 @@ class BlockMask:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> BlockMask:
-        """The mask that `save` wrote to a file, checked whole: a damaged or hostile file is an error, never a mask.
+        """Reads a mask that `save` wrote and validates all of it: a damaged or malicious file raises an error.
 
-        `device`: where to put it; the CPU by default. Memory is in proportion to the file's size, whatever the file
-        says of itself. Raises ValueError for contents that are not an undamaged mask, OSError for a file that cannot
-        be read; both name the path.
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     BlockMask.dense(100).save(f"{folder}/dense.mask")
+        ...     BlockMask.load(f"{folder}/dense.mask")
+        BlockMask(100 x 100, blocks of 128, 1 tile: 0 full + 1 partial (1 distinct), density 100 %)
+
+        `device`: where to put it; the CPU by default. Memory is proportional to the actual size of the file, whatever
+        its headers claim. Raises ValueError if the contents are not an intact mask, OSError if the file cannot be read;
+        both name the path.
         """
         from sparseflash.blockmask.serialization import load
 
         return load(path, device=device)
 
     def validate(self) -> BlockMask:
-        """Checks every invariant of the arrays, in O(nnz + T) and with host synchronisation; returns the mask.
+        """Checks every invariant of the arrays and returns the mask.
 
-        Raises ValueError that names the first invariant broken: a mask from an unknown source that passes is safe to
-        run (no index out of range) and canonical (`==` and `hash` mean what they say); a dynamic one is safe to run.
+        >>> BlockMask.dense(100).validate().density
+        1.0
+
+        Takes O(nnz + T) time and synchronises with the device. Raises ValueError naming the first broken invariant. A
+        mask from an unknown source that passes is safe to run (no index is out of range) and canonical (so `==` and
+        `hash` are meaningful); a dynamic mask that passes is safe to run.
         """
         validate(self)
         return self
 
 
 _FIELDS = tuple(each.name for each in fields(BlockMask))
-_HOST_BYTES = 1 << 20  # of a mask that is kept on the host, too, when it is moved from there
+_HOST_BYTES = 1 << 20  # a mask up to this size keeps its host copy when it is moved to a GPU
 
 
 def _alone(indices: Tensor, array: Tensor) -> Tensor:
-    """An array of a mask without attributes, in memory that is all its own and lives as long as the indices."""
+    """A plain tensor of an array of a mask, in memory that holds nothing else and lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
-    # With the array's memory, whose address would be another's once it is gone; not with the array, which may be the
-    # indices: the cache hangs on them, and would never be freed.
+    # The cache entry holds a reference to the array's memory, so that no other tensor can get the same address and thus
+    # the same key. It must not hold the array itself: that may be the indices tensor, which owns the cache, and the
+    # cycle would never be freed.
     key = ("alone", array.data_ptr(), array.shape, array.stride())
     _, copy = once(mask_cache(indices), key, lambda: (array.detach(), array.clone()))
     return copy.detach()

@@ -1,4 +1,4 @@
-"""From a rule, a function of positions, to the tiles that it makes live: what `BlockMask.from_function` does."""
+"""From a rule, a function of positions, to its live tiles: the implementation of `BlockMask.from_function`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import boolean, check_block_count, integer
 from sparseflash.blockmask.build import SCORES_AT_ONCE, Part, tile_list
 
-_PAIRS_AT_ONCE = 1 << 22  # block pairs a candidate function sees at a time
+_PAIRS_AT_ONCE = 1 << 22  # block pairs passed to a candidate function at a time
 
-# What PyTorch says where Python wants one number of a tensor that has many.
+# What PyTorch's errors say when Python needs a single number but gets a tensor of many.
 _ONE_NUMBER = (
     "Boolean value of Tensor",
     "cannot be converted to Scalar",
@@ -26,7 +26,7 @@ _ONE_NUMBER = (
     "only length-1 arrays can be converted",
 )
 
-Live = Callable[..., Tensor]  # of (q_idx, k_idx), or of (b, h, q_idx, k_idx)
+Live = Callable[..., Tensor]  # takes (q_idx, k_idx) or (b, h, q_idx, k_idx)
 # A block layout, a function of block indices, or a list of tiles: block rows and block columns.
 Candidates = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor, Tensor], Tensor]
 
@@ -41,7 +41,8 @@ def tiles_of_rule(
     candidates: Candidates | None,
     device: torch.device,
 ) -> tuple[list[Part], Tensor]:
-    """The tiles of each pattern that the rule gives, and which of them each batch element and head has, int64 `[B, H]`.
+    """The tiles of each distinct pattern of a rule, and the pattern number of each batch element and head, int64 `[B,
+    H]`.
 
     See `BlockMask.from_function`.
     """
@@ -57,7 +58,7 @@ def tiles_of_rule(
     for i in range(numbers.shape[0]):
         for j in range(numbers.shape[1]):
             part = _tiles(_of(live, b[i], h[j]), q_len, k_len, block, candidates, device)
-            digest = hashlib.blake2b(digest_size=16)  # by which equal patterns are told before the next one is made
+            digest = hashlib.blake2b(digest_size=16)  # recognises equal patterns, so that only one is kept
             for array in part:
                 digest.update(array.cpu().numpy().tobytes() + repr(array.shape).encode())
             numbers[i, j] = number = number_of.setdefault(digest.digest(), len(parts))
@@ -67,20 +68,20 @@ def tiles_of_rule(
 
 
 def takes_numbers(live: Any, batch: int | None, heads: int | None) -> bool:
-    """Whether to ask a rule with the numbers of batch element and head, too."""
+    """Whether to call a rule with the numbers of batch element and head, too."""
     if not callable(live):
         raise TypeError(f"live must be a function of positions (q_idx, k_idx); got {type(live).__name__}.")
     given = batch is not None or heads is not None
     signature, two, four = _arity(live)
     if not two and not four:
         raise TypeError(
-            "live must take two arguments, positions of queries and of keys, or four, the numbers of the batch element "
-            f"and the head before them; got a function of {signature}."
+            "live must take two arguments, the positions of queries and of keys, or four, the numbers of the batch "
+            f"element and the head before them; got a function of {signature}."
         )
     if four and not two and not given:
         raise TypeError(
-            "batch and heads must say for how many batch elements and heads to ask a rule of four arguments (1 for "
-            f"what it does not depend on): from_function(live, q_len, batch=1, heads=8); got a function of {signature}."
+            "batch or heads must be given for a rule of four arguments (1 for one that it does not depend on), as in "
+            f"from_function(live, q_len, batch=1, heads=8); got a function of {signature}."
         )
     if given and not four:
         raise TypeError(
@@ -91,10 +92,10 @@ def takes_numbers(live: Any, batch: int | None, heads: int | None) -> bool:
 
 
 def _arity(live: Any) -> tuple[inspect.Signature | None, bool, bool]:
-    """The signature, and whether it can be called with two arguments, and with four."""
+    """The signature, and whether the rule can be called with two arguments, and with four."""
     try:
         signature = inspect.signature(live)
-    except ValueError:  # of some functions of C nobody knows
+    except ValueError:  # some C functions have no known signature
         return None, True, True
 
     def takes(count: int) -> bool:
@@ -115,7 +116,9 @@ def _at_least_one(value: int | None, name: str) -> int:
 
 
 def _of(live: Any, b: Tensor, h: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The rule of one batch element and head. Their numbers are tensors without dimensions, as FlexAttention's are."""
+    """The rule for one batch element and head, whose numbers it gets as tensors without dimensions, as in
+    FlexAttention.
+    """
 
     def of_positions(q: Tensor, k: Tensor) -> Tensor:
         answer: Tensor = live(b, h, q, k)
@@ -125,9 +128,9 @@ def _of(live: Any, b: Tensor, h: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _reads(live: Any, b: Tensor, h: Tensor) -> tuple[bool, bool]:
-    """Whether the answer depends on the number of the batch element, and of the head, or may do.
+    """Whether the rule's answer may depend on the batch element, and on the head.
 
-    Asked about two of each at once, a rule that does not look at them answers for one.
+    The rule is called once with two of each: if it ignores one of them, its answer has size 1 there.
     """
     if len(b) == len(h) == 1:
         return True, True
@@ -135,7 +138,7 @@ def _reads(live: Any, b: Tensor, h: Tensor) -> tuple[bool, bool]:
     try:
         answer = live(b[:2].view(-1, 1, 1, 1, 1), h[:2].view(-1, 1, 1, 1), place, place)
         shape = (1,) * (5 - answer.ndim) + tuple(answer.shape)
-    except Exception:  # that of a rule which takes one number at a time; others come when it is asked
+    except Exception:  # the rule takes one number at a time; any other error will be raised when it is evaluated
         return True, True
     return shape[0] > 1, shape[1] > 1
 
@@ -174,7 +177,7 @@ def _tiles(
 def _candidate_pairs(
     candidates: Candidates | None, row_blocks: int, col_blocks: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the block rows and columns to look at: a bounded number of block rows at a time, or the list."""
+    """Yields the block rows and columns to evaluate: a bounded number of block rows at a time, or the list."""
     if isinstance(candidates, tuple):
         yield candidates
         return
@@ -192,24 +195,24 @@ def _candidate_pairs(
 
 
 def _answer(rule: Callable[[Tensor, Tensor], Tensor], name: str, q: Tensor, k: Tensor) -> Tensor:
-    """What a rule says of many pairs at once."""
+    """Calls a rule for many pairs at once."""
     try:
         answer = rule(q, k)
     except (RuntimeError, TypeError, ValueError) as error:
         if not any(words in str(error) for words in _ONE_NUMBER):
             raise
         raise TypeError(
-            f"{name} must answer for many pairs at once: with &, | and ~ instead of and, or and not, "
+            f"{name} must answer for many pairs at once. Use &, | and ~ instead of and, or and not, "
             "(0 <= q - k) & (q - k < 64) instead of 0 <= q - k < 64, torch.minimum, torch.maximum and torch.where "
             "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead of "
-            f"lists that are indexed; got a tensor where Python asks for one number ({error})."
+            f"lists that are indexed; got a tensor where Python needs one number ({error})."
         ) from error
     except AttributeError as error:
         if not str(error).startswith("'int' object has no attribute"):
             raise
         raise TypeError(
-            f"{name} must not give a mask_mod plain numbers for the batch element and the head, of which it makes "
-            "tensors, as and_masks does: give the mask_mod itself, from_function(mask_mod, q_len, batch=1, heads=1); "
+            f"{name} must not call a mask_mod with plain numbers for the batch element and the head: and_masks and the "
+            "like need tensors. Pass the mask_mod itself, from_function(mask_mod, q_len, batch=1, heads=1); "
             f"got {error}."
         ) from error
     if answer is None:
@@ -221,11 +224,11 @@ def _evaluate(
     live: Callable[[Tensor, Tensor], Tensor], rows: Tensor, cols: Tensor, q_len: int, k_len: int, block_q: int,
     block_k: int,
 ) -> Part:  # fmt: skip
-    """The tiles of these candidates that have a live score; partial ones stored once."""
+    """The candidates that have a live score, with partial tiles deduplicated."""
     device = rows.device
     q = rows[:, None, None] * block_q + torch.arange(block_q, device=device)[None, :, None]
     k = cols[:, None, None] * block_k + torch.arange(block_k, device=device)[None, None, :]
-    # A predicate that looks something up (a document number, say) must never see a position past the end.
+    # A predicate that looks something up (a document number, say) must not get a position past the end.
     answer = _answer(live, "live", q.clamp(max=q_len - 1), k.clamp(max=k_len - 1))
     shape = (len(rows), block_q, block_k)
     if answer.ndim > 3 or any(n not in (1, m) for n, m in zip(answer.shape[::-1], shape[::-1], strict=False)):

@@ -1,10 +1,10 @@
-"""Masks as files: one uncompressed npz, written atomically, read without trusting a byte of it.
+"""Masks as files: one uncompressed npz, written atomically and validated in full when it is read.
 
-Members, each a NumPy array (so `numpy.load(path)` shows them): `format` and `version`, which say what the file is;
+Members, each a NumPy array (so `numpy.load(path)` shows them): `format` and `version`, which identify the file;
 `numbers`, int64 `[q_len, k_len, block_q, block_k]`; the int32 arrays `indptr`, `indices`, `tile`, `bits`, `pattern`
-and, where the mask has them, `lengths` `[2, B]`; `digest`, BLAKE2b over all of those. Equal masks give equal bytes.
+and, if the mask has them, `lengths` `[2, B]`; `digest`, BLAKE2b over all of those. Equal masks give equal bytes.
 
-Nothing is compressed, so no member can be larger than the file: a hostile header cannot make `load` allocate more.
+Nothing is compressed, so no member can be larger than the file: a malicious header cannot make `load` allocate more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FORMAT = "sparseflash.BlockMask"
 VERSION = 2
-_READABLE = (1, 2)  # files of version 1 have one length for queries and keys
+_READABLE = (1, 2)  # in version 1 one length serves queries and keys
 Path = str | os.PathLike[str]
 
 # Member: dtype and number of dimensions.
@@ -40,7 +40,7 @@ _TAIL = {"digest": ("|u1", 1)}
 _MEMBERS = _HEAD | _ARRAYS | _OPTIONAL | _TAIL
 _DIGEST_BYTES = 32
 
-# The header that NumPy writes for a plain array. Reading just this form leaves nothing to evaluate.
+# The header that NumPy writes for a plain array. Accepting only this form means that nothing is evaluated.
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 _NPY_HEADER = re.compile(rb"\{'descr': '([^']*)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date that a zip file can hold
@@ -51,8 +51,8 @@ def save(mask: BlockMask, path: Path) -> None:
     contents = _contents(mask)
     path = os.fspath(path)
     folder, name = os.path.split(path)
-    # In the same folder, because only a rename inside one file system is atomic. Not from `tempfile`, whose files
-    # only their owner can read, whatever the umask says.
+    # In the same folder, because a rename is atomic only within one file system. `tempfile` would ignore the umask:
+    # only the owner can read its files.
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -73,7 +73,7 @@ def load(path: Path, *, device: torch.device | str | None = None) -> BlockMask:
     from sparseflash.blockmask import BlockMask
 
     path = os.fspath(path)
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block until it has a writer
         kind = errno.EISDIR if os.path.isdir(path) else errno.EINVAL
         raise OSError(kind, "a mask must be loaded from a regular file", path)
     with open(path, "rb") as file:
@@ -109,7 +109,7 @@ def _contents(mask: BlockMask) -> bytes:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             member = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
-            member.create_system, member.external_attr = 3, 0o644 << 16  # as on Unix, wherever it is written
+            member.create_system, member.external_attr = 3, 0o644 << 16  # as on Unix, on every platform
             npy = io.BytesIO()
             np.lib.format.write_array(npy, array, version=(1, 0), allow_pickle=False)
             archive.writestr(member, npy.getvalue())
@@ -117,9 +117,9 @@ def _contents(mask: BlockMask) -> bytes:
 
 
 def _read(file: io.BufferedReader, size: int) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of the file by name, checked for everything but what `BlockMask` itself checks.
+    """The arrays of the file by name, checked for everything that `BlockMask` does not check itself.
 
-    Raises ValueError or OSError, whatever the file holds.
+    Raises nothing but ValueError or OSError, whatever the file holds.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -130,7 +130,7 @@ def _read(file: io.BufferedReader, size: int) -> dict[str, np.ndarray[Any, Any]]
     except (ValueError, OSError):
         raise
     except Exception as error:
-        # zipfile tells of damage by BadZipFile, EOFError, NotImplementedError, RuntimeError, struct.error, ...
+        # zipfile reports damage as BadZipFile, EOFError, NotImplementedError, RuntimeError, struct.error, ...
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if str(arrays["format"]) != FORMAT:
         raise ValueError(f"the format {str(arrays['format'])!r} instead of {FORMAT!r}")
@@ -151,7 +151,7 @@ def _read(file: io.BufferedReader, size: int) -> dict[str, np.ndarray[Any, Any]]
 
 
 def _check_members(members: list[zipfile.ZipInfo], names: list[str], size: int) -> None:
-    """What can be said of the members before any is read."""
+    """The checks that need only the directory of the archive."""
     for member, name in zip(members, names, strict=True):
         if name not in _MEMBERS or member.filename != f"{name}.npy":
             raise ValueError(f"an unknown member {member.filename!r}")
@@ -183,13 +183,13 @@ def _array(name: str, npy: bytes) -> np.ndarray[Any, Any]:
     if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
         raise ValueError(f"a member {name!r} of shape {list(shape)} with {len(data)} bytes")
     array = np.frombuffer(data, dtype=dtype).reshape(shape)
-    return array.astype(array.dtype.newbyteorder("="))  # a copy: PyTorch warns of arrays that it may not write to
+    return array.astype(array.dtype.newbyteorder("="))  # copied: PyTorch warns of read-only arrays
 
 
 def _digest(arrays: dict[str, np.ndarray[Any, Any]]) -> bytes:
     """BLAKE2b over names, shapes and values, in the order of `_MEMBERS`.
 
-    Checksums of the members would not notice that two of them were exchanged.
+    The zip checksums of the members would not reveal that two of them were exchanged.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name, (dtype, _) in _MEMBERS.items():

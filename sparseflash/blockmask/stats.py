@@ -1,4 +1,4 @@
-"""How many patterns a mask has, and how many of its scores are live."""
+"""The number of patterns of a mask, and of its live scores and tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ if TYPE_CHECKING:
 
 
 def pattern_count(mask: BlockMask) -> int:
-    """Number of distinct patterns."""
+    """The number of distinct patterns."""
     return (len(mask.indptr) - 1) // mask.blocks[0]
 
 
 def live_tokens(mask: BlockMask) -> list[tuple[int, int]]:
-    """The number of live queries and of live keys of each batch element; waits for the device if there are lengths."""
+    """The numbers of live queries and live keys of each batch element; synchronises with the device if there are
+    lengths.
+    """
     if mask.lengths is None:
         return [(mask.q_len, mask.k_len)] * mask.shape[0]
     return [(q, k) for q, k in mask.lengths.T.tolist()]
 
 
 def live_scores(mask: BlockMask) -> float:
-    """Live scores of a head, averaged over heads and batch elements."""
+    """Live scores per head, averaged over heads and batch elements."""
     row_blocks, patterns = mask.blocks[0], pattern_count(mask)
     a_tile = torch.cat([mask.bits.new_tensor([mask.block_q * mask.block_k]).long(), bitmask.live_scores(mask.bits)])
     stored = stored_tiles(mask)

@@ -1,8 +1,7 @@
-"""CUDA streams and graphs: what was made once may be read on any stream, and by graphs for as long as they live.
+"""CUDA streams and graphs: cached tensors may be read on any stream, and by a graph for as long as it lives.
 
-PyTorch orders the work of one stream and leaves the rest to the user, who cannot know of what is made and cached
-behind a call. So whoever caches tensors for later calls keeps a `ReadyEvent` with them and calls its `wait` before
-each use.
+PyTorch orders the work of one stream and leaves the rest to the user, who cannot know what is made and cached inside a
+call. So every cache of tensors keeps a `ReadyEvent` with them and calls its `wait` before each use.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class ReadyEvent:
-    """When tensors that the current stream of their device is making will be ready; elsewhere than on a GPU, at once.
+    """Marks the point at which tensors that the current stream is making will be ready. Does nothing except on a GPU.
 
-    `made`: a tensor, or what holds tensors: a tuple, list, dict or dataclass.
+    `made`: a tensor, or a tuple, list, dict or dataclass that holds tensors.
     """
 
     def __init__(self, made: Any) -> None:
@@ -34,28 +33,28 @@ class ReadyEvent:
             self._captured = is_capturing(self._device)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self._device))
-            self._streams = {_number_of_stream(self._device.index)}  # that may read it
+            self._streams = {_number_of_stream(self._device.index)}  # streams that may read the tensors
 
     def wait(self) -> None:
-        """To be called before the current stream is given work that reads the tensors."""
+        """Must be called before the current stream is given work that reads the tensors."""
         if not self._tensors:
             return
         number = _number_of_stream(self._device.index)
         if is_capturing(self._device):
-            if not self._captured:  # what the graph makes itself lies in memory of its own
+            if not self._captured:  # what the graph made itself lies in its own memory pool
                 graph_memory.keep_for_graph(number, self._tensors)
-            return  # a graph must not wait for what it does not record, and is begun and replayed in its user's order
+            return  # a graph cannot wait for work outside it; ordering its replays is up to the user
         if number in self._streams or self._captured:
             return
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
         for tensor in self._tensors:
-            tensor.record_stream(stream)  # or its memory could be given away while this stream still reads it
+            tensor.record_stream(stream)  # keeps the memory from being reused while this stream reads it
         self._streams.add(number)
 
 
 def release_finished_graphs() -> None:
-    """Lets go of what was kept for CUDA graphs that have been destroyed since."""
+    """Releases the tensors kept for CUDA graphs that have been destroyed."""
     graph_memory.release_finished()
 
 

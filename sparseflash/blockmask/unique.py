@@ -1,6 +1,7 @@
-"""Numbers for equal values: what `torch.unique` does, without sorting where the values lie close together.
+"""Numbers for equal values: what `torch.unique` does, but without sorting if the values lie close together.
 
-Keys of tiles and numbers of bits nearly always do. Everything here waits for the device, to learn how many there are.
+Tile keys and indices of bits nearly always do. Everything here synchronises with the device, to learn how many distinct
+values there are.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from torch import Tensor
 
 
 def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`(found, number)`: the distinct values, int64 `[D]`, ascending, and for each of `values` its number among them.
-
-    `values`: int64 `[E]`; `found[number] == values`. The same as `torch.unique(values, return_inverse=True)`.
+    """`(found, number)`: the distinct values, int64 `[D]`, ascending, and the index in `found` of each value.
 
     >>> found, number = distinct(torch.tensor([7, 3, 7, -2]))
     >>> found.tolist(), number.tolist()
     ([-2, 3, 7], [2, 1, 2, 0])
+
+    `values`: int64 `[E]`; `found[number] == values`. The same as `torch.unique(values, return_inverse=True)`.
     """
     if values.numel() == 0:
         return values, values
@@ -34,13 +35,13 @@ def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_by_first_appearance(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`(number, first)`: `values` numbered 0, 1, ... as they first appear, and where each of them does.
-
-    `values`: int64 `[E]`; `values[first][number] == values`, and `first` ascends.
+    """`(number, first)`: `values` numbered 0, 1, ... by first appearance, and the positions of the first appearances.
 
     >>> number, first = number_by_first_appearance(torch.tensor([7, 3, 7, 0]))
     >>> number.tolist(), first.tolist()
     ([0, 1, 0, 2], [0, 1, 3])
+
+    `values`: int64 `[E]`; `values[first][number] == values`, and `first` ascends.
     """
     count = values.numel()
     if count == 0:
@@ -55,7 +56,7 @@ def number_by_first_appearance(values: Tensor) -> tuple[Tensor, Tensor]:
         rank = torch.empty_like(value)
         rank[value] = torch.arange(span, device=values.device)
         return rank[place], first
-    # The order among equals is kept, so each run of equal values starts with the first of them.
+    # The sort is stable, so each run of equal values starts with the first of them.
     ordered, order = values.sort(stable=True)
     starts = torch.ones(count, dtype=torch.bool, device=values.device)
     starts[1:] = ordered[1:] != ordered[:-1]
@@ -66,26 +67,26 @@ def number_by_first_appearance(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """`(number, count)`: a number 0, 1, ... for each combination of codes that occurs, and how many do.
-
-    `codes`: int tensors `[E]` of one length; two entries get the same number iff they are equal in every code.
+    """`(number, count)`: a number 0, 1, ... for each combination of codes that occurs, and how many there are.
 
     >>> number_combinations([torch.tensor([5, 5, 9, 5]), torch.tensor([1, 2, 1, 1])])
     (tensor([0, 1, 2, 0]), 3)
+
+    `codes`: int tensors `[E]` of one length; two entries get the same number iff they are equal in every code.
     """
     number, count = torch.zeros_like(codes[0], dtype=torch.int64), min(1, len(codes[0]))
     for code in codes:
         if len(code) == 0:
             break
         least, span = _span(code)
-        # Does not overflow: there are at most E < 2^31 numbers, and the span of a sensible code is below 2^32.
+        # No overflow: there are at most E < 2^31 numbers, and the span of a realistic code is below 2^32.
         found, number = distinct(number * span + (code - least))
         count = len(found)
     return number, count
 
 
 def _span(values: Tensor) -> tuple[int, int]:
-    """The least value, and how many there are from it to the greatest."""
+    """The least value, and the size of the range from it to the greatest."""
     least, most = torch.stack(torch.aminmax(values)).tolist()
     return least, most - least + 1
 

@@ -1,4 +1,4 @@
-"""The rules that a mask's arrays keep, and their checks."""
+"""The checks of a mask's invariants."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def check_arrays(mask: BlockMask) -> None:
             raise ValueError(
                 f"all arrays must be on one device; {name} is on {array.device}, indices are on {mask.device}."
             )
-        # One row of lengths may stand for queries and keys.
+        # `lengths` may be one row expanded to queries and keys.
         if not (array[:1] if name == "lengths" and array.ndim == 2 else array).is_contiguous():
             raise ValueError(f"{name} must be contiguous; call .contiguous() on it.")
     if mask.indptr.ndim != 1 or len(mask.indptr) < row_blocks + 1 or (len(mask.indptr) - 1) % row_blocks:
         raise ValueError(
-            f"indptr must have P * {row_blocks} + 1 entries ({row_blocks} block rows a pattern); "
+            f"indptr must have P * {row_blocks} + 1 entries ({row_blocks} block rows per pattern); "
             f"got shape {list(mask.indptr.shape)}."
         )
     if mask.indices.ndim != 1 or mask.tile.shape != mask.indices.shape:
@@ -60,7 +60,7 @@ def check_arrays(mask: BlockMask) -> None:
 def validate(mask: BlockMask) -> None:
     """The O(nnz) checks; see `BlockMask.validate`."""
     (row_blocks, col_blocks), nnz = mask.blocks, len(mask.indices)
-    dynamic = mask.dynamic  # then only what makes it safe to run must hold
+    dynamic = mask.dynamic  # checks only what makes a mask safe to run
     indptr, indices, tile = mask.indptr.cpu().long(), mask.indices.cpu().long(), mask.tile.cpu().long()
     patterns = pattern_count(mask)
     bits = mask.bits.cpu()
@@ -108,7 +108,7 @@ def _lie_in(numbers: Tensor, most: int) -> bool:
 
 
 def _past_the_ends(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor, bits: Tensor) -> int:
-    """Live scores in the tiles of the last row and column that lie past q_len or k_len."""
+    """The number of live scores past q_len or k_len, in tiles of the last row and column."""
     (row_blocks, col_blocks), count = mask.blocks, 0
     live_q = mask.q_len - (row_blocks - 1) * mask.block_q
     live_k = mask.k_len - (col_blocks - 1) * mask.block_k

@@ -1,13 +1,15 @@
-"""The command line, `sparseflash show | check | bench`: what a mask costs and reaches, whether attention under it is
-exact on this machine, and how fast it is there.
+"""The command line, `sparseflash show | check | bench`: what a mask costs and reaches, whether attention with it is
+exact on this machine, and how fast it is.
 
-app.py has the options, expression.py and sources.py find the mask that is asked for, and each command is a file of its
-own. May import what its users may: `sparseflash`, `attention`, `analysis`, `interop`, `testing` and `masks`.
+app.py defines the options, expression.py and sources.py evaluate the MASK argument, and each command has a file of its
+own.
+
+It may import what its users may: `sparseflash`, `attention`, `analysis`, `interop`, `testing` and `masks`.
 """
 
 
 def main() -> None:
-    """Run the command line; what it needs besides the library is in the extra `cli`."""
+    """Runs the command line; its dependencies are in the extra `cli`."""
     try:
         from sparseflash.cli.app import app
     except ModuleNotFoundError as failure:

@@ -22,9 +22,9 @@ from sparseflash.cli.expression import HELP, Refused, mask_of
 from sparseflash.cli.inputs import DTYPES, drawn
 
 app = typer.Typer(
-    help="Block-sparse attention masks: what one costs and reaches, whether attention under it is exact here, and how "
-    "fast.\n\nMASK is a Python expression of sparseflash.masks, or a file that BlockMask.save has written: "
-    "sparseflash show 'local(4096, window=512, causal=True)'",
+    help="Block-sparse attention masks: what a mask costs and reaches, whether attention with it is exact on this "
+    "machine, and how fast it is.\n\nMASK is a Python expression of sparseflash.masks or a file written by "
+    "BlockMask.save: sparseflash show 'local(4096, window=512, causal=True)'",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,14 +34,14 @@ console = Console()
 Mask = Annotated[str, typer.Argument(metavar="MASK", help=HELP)]
 Sources = Annotated[
     list[str] | None,
-    typer.Option("--from", metavar="FILE", help="File of Python, or module, whose functions MASK uses; repeatable."),
+    typer.Option("--from", metavar="FILE", help="Python file or module with functions for MASK; repeatable."),
 ]
 HeadDim = Annotated[int, typer.Option(help="Features of a head.", min=1)]
-Heads = Annotated[int, typer.Option(help="Query heads, of a mask that is the same for all.", min=1)]
+Heads = Annotated[int, typer.Option(help="Query heads, if the mask is shared by all heads.", min=1)]
 KVHeads = Annotated[int | None, typer.Option(help="Key and value heads.", show_default="as many as query heads", min=1)]
 Precision = Literal["bf16", "fp16", "fp32"]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda where there is one, else cpu")
+    str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there is a GPU, else cpu")
 ]
 
 
@@ -51,11 +51,11 @@ def show(
     sources: Sources = None,
     head_dim: HeadDim = 64,
     heads: Heads = 1,
-    dtype: Annotated[Precision, typer.Option(help="Of queries, keys and values.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="Meant to be causal: look for leaks of the future.")] = False,
-    width: Annotated[int, typer.Option(help="Cells of the picture in the terminal; 0: none.", min=0)] = 32,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .pdf, .svg.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Keep the mask in this file, for BlockMask.load and MASK.")] = None,
+    dtype: Annotated[Precision, typer.Option(help="Dtype of queries, keys and values.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="The mask must be causal: report future leaks.")] = False,
+    width: Annotated[int, typer.Option(help="Width of the drawing in cells; 0: no drawing.", min=0)] = 32,
+    picture: Annotated[Path | None, typer.Option(help="Write a picture to this file: .png, .pdf, .svg.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Save the mask to this file, for BlockMask.load and MASK.")] = None,
 ) -> None:
     """Show what a mask costs and reaches, and what is probably wrong with it."""
     found = asked(mask, sources)
@@ -90,22 +90,22 @@ def check(
     ] = None,
     backend: Annotated[
         Literal["triton", "blockwise", "reference"] | None,
-        typer.Option(help="Who computes it.", show_default="triton on a GPU, blockwise on a CPU"),
+        typer.Option(help="The backend to check.", show_default="triton on a GPU, blockwise on a CPU"),
     ] = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
 ) -> None:
-    """Compare attention under a mask, and its gradients, with dense attention in fp64.
+    """Compare attention with a mask, and its gradients, with dense attention in fp64.
 
-    Errors are in units of what is allowed: twice the error of a plain implementation in the same precision, and about
-    one unit in the last place. Ends with 1 if one is above 1.
+    Errors are relative to the allowed error: twice that of a plain implementation in the same precision, plus about one
+    unit in the last place. Exits with status 1 if any of them is above 1.
     """
     found = asked(mask, sources)
     with short_errors():
         found = found.to(place(device))
         gpu = found.device.type == "cuda"
         dtypes = named(dtype, DTYPES, "--dtype") if dtype is not None else list(DTYPES) if gpu else ["fp32"]
-        say(f"{found!r}", f"{where(found)}: errors in units of what is allowed")
+        say(f"{found!r}", f"{where(found)}: errors relative to the allowed error")
         table = Table()
         table.add_column("")
         for name in exactness.NAMES:
@@ -126,35 +126,35 @@ def check(
             table.add_row(each, *(Text(f"{error:.2f}", "" if error <= 1 else "bold red") for error in errors.values()))
         console.print(table)
     if not right:
-        console.print("Not exact: an error is above what is allowed.", style="bold red")
+        console.print("Not exact: an error is larger than allowed.", style="bold red")
         raise typer.Exit(1)
-    console.print("Exact: no error is above what is allowed.")
+    console.print("Exact: no error is larger than allowed.")
 
 
 @app.command()
 def bench(
     mask: Mask,
     sources: Sources = None,
-    batch: Annotated[int, typer.Option(help="Sequences, of a mask that is the same for all.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Batch size, if the mask is shared by the batch.", min=1)] = 1,
     heads: Heads = 8,
     kv_heads: KVHeads = None,
     head_dim: HeadDim = 64,
     dtype: Annotated[
-        Precision | None, typer.Option(help="Of all tensors.", show_default="bf16 on a GPU, fp32 on a CPU")
+        Precision | None, typer.Option(help="Dtype of all tensors.", show_default="bf16 on a GPU, fp32 on a CPU")
     ] = None,
     peers: Annotated[
         str | None,
         typer.Option(help=f"Comma-separated, of {', '.join(benchmark.PEERS)}; none.", show_default="all that fit"),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="To measure each time for.", min=0.01)] = 0.5,
+    seconds: Annotated[float, typer.Option(help="Duration of each measurement.", min=0.01)] = 0.5,
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
 ) -> None:
-    """Time attention under a mask beside dense attention and others, after checking that it is exact.
+    """Time attention with a mask against dense attention and other libraries, after checking that it is exact.
 
-    What is checked is one head; of long masks, the last 16,384 queries and keys, 4,096 on a CPU: `check` takes all.
-    Medians of warm calls, in milliseconds, host and device together. On a CPU the backend is blockwise, which saves
-    memory and is not made for speed.
+    One head is checked; of long masks only the last 16,384 queries and keys (4,096 on a CPU). `check` takes all of
+    them. Times are medians of warm calls, in milliseconds, host and device together. On a CPU the backend is blockwise,
+    which is made to save memory, not for speed.
     """
     found = asked(mask, sources)
     with short_errors():
@@ -167,11 +167,11 @@ def bench(
                 compared, heads=1, kv_heads=None, dim=head_dim, dtype=precision, backend=None, seed=seed
             )
         if not all(error <= 1 for error in errors.values()):
-            raise ValueError(f"attention under this mask is not exact here, so its time says nothing: {errors}")
+            raise ValueError(f"attention with this mask must be exact to be timed; got the errors {errors}")
         inputs = drawn(found, batch=batch, heads=heads, kv_heads=kv_heads, dim=head_dim, dtype=precision, seed=seed)
         shape = " x ".join(str(size) for size in inputs.q.shape)
         shapes = f"{shape}, {inputs.k.shape[1]} key heads, {precision}"
-        say(f"{found!r}", f"{where(found)}; {shapes}: ms, and how many times ours that is")
+        say(f"{found!r}", f"{where(found)}; {shapes}: ms, and the ratio to ours")
         table = Table()
         for column in ("", "forward", "times", "and backward", "times"):
             table.add_column(column, justify="right" if column else "left")
@@ -186,25 +186,25 @@ def bench(
 
 
 def say(*lines: str) -> None:
-    """Lines that a narrow terminal wraps, and nothing else changes."""
+    """Prints lines that only a narrow terminal wraps, without markup or highlighting."""
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def cells_of(ms: float | None, ours: float | None) -> tuple[str, str]:
-    """A time and its ratio to ours."""
+    """The table cells of a time and of its ratio to ours."""
     if ms is None or ours is None:
         return "-", "-"
     return f"{ms:.3f}", f"{ms / ours:.2f}"
 
 
 def peers_of(text: str) -> list[str]:
-    """The peers of a comma-separated list, or of "none"."""
+    """The peers in a comma-separated list, or in "none"."""
     return [] if text == "none" else named(text, benchmark.PEERS, "--peers")
 
 
 def named(text: str, known: Collection[str], option: str) -> list[str]:
-    """The names in a comma-separated list; raises ValueError where one is not known, or there is none."""
+    """The names in a comma-separated list; raises ValueError for an unknown one."""
     chosen = [name.strip() for name in text.split(",")]
     for name in chosen:
         if name not in known:
@@ -213,7 +213,7 @@ def named(text: str, known: Collection[str], option: str) -> list[str]:
 
 
 def asked(text: str, sources: list[str] | None) -> BlockMask:
-    """The mask on the command line; what is wrong with the words is told in a line."""
+    """The mask on the command line; errors in the expression are reported in one line."""
     try:
         return mask_of(text, sources or ())
     except Refused as error:
@@ -222,17 +222,17 @@ def asked(text: str, sources: list[str] | None) -> BlockMask:
 
 
 def place(device: str | None) -> torch.device:
-    """The device that was named, or the one that is there."""
+    """The device that was named, or the default one."""
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device} needs a GPU that PyTorch sees; there is none")
     if chosen.type == "cuda" and chosen.index is not None:
-        torch.cuda.set_device(chosen)  # the one that timers wait for
+        torch.cuda.set_device(chosen)  # timers synchronise with the current device
     return chosen
 
 
 def where(mask: BlockMask) -> str:
-    """The device and the versions that a result belongs to."""
+    """The device and versions that a result was obtained with."""
     name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     if mask.device.type == "cuda":
         name = torch.cuda.get_device_name(mask.device)
@@ -241,7 +241,7 @@ def where(mask: BlockMask) -> str:
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """What the library refuses is told in a line: no code of the user's runs any more."""
+    """Reports the library's errors in one line; no code of the user's runs inside."""
     try:
         yield
     except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:
@@ -250,5 +250,5 @@ def short_errors() -> Iterator[None]:
 
 
 def refuse(error: Exception) -> None:
-    """One line on the standard error."""
+    """Prints one line on standard error."""
     Console(stderr=True).print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)

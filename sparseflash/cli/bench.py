@@ -1,4 +1,4 @@
-"""How fast is attention under a mask on this machine? Beside dense attention, and others under the same mask."""
+"""Times attention with a mask on this machine, against dense attention and other libraries with the same mask."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PEERS = {
     "sdpa-mask": "PyTorch's SDPA, mask in memory",
     "flex": "FlexAttention, compiled",
 }
-MASK_BYTES = 2**28  # of a mask in memory, one byte a score
-COMPARED, COMPARED_ON_CPU = 16384, 4096  # tokens that are compared with fp64, before anything is timed
-SAME = 3e-2  # relative to all of the output: rounding stays well below, a wrong mask does not
+MASK_BYTES = 2**28  # limit for a dense mask in memory, one byte per score
+COMPARED, COMPARED_ON_CPU = 16384, 4096  # tokens that are compared with fp64 before timing
+SAME = 3e-2  # tolerance relative to the norm of the output: above rounding errors, below the effect of a wrong mask
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds, medians; None where it was not measured, and why."""
+    """Median times in milliseconds; None if not measured, and then `why`."""
 
     name: str
     forward: float | None = None
@@ -39,13 +39,13 @@ class Times:
 
 
 def peers_for(mask: BlockMask) -> list[str]:
-    """Those that can serve here, of PEERS."""
+    """The peers in PEERS that can run this mask here."""
     fits = mask.shape[0] * mask.shape[1] * mask.q_len * mask.k_len <= MASK_BYTES
     return ["sdpa", *(["sdpa-mask"] if fits else []), *(["flex"] if mask.device.type == "cuda" else [])]
 
 
 def corner(mask: BlockMask) -> BlockMask:
-    """The mask, or its last queries and keys, of which comparing all scores takes seconds."""
+    """The mask, or its last queries and keys, for which a comparison of all scores takes seconds."""
     most = COMPARED if mask.device.type == "cuda" else COMPARED_ON_CPU
     if max(mask.q_len, mask.k_len) <= most:
         return mask
@@ -53,7 +53,7 @@ def corner(mask: BlockMask) -> BlockMask:
 
 
 def measured(inputs: Inputs, mask: BlockMask, peers: list[str], seconds: float) -> Iterator[Times]:
-    """Times of ours under the mask, of ours dense, and of peers, as each is known; `seconds` for each."""
+    """Yields times of ours with the mask, of ours dense, and of each peer; `seconds` is spent on each measurement."""
     expected = attention(inputs.q, inputs.k, inputs.v, mask)
     assert isinstance(expected, Tensor)
     grouped = inputs.q.shape[1] != inputs.k.shape[1]
@@ -72,37 +72,39 @@ def measured(inputs: Inputs, mask: BlockMask, peers: list[str], seconds: float) 
                 continue
             call = masked_sdpa(mask, grouped) if peer == "sdpa-mask" else flex(mask, grouped)
             apart = distance(call(inputs.q, inputs.k, inputs.v), expected)
-            if not apart <= SAME:  # NaN, too
-                yield Times(PEERS[peer], why=f"gives something else: {apart:.2g} of the output apart")
+            if not apart <= SAME:  # also catches NaN
+                yield Times(PEERS[peer], why=f"wrong result: relative error {apart:.2g}")
                 continue
             yield times(PEERS[peer], call, inputs, seconds)
-        except Exception as failure:  # of a peer, which takes no other's times away
+        except Exception as failure:  # one peer's failure must not lose the times of the others
             words = str(failure).strip().splitlines() or [type(failure).__name__]
             fits = not isinstance(failure, torch.OutOfMemoryError)
             yield Times(PEERS[peer], why=words[0][:100] if fits else "does not fit into memory")
 
 
 def masked_sdpa(mask: BlockMask, grouped: bool) -> Call:
-    """PyTorch's attention with every score's bit in memory."""
+    """PyTorch's attention with a dense boolean mask in memory."""
     return partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense(), enable_gqa=grouped)
 
 
 def flex(mask: BlockMask, grouped: bool) -> Call:
-    """FlexAttention under the same mask."""
+    """FlexAttention with the same mask."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return partial(torch.compile(flex_attention), block_mask=interop.to_flex(mask), enable_gqa=grouped)
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
-    """How far apart two outputs are, relative to all of the second; not of queries without a live key, NaN for some."""
+    """The relative difference of two outputs, without queries that have no live key: some libraries return NaN for
+    those.
+    """
     live = expected.any(-1)
     got, expected = got[live].float(), expected[live].float()
     return float((got - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 def times(name: str, call: Call, inputs: Inputs, seconds: float) -> Times:
-    """Both times of a call."""
+    """Times a call forward, and forward with backward."""
     leaves = inputs.leaves()
 
     def forward() -> None:
@@ -116,7 +118,7 @@ def times(name: str, call: Call, inputs: Inputs, seconds: float) -> Times:
 
 
 def milliseconds(run: Callable[[], None], seconds: float) -> float:
-    """The median time of a call, once it has compiled what it needs; of a GPU's work, too."""
+    """The median time of a call after a warm-up call, including the GPU's work."""
     run()
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return float(1e3 * timer.blocked_autorange(min_run_time=seconds).median)

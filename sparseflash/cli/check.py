@@ -1,4 +1,4 @@
-"""Is attention under a mask exact on this machine? Against dense attention in fp64, on random tensors."""
+"""Checks attention with a mask on this machine against dense attention in fp64, on random tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def errors(
     backend: Backend | None,
     seed: int,
 ) -> dict[str, float]:
-    """The error of each result, in units of what is allowed: at most 1 is exact."""
+    """The error of each result relative to the allowed error; at most 1 is exact."""
     inputs = drawn(mask, batch=1, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, seed=seed)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""From the words on the command line to a mask."""
+"""Evaluates the MASK argument."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from sparseflash.cli.sources import Missing, module_of
 
 
 class Refused(ValueError):
-    """The words on the command line give no mask."""
+    """The MASK argument does not give a mask."""
 
 
 HELP = (
-    "A Python expression of sparseflash.masks, 'local(4096, window=512) | butterfly(4096)' say, or a file that "
-    "BlockMask.save has written."
+    "A Python expression of sparseflash.masks, such as 'local(4096, window=512) | butterfly(4096)', or a file written "
+    "by BlockMask.save."
 )
 _EXPRESSION = "<mask>"  # the file name of the expression's code
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
-    """The mask that an expression gives, or that a file holds.
-
-    text: of the functions of sparseflash.masks, `BlockMask`, `torch` and the names in `sources`; or a path.
-    sources: files of Python, or modules, whose public names the expression may use.
-    Raises Refused where it gives no mask; errors inside the user's own functions are left as they are.
+    """The mask of an expression or of a file.
 
     >>> mask_of("local(1024, window=256) & causal(1024)")
     BlockMask(1024 x 1024, blocks of 128, 15 tiles: 0 full + 15 partial (2 distinct), density 11.8 %)
+
+    text: a path, or an expression of the functions of sparseflash.masks, `BlockMask`, `torch` and the names in
+    `sources`. sources: Python files, or modules, whose public names the expression may use.
+
+    Raises Refused if the text does not give a mask; errors inside the user's own functions propagate unchanged.
     """
     if is_file(text):
         try:
@@ -53,7 +54,7 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
         code = compile(text, _EXPRESSION, "eval")
     except SyntaxError:
         raise Refused(
-            f"the mask must be an expression, as local(4096, window=512) is, or a file; got {text!r}"
+            f"the mask must be an expression such as local(4096, window=512), or a file; got {text!r}"
         ) from None
     try:
         found = eval(code, names)
@@ -75,7 +76,9 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
 
 
 def is_file(text: str) -> bool:
-    """Whether the words name a file; an expression may be longer than a name can be."""
+    """Whether the text names a file. An expression may exceed the file system's limit on names, which raises
+    OSError.
+    """
     try:
         return Path(text).is_file()
     except OSError:
@@ -83,13 +86,13 @@ def is_file(text: str) -> bool:
 
 
 def public(module: ModuleType) -> dict[str, Any]:
-    """The names of a module that are meant for others."""
+    """The public names of a module."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     return {name: getattr(module, name) for name in names}
 
 
 def raised_here(error: Exception) -> bool:
-    """Whether an error is of the expression or of a library, and not of the user's own code."""
+    """Whether an error comes from the expression or a library, not from the user's own code."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = {Path(sysconfig.get_path(name)).resolve() for name in names}
     folders |= {Path(torch.__file__).resolve().parent, Path(masks.__file__).resolve().parent, _PACKAGE}

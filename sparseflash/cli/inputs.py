@@ -1,4 +1,4 @@
-"""Random tensors for a mask."""
+"""Random inputs for a mask."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def drawn(
     mask: BlockMask, *, batch: int, heads: int, kv_heads: int | None, dim: int, dtype: torch.dtype, seed: int
 ) -> Inputs:
-    """Normally distributed tensors on the mask's device.
+    """Normally distributed inputs on the mask's device.
 
-    batch, heads: of a mask that is the same for all; one with elements or heads of its own has its own number.
-    kv_heads: None for as many as query heads. Raises ValueError where they do not divide the query heads.
+    batch, heads: used where the mask is shared; a mask with its own batch elements or heads determines their number.
+    kv_heads: as many as query heads if None. Raises ValueError if they do not divide the query heads.
     """
     batch = mask.shape[0] if mask.shape[0] > 1 else batch
     heads = mask.shape[1] if mask.shape[1] > 1 else heads

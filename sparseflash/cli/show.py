@@ -1,4 +1,4 @@
-"""What a mask costs and what it reaches, in words."""
+"""What a mask costs and what it reaches, as text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from sparseflash import BlockMask, analysis
 from sparseflash.analysis.relation import TooManyTiles
 
-Line = tuple[str, str]  # what, and how much
+Line = tuple[str, str]  # label and text
 
 
 def facts(mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dtype, causal: bool) -> Iterator[Line]:
-    """All lines of `show`, one by one: the last ones may take long.
+    """Yields the lines of `show` one by one, since the last ones may take long.
 
-    heads: of a mask that is the same for all; causal: reach counts earlier keys only.
+    heads: used if the mask is shared by all heads; causal: reach counts earlier keys only.
     """
     heads = heads if mask.shape[1] == 1 else None
     yield "scores", str(analysis.density(mask))
@@ -33,9 +33,9 @@ def facts(mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dty
 
 
 def reach(mask: BlockMask, causal: bool) -> str:
-    """After how many layers every token has seen every other, in words."""
+    """The number of layers after which every token has seen every other one, as text."""
     if mask.q_len != mask.k_len:
-        return "of masks with as many queries as keys"
+        return "only for masks with as many queries as keys"
     whom = "every earlier token" if causal else "every other token"
     try:
         layers = analysis.layers_to_full_reach(mask, causal=causal)

@@ -1,4 +1,4 @@
-"""Python of the user's own: a file, or a module that can be imported."""
+"""Imports the user's own code: a Python file or a module."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ class Missing(ValueError):
 
 
 def module_of(source: str) -> ModuleType:
-    """Import a module by its name, or run a file whose name ends with .py as one.
+    """Imports a module by name, or runs a file whose name ends in .py as one.
 
-    Raises Missing where there is none; what a module that exists lacks, or raises, is left as it is.
+    Raises Missing if there is no such file or module. Errors raised inside an existing module, also for imports that it
+    lacks, propagate unchanged.
     """
     if source.endswith(".py"):
         return _run(Path(source))
     if not all(part.isidentifier() for part in source.split(".")):
-        raise Missing(f"there is no module {source}; a file of Python ends with .py")
+        raise Missing(f"there is no module {source}; a Python file ends with .py")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # an installed command does not look where it is called
+        sys.path.insert(0, "")  # an installed command does not search the current folder
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
-        # A module that exists and itself lacks something is the user's own error, shown as it is.
+        # If an existing module lacks something it imports, that is the user's own error and is shown unchanged.
         if error.name is None or not f"{source}.".startswith(f"{error.name}."):
             raise
-        raise Missing(f"there is no module {source}; a file of Python ends with .py") from None
+        raise Missing(f"there is no module {source}; a Python file ends with .py") from None
 
 
 def _run(path: Path) -> ModuleType:
@@ -38,6 +39,6 @@ def _run(path: Path) -> ModuleType:
     if not path.is_file() or spec is None or spec.loader is None:
         raise Missing(f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look a module up by its name
+    sys.modules[spec.name] = module  # dataclasses and pickling look the module up by name
     spec.loader.exec_module(module)
     return module

@@ -1,9 +1,13 @@
 """Pictures of a mask: a matplotlib figure, HTML for notebooks, text for terminals.
 
-All three are made of the same two things: `panels`, which finds the different pictures that the heads and batch
-elements need, and `shares`, the live share of each cell of a coarse grid, computed from the list of live tiles.
+>>> from sparseflash import draw, masks
+>>> draw.shares(masks.causal(64, block=16), rows=2, cols=2).live.tolist()
+[[0.515625, 0.0], [1.0, 0.515625]]
 
-May import `blockmask`, whose methods import it.
+All three use `panels`, which finds the distinct pictures that the heads and batch elements need, and `shares`, the live
+share of each cell of a coarse grid, computed from the list of live tiles.
+
+It may import `blockmask`, whose methods import it.
 """
 
 from sparseflash.draw.cells import Shares as Shares

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shares:
-    """What `shares` found in R x C cells.
+    """The live shares of R x C cells, from `shares`.
 
-    - `full`     float64 `[R, C]`: live scores that lie in full tiles, over the scores of the cell
-    - `partial`  float64 `[R, C]`: live scores that lie in partial tiles, over the scores of the cell
-    - `step`     tiles a cell, down and across
+    >>> Shares(full=np.array([[0.5]]), partial=np.array([[0.25]]), step=(2, 2)).live.tolist()
+    [[0.75]]
+
+    - `full`     float64 `[R, C]`: live scores in full tiles, over all scores of the cell
+    - `partial`  float64 `[R, C]`: live scores in partial tiles, over all scores of the cell
+    - `step`     tiles per cell, down and across
     """
 
     full: NDArray[np.float64]
@@ -34,29 +37,32 @@ class Shares:
 
     @property
     def live(self) -> NDArray[np.float64]:
-        """Live scores over the scores of the cell, float64 `[R, C]`: 0 empty, 1 all live."""
+        """Live scores over all scores of the cell, float64 `[R, C]`: 0 if empty, 1 if all are live."""
         return self.full + self.partial
 
 
 def shares(
     mask: BlockMask, pattern: int = 0, rows: int = 512, cols: int = 512, *, lengths: tuple[int, int] | None = None
 ) -> Shares:
-    """The live share of each cell of a grid of at most `rows` x `cols` cells, exactly, in the time of the live tiles.
-
-    A cell is a whole number of tiles, `step = (a, b)` of them down and across, each the smallest power of two that
-    makes the grid fit; so no cell cuts a tile, and structure in powers of two falls on the grid. The last row and
-    column of cells may hold fewer tiles. Scores past `q_len` or `k_len` do not exist and are not counted: a tile at
-    a ragged end can have share 1. It counts as partial nevertheless, as it does for kernels, because it is stored
-    with bits; so does a full tile that `lengths` cut.
-
-    `pattern`: which one of the mask's. `lengths`: live queries and live keys; what lies past them is padding, and
-    dead. A batch element's `mask.lengths[:, b]` has to be given here: without it padding is not looked at.
+    """The exact live share of each cell of a grid of at most `rows` x `cols` cells.
 
     >>> from sparseflash import BlockMask
     >>> causal = BlockMask.from_function(lambda q, k: k <= q, 64, block=16)
     >>> shares(causal, rows=2, cols=4).live
     array([[0.765625, 0.265625, 0.      , 0.      ],
            [1.      , 1.      , 0.765625, 0.265625]])
+
+    A cell is `step = (a, b)` tiles down and across, where a and b are the smallest powers of two for which the grid
+        fits.
+    So no cell cuts a tile, and structure in powers of two aligns with the grid. The last row and column of cells may
+        have
+    fewer tiles. Time is proportional to the live tiles. Scores past `q_len` or `k_len` do not exist and are not
+        counted, so a tile at a ragged end may have share
+    1. It still counts as partial, as it does for the kernels, because it is stored with bits; so does a full tile that
+    `lengths` cut.
+
+    `pattern`: which one of the mask's. `lengths`: the numbers of live queries and keys; tokens past them are padding,
+    and dead. The mask's own lengths are not used: pass `mask.lengths[:, b]` for batch element b.
     """
     patterns = pattern_count(checked_mask(mask))
     if not 0 <= pattern < patterns:
@@ -68,7 +74,7 @@ def shares(
     live, full = _live_scores(mask, i, j, tile, lengths)
     shape = (-(-row_blocks // step[0]), -(-col_blocks // step[1]))
     cell = (i // step[0] * shape[1] + j // step[1]).numpy()
-    # Counts stay below 2^53, so sums in float64 are exact.
+    # Counts stay below 2^53, so float64 sums are exact.
     weights = live.double().numpy()
     in_all = np.bincount(cell, weights, minlength=shape[0] * shape[1]).reshape(shape)
     in_full = np.bincount(cell, weights * full.numpy(), minlength=shape[0] * shape[1]).reshape(shape)
@@ -79,7 +85,7 @@ def shares(
 
 
 def tile_list(mask: BlockMask, pattern: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Block row, block column and kind of each tile of a pattern: int64 `[E]` on the CPU."""
+    """The block row, block column and kind of each tile of a pattern: int64 `[E]` on the CPU."""
     row_blocks = mask.blocks[0]
     indptr = mask.indptr[pattern * row_blocks : (pattern + 1) * row_blocks + 1].cpu()
     span = slice(int(indptr[0]), int(indptr[-1]))
@@ -88,12 +94,12 @@ def tile_list(mask: BlockMask, pattern: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _step(blocks: int, most: int) -> int:
-    """The smallest power of two that packs so many blocks into at most `most` cells."""
+    """The smallest power of two such that so many blocks per cell need at most `most` cells."""
     return 1 << max(-(-blocks // most) - 1, 0).bit_length()
 
 
 def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
-    """Tokens of each cell along one side: `size`, but for the last."""
+    """The tokens of each cell along one side: `size`, except for the last."""
     starts = np.arange(cells) * size
     return np.minimum(length - starts, size).astype(np.float64)
 
@@ -101,12 +107,12 @@ def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
 def _live_scores(
     mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, lengths: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor]:
-    """Live scores of each tile, int64 `[E]`, and whether that is the whole tile."""
+    """The live scores of each tile, int64 `[E]`, and whether they are the whole tile."""
     words = bitmask.choices(mask.bits.cpu(), mask.block_k)
     if lengths is None:
         live = bitmask.live_scores(words)[tile]
         return live, live == mask.block_q * mask.block_k
-    # Padding leaves of a tile its first rows and columns: all of them, or those of the one row or column it cuts.
+    # Padding leaves the first rows and columns of a tile. Few combinations of their numbers are distinct.
     left_q = (lengths[0] - i * mask.block_q).clamp(0, mask.block_q)
     left_k = (lengths[1] - j * mask.block_k).clamp(0, mask.block_k)
     ends, which = torch.unique(torch.stack([left_q, left_k], 1), dim=0, return_inverse=True)

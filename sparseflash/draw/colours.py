@@ -1,6 +1,6 @@
-"""Colours of a cell: blue for full tiles, orange for partial ones (told apart with any colour vision), paler with less.
+"""Colours of a cell: blue for full tiles, orange for partial ones, paler with fewer live scores.
 
-A cell with both has a hue in between, by where its live scores lie.
+Blue and orange are distinct for any colour vision. A cell with both gets a hue in between, weighted by live scores.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 FULL = (0x1F, 0x4E, 0x8C)
 PARTIAL = (0xE8, 0x73, 0x1A)
-DEAD_SCORE = (0xFD, 0xE3, 0xC8)  # of a partial tile, where single scores are drawn
+DEAD_SCORE = (0xFD, 0xE3, 0xC8)  # dead scores of partial tiles, when single scores are drawn
 EMPTY = (0xFF, 0xFF, 0xFF)
 GRID = "#c8c8c8"
 
-# The tint of a cell that is hardly live: a single live score in a million must still be seen.
+# The least tint of a live cell: even one live score in a million must be visible.
 _LEAST = 0.35
 
 
@@ -22,7 +22,7 @@ def colours(full: NDArray[np.float64], partial: NDArray[np.float64]) -> NDArray[
     """RGB uint8 `[..., 3]` of cells with these shares of live scores in full and in partial tiles."""
     live = full + partial
     some = live > 0
-    # The square root spreads the small shares, which are what coarse cells of long sequences have.
+    # The square root spreads small shares, which coarse cells of long sequences have.
     tint = np.where(some, _LEAST + (1 - _LEAST) * np.sqrt(live), 0.0)[..., None]
     blue = np.divide(full, live, out=np.zeros_like(live), where=some)[..., None]
     hue = blue * np.array(FULL) + (1 - blue) * np.array(PARTIAL)

@@ -1,6 +1,6 @@
 """A mask as a matplotlib figure.
 
-Through matplotlib's object-oriented interface only: no backend is chosen, no global state touched, nothing shown.
+Uses only matplotlib's object-oriented interface: it selects no backend, changes no global state and opens no window.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 MOST_PANELS = 16
-MOST_ELEMENTS = 4096  # tokens a side of a picture of every score
+MOST_ELEMENTS = 4096  # tokens per side, when single scores are drawn
 _ELEMENTS_BY_DEFAULT = 256
-_MOST_GRID = 64  # tiles a side; finer lines would hide what they divide
+_MOST_GRID = 64  # tiles per side; more grid lines would hide the tiles
 _PANEL_INCHES = 4.0
 
 
@@ -39,31 +39,31 @@ def plot(
     cells: int = 512,
     legend: bool = True,
 ) -> Figure | Axes:
-    """The picture that `BlockMask.plot` draws."""
+    """Implements `BlockMask.plot`."""
     mask = checked_mask(mask)
     try:
         from matplotlib.figure import Figure
     except ImportError as failure:
         raise ImportError("plot needs matplotlib: pip install sparseflash[plot]") from failure
-    if integer(cells, "cells", "cells a side") < 1:
-        raise ValueError(f"cells must be at least 1 a side; got {cells}.")
+    if integer(cells, "cells", "cells per side") < 1:
+        raise ValueError(f"cells must be at least 1 per side; got {cells}.")
     longest = max(mask.q_len, mask.k_len)
     if elements is None:
         elements = longest <= _ELEMENTS_BY_DEFAULT
     elif elements and longest > MOST_ELEMENTS:
         raise ValueError(f"elements=True must have at most {MOST_ELEMENTS} queries and keys; got {longest}.")
     if mask.shape[0] == 0:
-        raise ValueError("mask must have at least one batch element to be drawn; got lengths of none.")
+        raise ValueError("mask must have at least one batch element to be drawn; got lengths of no sequence.")
     found = panels(mask, heads, batch)
     meanings: list[tuple[str, str]] = []
     if ax is not None:
         if len(found) > 1:
             raise ValueError(
-                f"ax must be None to draw {len(found)} different patterns; choose one with heads= and batch=."
+                f"ax must be None to draw {len(found)} distinct patterns; select one with heads= and batch=."
             )
         meanings = _draw(mask, found[0], ax, elements, cells)
         if legend:
-            # In a line below the labels, wherever the caller's layout puts the axes.
+            # Below the labels, wherever the caller's layout puts the axes.
             ax.legend(
                 handles=_patches(meanings), loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False
             )
@@ -72,7 +72,7 @@ def plot(
     side = _PANEL_INCHES if len(drawn) > 1 else 1.5 * _PANEL_INCHES
     cols = min(len(drawn), 4)
     rows = -(-len(drawn) // cols)
-    shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)  # of a panel: height over width
+    shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)  # height over width of a panel
     size = (side * min(1.0, 1 / shape), side * min(1.0, shape))
     figure = Figure(figsize=(cols * size[0] + 0.4, rows * size[1] + 1.5), dpi=130, layout="constrained")
     axes = list(figure.subplots(rows, cols, squeeze=False).flat)
@@ -92,7 +92,7 @@ def plot(
 
 
 def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) -> list[tuple[str, str]]:
-    """Draws one panel; returns the colours and meanings of its legend."""
+    """Draws one panel; returns the colours and meanings for the legend."""
     down: float = mask.q_len
     across: float = mask.k_len
     if elements:
@@ -104,10 +104,10 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
         found = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         image, share = colours(found.full, found.partial), _mean(mask, found)
         meanings = _meanings(mask, found)
-        # Cells past the ends lie outside of the axes.
+        # The image may extend past the ends; the axis limits below cut it.
         down = image.shape[0] * found.step[0] * mask.block_q
         across = image.shape[1] * found.step[1] * mask.block_k
-    # "antialiased" averages where there are more cells than pixels; "nearest" would lose thin lines there.
+    # "antialiased" averages if there are more cells than pixels; "nearest" would drop thin lines.
     ax.imshow(image, extent=(0, across, down, 0), interpolation="antialiased", aspect="auto")
     ax.set_xlim(0, mask.k_len)
     ax.set_ylim(mask.q_len, 0)
@@ -126,7 +126,7 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
 
 
 def _mean(mask: BlockMask, found: Shares) -> float:
-    """The share of all scores that is live, from that of each cell."""
+    """The live share of all scores, computed from that of each cell."""
     sides = []
     for count, step, block, length in zip(
         found.full.shape, found.step, (mask.block_q, mask.block_k), (mask.q_len, mask.k_len)
@@ -140,7 +140,7 @@ def _percent(share: float) -> str:
 
 
 def _meanings(mask: BlockMask, found: Shares) -> list[tuple[str, str]]:
-    """Colours and meanings of the legend of a picture of tiles, or of cells of several tiles."""
+    """Colours and meanings of the legend, for cells of one or of several tiles."""
     one = found.step == (1, 1)
     if one:
         samples = [("full tile", 1.0, 0.0)]
@@ -163,16 +163,16 @@ def _patches(meanings: list[tuple[str, str]]) -> list[object]:
 
 
 def _label(axis: Axis, length: int, block: int) -> None:
-    """Ticks in tokens at the quarters, and unlabelled ones between the tiles."""
+    """Labelled ticks at the quarters, in tokens, and minor ticks at the tile boundaries."""
     at = sorted({round(length * quarter / 4) for quarter in range(5)})
     axis.set_ticks(at, _numbers(at))
     if -(-length // block) <= _MOST_GRID:
-        axis.remove_overlapping_locs = False  # a labelled tick must not take the grid line away
+        axis.remove_overlapping_locs = False  # otherwise a major tick would remove the grid line at its position
         axis.set_ticks(range(0, length + 1, block), minor=True)
 
 
 def _numbers(ticks: list[int]) -> list[str]:
-    """Numbers of tokens as an axis shows them: 250, or 4K (of 1024) or 1M where all of them are round."""
+    """Tick labels in tokens: 250, or 4K (multiples of 1024) or 1M if all ticks are round."""
     if ticks[-1] < 2**13 or any(tick % 2**9 for tick in ticks):
         return [f"{tick}" for tick in ticks]
     unit, letter = (2**20, "M") if all(tick % 2**18 == 0 for tick in ticks) else (2**10, "K")

@@ -1,4 +1,4 @@
-"""A mask as HTML: one summary line and an inline SVG drawing, for notebooks. Needs no other library."""
+"""A mask as HTML for notebooks: a summary line and an inline SVG drawing, without further libraries."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 MOST_PANELS = 4
-_SIDE = 240  # pixels of the longer side of a drawing
-_LEVELS = 16  # shares are rounded to sixteenths (up, so that no live cell turns empty): fewer colours, shorter paths
+_SIDE = 240  # pixels of the longer side
+_LEVELS = 16  # shares are rounded up to sixteenths (so live cells stay visible), for fewer colours and shorter paths
 
 
 def to_html(mask: BlockMask) -> str:
-    """What `BlockMask._repr_html_` returns: a `<div>` of at most 64 KB, whatever the mask.
+    """Implements `BlockMask._repr_html_`: a `<div>` of at most 64 KB for any mask.
 
-    At most 64 x 64 cells for a mask with one pattern, 32 x 32 each and the first `MOST_PANELS` for one with several.
+    Up to 64 x 64 cells for a mask with one pattern; for several, 32 x 32 each and only the first `MOST_PANELS`.
     """
     found = panels(mask)
     most = 64 if len(found) == 1 else 32
@@ -44,9 +44,9 @@ def to_html(mask: BlockMask) -> str:
 
 
 def svg(mask: BlockMask, cells: Shares) -> str:
-    """One drawing: for each colour a path of horizontal strokes, one stroke a run of equal cells."""
+    """One drawing: a path of horizontal strokes for each colour, with one stroke per run of equal cells."""
     full, partial = (np.ceil(share * _LEVELS) / _LEVELS for share in (cells.full, cells.partial))
-    # Rounding both up may exceed 1 together; the hue stays.
+    # Rounded up, the two may sum to more than 1; scaling keeps the hue.
     rgb = colours(full / np.maximum(full + partial, 1), partial / np.maximum(full + partial, 1)).astype(np.int64)
     codes = rgb[..., 0] << 16 | rgb[..., 1] << 8 | rgb[..., 2]
     paths: dict[int, list[str]] = {}
@@ -59,7 +59,7 @@ def svg(mask: BlockMask, cells: Shares) -> str:
                 start = col
     strokes = "".join(f'<path stroke="#{code:06x}" d="{"".join(runs)}"/>' for code, runs in paths.items())
     rows, cols = codes.shape
-    # The drawing has the shape of the mask in tokens; a cell need not be square, nor the last one whole.
+    # The drawing has the mask's proportions in tokens; cells need not be square, nor the last ones whole.
     across = mask.k_len / (cells.step[1] * mask.block_k)
     down = mask.q_len / (cells.step[0] * mask.block_q)
     longest = max(mask.q_len, mask.k_len)

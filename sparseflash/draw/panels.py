@@ -1,4 +1,4 @@
-"""Which pictures a mask needs: one for each pattern (and padded length) that its heads and batch elements use."""
+"""The pictures that a mask needs: one for each pattern (and padded length) that its heads and batch elements use."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ Choice = int | Iterable[int] | None
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: the number of its pattern, the tokens that are not padding (None: all), and who uses it."""
+    """One picture: the number of its pattern, the live queries and keys (None: all), and a title that says who uses it.
+
+    >>> from sparseflash import masks
+    >>> panels(masks.causal(64, block=16))
+    [Panel(pattern=0, lengths=None, title='')]
+    """
 
     pattern: int
-    lengths: tuple[int, int] | None  # queries and keys
-    title: str  # "" if it is the only one
+    lengths: tuple[int, int] | None  # numbers of queries and keys
+    title: str  # "" if it is the only panel
 
 
 def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[Panel]:
-    """The distinct pictures of these heads and batch elements (all by default), in order of first appearance.
-
-    Raises ValueError if a head or batch element is out of range, or none is chosen.
+    """The distinct pictures of the selected heads and batch elements (by default all), in order of first appearance.
 
     >>> import torch
     >>> from sparseflash import BlockMask
@@ -38,6 +41,8 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
     ['heads 0, 1, 3', 'head 2']
     >>> panels(BlockMask.from_layout(layout, block=16), heads=3)
     [Panel(pattern=0, lengths=None, title='head 3')]
+
+    Raises ValueError if a head or batch element is out of range, or none is selected.
     """
     all_batch, all_heads = checked_mask(mask).shape[:2]
     chosen_heads = _chosen("heads", heads, all_heads)
@@ -50,7 +55,7 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
     for b in chosen_batch:
         for h in chosen_heads:
             uses.setdefault((pattern[b][h], lengths[b]), {}).setdefault(b, []).append(h)
-    # A picture of everything there is needs no title.
+    # A single picture of everything needs no title.
     shown = [
         (batch is not None or len(uses) > 1) and all_batch > 1,
         (heads is not None or len(uses) > 1) and all_heads > 1,
@@ -81,14 +86,16 @@ def _chosen(name: str, choice: Choice, count: int) -> list[int]:
 def _title(
     by_batch: dict[int, list[int]], batch: list[int], heads: list[int], asked: list[bool], shown: list[bool]
 ) -> str:
-    """Who uses a picture: `heads 0-3`, `batch 1`, `batch 0, 2 · head 5`, or the list where it is no such product."""
+    """The users of a picture: `heads 0-3`, `batch 1`, `batch 0, 2 · head 5`, or a list if they are not such a
+    product.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for b, of_head in by_batch.items():
         groups.setdefault(tuple(of_head), []).append(b)
     parts = []
     for users, of_batch in groups.items():
         names = []
-        # An axis is named where it is not all that was chosen, or where the caller chose.
+        # Names an axis only if the caller selected on it, or not all of the selection is in this group.
         if shown[0] and (asked[0] or len(of_batch) < len(batch)):
             names.append(f"batch {_ranges(of_batch)}")
         if shown[1] and (asked[1] or len(users) < len(heads)):

@@ -1,4 +1,4 @@
-"""Every score of a small mask, and what it is: for pictures that are exact to the element."""
+"""The kind of every single score of a small mask, for pictures that show each of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MEANINGS = (
 
 
 def kinds(mask: BlockMask, pattern: int = 0, *, lengths: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """What each score is: uint8 `[q_len, k_len]`, the index of its meaning in `MEANINGS`. Takes `N x N` memory.
-
-    `pattern`, `lengths` as for `shares`. A tile that lies past an end is empty, one that an end cuts is partial.
+    """The kind of each score: uint8 `[q_len, k_len]`, an index into `MEANINGS`. Takes `N x N` memory.
 
     >>> from sparseflash import BlockMask
     >>> kinds(BlockMask.from_function(lambda q, k: k < 20, 4, 64, block=(16, 16)))[0, ::5].tolist()
     [2, 2, 2, 2, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+
+    `pattern`, `lengths` as for `shares`. A tile past an end is empty; a tile that an end cuts is partial.
     """
     (row_blocks, col_blocks), block_q, block_k = checked_mask(mask).blocks, mask.block_q, mask.block_k
     i, j, tile = tile_list(mask, pattern)
@@ -46,7 +46,7 @@ def kinds(mask: BlockMask, pattern: int = 0, *, lengths: tuple[int, int] | None 
 
 
 def _padded(drawn: torch.Tensor, q_stop: int, k_stop: int, block_q: int, block_k: int) -> torch.Tensor:
-    """Scores past the ends are dead, and what is left of a full tile there is partial."""
+    """Makes scores past the ends dead, and full tiles that an end cuts partial."""
     q, k = torch.arange(drawn.shape[0], device="cpu")[:, None], torch.arange(drawn.shape[1], device="cpu")
     first_q, first_k = q // block_q * block_q, k // block_k * block_k
     inside = (q < q_stop) & (k < k_stop)

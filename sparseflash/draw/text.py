@@ -15,7 +15,7 @@ from sparseflash.draw.panels import Choice, panels
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
-BLOCKS = "·░▒▓█"  # empty; less than a third live, less than two thirds, more; full
+BLOCKS = "·░▒▓█"  # empty; below a third live, below two thirds, more; full
 ASCII = ".-+*#"
 MOST_PANELS = 16
 
@@ -23,7 +23,7 @@ MOST_PANELS = 16
 def to_string(
     mask: BlockMask, width: int | None = None, *, heads: Choice = None, batch: Choice = None, ascii: bool = False
 ) -> str:
-    """The drawing that `BlockMask.to_string` returns."""
+    """Implements `BlockMask.to_string`."""
     width = shutil.get_terminal_size().columns if width is None else integer(width, "width", "columns")
     if width < 2:
         raise ValueError(f"width must be at least 2 columns; got {width}.")
@@ -32,13 +32,13 @@ def to_string(
     found = panels(mask, heads, batch)
     step = (1, 1)
     for panel in found[:MOST_PANELS]:
-        # Two columns a cell, because a character is about twice as tall as wide.
+        # A cell is two columns wide, because a character is about twice as tall as wide.
         cells = shares(mask, panel.pattern, rows=width // 2, cols=width // 2, lengths=panel.lengths)
         lines += [f"{panel.title}:"] if panel.title else []
         lines += ["".join(2 * glyphs[level] for level in row) for row in levels(cells).tolist()]
         step = cells.step
     if len(found) > MOST_PANELS:
-        lines.append(f"({len(found) - MOST_PANELS} more patterns; choose with heads= and batch=)")
+        lines.append(f"({len(found) - MOST_PANELS} more patterns; select with heads= and batch=)")
     empty, few, some, many, full = tuple(glyphs)
     size = f"{step[0] * mask.block_q} x {step[1] * mask.block_k} tokens"
     lines.append(f"{full} full  {many}{some}{few} partly live: 2/3, 1/3, less  {empty} empty; a cell is {size}")
@@ -46,7 +46,7 @@ def to_string(
 
 
 def levels(cells: Shares) -> NDArray[np.int64]:
-    """0 (empty) to 4 (nothing but full tiles) for each cell."""
+    """The level of each cell, from 0 (empty) to 4 (only full tiles)."""
     live = cells.live
     partial = 1 + (live >= 1 / 3).astype(np.int64) + (live >= 2 / 3)
     return np.where(cells.full == 1, 4, np.where(live > 0, partial, 0))

@@ -1,31 +1,32 @@
-"""Masks to and from other libraries: `to_x(mask)` gives what x takes, `from_x(...)` the mask of what x has.
-
-Each direction is exact: the same scores are live. What one of them cannot say is a ValueError that names the reason
-and the first place, never another mask. `lengths` (padding) come out as part of the pattern. Nothing of a neighbour is
-imported before its function is called; of all these only SciPy and PyTorch are needed by `sparseflash` itself.
-
-| neighbour | out | in | what it cannot represent |
-|---|---|---|---|
-| SciPy sparse | `to_scipy`: bool CSR, BSR | `from_scipy`: any format | several patterns at once (choose `batch=`, \
-`head=`; a list of heads comes in); BSR: ragged ends |
-| PyTorch sparse | `to_torch_sparse`: bool CSR, BSR | `from_torch_sparse`: CSR, BSR, COO | the same |
-| PyTorch SDPA | `to_sdpa`: bool `[B, H, Nq, Nk]` | `from_sdpa`: bool, or 0 and -inf | nothing, in `Nq * Nk` bytes |
-| FlexAttention | `to_flex`: `BlockMask` with `mask_mod` | `from_flex`: lists, `mask_mod` in partial blocks | nothing |
-| FlashAttention-4 | `to_fa4`: lists of the forward and backward | `from_fa4`: lists, with a `mask_mod` | blocks other \
-than 128 keys by multiples of 128 queries; bits of partial tiles, for which the caller brings a CuTe `mask_mod` |
-| FlashInfer | `to_flashinfer`: BSR with block masks | `from_flashinfer`: the same, any block | several patterns at \
-once; ragged ends |
-| FlashMask | `to_flashmask`: `startend_row_indices` | `from_flashmask`: causal or not | a key with two masked runs of \
-queries on one side of the diagonal (butterflies, random blocks) |
-| DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so: ragged ends, \
-causality inside a block), rectangular masks or blocks, masks that differ in the batch |
+"""Masks to and from other libraries: `to_x(mask)` converts for library x, `from_x(...)` converts back.
 
 >>> from sparseflash import BlockMask
 >>> mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 100), 300, block=64)
 >>> from_scipy(to_scipy(mask), block=64) == from_flashmask(*to_flashmask(mask)[:1], causal=True, block=64) == mask
 True
 
-May import `blockmask` alone.
+Each conversion is exact: the same scores are live. What a format cannot represent raises a ValueError with the reason
+and the first place where it occurs; it never becomes a different mask. On the way out, `lengths` (padding) become part
+of the pattern. A library is imported only when its function is called; sparseflash itself requires only SciPy and
+PyTorch of them.
+
+| library | out | in | what it cannot represent |
+|---|---|---|---|
+| SciPy sparse | `to_scipy`: bool CSR, BSR | `from_scipy`: any format | several patterns at once (select with \
+`batch=`, `head=`; a list of heads can be read); BSR: ragged ends |
+| PyTorch sparse | `to_torch_sparse`: bool CSR, BSR | `from_torch_sparse`: CSR, BSR, COO | the same |
+| PyTorch SDPA | `to_sdpa`: bool `[B, H, Nq, Nk]` | `from_sdpa`: bool, or 0 and -inf | nothing, in `Nq * Nk` bytes |
+| FlexAttention | `to_flex`: `BlockMask` with `mask_mod` | `from_flex`: lists, `mask_mod` in partial blocks | nothing |
+| FlashAttention-4 | `to_fa4`: lists of the forward and backward | `from_fa4`: lists, with a `mask_mod` | blocks other \
+than 128 keys by multiples of 128 queries; bits of partial tiles, for which the caller supplies a CuTe `mask_mod` |
+| FlashInfer | `to_flashinfer`: BSR with block masks | `from_flashinfer`: the same, any block | several patterns at \
+once; ragged ends |
+| FlashMask | `to_flashmask`: `startend_row_indices` | `from_flashmask`: causal or not | a key with two masked runs of \
+queries on one side of the diagonal (butterflies, random blocks) |
+| DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so no ragged ends, \
+no causality inside a block), rectangular masks or blocks, masks that differ within the batch |
+
+It may import `blockmask` alone.
 """
 
 from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout

@@ -13,7 +13,11 @@ from sparseflash.interop.heads import no_parts, pattern_of_mask, whole_blocks
 
 
 class DeepSpeedLayout(NamedTuple):
-    """What `SparsityConfig.make_layout` returns, and the `block` of that configuration."""
+    """What `SparsityConfig.make_layout` returns, and the `block` of that configuration.
+
+    >>> to_deepspeed(BlockMask.dense(32, block=16)).block
+    16
+    """
 
     layout: Tensor  # int64 [H, nb, nb]
     block: int  # tokens
@@ -22,18 +26,18 @@ class DeepSpeedLayout(NamedTuple):
 def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = False) -> DeepSpeedLayout:
     """The layout of DeepSpeed's `SparsityConfig` for a mask of square, whole blocks.
 
-    `heads`: how many, for a mask that all share (1 by default). `cover=True` makes partly live tiles wholly live,
-    which is no longer the same mask: DeepSpeed then needs the rest as its `attn_mask` `[N, N]`, one for all heads
-    (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). A causal mask is such a case: DeepSpeed's own "unidirectional"
-    layouts are causal among blocks only.
-
-    Raises ValueError for blocks that are not square, as many queries as keys, or whole; for masks that differ within
-    the batch; and, without `cover`, for a partly live tile, naming the first.
-
     >>> to_deepspeed(BlockMask.from_layout(torch.eye(3, dtype=torch.bool), block=16))
     DeepSpeedLayout(layout=tensor([[[1, 0, 0],
              [0, 1, 0],
              [0, 0, 1]]]), block=16)
+
+    `heads`: the number of heads, for a mask that all of them share (1 by default). `cover=True` makes partial tiles
+    fully live. The result is then a different mask, so DeepSpeed needs the exact one as its `attn_mask` `[N, N]`, one
+    for all heads (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). Causal masks need this, too: DeepSpeed's own
+    "unidirectional" layouts are causal between blocks only.
+
+    Raises ValueError if blocks are not square or not whole, if there are not as many queries as keys, if the mask
+    differs within the batch, and, without `cover`, for a partial tile, naming the first.
     """
     mask = checked_mask(mask)
     if mask.block_q != mask.block_k or mask.q_len != mask.k_len:
@@ -49,7 +53,7 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
             f"a DeepSpeed layout must serve the whole batch; got a mask whose {len(pattern)} batch elements differ."
         )
     if heads is not None and pattern.shape[1] not in (1, heads):
-        raise ValueError(f"heads must be {pattern.shape[1]}, as the mask has them; got {heads}.")
+        raise ValueError(f"heads must be {pattern.shape[1]}, as in the mask; got {heads}.")
     blocks = mask.blocks[0]
     patterns = (len(mask.indptr) - 1) // blocks
     layout = torch.zeros(patterns, blocks, blocks, dtype=torch.int64, device=mask.device)
@@ -58,24 +62,24 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
         if not cover:
             no_parts(
                 part, mask.block_q, mask.block_k, "a DeepSpeed layout",
-                "cover=True rounds them up; DeepSpeed's attn_mask must then say which of their scores are live.",
+                "cover=True makes them fully live; DeepSpeed's attn_mask must then say which of their scores are live.",
             )  # fmt: skip
         layout[p, part[0], part[1]] = 1
     return DeepSpeedLayout(layout[pattern[0].long()].expand(heads or -1, -1, -1).contiguous(), mask.block_q)
 
 
 def from_deepspeed(layout: Tensor, block: int) -> BlockMask:
-    """The mask of a DeepSpeed layout: `nb * block` queries and keys, every listed block wholly live.
-
-    `layout`: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`; `block`:
-    tokens, that configuration's `block`. A "unidirectional" layout lets the blocks on the diagonal see the future;
-    the causal part of its mask is in DeepSpeed's `attn_mask`.
-
-    Raises ValueError for another shape or other values.
+    """The mask of a DeepSpeed layout: `nb * block` queries and keys, with every listed block fully live.
 
     >>> from_deepspeed(torch.ones(2, 4, 4, dtype=torch.int64).tril(), 16)
     BlockMask(64 x 64, blocks of 16, 10 tiles: 10 full + 0 partial, density 62.5 %, \
-1 patterns for 1 x 2 (batch x heads))
+    1 patterns for 1 x 2 (batch x heads))
+
+    `layout`: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`; `block`:
+    tokens, that configuration's `block`. In a "unidirectional" layout the blocks on the diagonal see the future;
+    DeepSpeed leaves the causality inside them to its `attn_mask`.
+
+    Raises ValueError for another shape or other values.
     """
     if layout.ndim != 3 or layout.shape[1] != layout.shape[2]:
         raise ValueError(f"layout must have shape [H, nb, nb]; got {list(layout.shape)}.")

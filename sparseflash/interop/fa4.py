@@ -15,50 +15,58 @@ from sparseflash.interop.lookup import MaskMod, TileLookup, tile_lookup
 
 
 class BlockSparseTensors(NamedTuple):
-    """The fields of `flash_attn.cute.block_sparsity.BlockSparseTensorsTorch` that hold a mask, by its names:
-    `BlockSparseTensorsTorch(**tensors._asdict())`. Forward: M block rows that list key blocks; backward: block columns
-    that list query blocks.
+    """The fields of `flash_attn.cute.block_sparsity.BlockSparseTensorsTorch` that hold a mask, with its names.
+
+    >>> to_fa4(BlockMask.dense(256)).forward.block_size
+    (128, 128)
+
+    Pass them on as `BlockSparseTensorsTorch(**tensors._asdict())`. Forward: M block rows that list key blocks;
+    backward: block columns that list query blocks.
     """
 
-    mask_block_cnt: Tensor  # int32 [B or 1, Hq or 1, M]: partly live blocks, inside which FA4 asks its mask_mod
-    mask_block_idx: Tensor  # int32 [B or 1, Hq or 1, M, most of a row]
-    full_block_cnt: Tensor  # int32: wholly live blocks, where it asks nothing
+    mask_block_cnt: Tensor  # int32 [B or 1, Hq or 1, M]: partial blocks, for which FA4 evaluates its mask_mod
+    mask_block_idx: Tensor  # int32 [B or 1, Hq or 1, M, longest row]
+    full_block_cnt: Tensor  # int32: full blocks, for which it does not
     full_block_idx: Tensor  # int32
-    block_size: tuple[int, int]  # queries and keys a block, in the backward too
+    block_size: tuple[int, int]  # queries and keys per block, also for the backward
 
 
 class FA4BlockSparse(NamedTuple):
-    """A mask as FA4 takes it."""
+    """A mask in FA4's form.
+
+    >>> to_fa4(BlockMask.dense(256)).backward.full_block_cnt.tolist()
+    [[[2, 2]]]
+    """
 
     forward: BlockSparseTensors
     backward: BlockSparseTensors
-    lookup: TileLookup | None  # of a mask with partly live tiles: `aux_tensors` for a mask_mod
+    lookup: TileLookup | None  # for masks with partial tiles: the `aux_tensors` of a mask_mod
 
 
 def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
     """The block-sparse tensors of FlashAttention-4, on the mask's device.
-
-    FA4 wants blocks of exactly 128 keys and a multiple of 128 queries (256 queries on SM100, where it works on two
-    tiles at once). As in its own `compute_block_sparsity`, tiles at a ragged end that have every score up to the end
-    count as full: the kernel knows the lengths.
-
-    Inside partly live tiles FA4 asks a `mask_mod`, compiled from CuTe DSL, which no tensor can stand for; called
-    without one it takes them as wholly live. So a mask that has such tiles is refused, unless `partial=True` says that
-    the caller brings the `mask_mod`: either the rule of the pattern (causal: `k <= q`), or one that reads the arrays
-    of `lookup`, passed as `aux_tensors`; the docstring of `TileLookup` has the formula.
-
-    Raises ValueError for other blocks, and for partly live tiles without `partial=True`.
 
     >>> tensors = to_fa4(BlockMask.dense(300, block=128))
     >>> tensors.forward.full_block_cnt.tolist(), tensors.forward.full_block_idx.tolist()
     ([[[3, 3, 3]]], [[[[0, 1, 2], [0, 1, 2], [0, 1, 2]]]])
     >>> tensors.forward.mask_block_cnt.tolist(), tensors.lookup
     ([[[0, 0, 0]]], None)
+
+    FA4 requires blocks of exactly 128 keys and a multiple of 128 queries (256 queries on SM100, where it works on two
+    tiles at once). As in its own `compute_block_sparsity`, tiles at a ragged end in which every existing score is live
+    count as full: the kernel knows the lengths.
+
+    In partial tiles FA4 evaluates a `mask_mod`, which is compiled from CuTe DSL and cannot be replaced by a tensor;
+    without one it treats them as full. So a mask with partial tiles is refused, unless `partial=True` says that the
+    caller supplies the `mask_mod`. That is either the rule of the pattern (causal: `k <= q`), or a function that reads
+    the arrays of `lookup`, passed as `aux_tensors`; the docstring of `TileLookup` has the formula.
+
+    Raises ValueError for other blocks, and for partial tiles without `partial=True`.
     """
     mask = checked_mask(mask)
     if mask.block_q % 128 or mask.block_k != 128:
         raise ValueError(
-            "FA4 must have blocks of 128 keys and a multiple of 128 queries; got "
+            "blocks must have 128 keys and a multiple of 128 queries for FA4; got "
             f"{mask.block_q} x {mask.block_k}. Reblock the mask: mask.reblock(128)."
         )
     mask = mask.bake_lengths()
@@ -69,8 +77,8 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
         entry = int((~whole).nonzero()[0])
         p, i = divmod(int(entry_rows[entry]), row_blocks)
         raise ValueError(
-            f"partial=True must be given for a mask with partly live tiles; got {int((~whole).sum())}, the first at "
-            f"block ({i}, {int(mask.indices[entry])}) of pattern {p}. FA4 takes them as wholly live unless it is "
+            f"partial=True must be given for a mask with partial tiles; got {int((~whole).sum())}, the first at "
+            f"block ({i}, {int(mask.indices[entry])}) of pattern {p}. FA4 treats them as full unless it is "
             "given a mask_mod (CuTe DSL) for them."
         )
     forward = _tensors(mask, entry_rows, mask.indices, whole, row_blocks)
@@ -83,19 +91,19 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
 def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: MaskMod | None = None) -> BlockMask:
     """The mask of the forward's block-sparse tensors, ours or FA4's own `BlockSparseTensorsTorch`.
 
-    `q_len`, `k_len` in tokens. `mask_mod(b, h, q, k)`, in PyTorch and with FlexAttention's arguments, says what is
-    live in the partly live blocks; for tensors from `to_fa4` that is
-    `sparseflash.interop.lookup.mask_mod(lookup, *tensors.block_size)`.
-
-    Raises ValueError for partly live blocks without a `mask_mod`, for lists without a `block_size` or with one that a
-    mask cannot have, and for lists that name a block twice or out of range.
-
     >>> mask = BlockMask.from_layout(torch.eye(3, dtype=torch.bool))
     >>> from_fa4(to_fa4(mask).forward, 384, 384) == mask
     True
+
+    `q_len`, `k_len` in tokens. `mask_mod(b, h, q, k)`, in PyTorch and with FlexAttention's arguments, says which scores
+    are live in the partial blocks; for tensors from `to_fa4` it is `sparseflash.interop.lookup.mask_mod(lookup,
+    *tensors.block_size)`.
+
+    Raises ValueError for partial blocks without a `mask_mod`, for lists without a `block_size` or with one that a mask
+    cannot have, and for lists that name a block twice or out of range.
     """
     if tensors.block_size is None:
-        raise ValueError("block_size must be set in the tensors: the lists do not say it; got None.")
+        raise ValueError("block_size must be set in the tensors, because the lists do not contain it; got None.")
     block_q, block_k = tensors.block_size
     full = None
     if tensors.full_block_cnt is not None:
@@ -105,7 +113,7 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
 
 
 def _whole(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor) -> Tensor:
-    """Bool `[E]`: which entries have every score that lies inside the lengths."""
+    """Bool `[E]`: the entries in which every score inside the lengths is live."""
     live_q, live_k = mask.q_len - (mask.blocks[0] - 1) * mask.block_q, mask.k_len - (mask.blocks[1] - 1) * mask.block_k
     counts = torch.cat([tile.new_tensor([mask.block_q * mask.block_k]).long(), bitmask.live_scores(mask.bits)])
     height = torch.where(rows == mask.blocks[0] - 1, live_q, mask.block_q)

@@ -1,4 +1,4 @@
-"""FlashInfer's block-sparse rows: what `BlockSparseAttentionWrapper.plan` takes."""
+"""FlashInfer's block-sparse rows: the arguments of `BlockSparseAttentionWrapper.plan`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from sparseflash.interop.scores import blocks_of, part_of_blocks, part_of_scores
 
 
 class FlashInferBSR(NamedTuple):
-    """The mask arguments of `BlockSparseAttentionWrapper.plan`, by its names: `wrapper.plan(**bsr._asdict(), ...)`."""
+    """The mask arguments of `BlockSparseAttentionWrapper.plan`, with its names: `wrapper.plan(**bsr._asdict(), ...)`.
+
+    >>> to_flashinfer(BlockMask.dense(32, block=16)).indptr.tolist()
+    [0, 2, 4]
+    """
 
     indptr: Tensor  # int32 [M / R + 1]
     indices: Tensor  # int32 [nnz]: block columns
     M: int  # queries
     N: int  # keys
-    R: int  # queries a block
-    C: int  # keys a block
-    mask: Tensor | None  # bool [nnz, R, C]; None: every listed block is wholly live
+    R: int  # queries per block
+    C: int  # keys per block
+    mask: Tensor | None  # bool [nnz, R, C]; None: every listed block is full
 
 
 def to_flashinfer(mask: BlockMask, *, batch: int | None = None, head: int | None = None) -> FlashInferBSR:
     """The arguments of FlashInfer's `BlockSparseAttentionWrapper.plan` for one pattern, on the mask's device.
 
-    `mask` is left out where every tile is full, else it takes `block_q * block_k` bytes a tile. `batch`, `head`: which
-    pattern, where they differ: a plan has one mask for all heads.
-
-    Raises ValueError if there are several patterns to choose from, or if the blocks do not divide the lengths.
-
     >>> to_flashinfer(BlockMask.from_layout(torch.eye(2, dtype=torch.bool), block=16))
     FlashInferBSR(indptr=tensor([0, 1, 2], dtype=torch.int32), indices=tensor([0, 1], dtype=torch.int32), \
-M=32, N=32, R=16, C=16, mask=None)
+    M=32, N=32, R=16, C=16, mask=None)
+
+    `mask` is None if every tile is full; otherwise it takes `block_q * block_k` bytes per tile. `batch`, `head`: select
+    the pattern if there are several, because a plan has one mask for all heads.
+
+    Raises ValueError if there are several patterns to select from, or if the blocks do not divide the lengths.
     """
     part = one_head(mask, batch, head, "a FlashInfer plan")
     whole_blocks(mask, "a FlashInfer plan", "Pad queries and keys to whole blocks.")
@@ -57,15 +61,15 @@ def from_flashinfer(
 ) -> BlockMask:  # fmt: skip
     """The mask of the arguments of FlashInfer's `BlockSparseAttentionWrapper.plan`: `from_flashinfer(*bsr)`.
 
-    `indptr` int `[M / R + 1]`, `indices` int `[nnz]` (block columns, in any order, each at most once a row), M queries
-    and N keys in blocks of R x C, `mask` bool `[nnz, R, C]` (True: live; None: all). `block`, in tokens: `(R, C)` by
-    default, if a mask can have such blocks, else 128.
-
-    Raises ValueError for blocks that do not divide the lengths, an index out of range (FlashInfer's own check lets
-    one past the end through), a block listed twice, or a `mask` of another shape.
-
     >>> from_flashinfer(torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), 64, 96, 32, 32)
     BlockMask(64 x 96, blocks of 32, 3 tiles: 3 full + 0 partial, density 50 %)
+
+    `indptr` int `[M / R + 1]`, `indices` int `[nnz]` (block columns, in any order, each at most once per row), M
+    queries and N keys in blocks of R x C, `mask` bool `[nnz, R, C]` (True: live; None: all). `block`, in tokens: by
+    default `(R, C)` if a mask can have such blocks, else 128.
+
+    Raises ValueError for blocks that do not divide the lengths, an index out of range (FlashInfer's own check accepts
+    one past the end), a block listed twice, or a `mask` of another shape.
     """
     q_len, k_len = token_counts(M, N)
     size_q, size_k = integer(R, "R", "tokens"), integer(C, "C", "tokens")
@@ -81,7 +85,7 @@ def from_flashinfer(
         raise ValueError(f"indices must have the {int(indptr[-1])} entries of indptr; got {list(indices.shape)}.")
     rows, cols = tile_list(row_of_entry(indptr, len(indices)), indices, row_blocks, col_blocks)
     if len((rows * col_blocks + cols).unique()) < len(rows):
-        raise ValueError("indices must list a block at most once a row.")
+        raise ValueError("indices must list a block at most once per row.")
     live = torch.ones(1, 1, 1, dtype=torch.bool, device=cols.device) if mask is None else boolean(mask, "mask")
     if mask is not None and live.shape != (len(cols), size_q, size_k):
         raise ValueError(f"mask must have shape [{len(cols)}, {size_q}, {size_k}]; got {list(live.shape)}.")

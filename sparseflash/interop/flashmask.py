@@ -1,4 +1,4 @@
-"""FlashMask (PaddlePaddle): for every key, the queries that do not see it, as one or two intervals.
+"""FlashMask (PaddlePaddle): for every key, one or two intervals of queries that do not see it.
 
 Source: FlashMask (Wang et al., 2024, arXiv 2410.01359), and the function `flashmask_to_densemask` in the documentation
 of `paddle.nn.functional.flashmask_attention`, which defines the tensor.
@@ -19,14 +19,18 @@ from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import number_by_first_appearance
 from sparseflash.interop.heads import mask_of_patterns
 
-_MOST_RUNS = 3  # live runs of a column between at most two dead ones and the ends
+_MOST_RUNS = 3  # the most live runs of a column: between two dead ones and the ends
 
 
 class FlashMask(NamedTuple):
-    """The arguments of `flashmask_attention` by its names.
+    """The arguments of `flashmask_attention`, with its names.
 
-    The bounds of key k, all query positions, `[a, b)` without b: causal with 1: `[r0, Nq)` is masked; causal with 2:
-    `[r0, r1)`; else with 2: `[r0, Nq)` and `[0, r1)`; with 4: `[r0, r1)` and `[r2, r3)`. Causal masks q < k as well.
+    >>> to_flashmask(BlockMask.from_function(lambda q, k: k <= q, 4, block=16)).startend_row_indices.flatten().tolist()
+    [4, 4, 4, 4]
+
+    The bounds of key k are query positions, and `[a, b)` excludes b. Causal with 1 bound: `[r0, Nq)` is masked; causal
+    with 2: `[r0, r1)`; otherwise with 2: `[r0, Nq)` and `[0, r1)`; with 4: `[r0, r1)` and `[r2, r3)`. Causal masks q <
+    k as well.
     """
 
     startend_row_indices: Tensor  # int32 [B or 1, H or 1, Nk, 1, 2 or 4]
@@ -34,23 +38,23 @@ class FlashMask(NamedTuple):
 
 
 def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int | None = None) -> FlashMask:
-    """The intervals of FlashMask, as few a key as the mask allows, on the mask's device.
-
-    For every key at most one run of queries above the diagonal and one below it may be masked; the query on the
-    diagonal may belong to either. Causal, windowed, document, prefix and causal sink masks are of that kind; a
-    butterfly is not. Takes time in proportion to the live tiles.
-
-    `causal`: by default True if the mask has as many queries as keys and no live score above the diagonal. FlashMask
-    numbers queries from the top in both forms. `kv_heads`: how many there are, where FlashMask wants a mask a
-    key-value head: the query heads of a group must agree.
-
-    Raises ValueError, naming the first key, if the mask cannot be said this way.
+    """The intervals of FlashMask, with as few bounds per key as the mask allows, on the mask's device.
 
     >>> to_flashmask(BlockMask.from_function(lambda q, k: (k <= q) & (q < k + 2), 4, block=16))
     FlashMask(startend_row_indices=tensor([[[[2],
               [3],
               [4],
               [4]]]], dtype=torch.int32), causal=True)
+
+    For every key at most one run of queries above the diagonal and one below it may be masked; the query on the
+    diagonal may belong to either. Causal, windowed, document, prefix and causal sink masks qualify; a butterfly does
+    not. Time is proportional to the live tiles.
+
+    `causal`: by default True if the mask has as many queries as keys and no live score above the diagonal. FlashMask
+    numbers queries from the top in both forms. `kv_heads`: the number of key-value heads, if FlashMask needs one mask
+    for each of them; the query heads of a group must then agree.
+
+    Raises ValueError, naming the first key, if the mask cannot be represented.
     """
     mask = checked_mask(mask).bake_lengths()
     pattern = _of_kv_heads(mask.pattern, kv_heads)
@@ -90,19 +94,19 @@ def from_flashmask(
     heads: int | None = None,
     block: Block = 128,
 ) -> BlockMask:
-    """The mask of FlashMask's intervals: `from_flashmask(indices, causal=causal)`; every one is a mask.
-
-    `startend_row_indices`: int `[B, H, Nk, 1 or 2]` for causal, `[B, H, Nk, 2 or 4]` otherwise, see `FlashMask`;
-    bounds past the last query mean the end. `q_len` in tokens, Nk by default. `heads`: how many query heads share the
-    H given ones, in groups, H by default. `block` in tokens.
-
-    Takes time in proportion to the tiles that an interval's end may cut, and to `Mq * Mk`.
-
-    Raises ValueError for another shape, negative bounds, or a causal mask with as many queries as keys.
+    """The mask of FlashMask's intervals: `from_flashmask(indices, causal=causal)`. Every FlashMask can be represented.
 
     >>> indices = torch.tensor([2, 2, 4, 4]).view(1, 1, 4, 1)  # two documents of two tokens
     >>> from_flashmask(indices, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+    `startend_row_indices`: int `[B, H, Nk, 1 or 2]` for causal, `[B, H, Nk, 2 or 4]` otherwise, see `FlashMask`; bounds
+    past the last query mean the end. `q_len` in tokens, by default Nk. `heads`: the number of query heads, which share
+    the H given ones in groups; by default H. `block` in tokens.
+
+    Time is proportional to the tiles that an interval's end may cut, plus `Mq * Mk`.
+
+    Raises ValueError for another shape, negative bounds, or a causal mask with `q_len` other than Nk.
     """
     widths = (1, 2) if causal else (2, 4)
     shape = list(startend_row_indices.shape)
@@ -134,7 +138,7 @@ def from_flashmask(
     return mask_of_patterns(q_len, k_len, block_q, block_k, parts, number)
 
 
-# ---------------------------------------------------------------------- out
+# to FlashMask
 
 
 def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:
@@ -156,8 +160,11 @@ def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:
 
 
 def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
-    """The runs of dead queries of each key of one pattern: start and stop int64 `[Nk, _MOST_RUNS + 1]`, empty ones
-    among them, in order; and the first key that has more, or Nk. Rows from there on are not filled."""
+    """The runs of dead queries of each key of one pattern, `(start, stop, most)`.
+
+    start, stop: int64 `[most, _MOST_RUNS + 1]`, in order, some of them empty. most: the first key that has more runs,
+    or Nk.
+    """
     col_blocks, device = mask.blocks[1], mask.device
     indptr, indices, tile = mask.columns
     indptr = indptr[p * col_blocks : (p + 1) * col_blocks + 1].long()
@@ -165,8 +172,8 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
     rows, tile = indices[span].long(), tile[span].long()
     cols = row_of_entry(indptr - indptr[0], len(rows))
     words = bitmask.choices(mask.bits, mask.block_k)  # [T + 2, block_q, W]
-    # A score begins a run if the one above it is dead, and ends one if the one below is. Inside a tile that is the
-    # tile's own affair; its first and last row look at the tiles that touch it.
+    # A score begins a live run if the one above it is dead, and ends one if the one below is. Inside a tile that
+    # depends only on the tile; its first and last row depend on the tiles that touch it.
     joined = (cols.diff() == 0) & (rows.diff() == 1)
     none = torch.zeros_like(words[tile[:1], 0])
     first, last = words[tile, 0], words[tile, -1]
@@ -188,7 +195,7 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
 
     start = torch.full((most, _MOST_RUNS + 1), mask.q_len, dtype=torch.int64, device=device)
     stop = start.clone()
-    start[:, 0] = 0  # dead runs begin at the top and where live ones end; they end where live ones begin
+    start[:, 0] = 0  # dead runs begin at the top and where live ones end, and end where live ones begin
     for inside, edge, edge_row, table, shift in (
         (begins, begins_at_edge, 0, stop, 0),
         (ends, ends_at_edge, mask.block_q - 1, start, 1),
@@ -201,7 +208,7 @@ def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _sorted(k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys in order, and the order that puts them so, the queries of each key ascending."""
+    """The keys sorted, and the permutation that sorts them, with the queries of each key ascending."""
     by_query = torch.argsort(q)
     keys, by_key = torch.sort(k[by_query], stable=True)
     return keys, by_query[by_key]
@@ -210,8 +217,11 @@ def _sorted(k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def _places(
     inside: Tensor, edge: Tensor, edge_row: int, rows: Tensor, cols: Tensor, tile: Tensor, stop: int, mask: BlockMask
 ) -> tuple[Tensor, Tensor]:
-    """Query and key of the bits of all tiles before key `stop`: those inside a tile (which are the same wherever it
-    stands), `inside` `[T + 2, block_q, W]`, and those of one row at its edge, `edge` `[E, W]`."""
+    """The query and key of the set bits of all tiles, before key `stop`.
+
+    inside: the bits inside a tile, which are the same wherever it occurs, `[T + 2, block_q, W]`; edge: the bits of each
+    entry in row `edge_row`, `[E, W]`.
+    """
     t, q, k = bitmask.unpack(inside, mask.block_k).nonzero(as_tuple=True)
     count = torch.bincount(t, minlength=len(inside))
     before = count.cumsum(0) - count
@@ -230,8 +240,10 @@ def _places(
 
 
 def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, place: str) -> Tensor:
-    """`[r0, r1)` below the diagonal and `[r2, r3)` above it that are masked: int64 `[Nk, 4]`, empty as `[Nq, Nq)` and
-    `[0, 0)`."""
+    """The masked ranges `[r0, r1)` below the diagonal and `[r2, r3)` above it: int64 `[Nk, 4]`.
+
+    Empty ranges are `[Nq, Nq)` and `[0, 0)`.
+    """
     start, stop, most = runs
     q_len, device = mask.q_len, start.device
     key = torch.arange(most, device=device)
@@ -239,7 +251,7 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
     if causal:
         fits = stop[:, 0] >= key  # no live query above the diagonal
         start = torch.maximum(start, key[:, None])
-    # The runs that are not empty come first.
+    # Move the non-empty runs to the front.
     order = torch.argsort((stop <= start).to(torch.int8), dim=1, stable=True)
     runs_a_key = (stop > start).sum(1)
     empty = runs_a_key[:, None] <= torch.arange(2, device=device)
@@ -252,7 +264,7 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
     else:
         two = runs_a_key == 2
         fits = (runs_a_key < 2) | (two & (first_stop <= diagonal + 1) & (second >= diagonal))
-        # One run alone is below, or above, or cut by the diagonal.
+        # A single run lies below the diagonal, above it, or is split by it.
         above = two | (first_stop <= diagonal + 1)
         below = ~two & (first >= diagonal)
         lower = torch.where(above, second, torch.maximum(first, diagonal)).where(~below, first)
@@ -274,11 +286,11 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
     return bounds
 
 
-# ---------------------------------------------------------------------- in
+# from FlashMask
 
 
 def _intervals(bounds: Tensor, causal: bool, q_len: int) -> list[tuple[Tensor, Tensor]]:
-    """The intervals of masked queries, `[start, stop)`, as int64 `[Nk]` each; `bounds` int64 `[Nk, 1, 2 or 4]`."""
+    """The intervals of masked queries, `[start, stop)`, int64 `[Nk]` each; `bounds` int64 `[Nk, 1, 2 or 4]`."""
     zero = torch.zeros_like(bounds[:, 0])
     with_ends = bounds.shape[1] == (2 if causal else 4)
     found = [(bounds[:, 0], bounds[:, 1] if with_ends else zero + q_len)]
@@ -311,9 +323,10 @@ def _part(intervals: list[tuple[Tensor, Tensor]], q_len: int, k_len: int, block_
 
 
 def _cut_tiles(intervals: list[tuple[Tensor, Tensor]], rows: Tensor, cols: Tensor, keys: Tensor, block_q: int) -> Part:
-    """The given tiles, int64 `[E]`; `keys` int64 `[Mk, block_k]` are the keys of each block column.
+    """The tiles at the given rows and columns, int64 `[E]`.
 
-    Tiles that the bounds cut alike, seen from their first row, are evaluated once.
+    `keys` int64 `[Mk, block_k]`: the keys of each block column. Tiles with equal bounds relative to their first row are
+    evaluated once.
     """
     block_k, device = keys.shape[1], rows.device
     no_words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Patterns of single heads: taken out of a mask, and put together into one. What all neighbours' files share."""
+"""Patterns of single heads, taken out of a mask or put together into one; shared by the other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparseflash.blockmask.csr import row_of_entry
 
 
 def pattern_of_mask(mask: BlockMask, number: int) -> Part:
-    """The tiles of one pattern, `lengths` left aside: block rows, block columns, tile (all int64), and the words."""
+    """The tiles of one pattern, ignoring `lengths`: block rows, block columns, tile (all int64), and the words."""
     row_blocks = mask.blocks[0]
     indptr = mask.indptr[number * row_blocks : (number + 1) * row_blocks + 1].long()
     start, stop = int(indptr[0]), int(indptr[-1])
@@ -26,7 +26,7 @@ def mask_of_patterns(
 ) -> BlockMask:
     """The mask in which head h of batch element b has the pattern `parts[number[b, h]]` (int `[B or 1, Hq or 1]`).
 
-    The parts must be numbered as they first appear, which makes the result canonical.
+    The parts must be numbered by first appearance, which makes the result canonical.
     """
     *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
     indptr, indices, tile, bits = arrays
@@ -36,16 +36,16 @@ def mask_of_patterns(
 
 
 def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) -> Part:
-    """The tiles of the head that `batch` and `head` choose; of any head, if all have the same pattern.
+    """The tiles of the head selected by `batch` and `head`; of any head, if all have the same pattern.
 
-    `format` is what cannot hold several patterns, for the error message.
+    `format` names, in the error message, what cannot hold several patterns.
     """
     mask = checked_mask(mask).bake_lengths()
     pattern = mask.pattern
     for name, dim, index in (("batch", 0, batch), ("head", 1, head)):
         if index is not None:
             count = pattern.shape[dim]
-            if not (0 <= index < count or (count == 1 and index >= 0)):  # 1: shared by any number of them
+            if not (0 <= index < count or (count == 1 and index >= 0)):  # 1: shared by any number
                 raise ValueError(f"{name} must lie in 0..{count - 1}; got {index}.")
             pattern = pattern.narrow(dim, 0 if count == 1 else index, 1)
     numbers = pattern.unique().tolist()
@@ -55,13 +55,13 @@ def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) 
         )
         raise ValueError(
             f"{format} must hold a single pattern; got a mask with {len(numbers)} for {pattern.shape[0]} x "
-            f"{pattern.shape[1]} (batch x heads): choose one with {missing}."
+            f"{pattern.shape[1]} (batch x heads): select one with {missing}."
         )
     return pattern_of_mask(mask, numbers[0])
 
 
 def chosen_block(block: Block | None, own: Sequence[int] | None) -> tuple[int, int]:
-    """`(block_q, block_k)`: as given; else those of what comes in, if a mask can have them; else 128."""
+    """`(block_q, block_k)`: the given block; else that of the input, if a mask can have it; else 128."""
     if block is None and own is not None and own[0] in BLOCKS and own[1] in BLOCKS:
         return own[0], own[1]
     return block_pair(128 if block is None else block)
@@ -77,11 +77,11 @@ def whole_blocks(mask: BlockMask, format: str, remedy: str) -> None:
 
 
 def no_parts(part: Part, block_q: int, block_k: int, format: str, remedy: str) -> None:
-    """Raises ValueError, naming the first, if some tiles are only partly live."""
+    """Raises ValueError, naming the first, if there are partial tiles."""
     partial = (part[2] > 0).nonzero()
     if len(partial):
         i, j = int(part[0][partial[0]]), int(part[1][partial[0]])
         raise ValueError(
-            f"{format} must consist of wholly live tiles; got {len(partial)} partly live ones, the first with queries "
+            f"{format} must consist of full tiles; got {len(partial)} partial ones, the first with queries "
             f"{i * block_q}..{(i + 1) * block_q - 1} and keys {j * block_k}..{(j + 1) * block_k - 1}. {remedy}"
         )

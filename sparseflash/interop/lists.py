@@ -1,4 +1,4 @@
-"""Padded block lists, a count and a row of indices for every block row: the form of FlexAttention and FA4."""
+"""Padded block lists, a count and a row of indices for every block row: the format of FlexAttention and FA4."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Lists = tuple[Tensor, Tensor]  # counts int32 [B, H, M], indices int32 [B, H, M,
 
 
 def padded_lists(rows: Tensor, values: Tensor, pattern: Tensor, blocks: int, width: int | None = None) -> Lists:
-    """Counts `[B, H, blocks]` and indices `[B, H, blocks, width]` from entries of all patterns, int32.
+    """Counts `[B, H, blocks]` and indices `[B, H, blocks, width]`, int32, from the entries of all patterns.
 
-    `rows`, `values`: int `[E]`, the row (of `P * blocks`) of each entry, not decreasing, and what to list; `pattern`
-    int `[B, H]`. Lists are filled up with zeros, to the longest (at least 1) by default.
+    `rows`, `values`: int `[E]`, the row of each entry (out of `P * blocks`, not decreasing) and the index to list;
+    `pattern` int `[B, H]`. Lists are padded with zeros, by default to the longest (at least 1).
     """
     patterns = int(pattern.max()) + 1
     counts = torch.bincount(rows, minlength=patterns * blocks)
@@ -36,7 +36,7 @@ def padded_lists(rows: Tensor, values: Tensor, pattern: Tensor, blocks: int, wid
 def mask_of_lists(
     q_len: int, k_len: int, block_q: int, block_k: int, partial: Lists, full: Lists | None, mask_mod: MaskMod | None
 ) -> BlockMask:
-    """The mask of lists of full tiles and of partial ones, inside which `mask_mod` says what is live."""
+    """The mask of lists of full tiles and of partial ones, in which `mask_mod` says which scores are live."""
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     heads, rows, cols = _entries(partial, row_blocks, col_blocks, "partial")
     batch = partial[0].shape[:2]
@@ -51,7 +51,7 @@ def mask_of_lists(
     if mask_mod is None and len(rows):
         b, h = divmod(int(heads[0]), batch[1])
         raise ValueError(
-            f"partial blocks must come with a mask_mod, which says what is live in them; got {len(rows)}, the first "
+            f"mask_mod must be given for partial blocks, to say which scores are live; got {len(rows)}, the first "
             f"block ({int(rows[0])}, {int(cols[0])}) of head {h} of batch element {b}."
         )
     found, kinds, offset = [], [], 0
@@ -85,7 +85,7 @@ def mask_of_lists(
 
 
 def _entries(lists: Lists, row_blocks: int, col_blocks: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """What the lists hold, in order: `b * H + h`, block row and block column of each entry, int64 `[E]`."""
+    """The entries of the lists, in order: `b * H + h`, block row and block column of each, int64 `[E]`."""
     counts, indices = lists
     if counts.ndim != 3 or indices.shape[:3] != counts.shape or indices.ndim != 4 or counts.shape[2] != row_blocks:
         raise ValueError(
@@ -109,11 +109,11 @@ def _evaluate(
     mask_mod: MaskMod, b: Tensor, h: Tensor, rows: Tensor, cols: Tensor, q_len: int, k_len: int, block_q: int,
     block_k: int,
 ) -> Tensor:  # fmt: skip
-    """Bool `[E, block_q, block_k]`: the scores of these tiles of these heads."""
+    """The live scores of these tiles of these heads: bool `[E, block_q, block_k]`."""
     from torch.nn.attention.flex_attention import create_mask
 
-    # A mask_mod is written for single numbers, and need not broadcast. FlexAttention's own way of calling one is
-    # create_mask; its batch elements are tiles here. It must never see a position past the end.
+    # A mask_mod is written for single numbers and need not broadcast. create_mask is FlexAttention's own way of calling
+    # one; its batch elements are tiles here. A mask_mod must not get a position past the end.
     def of_tile(e: Tensor, _: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q = (rows[e] * block_q + q_idx).clamp(max=q_len - 1)
         k = (cols[e] * block_k + kv_idx).clamp(max=k_len - 1)

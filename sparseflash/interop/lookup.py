@@ -1,4 +1,4 @@
-"""Is a score live? Answered by three array reads instead of a rule: what a `mask_mod` on the GPU needs."""
+"""A mask as lookup arrays, for a `mask_mod` on the GPU: three reads say whether a score is live."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.blockmask.csr import row_of_entry
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-READS = "_sparseflash_reads"  # of a mask_mod made here: whether it tells batch elements apart, and heads
+READS = "_sparseflash_reads"  # attribute of our mask_mods: whether they depend on the batch element, and on the head
 
 
 class TileLookup(NamedTuple):
-    """A mask as arrays to index: score (q, k) of head h of batch element b is live iff, with
-    `t = table[pattern[b, h], q // block_q, k // block_k]`, bit `k % 32` of `words[t, q % block_q, k % block_k // 32]`
-    is set (bit `k % 16` for blocks of 16 keys). `pattern` is indexed with 0 where its size is 1.
+    """A mask as arrays to index.
+
+    >>> lookup = tile_lookup(BlockMask.from_function(lambda q, k: k <= q, 32, block=16))
+    >>> lookup.table.tolist()  # 0: dead, 1: full, 2: the first partial tile
+    [[[2, 0], [1, 2]]]
+
+    Score (q, k) of head h of batch element b is live iff, with `t = table[pattern[b, h], q // block_q, k // block_k]`,
+    bit `k % 32` of `words[t, q % block_q, k % block_k // 32]` is set (bit `k % 16` for blocks of 16 keys). `pattern` is
+    indexed with 0 in dimensions of size 1.
     """
 
     pattern: Tensor  # int32 [B or 1, Hq or 1]
@@ -28,7 +34,7 @@ class TileLookup(NamedTuple):
 
 
 def tile_lookup(mask: BlockMask) -> TileLookup:
-    """The lookup arrays of a mask: 4 bytes a tile, live or not, and the bits of the distinct tiles."""
+    """The lookup arrays of a mask: 4 bytes per tile, live or not, and the bits of the distinct tiles."""
     mask = checked_mask(mask).bake_lengths()
     (row_blocks, col_blocks), nnz = mask.blocks, len(mask.indices)
     rows = row_of_entry(mask.indptr, nnz)
@@ -44,9 +50,9 @@ def _full(mask: BlockMask) -> int:
 
 
 def mask_mod(lookup: TileLookup, block_q: int, block_k: int) -> MaskMod:
-    """FlexAttention's `mask_mod(b, h, q_idx, kv_idx)` of these arrays: for single numbers or what broadcasts."""
+    """FlexAttention's `mask_mod(b, h, q_idx, kv_idx)` of these arrays, for single numbers or broadcastable tensors."""
     pattern, table, words = lookup
-    # Strides of 0 serve what is shared: b and h are the attention's own, whatever the mask's sizes are.
+    # Strides of 0 for shared dimensions: b and h are the attention's, whatever sizes the mask has.
     batch_stride = pattern.shape[1] if pattern.shape[0] > 1 else 0
     head_stride = 1 if pattern.shape[1] > 1 else 0
     pattern = pattern.reshape(-1)

@@ -1,4 +1,4 @@
-"""SciPy's sparse matrices: one boolean matrix a pattern, in CSR or BSR form."""
+"""SciPy's sparse matrices: one boolean matrix per pattern, in CSR or BSR format."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sparseflash.interop.scores import blocks_of, part_of_blocks, part_of_scores
 
 
 def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, head: int | None = None) -> Any:
-    """A boolean `scipy.sparse` array `[q_len, k_len]` with the live scores of one pattern, in canonical form.
-
-    `format`: "csr", an entry a live score; or "bsr", whose blocks are the mask's tiles, dense (`block_q * block_k`
-    bytes a tile), and must divide the lengths. `batch`, `head`: which pattern, where they differ; of a mask for many
-    heads, `[to_scipy(mask, head=h) for h in range(H)]` is what `from_scipy` takes.
-
-    Raises ValueError if there are several patterns to choose from, and for "bsr" with ragged ends.
+    """A boolean `scipy.sparse` array `[q_len, k_len]` with the live scores of one pattern, in canonical format.
 
     >>> to_scipy(BlockMask.from_function(lambda q, k: k <= q, 4, block=16)).toarray().astype(int).tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+
+    `format`: "csr", one entry per live score; or "bsr", whose dense blocks are the mask's tiles (`block_q * block_k`
+    bytes each) and must divide the lengths. `batch`, `head`: select the pattern if there are several. To convert all
+    heads and back, pass `[to_scipy(mask, head=h) for h in range(H)]` to `from_scipy`.
+
+    Raises ValueError if there are several patterns to select from, and for "bsr" with ragged ends.
     """
     from scipy import sparse
 
@@ -52,17 +52,17 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
 
 
 def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
-    """The mask of a boolean `scipy.sparse` matrix or array of any format, or of a list of them: one a head.
-
-    True entries are live; stored False ones and duplicates do no harm. `block`, in tokens: the blocks of a BSR matrix
-    by default, if a mask can have them, else 128. Takes time and memory in proportion to what is stored.
-
-    Raises TypeError for what is not sparse or not boolean (say which values are live: `matrix != 0`), ValueError for
-    an empty list or matrices of different shapes.
+    """The mask of a boolean `scipy.sparse` matrix or array of any format, or of a list of them, one per head.
 
     >>> from scipy.sparse import eye_array
     >>> from_scipy(eye_array(100, dtype=bool), block=32)
     BlockMask(100 x 100, blocks of 32, 4 tiles: 0 full + 4 partial (2 distinct), density 1 %)
+
+    True entries are live; stored False entries and duplicates are fine. `block`, in tokens: by default the blocks of a
+    BSR matrix if a mask can have them, else 128. Time and memory are proportional to the stored entries.
+
+    Raises TypeError if the input is not sparse or not boolean (choose what is live: `matrix != 0`), ValueError for an
+    empty list or matrices of different shapes.
     """
     from scipy import sparse
 
@@ -73,7 +73,7 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
         if not sparse.issparse(one):
             raise TypeError(f"matrix must be a scipy.sparse matrix; got {type(one).__name__}.")
         if one.dtype != np.bool_:
-            raise TypeError(f"matrix must be boolean (True: live); got {one.dtype}. Say what is live: matrix != 0.")
+            raise TypeError(f"matrix must be boolean (True: live); got {one.dtype}. Choose what is live: matrix != 0.")
         if one.shape != matrices[0].shape or len(one.shape) != 2:
             raise ValueError(f"all matrices must have one shape [Nq, Nk]; got {one.shape} and {matrices[0].shape}.")
     q_len, k_len = token_counts(*matrices[0].shape)

@@ -1,4 +1,4 @@
-"""Between lists of tiles and lists of single scores."""
+"""Conversions between lists of tiles and lists of single scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
 
 
 def scores_of(part: Part, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """The live scores of a list of tiles: query and key of each, int64 `[n]`, tile after tile."""
+    """The live scores of a list of tiles: the query and key of each, int64 `[n]`, tile by tile."""
     rows, cols = part[:2]
     found = []
     for e in torch.arange(len(rows), device=rows.device).split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
@@ -20,9 +20,9 @@ def scores_of(part: Part, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(part: Part, entries: Tensor, block_q: int, block_k: int) -> Tensor:
-    """Bool `[n, block_q, block_k]` of the given entries of a list of tiles."""
+    """The scores of the given entries of a list of tiles: bool `[n, block_q, block_k]`."""
     tile, words = part[2][entries], part[3]
-    # Taking bits apart takes many times the memory of what comes out, so it is done once a distinct tile, and in parts.
+    # Unpacking takes many times the memory of its result, so it is done once per distinct tile, and in chunks.
     kinds, which = torch.unique(tile, return_inverse=True)
     repeat = len(kinds) < len(tile)
     packed = bitmask.choices(words, block_k)[kinds if repeat else tile]
@@ -34,7 +34,7 @@ def blocks_of(part: Part, entries: Tensor, block_q: int, block_k: int) -> Tensor
 
 
 def part_of_scores(q: Tensor, k: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
-    """The tiles that hold these live scores, each listed once (int64 `[n]`, in any order)."""
+    """The tiles with these live scores, which must be distinct (int64 `[n]`, in any order)."""
     for name, ids, stop in (("rows", q, q_len), ("columns", k, k_len)):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < stop):
             raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(ids.min())}..{int(ids.max())}.")
@@ -50,7 +50,7 @@ def part_of_scores(q: Tensor, k: Tensor, q_len: int, k_len: int, block_q: int, b
 
 
 def part_of_blocks(rows: Tensor, cols: Tensor, live: Tensor) -> Part:
-    """The tiles with these contents: bool `[E, block_q, block_k]`."""
+    """The tiles with these scores: bool `[E, block_q, block_k]`."""
     tile = torch.arange(1, len(rows) + 1, device=rows.device)
     return rows, cols, tile, bitmask.pack(live)
 

@@ -11,13 +11,13 @@ from sparseflash.blockmask.build import arrays_of
 
 
 def to_sdpa(mask: BlockMask) -> Tensor:
-    """Bool `[B or 1, Hq or 1, Nq, Nk]`, True where a score takes part: the `attn_mask` of PyTorch's SDPA.
-
-    Every mask has one; it takes `Nq * Nk` bytes a head. `torch.nn.MultiheadAttention` means the opposite by its
-    boolean masks: give it `~to_sdpa(mask)`.
+    """The `attn_mask` of PyTorch's SDPA: bool `[B or 1, Hq or 1, Nq, Nk]`, True where a score is live.
 
     >>> to_sdpa(BlockMask.from_function(lambda q, k: k <= q, 32, block=16))[0, 0].int().sum(1)[:4].tolist()
     [1, 2, 3, 4]
+
+    Every mask can be converted; the result takes `Nq * Nk` bytes per head. The boolean masks of
+    `torch.nn.MultiheadAttention` have the opposite meaning: pass it `~to_sdpa(mask)`.
     """
     return checked_mask(mask).to_dense()
 
@@ -27,15 +27,15 @@ def from_sdpa(
 ) -> BlockMask:
     """The mask of an `attn_mask` of PyTorch's SDPA.
 
-    `attn_mask`: bool (True: takes part), or floating point with 0 and -inf only; `[Nq, Nk]`, `[Hq, Nq, Nk]` or
-    `[B, Hq, Nq, Nk]`, where B and Hq may be 1. With `q_len` or `k_len`, in tokens, that dimension may be 1 too, and is
-    repeated. So the mask of a key padding mask `[B, Nk]` whose True means padding (as `torch.nn.MultiheadAttention`
-    has it) is `from_sdpa(~padding[:, None, None, :], q_len=Nq)`, which takes time with the tiles, not with `Nq * Nk`.
-
-    Raises TypeError for another dtype, ValueError for another shape or for a bias: a mask has no finite one.
-
     >>> from_sdpa(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]), block=16).to_dense()[0, 0].tolist()
     [[True, False], [True, True]]
+
+    `attn_mask`: bool (True: live), or floating point with only 0 and -inf; `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq,
+    Nk]`, where B and Hq may be 1. With `q_len` or `k_len`, in tokens, that dimension may be 1 too, and is repeated. So
+    for a key padding mask `[B, Nk]` whose True means padding (as in `torch.nn.MultiheadAttention`) use
+    `from_sdpa(~padding[:, None, None, :], q_len=Nq)`; its time is proportional to the tiles, not to `Nq * Nk`.
+
+    Raises TypeError for another dtype, ValueError for another shape or for a bias, which a mask cannot represent.
     """
     if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         got = attn_mask.dtype if isinstance(attn_mask, Tensor) else type(attn_mask).__name__
@@ -50,8 +50,8 @@ def from_sdpa(
         if len(wrong):
             place = tuple(wrong[0].tolist())
             raise ValueError(
-                f"attn_mask must hold 0 and -inf only (a bias is no mask); got {attn_mask[place].item()} at "
-                f"{list(place)}. If only 0 is live, give attn_mask == 0."
+                f"attn_mask must hold 0 and -inf only (a bias is not a mask); got {attn_mask[place].item()} at "
+                f"{list(place)}. If only 0 is live, pass attn_mask == 0."
             )
         attn_mask = live
     shape = list(attn_mask.shape)
@@ -59,14 +59,14 @@ def from_sdpa(
         if length is not None:
             shape[dim] = integer(length, name, "tokens")
             if attn_mask.shape[dim] not in (1, shape[dim]):
-                raise ValueError(f"{name} must be {attn_mask.shape[dim]}, as attn_mask has it; got {length}.")
+                raise ValueError(f"{name} must be {attn_mask.shape[dim]}, as in attn_mask; got {length}.")
     if attn_mask.shape[-2] == 1 and shape[-2] > 1:
         return _seen_by_all_queries(attn_mask.expand(*shape[:-2], 1, shape[-1]), shape[-2], block)
     return BlockMask.from_dense(attn_mask.expand(shape), block=block)
 
 
 def _seen_by_all_queries(keys: Tensor, q_len: int, block: Block) -> BlockMask:
-    """The mask of keys, bool `[..., 1, Nk]`, that are live for every query: without `Nq x Nk` scores of each head."""
+    """The mask of keys, bool `[..., 1, Nk]`, that are live for every query, without expanding to `Nq x Nk` scores."""
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, keys.shape[-1])
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
@@ -76,7 +76,7 @@ def _seen_by_all_queries(keys: Tensor, q_len: int, block: Block) -> BlockMask:
     for live in padded.view(batch * heads, col_blocks, block_k):
         some = live.any(1).nonzero()[:, 0]
         i = torch.arange(row_blocks, device=live.device).repeat_interleave(len(some))
-        # Tile t + 1 holds the live keys of block column `some[t]`, for as many queries as a tile has.
+        # Tile t + 1 has the live keys of block column `some[t]` in each of its rows.
         kind = torch.arange(1, len(some) + 1, device=live.device).repeat(row_blocks)
         words = bitmask.pack(live[some][:, None, :].expand(-1, block_q, -1))
         parts.append((i, some.repeat(row_blocks), kind, words))

@@ -1,4 +1,4 @@
-"""PyTorch's sparse tensors: one boolean matrix a pattern, in CSR or BSR form."""
+"""PyTorch's sparse tensors: one boolean matrix per pattern, in CSR or BSR format."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def to_torch_sparse(
 ) -> Tensor:
     """A boolean sparse tensor `[q_len, k_len]` with the live scores of one pattern, on the mask's device.
 
-    `layout`: `torch.sparse_csr`, an entry a live score; or `torch.sparse_bsr`, whose blocks are the mask's tiles,
-    dense (`block_q * block_k` bytes a tile), and must divide the lengths. `batch`, `head`: which pattern, where they
-    differ (PyTorch's batched sparse tensors need as many entries in each); of a mask for many heads,
-    `[to_torch_sparse(mask, head=h) for h in range(H)]` is what `from_torch_sparse` takes.
-
-    Raises ValueError if there are several patterns to choose from, and for BSR with ragged ends.
-
     >>> to_torch_sparse(BlockMask.dense(2, 3, block=16)).to_dense().tolist()
     [[True, True, True], [True, True, True]]
+
+    `layout`: `torch.sparse_csr`, one entry per live score; or `torch.sparse_bsr`, whose dense blocks are the mask's
+    tiles (`block_q * block_k` bytes each) and must divide the lengths. `batch`, `head`: select the pattern if there are
+    several (PyTorch's batched sparse tensors would need equally many entries in each). To convert all heads and back,
+    pass `[to_torch_sparse(mask, head=h) for h in range(H)]` to `from_torch_sparse`.
+
+    Raises ValueError if there are several patterns to select from, and for BSR with ragged ends.
     """
     if layout not in (torch.sparse_csr, torch.sparse_bsr):
         raise ValueError(f"layout must be torch.sparse_csr or torch.sparse_bsr; got {layout}.")
@@ -51,16 +51,16 @@ def to_torch_sparse(
 
 
 def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None = None) -> BlockMask:
-    """The mask of a boolean sparse tensor `[q_len, k_len]` (CSR, BSR or COO), or of a list of them: one a head.
-
-    True entries are live; stored False ones do no harm. `block`, in tokens: the blocks of a BSR tensor by default, if
-    a mask can have them, else 128. Takes time and memory in proportion to what is stored.
-
-    Raises TypeError for another layout or for values that are not boolean, ValueError for an empty list or tensors of
-    different shapes.
+    """The mask of a boolean sparse tensor `[q_len, k_len]` (CSR, BSR or COO), or of a list of them, one per head.
 
     >>> from_torch_sparse(torch.eye(100, dtype=torch.bool).to_sparse(), block=32)
     BlockMask(100 x 100, blocks of 32, 4 tiles: 0 full + 4 partial (2 distinct), density 1 %)
+
+    True entries are live; stored False entries are fine. `block`, in tokens: by default the blocks of a BSR tensor if a
+    mask can have them, else 128. Time and memory are proportional to the stored entries.
+
+    Raises TypeError for another layout or for values that are not boolean, ValueError for an empty list or tensors of
+    different shapes.
     """
     matrices = [matrix] if isinstance(matrix, Tensor) else list(matrix)
     if not matrices:

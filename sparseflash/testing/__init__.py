@@ -1,24 +1,24 @@
-"""Is an attention exact? Held against its definition in fp64, with a plain implementation's error as the yardstick.
-
-Nothing is computed to the last bit in bf16, and how far off it may be depends on shapes and values. So a result may be
-off by twice the largest error of the definition, computed plainly in the same dtype, plus about one unit in the last
-place of its largest value. `assert_exact` and `compare` ask that of any function of q, k and v:
+"""Is an attention exact? Compares it with its definition in fp64, allowing about the error of a plain implementation.
 
 >>> import torch
 >>> from sparseflash import attention, masks, testing
 >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
 >>> mask = masks.local(100, window=9)
->>> def layer(q, k, v):  # or (out, lse)
+>>> def layer(q, k, v):  # may also return (out, lse)
 ...     return attention(q, k, v, mask)
 >>> testing.assert_exact(layer, q, k, v, mask)
 >>> testing.compare(lambda q, k, v: 1.001 * layer(q, k, v), q, k, v, mask).exact
 False
 
-What they are made of, for results that come from elsewhere or for inputs of another kind: `by_definition` is the
-truth, in fp64, and the plain computation, in any other dtype; `compare_results` judges given results; `sampled_heads`
-and `sampled_part` choose what of a long sequence is compared.
+Rounding errors are unavoidable, and their size depends on shapes and values. So the allowed error of a result is
+measured: twice the largest error of the definition when it is computed plainly in the same dtype, plus about one unit
+in the last place of its largest value. `assert_exact` and `compare` apply this to any function of q, k and v.
 
-May import `blockmask` and `backends.reference`, which is the definition.
+Their parts can be used separately, for results from elsewhere or other kinds of inputs. `by_definition` computes the
+truth (in fp64) and the plain results (in any other dtype); `compare_results` compares given results; `sampled_heads`
+and `sampled_part` choose the part of a long sequence to compare.
+
+It may import `blockmask` and `backends.reference`, which is the definition.
 """
 
 from sparseflash.testing.comparison import Comparison as Comparison

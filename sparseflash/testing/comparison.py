@@ -1,4 +1,4 @@
-"""The comparison: all results of an attention, each against the truth."""
+"""Compares all results of an attention with the truth."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from sparseflash.testing.yardstick import Error, draws_for, error_of, largest_er
 
 @dataclass(frozen=True)
 class Comparison:
-    """The errors of results by name: `out`, `lse`, `dq`, `dk`, `dv`, those that there are. `print` shows a table."""
+    """The errors of the results by name: those of `out`, `lse`, `dq`, `dk`, `dv` that there are. `print` shows a
+    table.
+    """
 
     errors: dict[str, Error]
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The error of each in units of what is allowed."""
+        """The error of each result relative to its allowed error."""
         return {name: error.ratio for name, error in self.errors.items()}
 
     @property
     def worst(self) -> float:
-        """The largest of the ratios; at most 1 is exact."""
+        """The largest ratio; at most 1 is exact."""
         return max(self.ratios.values())
 
     @property
     def exact(self) -> bool:
-        """Whether no error is above what is allowed."""
+        """Whether no error is larger than allowed."""
         return self.worst <= 1.0
 
     def __str__(self) -> str:
@@ -52,16 +54,16 @@ def compare_results(
     magnitudes: Mapping[str, float] | None = None,
     rms: bool = False,
 ) -> Comparison:
-    """Judges given results, by name, against the same names of `truth`, in fp64, and of `plain`.
-
-    `plain`: results of the same computation done plainly in the same dtype, or their largest errors over several draws;
-    `magnitudes`: of results that are small sums of large numbers, the size of those (of lse, `largest_score`); `rms`:
-    the root-mean-square errors are judged, too. See `error_of`.
+    """Compares given results, by name, with the truth in fp64.
 
     >>> truth = {"out": torch.tensor([1.0, 2.0]).double()}
     >>> print(compare_results({"out": torch.tensor([1.0, 2.25])}, truth, {"out": 0.25}))
              error   allowed   ratio
     out   2.50e-01  5.00e-01    0.50
+
+    `truth`: the true results, of the same names. `plain`: results of the same computation done plainly in the same
+    dtype, or their largest errors over several draws. `magnitudes`: for results that are small sums of large numbers,
+    the size of those numbers (for lse, `largest_score`). `rms`: judge the root-mean-square errors, too. See `error_of`.
     """
     sizes = magnitudes or {}
     return Comparison(
@@ -86,23 +88,7 @@ def compare(
     blocks: int | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Compares a function of q, k and v with attention by its definition, forward and backward.
-
-    The truth is `softmax(scale * q k^T, live scores of the mask only) v` in fp64, computed a bounded number of scores
-    at a time, in time that goes with the live keys of each block row. Its plain computation in q's dtype is the
-    yardstick: an error may be twice as large, plus about one unit in the last place of the largest value. Where there
-    are few values the plain error is that of several draws, of the same numbers in other places: a plain result is
-    sometimes right to the last bit.
-
-    `function(q, k, v)` returns out `[B, Hq, Nq, Dv]`, or `(out, lse)` with lse `[B, Hq, Nq]`; gradients are compared if
-    out has any. `mask`: what it computes under, `None` for dense attention, on q's device. `dout`, `dlse`: the
-    gradients of out and lse, drawn normally by default, from `seed`. The tensors are detached, and never written to.
-
-    Of long sequences `heads` compares so many pairs of batch element and head of k and v, with their query heads, and
-    `blocks` so many block rows, and key blocks with all rows that see one: `sampled_heads`, `sampled_part`. What is not
-    compared must be finite nevertheless.
-
-    Raises ValueError for a mask of other lengths and for results of other shapes.
+    """Compares a function of q, k and v with the definition of attention, forward and backward.
 
     >>> from sparseflash import attention, masks
     >>> q, k, v = (torch.randn(2, 4, 200, 32, dtype=torch.bfloat16) for _ in range(3))
@@ -110,6 +96,22 @@ def compare(
     >>> found = compare(lambda q, k, v: attention(q, k, v, mask, return_lse=True), q, k, v, mask)
     >>> list(found.errors), found.exact
     (['out', 'lse', 'dq', 'dk', 'dv'], True)
+
+    `function(q, k, v)` returns out `[B, Hq, Nq, Dv]`, or `(out, lse)` with lse `[B, Hq, Nq]`; gradients are compared if
+    out requires grad. `mask`: the mask that the function applies, on q's device; None for dense attention. `dout`,
+    `dlse`: the gradients of out and lse; by default drawn from a normal distribution with `seed`. The tensors are
+    detached and never written to.
+
+    The truth is `softmax(scale * q k^T, live scores only) v` in fp64, computed for a bounded number of scores at a
+    time, in time proportional to the live keys of each block row. The allowed error is twice that of the plain
+    computation in q's dtype, plus about one unit in the last place of the largest value. A plain result of few values
+    is sometimes exact by luck, so the plain error is then the largest over several draws, made by shuffling the inputs.
+
+    For long sequences, `heads` limits the comparison to that many pairs of a batch element and a key head, with their
+    query heads (`sampled_heads`); `blocks` limits it to that many block rows, and as many key blocks with all rows that
+    see them (`sampled_part`). Results that are not compared must still be finite.
+
+    Raises ValueError for a mask of other lengths and for results of a wrong shape.
     """
     if mask is not None:
         mask = checked_mask(mask)
@@ -143,9 +145,14 @@ def compare(
 
 
 def plain_errors(draws: Iterable[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]) -> dict[str, float]:
-    """The largest errors of plain results, by name, over several draws of the values: `(plain, truth)` of each.
+    """The largest errors of plain results, by name, over several draws of the values.
 
-    Of those that are finite: a draw in which the plain computation overflows is no yardstick.
+    >>> exact = {"out": torch.tensor([1.0])}
+    >>> plain_errors([({"out": torch.tensor([1.25])}, exact), ({"out": torch.tensor([1.5])}, exact)])
+    {'out': 0.5}
+
+    `draws`: `(plain, truth)` of each. A draw in which the plain computation overflows is ignored; the error is infinite
+    if all do.
     """
     errors: dict[str, list[float]] = {}
     for plain, truth in draws:
@@ -159,7 +166,7 @@ def assert_exact(
     dout: Tensor | None = None, dlse: Tensor | None = None, heads: int | None = None, blocks: int | None = None,
     seed: int = 0,
 ) -> None:  # fmt: skip
-    """Raises AssertionError with a table of all errors where `compare` finds one above what is allowed.
+    """Raises AssertionError, with a table of all errors, if `compare` finds one that is larger than allowed.
 
     >>> from sparseflash import attention
     >>> q, k, v = (torch.randn(1, 2, 50, 16) for _ in range(3))
@@ -170,6 +177,8 @@ def assert_exact(
     AssertionError: every error must be at most what is allowed; got
              error   allowed   ratio
     out ...
+
+    Takes the arguments of `compare`.
     """
     found = compare(function, q, k, v, mask, scale=scale, dout=dout, dlse=dlse, heads=heads, blocks=blocks, seed=seed)
     if not found.exact:
@@ -178,7 +187,7 @@ def assert_exact(
 
 @dataclass(frozen=True)
 class _Head:
-    """One head of k and v with its query heads, or all heads of all batch elements, where `pair` is None."""
+    """One key head of one batch element with its query heads; all heads of the whole batch if `pair` is None."""
 
     inputs: Inputs
     mask: BlockMask | None
@@ -192,7 +201,7 @@ class _Head:
         cls, inputs: Inputs, mask: BlockMask | None, pair: tuple[int, int] | None, blocks: int | None,
         scale: float | None, seed: int, of_lse: bool,
     ) -> _Head:  # fmt: skip
-        """The head of a pair (batch element, head of k and v), and of a long mask so many blocks."""
+        """The head of a pair (batch element, key head), limited to `blocks` blocks unless that is None."""
         if pair is not None:
             batch, head = pair
             group = inputs.q.shape[1] // inputs.k.shape[1]
@@ -212,7 +221,7 @@ class _Head:
         return replace(self, inputs=self.inputs.shuffled(seed))
 
     def of(self, name: str, result: Tensor) -> Tensor:
-        """What is compared of a result of all heads."""
+        """The compared part of a result of all heads."""
         if self.pair is not None:
             batch, head = self.pair
             wide = 1 if name in ("dk", "dv") else self.inputs.q.shape[1]
@@ -220,7 +229,7 @@ class _Head:
         return result if self.part is None else self.part.of(name, result)
 
     def computed(self, dtype: torch.dtype, rounded: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The compared part by the definition, in a dtype; of inputs that are rounded to another one before."""
+        """The compared part by the definition, computed in `dtype` from inputs first rounded to `rounded`."""
         inputs = self.inputs if rounded is None else self.inputs.to(rounded)
         made = by_definition(inputs.to(dtype), self.mask, scale=self.scale, of_lse=self.of_lse, part=self.part)
         return made if self.part is None else {name: self.part.of(name, result) for name, result in made.items()}
@@ -240,5 +249,5 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor |
 
 
 def _joined(heads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All numbers of each result; heads of other patterns have other parts."""
+    """The values of all heads, flattened: heads with different patterns may have parts of different shapes."""
     return {name: torch.cat([head[name].reshape(-1) for head in heads]) for name in heads[0]}

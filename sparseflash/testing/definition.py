@@ -1,4 +1,4 @@
-"""Attention by its definition, a few rows at a time: the truth in fp64, the plain computation in any other dtype."""
+"""Attention by its definition, a few rows at a time: the truth in fp64, the plain computation in other dtypes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.testing.sampling import Part
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-SCORES_AT_ONCE = 2**25  # 256 MiB in fp64, of which an operation holds several
+SCORES_AT_ONCE = 2**25  # 256 MiB in fp64, several times that during an operation
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What attention and its backward pass take.
+    """The inputs of attention and of its backward.
 
-    q     [B, Hq, Nq, D]
-    k     [B, Hkv, Nk, D]
-    v     [B, Hkv, Nk, Dv]
-    dout  [B, Hq, Nq, Dv]
-    dlse  [B, Hq, Nq]
+    >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+    >>> Inputs(q, k, v, dout=torch.ones(1, 2, 10, 4), dlse=torch.zeros(1, 2, 10)).head(0, 1).q.shape
+    torch.Size([1, 1, 10, 4])
+
+        q     [B, Hq, Nq, D]
+        k     [B, Hkv, Nk, D]
+        v     [B, Hkv, Nk, Dv]
+        dout  [B, Hq, Nq, Dv]
+        dlse  [B, Hq, Nq]
     """
 
     q: Tensor
@@ -37,23 +41,23 @@ class Inputs:
     dlse: Tensor
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers in another precision."""
+        """The same values in another dtype."""
         return Inputs(*(x.detach().to(dtype) for x in self._tensors()))
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, to ask gradients for."""
+        """Copies of q, k and v that require grad."""
         q, k, v = (x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v))
         return q, k, v
 
     def head(self, batch: int, kv_head: int) -> Inputs:
-        """Those of one head of k and v, with its group of query heads."""
+        """The inputs of one key head of one batch element, with its group of query heads."""
         group = self.q.shape[1] // self.k.shape[1]
         queries, key = slice(kv_head * group, (kv_head + 1) * group), slice(kv_head, kv_head + 1)
         q, k, v, dout, dlse = (x[batch : batch + 1] for x in self._tensors())
         return Inputs(q[:, queries], k[:, key], v[:, key], dout[:, queries], dlse[:, queries])
 
     def shuffled(self, seed: int) -> Inputs:
-        """The same numbers in other places: another draw of the same kind."""
+        """The same values in other places: another draw from the same distribution."""
         generator = torch.Generator("cpu").manual_seed(seed)
         return Inputs(
             *(
@@ -67,9 +71,9 @@ class Inputs:
 
 
 def results_of(function: Attention, inputs: Inputs) -> tuple[dict[str, Tensor], bool]:
-    """What a function of q, k and v makes of the inputs: out, lse if it returns one, and dq, dk and dv, if it has any.
+    """The results of a function of q, k and v: out, lse if it returns one, and dq, dk, dv if out requires grad.
 
-    And whether the gradients are those of out and lse together, because lse is differentiable, too.
+    The second value says whether the gradients are those of out and lse together, which they are if lse requires grad.
     """
     leaves = inputs.leaves()
     with torch.enable_grad():
@@ -95,11 +99,17 @@ def results_of(function: Attention, inputs: Inputs) -> tuple[dict[str, Tensor], 
 def by_definition(
     inputs: Inputs, mask: BlockMask | None, *, scale: float | None = None, of_lse: bool = True, part: Part | None = None
 ) -> dict[str, Tensor]:
-    """out, lse, dq, dk and dv of `softmax(scale * q k^T, live scores only) v`, in the arithmetic of the inputs' dtype.
+    """out, lse, dq, dk and dv of `softmax(scale * q k^T, live scores only) v`, computed in the dtype of the inputs.
 
-    A bounded number of scores at a time, and only of keys that are live in those rows. Gradients of k and v are summed
-    over the rows in fp64. `of_lse`: whether they are the gradients of out and lse, or of out alone. `part`: of a long
-    sequence, the block rows to compute; the results of others are 0, and what they add to dk and dv is missing.
+    >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+    >>> inputs = Inputs(q, k, v, dout=torch.ones(1, 2, 10, 4), dlse=torch.zeros(1, 2, 10))
+    >>> list(by_definition(inputs, None))
+    ['out', 'lse', 'dq', 'dk', 'dv']
+
+    Computes a bounded number of scores at a time, and only for keys that are live in those rows. Gradients of k and v
+    are summed over the rows in fp64. `of_lse`: whether the gradients are those of out and lse, or of out alone. `part`:
+    the block rows of a long sequence to compute; the results of other rows are 0, and dk and dv lack their
+    contributions.
     """
     q, k, v, dout, dlse = (x.detach() for x in inputs._tensors())
     scale = 1.0 / sqrt(q.shape[-1]) if scale is None else scale
@@ -128,7 +138,12 @@ def by_definition(
 
 
 def largest_score(inputs: Inputs, scale: float | None = None) -> float:
-    """The largest sum of absolute products that makes a score: the size of the numbers that lse is computed from."""
+    """The largest sum of absolute products behind any score: the size of the numbers that lse is computed from.
+
+    >>> x = torch.ones(1, 1, 3, 4)
+    >>> largest_score(Inputs(x, x, x, x, x[..., 0]))
+    2.0
+    """
     q, k = inputs.q.detach().double().abs(), inputs.k.detach().double().abs()
     k = k.repeat_interleave(inputs.q.shape[1] // inputs.k.shape[1], 1)
     largest = 0.0
@@ -138,7 +153,7 @@ def largest_score(inputs: Inputs, scale: float | None = None) -> float:
 
 
 def _row_ranges(inputs: Inputs, mask: BlockMask | None, part: Part | None) -> Iterator[slice]:
-    """The rows to compute, so many at a time that their scores fit; whole blocks, which are cropped without a shift."""
+    """The rows to compute at a time, so that their scores fit in memory: whole blocks, so that crops need no shift."""
     q_len, block = inputs.q.shape[2], 128 if mask is None else mask.block_q
     step = max(1, _rows_at_once(inputs) // block)
     blocks = range(-(-q_len // block)) if part is None else part.rows.nonzero()[:, 0].tolist()
@@ -152,5 +167,5 @@ def _row_ranges(inputs: Inputs, mask: BlockMask | None, part: Part | None) -> It
 
 
 def _rows_at_once(inputs: Inputs) -> int:
-    """How many queries' scores are computed together."""
+    """The number of queries whose scores are computed together."""
     return max(1, SCORES_AT_ONCE // (inputs.q.shape[0] * inputs.q.shape[1] * max(1, inputs.k.shape[2])))

@@ -1,4 +1,4 @@
-"""What of a long sequence is compared: some heads, and of those the rows of some blocks."""
+"""Chooses the part of a long sequence to compare: some heads, and for those the rows of some blocks."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a head that is compared: outputs and gradients of queries in the block rows `rows`, gradients of keys
-    and values in the key blocks `columns`. Whole: every block row and every key block."""
+    """The part of a head that is compared.
+
+    >>> print(Part(torch.tensor([True, False]), torch.tensor([False, True]), 128, 128))
+    1 of 2 query blocks and 1 of 2 key blocks
+
+    `rows`: the block rows whose outputs and query gradients are compared; `columns`: the key blocks whose gradients of
+    keys and values are compared. A part is whole if it has every block row and every key block.
+    """
 
     rows: Tensor  # bool [Mq]
-    columns: Tensor  # bool [Mk]: blocks that see queries of `rows` only, so that their gradients are complete
+    columns: Tensor  # bool [Mk]: blocks that only `rows` see, so that their gradients are complete
     block_q: int
     block_k: int
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether everything is compared."""
         return bool(self.rows.all()) and bool(self.columns.all())
 
     def of(self, name: str, result: Tensor) -> Tensor:
-        """What is compared of a result, `[..., N]` for lse and `[..., N, D]` for others."""
+        """The compared part of a result, `[..., N]` for lse and `[..., N, D]` for the others."""
         dim = result.ndim - (1 if name == "lse" else 2)
         tokens = self.tokens(name)[: result.shape[dim]].nonzero()[:, 0]
         return result.index_select(dim, tokens.to(result.device))
 
     def tokens(self, name: str) -> Tensor:
-        """Bool `[N]`, up to a whole number of blocks: the tokens of which a result is compared."""
+        """The tokens for which a result is compared: bool `[N]`, with N rounded up to whole blocks."""
         if name in ("dk", "dv"):
             return self.columns.repeat_interleave(self.block_k)
         return self.rows.repeat_interleave(self.block_q)
@@ -45,13 +51,13 @@ class Part:
 
 
 def sampled_part(layout: Tensor, block_q: int, block_k: int, *, blocks: int, seed: int = 0) -> Part:
-    """`blocks` block rows, and as many key blocks with every block row that sees one of them.
-
-    The first and the last are among them, the others are drawn. `layout`: bool `[Mq, Mk]`, the live tiles.
+    """`blocks` block rows, and as many key blocks together with every block row that sees one of them.
 
     >>> layout = torch.eye(100, dtype=torch.bool)
     >>> print(sampled_part(layout, 128, 128, blocks=4))  # the first and the last are the same for both
     6 of 100 query blocks and 6 of 100 key blocks
+
+    `layout`: bool `[Mq, Mk]`, the live tiles. The first and the last block are always chosen, the others drawn.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     chosen = []
@@ -62,12 +68,12 @@ def sampled_part(layout: Tensor, block_q: int, block_k: int, *, blocks: int, see
         chosen.append(some.to(layout.device))
     rows, columns = chosen
     rows |= layout[:, columns].any(1)
-    # Of all that see chosen rows only the gradients are complete.
+    # Gradients are complete for the key blocks that only chosen rows see.
     return Part(rows, ~layout[~rows].any(0), block_q, block_k)
 
 
 def sampled_heads(batch: int, kv_heads: int, count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """`count` pairs (batch element, head of k and v): the first, the last, and others drawn; all if there are no more.
+    """`count` pairs (batch element, key head): the first, the last, and random others; all if there are no more.
 
     >>> sampled_heads(2, 3, 2)
     [(0, 0), (1, 2)]

@@ -1,4 +1,4 @@
-"""How close is close enough: the error of a plain computation in the same dtype, times two, plus about one ulp."""
+"""The allowed error: twice that of a plain computation in the same dtype, plus about one ulp."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ _FEW_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class Error:
-    """The error of a result, and what is allowed; of all its values together, too, where that was asked for.
+    """The error of a result and the allowed error; also for the root mean square, if that was asked for.
 
-    `largest`: the largest distance from the truth; `rms`: the root of their mean square.
+    >>> Error(largest=1e-3, allowed=2e-3).ratio
+    0.5
+
+    `largest`: the largest difference from the truth; `rms`: the root mean square of all differences.
     """
 
     largest: float
@@ -26,24 +29,25 @@ class Error:
 
     @property
     def ratio(self) -> float:
-        """The error in units of what is allowed, the worse of the two: at most 1 is exact."""
+        """The error relative to the allowed error, the worse of the two kinds: at most 1 is exact."""
         pairs = ((self.largest, self.allowed), (self.rms, self.allowed_rms))
-        # No error is within any yardstick. What is not finite is no yardstick: the plain computation has overflowed.
+        # An error of 0 is always allowed. A limit that is not finite allows nothing: the plain computation has
+        # overflowed.
         return max(0.0 if e == 0.0 else e / a if e < math.inf and 0.0 < a < math.inf else math.inf for e, a in pairs)
 
 
 def error_of(got: Tensor, truth: Tensor, plain: Tensor | float, *, magnitude: float = 0.0, rms: bool = False) -> Error:
-    """The error of `got` against `truth`, in fp64, and what is allowed.
-
-    Allowed is twice the error of `plain`, the same computation done plainly in the same dtype, plus the distance to the
-    next number of got's dtype at the largest true value, or at `magnitude` if that is larger: the size of the numbers
-    that are summed, where what they sum to is small.
-
-    `plain`: the plain result, or its largest error, if that is known from several draws. `rms`: the root-mean-square
-    error must keep to the same rule, too, which finds small errors everywhere; for that `plain` must be a result.
+    """The error of `got` against `truth` (in fp64), and the allowed error.
 
     >>> error_of(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]).double(), 0.5).ratio < 0.5
     True
+
+    The allowed error is twice that of `plain`, the same computation done plainly in the same dtype, plus the spacing of
+    got's dtype at the largest true value, or at `magnitude` if that is larger. Pass as `magnitude` the size of the
+    summands of a result that is a small sum of large numbers.
+
+    `plain`: the plain result, or its largest error if that is known from several draws. `rms`: also apply the rule to
+    the root-mean-square error, which detects small errors in many values; `plain` must then be a result.
     """
     eps = torch.finfo(got.dtype).eps
     finite = truth.detach().double().masked_fill(truth.isinf(), 0.0)
@@ -59,7 +63,7 @@ def error_of(got: Tensor, truth: Tensor, plain: Tensor | float, *, magnitude: fl
 
 
 def largest_error(got: Tensor, truth: Tensor) -> float:
-    """The largest distance of `got` from `truth`; infinite if an infinity is not where the truth has it, or for NaN.
+    """The largest difference of `got` from `truth`; infinite if `got` has a NaN, or an infinity that `truth` has not.
 
     >>> largest_error(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]))
     0.5
@@ -70,18 +74,25 @@ def largest_error(got: Tensor, truth: Tensor) -> float:
 
 
 def draws_for(queries: int, scores: int) -> int:
-    """On how many draws of the values the plain error should be measured, for so many queries and scores of all heads.
+    """The number of draws of the values over which to measure the plain error.
 
-    One draw of few values would be a yardstick of random length: a plain result is sometimes right to the last bit.
+    >>> draws_for(queries=100, scores=10_000), draws_for(queries=4096, scores=1 << 24)
+    (16, 1)
+
+    `queries`, `scores`: their numbers over all heads. With few values the error of a single draw varies a lot: a plain
+    result is sometimes exact by luck.
     """
     return 16 if queries < _FEW_QUERIES else 4 if scores <= _FEW_SCORES else 1
 
 
 def plain_dtype(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """In which dtype to measure the plain error of results of `dtype`, and what to multiply it by.
+    """The dtype in which to measure the plain error of results of `dtype`, and the factor to multiply it by.
 
-    No truth is truer than fp64, so its yardstick is that of fp32, as much shorter as the numbers are longer, and half
-    as long again, because the truth errs, too.
+    >>> plain_dtype(torch.bfloat16)
+    (torch.bfloat16, 1.0)
+
+    There is no truth better than fp64, so the error of fp64 results is measured in fp32 and scaled by the ratio of the
+    machine epsilons, times 1.5 because the truth has an error, too.
     """
     if dtype == torch.float64:
         return torch.float32, 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -96,7 +107,9 @@ def _rms_error(got: Tensor, truth: Tensor) -> float:
 
 
 def _apart(got: Tensor, truth: Tensor) -> Tensor | None:
-    """The differences where the truth is finite; None where an infinity is not where the truth has it, or for NaN."""
+    """The differences where the truth is finite; None if `got` has a NaN, or its infinities are not those of the
+    truth.
+    """
     got, truth = got.detach().double(), truth.detach().double()
     infinite = truth.isinf()
     if not torch.equal(got[infinite], truth[infinite]) or not bool(got[~infinite].isfinite().all()):

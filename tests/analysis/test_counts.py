@@ -108,9 +108,9 @@ def test_sizes_that_do_not_fit_are_refused(function):
     mask = BlockMask.from_dense(torch.ones(3, 64, 64, dtype=torch.bool).tril(), block=16)
     two = BlockMask.from_dense(torch.stack([torch.ones(1, 64, 64).bool(), torch.eye(64).bool()[None]]), block=16)
     assert (mask.shape[1], two.shape[0]) == (3, 2)
-    with pytest.raises(ValueError, match="heads must be 3, as the mask has them; got 2"):
+    with pytest.raises(ValueError, match="heads must be 3, as in the mask; got 2"):
         function(mask, 64, heads=2)
-    with pytest.raises(ValueError, match="batch must be 2, as the mask has them; got 4"):
+    with pytest.raises(ValueError, match="batch must be 2, as in the mask; got 4"):
         function(two, 64, batch=4)
     with pytest.raises(ValueError, match="batch must be at least 1; got 0"):
         function(mask, 64, batch=0)

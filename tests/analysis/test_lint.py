@@ -57,7 +57,9 @@ def test_padding_raises_no_alarm():
 def test_lengths_that_cut_as_many_queries_as_keys_of_another_number_are_pointed_out():
     finding = next(f for f in lint(masks.causal(4, 10).with_lengths([10, 3])) if f.code == "one-length-for-two")
     assert finding.severity == "warning"
-    assert finding.message.startswith("a length of 3 cuts both the 4 queries and the 10 keys, and moves no diagonal.")
+    assert finding.message.startswith(
+        "a length of 3 cuts both the 4 queries and the 10 keys, and does not move the diagonal."
+    )
     assert "mask.with_lengths(q_lengths=..., k_lengths=...)" in finding.message
     assert "masks.causal(4, 10, offset=length - 4)" in finding.message
 
@@ -65,7 +67,9 @@ def test_lengths_that_cut_as_many_queries_as_keys_of_another_number_are_pointed_
 def test_keys_that_are_cut_beside_a_diagonal_that_stays_are_noted():
     finding = next(f for f in lint(masks.causal(4, 10).with_lengths([10, 7])) if f.code == "one-length-for-two")
     assert finding.severity == "note"
-    assert finding.message.startswith("the 10 keys are cut at 7, which moves no diagonal: right for cross-attention;")
+    assert finding.message.startswith(
+        "the 10 keys are cut at 7, which does not move the diagonal: right for cross-attention;"
+    )
     assert "masks.causal(4, 10, offset=length - 4)" in finding.message
 
 
@@ -90,7 +94,7 @@ def test_tokens_left_out_are_named():
     dense[:, 50:53] = False
     queries, keys = lint(BlockMask.from_dense(torch.stack([torch.ones_like(dense), dense]), block=32))
     assert (queries.code, keys.code, queries.where) == ("empty-queries", "empty-keys", "head 1")
-    assert "4 of 100 queries see no key, and get 0: 0..2, 7." in queries.message
+    assert "4 of 100 queries see no key, so their output is 0: 0..2, 7." in queries.message
     assert "3 of 100 keys are seen by no query: 50..52." in keys.message
     assert str(queries).startswith("warning [empty-queries] head 1: 4 of 100 queries")
 
@@ -199,7 +203,7 @@ def test_bits_that_are_too_many_to_multiply_are_told(monkeypatch):
     monkeypatch.setattr("sparseflash.analysis.relation.MOST_PARTIAL", 15)
     (finding,) = lint(parity)
     assert (finding.code, finding.severity) == ("not-checked", "note")
-    assert "must be at most 15; got 16 of 16 x 16. Give masks with larger blocks." in finding.message
+    assert "must be at most 15; got 16 of 16 x 16. Pass masks with larger blocks." in finding.message
     monkeypatch.setattr("sparseflash.analysis.relation.MOST_PARTIAL", 5)
     assert codes(window, layers=8) == ["not-checked"]
 
@@ -218,13 +222,13 @@ def test_what_lint_cannot_take():
         lint(mask, orders={"twice": torch.zeros(64, dtype=torch.int64)})
     with pytest.raises(TypeError, match=r"an order must be an integer tensor; got torch\.float32"):
         lint(mask, orders={"float": torch.arange(64.0)})
-    with pytest.raises(ValueError, match="an order needs a mask with as many queries as keys; got 64 x 32"):
+    with pytest.raises(ValueError, match="masks must have as many queries as keys to be reordered; got 64 x 32"):
         lint(BlockMask.dense(64, 32), orders={"any": torch.arange(64)})
 
 
 def test_orders_of_masks_with_too_many_tiles_are_refused(monkeypatch):
     monkeypatch.setattr("sparseflash.analysis.order._MOST_TILES", 15)
-    with pytest.raises(ValueError, match="masks of up to 15 tiles, live or not; got 4 x 4"):
+    with pytest.raises(ValueError, match="masks must have at most 15 tiles, live or not, to compare orders; got 4 x 4"):
         live_tiles_in_order(masks.causal(64, block=16), torch.arange(64))
 
 

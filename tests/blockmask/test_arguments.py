@@ -116,7 +116,7 @@ def test_patterns_are_causal_or_not(build):
         (
             lambda b, h, q, k: k <= q,
             TypeError,
-            r"batch and heads must say .*from_function\(live, q_len, batch=1, heads=8\); got .* \(b, h, q, k\)",
+            r"batch or heads must be given .*from_function\(live, q_len, batch=1, heads=8\); got .* \(b, h, q, k\)",
         ),
         (lambda q: q, TypeError, r"two arguments, .* or four, .*; got a function of \(q\)"),
         (lambda b, q, k: q, TypeError, r"two arguments, .* or four, .*; got a function of \(b, q, k\)"),

@@ -355,7 +355,7 @@ def test_a_predicate_runs_on_the_device_asked_for():
     ],
 )
 def test_a_rule_for_one_pair_at_a_time_is_refused_with_advice(live):
-    with pytest.raises(TypeError, match=r"^live must answer for many pairs at once: with &, \| and ~ instead of and"):
+    with pytest.raises(TypeError, match=r"^live must answer for many pairs at once\. Use &, \| and ~ instead of and"):
         BlockMask.from_function(live, 256)
     with pytest.raises(TypeError, match=r"^candidates must answer for many pairs at once"):
         BlockMask.from_function(lambda q, k: k <= q, 256, block=16, candidates=live)
@@ -535,11 +535,11 @@ def test_one_number_is_short_for_two():
 
 def test_lengths_that_do_not_fit_together_are_refused():
     mask = window()
-    with pytest.raises(TypeError, match="lengths must be given alone: it is short for q_lengths and k_lengths"):
+    with pytest.raises(TypeError, match="lengths must be given alone: it sets q_lengths and k_lengths"):
         mask.with_lengths([3], k_lengths=[3])
-    with pytest.raises(TypeError, match="must be given lengths, or q_lengths, or k_lengths; got none"):
+    with pytest.raises(TypeError, match="must be given lengths, q_lengths or k_lengths; got none"):
         mask.with_lengths()
-    with pytest.raises(ValueError, match=r"must be of one batch size; got \[2\] and \[3\]"):
+    with pytest.raises(ValueError, match=r"must have one batch size; got \[2\] and \[3\]"):
         mask.with_lengths(q_lengths=[3, 4], k_lengths=[3, 4, 5])
     with pytest.raises(ValueError, match=r"k_lengths must have shape \[B\]; got \[1, 1\]"):
         mask.with_lengths(k_lengths=torch.tensor([[3]]))
@@ -602,7 +602,7 @@ def test_giving_lengths_asks_the_device_nothing():
         ([3.0, 4.0], TypeError, "lengths must be a list of integers; got torch.float32"),
         ([True], TypeError, "lengths must be a list of integers; got torch.bool"),
         ([[3]], TypeError, r"lengths must be a list of integers; got torch.int64 of shape \[1, 1\]"),
-        (None, TypeError, "with_lengths must be given lengths, or q_lengths, or k_lengths; got none of them"),
+        (None, TypeError, "with_lengths must be given lengths, q_lengths or k_lengths; got none of them"),
         (3, TypeError, r"lengths must be a list of integers; got torch.int64 of shape \[\]"),
         (torch.tensor([3.0]), TypeError, "lengths must be an integer tensor; got torch.float32"),
         (torch.tensor([True]), TypeError, "lengths must be an integer tensor; got torch.bool"),
@@ -1129,7 +1129,7 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
         (
             lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, live=torch.ones(2, 16, 16, dtype=torch.bool)),
             ValueError,
-            r"live must have one entry a tile, 1, unless tile says which tile has which; got 2",
+            r"live must have one entry per tile, 1, unless tile is given to assign them; got 2",
         ),
         (
             lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, tile=torch.tensor([0.5])),

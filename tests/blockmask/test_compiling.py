@@ -152,7 +152,7 @@ def test_a_mask_that_was_forgotten_is_built_again(monkeypatch):
         ),
         (
             lambda q: masks.causal(64).with_lengths(q[:, 0, 0, 0].long()) | masks.causal(64),
-            r"BlockMask\.__or__ must be given masks that exist .* take with_lengths last\.",
+            r"BlockMask\.__or__ must be given masks that exist .* call with_lengths last\.",
         ),
         (lambda q: BlockMask.from_function(lambda a, b: q[0, 0, a, 0] > b, 64), "closure cell to Python constant"),
         (lambda q: masks.local(q.shape[2], window=0), "window must be at least 1 key; got 0"),

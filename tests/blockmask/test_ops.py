@@ -174,7 +174,7 @@ def test_one_length_serves_a_batch():
 
 
 def test_lengths_of_no_sequence_cannot_be_baked():
-    with pytest.raises(ValueError, match="lengths must be of at least one sequence to be written into the tiles; got"):
+    with pytest.raises(ValueError, match="lengths must have at least one sequence to be written into the tiles; got"):
         masks.causal(64, block=16).with_lengths(torch.zeros(0, dtype=torch.int64)).bake_lengths()
 
 

@@ -375,7 +375,7 @@ def test_an_order_that_recurs_makes_bits_once(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({}, ValueError, "permute must be given an order, or q, or k; got none"),
+        ({}, ValueError, "permute must be given order, q or k; got none"),
         ({"order": [0, 1, 2], "q": [0, 1, 2]}, ValueError, "either one order for both sides or q and k; got both"),
         ({"order": [0, 1]}, ValueError, r"order must have shape \[3\], one old token for each new one; got \[2\]"),
         ({"q": [[0, 1, 2]]}, ValueError, r"q must have shape \[3\], one old token for each new one; got \[1, 3\]"),
@@ -397,7 +397,7 @@ def test_an_order_may_be_a_view_with_negative_strides():
 
 
 def test_one_order_cannot_serve_sides_of_different_lengths():
-    with pytest.raises(ValueError, match=r"must be given q or k where q_len and k_len differ, .* got 4 x 3"):
+    with pytest.raises(ValueError, match=r"must be given q or k if q_len and k_len differ, .* got 4 x 3"):
         masks.causal(4, 3, block=16).permute([0, 1, 2])
 
 

@@ -109,7 +109,7 @@ def test_no_more_of_a_long_mask_is_made_for_many_heads():
 @pytest.mark.parametrize("combined", [and_masks(causal, windows), or_masks(causal, windows), noop_mask])
 def test_a_mask_mod_that_makes_tensors_of_the_numbers_says_how_it_is_given(combined):
     with pytest.raises(
-        TypeError, match=r"give the mask_mod itself, from_function\(mask_mod, q_len, batch=1, heads=1\)"
+        TypeError, match=r"Pass the mask_mod itself, from_function\(mask_mod, q_len, batch=1, heads=1\)"
     ):
         BlockMask.from_function(lambda q, k: combined(0, 0, q, k), 64)
 

@@ -82,7 +82,7 @@ def test_a_file_of_ones_own_may_be_called_as_a_module_is(tmp_path):
         ("zzz(512)", r"no pattern is called zzz; there are a_shape, .*axial"),
         ("local", r"local must be called, with \(q_len"),
         ("3 + 4", r"3 \+ 4 must give a BlockMask; got int"),
-        ("local(512", r"the mask must be an expression, as local\(4096, window=512\) is, or a file; got 'local\(512'"),
+        ("local(512", r"the mask must be an expression such as local\(4096, window=512\), or a file; got 'local\(512'"),
         ("local(512, window=128, wide=True)", r"local\(512, window=128, wide=True\): .*wide"),
         ("local(512, window=128, block=100)", r"block"),
         ("local(512, window=128) | butterfly(256)", r"512.*256"),
@@ -109,7 +109,7 @@ def test_errors_in_ones_own_code_are_left_as_they_are(own):
     with pytest.raises(Refused, match=r"there is no file .*missing.py"):
         mask_of("nothing(512)", ["missing.py"])
     for source in ("missing", "./missing", ""):
-        with pytest.raises(Refused, match=f"there is no module {source}; a file of Python ends with .py"):
+        with pytest.raises(Refused, match=f"there is no module {source}; a Python file ends with .py"):
             mask_of("nothing(512)", [source])
 
 
@@ -161,7 +161,7 @@ def test_show_finds_what_is_wrong_with_a_mask():
     assert "future-leak" in run("show", "local(256, window=64)", "--causal")
     assert "future-leak" not in run("show", "local(256, window=64)")
     assert "no number of layers lets every token see every other token" in run("show", "chunked(256, chunk=64)")
-    assert "of masks with as many queries as keys" in run("show", "causal(1, 256)", "--width", "0")
+    assert "only for masks with as many queries as keys" in run("show", "causal(1, 256)", "--width", "0")
 
 
 def test_show_of_heads_with_patterns_of_their_own():
@@ -258,7 +258,7 @@ def test_a_peer_that_computes_something_else_is_not_timed(monkeypatch):
     assert fair.forward > 0 and fair.why == "" and ours.both > ours.forward * 0.5 and dense.forward > 0
     monkeypatch.setattr(bench, "masked_sdpa", lambda mask, grouped: right(masks.causal(200), grouped))
     *_, other = bench.measured(inputs, HOLES, ["sdpa-mask"], 0.01)
-    assert other.forward is None and "gives something else" in other.why
+    assert other.forward is None and "wrong result" in other.why
 
 
 def test_a_peer_that_fails_or_gives_nan_takes_no_others_times_away(monkeypatch):
@@ -271,16 +271,14 @@ def test_a_peer_that_fails_or_gives_nan_takes_no_others_times_away(monkeypatch):
     monkeypatch.setattr(bench, "masked_sdpa", lambda mask, grouped: lambda q, k, v: q * torch.nan)
     ours, _, failed, wrong, dense = bench.measured(inputs, HOLES, ["flex", "sdpa-mask", "sdpa"], 0.01)
     assert (failed.forward, failed.why) == (None, "no tiles for")
-    assert wrong.forward is None and "gives something else: nan" in wrong.why
+    assert wrong.forward is None and "wrong result: relative error nan" in wrong.why
     assert ours.forward > 0 and dense.forward > 0
 
 
 def test_what_is_not_exact_is_not_timed(monkeypatch):
     monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("it was timed"))
     monkeypatch.setattr(check, "errors", lambda *_, **__: {"out": 1.5})
-    assert "is not exact here, so its time says nothing" in run(
-        "bench", "local(100, window=30, block=32)", *CPU, code=2
-    )
+    assert "must be exact to be timed" in run("bench", "local(100, window=30, block=32)", *CPU, code=2)
 
 
 def test_of_a_long_mask_the_end_is_compared():

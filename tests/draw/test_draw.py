@@ -250,7 +250,7 @@ def test_text_draws_each_different_head_once_under_its_name():
 def test_text_says_how_many_patterns_it_leaves_out():
     text = per_head(*np.linspace(0.1, 0.9, 20)).to_string(20)
     assert text.count("head ") == 16
-    assert "(4 more patterns; choose with heads= and batch=)" in text
+    assert "(4 more patterns; select with heads= and batch=)" in text
 
 
 def test_text_is_as_wide_as_the_terminal_by_default(monkeypatch):
@@ -450,14 +450,14 @@ def test_plot_draws_into_axes_that_are_given():
     assert len(axes.images) == 1
     assert legend_of(axes)[:2] == ["empty: skipped", "full tile"]
     assert per_head(0.1, 0.9).plot(axes, heads=1, legend=False) is axes
-    with pytest.raises(ValueError, match=r"ax must be None to draw 2 different patterns; choose one with heads="):
+    with pytest.raises(ValueError, match=r"ax must be None to draw 2 distinct patterns; select one with heads="):
         per_head(0.1, 0.9).plot(axes)
 
 
 def test_plot_refuses_every_score_of_a_long_mask_and_no_cells():
     with pytest.raises(ValueError, match="elements=True must have at most 4096 queries and keys; got 4097"):
         masks.local(4097, window=10).plot(elements=True)
-    with pytest.raises(ValueError, match="cells must be at least 1 a side; got 0"):
+    with pytest.raises(ValueError, match="cells must be at least 1 per side; got 0"):
         masks.local(100, window=10).plot(cells=0)
 
 
@@ -507,5 +507,5 @@ def test_dynamic_masks_are_drawn_as_their_canonical_form(mask, seed):
 def test_a_figure_of_no_batch_element_is_refused():
     pytest.importorskip("matplotlib")
     nobody = BlockMask.dense(64, block=32).with_lengths(torch.zeros(0, dtype=torch.int64))
-    with pytest.raises(ValueError, match="at least one batch element to be drawn; got lengths of none"):
+    with pytest.raises(ValueError, match="at least one batch element to be drawn; got lengths of no sequence"):
         nobody.plot()

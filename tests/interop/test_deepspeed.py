@@ -56,12 +56,12 @@ def test_equal_lengths_within_the_batch_go_out():
         (lambda: to_deepspeed(BlockMask.dense(64, block=(16, 32))), "got 64 x 64 tokens in blocks of 16 x 32."),
         (lambda: to_deepspeed(BlockMask.dense(60, block=32)), "a DeepSpeed layout must consist of whole blocks; got "
          "60 x 60 tokens in blocks of 32 x 32. Pad the sequence, as its pad_to_block_size does."),
-        (lambda: to_deepspeed(masks.causal(64, block=32)), "a DeepSpeed layout must consist of wholly live tiles; got "
-         "2 partly live ones, the first with queries 0..31 and keys 0..31. cover=True rounds them up"),
+        (lambda: to_deepspeed(masks.causal(64, block=32)), "a DeepSpeed layout must consist of full tiles; got "
+         "2 partial ones, the first with queries 0..31 and keys 0..31. cover=True makes them fully live"),
         (lambda: to_deepspeed(BlockMask.dense(64, block=32).with_lengths(torch.tensor([32, 64]))),
          "a DeepSpeed layout must serve the whole batch; got a mask whose 2 batch elements differ."),
         (lambda: to_deepspeed(from_deepspeed(torch.ones(2, 2, 2), 16), heads=3),
-         "heads must be 2, as the mask has them; got 3."),
+         "heads must be 2, as in the mask; got 3."),
         (lambda: from_deepspeed(torch.ones(2, 2), 16), "layout must have shape [H, nb, nb]; got [2, 2]."),
         (lambda: from_deepspeed(torch.ones(1, 2, 3), 16), "layout must have shape [H, nb, nb]; got [1, 2, 3]."),
         (lambda: from_deepspeed(torch.full((1, 1, 1), 2), 16), "layout must hold 0 and 1 only; got values [2]."),

@@ -111,13 +111,13 @@ def test_the_fields_are_those_of_fa4():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: to_fa4(masks.butterfly(512, block=64)), "FA4 must have blocks of 128 keys and a multiple of 128 "
-         "queries; got 64 x 64. Reblock the mask: mask.reblock(128)."),
+        (lambda: to_fa4(masks.butterfly(512, block=64)), "blocks must have 128 keys and a multiple of 128 "
+         "queries for FA4; got 64 x 64. Reblock the mask: mask.reblock(128)."),
         (lambda: to_fa4(BlockMask.dense(512, block=(128, 256))), "got 128 x 256."),
-        (lambda: to_fa4(masks.causal(512)), "partial=True must be given for a mask with partly live tiles; got 4, the "
-         "first at block (0, 0) of pattern 0. FA4 takes them as wholly live unless it is given a mask_mod"),
-        (lambda: from_fa4(to_fa4(masks.causal(512), partial=True).forward, 512, 512), "partial blocks must come with "
-         "a mask_mod, which says what is live in them; got 4, the first block (0, 0) of head 0 of batch element 0."),
+        (lambda: to_fa4(masks.causal(512)), "partial=True must be given for a mask with partial tiles; got 4, the "
+         "first at block (0, 0) of pattern 0. FA4 treats them as full unless it is given a mask_mod"),
+        (lambda: from_fa4(to_fa4(masks.causal(512), partial=True).forward, 512, 512), "mask_mod must be given for "
+         "partial blocks, to say which scores are live; got 4, the first block (0, 0) of head 0 of batch element 0."),
         (lambda: from_fa4(to_fa4(BlockMask.dense(512)).forward._replace(block_size=None), 512, 512),
          "block_size must be set in the tensors"),
         (lambda: from_fa4(to_fa4(BlockMask.dense(512)).forward._replace(block_size=(128, 96)), 512, 512),

@@ -90,7 +90,7 @@ INDPTR, INDICES = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
         (lambda: to_flashinfer(masks.causal(100)), "a FlashInfer plan must consist of whole blocks; got 100 x 100 "
          "tokens in blocks of 128 x 128. Pad queries and keys to whole blocks."),
         (lambda: to_flashinfer(BlockMask.dense(32, block=16).with_lengths(torch.tensor([3, 5]))),
-         "a FlashInfer plan must hold a single pattern; got a mask with 2 for 2 x 1 (batch x heads): choose one with "
+         "a FlashInfer plan must hold a single pattern; got a mask with 2 for 2 x 1 (batch x heads): select one with "
          "batch=."),
         (lambda: from_flashinfer(INDPTR, INDICES, 32, 33, 16, 16), "R x C must divide M x N; got 16 x 16 and 32 x 33."),
         (lambda: from_flashinfer(INDPTR, INDICES, 32, 32, 0, 16), "R x C must divide M x N; got 0 x 16 and 32 x 32."),
@@ -101,7 +101,7 @@ INDPTR, INDICES = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
          "got [2]."),
         (lambda: from_flashinfer(INDPTR, INDICES + 1, 32, 32, 16, 16), "cols must lie in 0..1; got 1..2."),
         (lambda: from_flashinfer(INDPTR, torch.ones(3, dtype=torch.int32), 32, 32, 16, 16),
-         "indices must list a block at most once a row."),
+         "indices must list a block at most once per row."),
         (lambda: from_flashinfer(INDPTR, INDICES, 32, 32, 16, 16, torch.ones(3, 16, 8, dtype=torch.bool)),
          "mask must have shape [3, 16, 16]; got [3, 16, 8]."),
     ],

@@ -141,7 +141,7 @@ def test_a_mask_mod_of_the_head_is_not_taken_for_that_of_head_0(mod):
     """FlexAttention asks it with the real number, even if the lists are one for all."""
     name = "heads" if mod is window_of_head else "batch"
     flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=64)
-    with pytest.raises(ValueError, match=f"mask_mod asks for the .*: say {name}=, how many the attention"):
+    with pytest.raises(ValueError, match=f"mask_mod may depend on the .*: pass {name}=, the attention's"):
         from_flex(flex)
     mask = from_flex(flex, **{name: 2})
     sizes = {"batch": 1, "heads": 1, name: 2}
@@ -154,9 +154,9 @@ def test_a_mask_mod_of_the_head_is_not_taken_for_that_of_head_0(mod):
 def test_numbers_must_be_those_of_the_lists_and_change_nothing_where_nobody_asks():
     flex = create_block_mask(window_of_head, None, 2, 60, 60, device="cpu", BLOCK_SIZE=64)
     assert from_flex(flex, heads=2, batch=5) == from_flex(flex)
-    with pytest.raises(ValueError, match="heads must be 2, as block_mask has, or left out; got 3"):
+    with pytest.raises(ValueError, match="heads must be 2, as in block_mask, or left out; got 3"):
         from_flex(flex, heads=3)
-    with pytest.raises(ValueError, match="batch must be 1, as block_mask has, or left out; got 0"):
+    with pytest.raises(ValueError, match="batch must be 1, as in block_mask, or left out; got 0"):
         from_flex(flex, batch=0)
     with pytest.raises(TypeError, match="heads must be an integer"):
         from_flex(flex, heads=2.5)
@@ -167,7 +167,7 @@ def test_combined_rules_ask_for_no_number_by_making_a_tensor_like_it():
     for combined in (and_masks(*rules), or_masks(*rules), noop_mask):
         flex = create_block_mask(combined, None, None, 60, 60, device="cpu", BLOCK_SIZE=16)
         assert from_flex(flex).shape == (1, 1, 60, 60)
-    with pytest.raises(ValueError, match="asks for the head"):
+    with pytest.raises(ValueError, match="may depend on the head"):
         from_flex(
             create_block_mask(and_masks(rules[0], window_of_head), None, None, 60, 60, device="cpu", BLOCK_SIZE=16)
         )
@@ -183,7 +183,7 @@ def test_combined_rules_ask_for_no_number_by_making_a_tensor_like_it():
 )
 def test_a_mask_mod_that_nobody_can_trace_may_ask_for_a_number(mod):
     flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=64)
-    with pytest.raises(ValueError, match=r"asks for the batch element, or may do, .*: say batch="):
+    with pytest.raises(ValueError, match=r"may depend on the batch element, .*: pass batch="):
         from_flex(flex)
     mask = from_flex(flex, batch=2, heads=1)
     assert mask == BlockMask.from_dense(create_mask(mod, 2, 1, 60, 60, device="cpu"), block=64)
@@ -200,7 +200,7 @@ def test_a_slice_is_told_from_a_mask():
     whole = create_block_mask(lambda b, h, q, k: k <= q, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
     part = whole[:, :, 2:]
     part.mask_mod = lambda b, h, q, k: k <= q + 32
-    with pytest.raises(ValueError, match=r"it has 2 block rows of 16, as a slice has, .* from_flex\(whole\).crop"):
+    with pytest.raises(ValueError, match=r"got 2 block rows of 16\. A slice keeps .* from_flex\(whole\).crop"):
         from_flex(part)
     assert from_flex(whole).crop(q=(32, 64)) == masks.causal(32, 64, block=16)
 

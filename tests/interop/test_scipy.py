@@ -105,13 +105,13 @@ def test_131072_tokens_go_and_come_without_n_by_n():
         (lambda: to_scipy(masks.causal(100), format="bsr"), ValueError, "a BSR matrix must consist of whole blocks; "
          "got 100 x 100 tokens in blocks of 128 x 128. Use format=\"csr\"."),
         (lambda: to_scipy(several()), ValueError, "a matrix must hold a single pattern; got a mask with 4 for 2 x 3 "
-         "(batch x heads): choose one with batch= and head=."),
-        (lambda: to_scipy(several(), batch=0), ValueError, "with 2 for 1 x 3 (batch x heads): choose one with head=."),
+         "(batch x heads): select one with batch= and head=."),
+        (lambda: to_scipy(several(), batch=0), ValueError, "with 2 for 1 x 3 (batch x heads): select one with head=."),
         (lambda: to_scipy(several(), batch=2, head=0), ValueError, "batch must lie in 0..1; got 2."),
         (lambda: to_scipy(several(), batch=0, head=-1), ValueError, "head must lie in 0..2; got -1."),
         (lambda: from_scipy([]), ValueError, "got an empty list."),
         (lambda: from_scipy(np.eye(3)), TypeError, "matrix must be a scipy.sparse matrix; got ndarray."),
-        (lambda: from_scipy(sparse.eye_array(3)), TypeError, "matrix must be boolean (True: live); got float64. Say "
+        (lambda: from_scipy(sparse.eye_array(3)), TypeError, "matrix must be boolean (True: live); got float64. Choose "
          "what is live: matrix != 0."),
         (lambda: from_scipy([sparse.eye_array(3, dtype=bool), sparse.eye_array(4, dtype=bool)]), ValueError,
          "all matrices must have one shape [Nq, Nk]; got (4, 4) and (3, 3)."),
@@ -134,7 +134,7 @@ def test_a_mask_with_lengths_gives_the_scores_before_them():
     mask = BlockMask.dense(40, block=16).with_lengths(torch.tensor([10, 40, 0]))
     for b, stop in enumerate([10, 40, 0]):
         assert to_scipy(mask, batch=b).nnz == stop**2
-    with pytest.raises(ValueError, match=re.escape("choose one with batch=.")):
+    with pytest.raises(ValueError, match=re.escape("select one with batch=.")):
         to_scipy(mask)
-    with pytest.raises(ValueError, match="lengths must be of at least one sequence"):
+    with pytest.raises(ValueError, match="lengths must have at least one sequence"):
         to_scipy(mask.with_lengths(torch.zeros(0, dtype=torch.int64)))

@@ -66,11 +66,11 @@ def test_keys_that_all_queries_see(keys, shape, q_len, block):
         (lambda: from_sdpa(torch.ones(2, dtype=torch.bool)), ValueError,
          "attn_mask must have shape [Nq, Nk], [Hq, Nq, Nk] or [B, Hq, Nq, Nk]; got [2]."),
         (lambda: from_sdpa(torch.tensor([[0.0, -1e9]])), ValueError,
-         "attn_mask must hold 0 and -inf only (a bias is no mask); got -1000000000.0 at [0, 1]."),
+         "attn_mask must hold 0 and -inf only (a bias is not a mask); got -1000000000.0 at [0, 1]."),
         (lambda: from_sdpa(torch.tensor([[0.0, torch.nan]])), ValueError, "got nan at [0, 1]."),
         (lambda: from_sdpa(torch.tensor([[0.0, torch.inf]])), ValueError, "got inf at [0, 1]."),
         (lambda: from_sdpa(torch.ones(2, 2, dtype=torch.bool), q_len=3), ValueError,
-         "q_len must be 2, as attn_mask has it; got 3."),
+         "q_len must be 2, as in attn_mask; got 3."),
     ],
 )  # fmt: skip
 def test_errors_say_what_must_hold(call, error, message):

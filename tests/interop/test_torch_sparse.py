@@ -88,7 +88,7 @@ def broken_csr(starts):
          "a BSR tensor must consist of whole blocks; got 100 x 100 tokens in blocks of 128 x 128. Use "
          "layout=torch.sparse_csr."),
         (lambda: to_torch_sparse(BlockMask.from_layout(torch.eye(2, dtype=torch.bool)[:, :, None], block=16)),
-         ValueError, "a sparse tensor must hold a single pattern; got a mask with 2 for 1 x 2 (batch x heads): choose "
+         ValueError, "a sparse tensor must hold a single pattern; got a mask with 2 for 1 x 2 (batch x heads): select "
          "one with head=."),
         (lambda: from_torch_sparse([]), ValueError, "got an empty list."),
         (lambda: from_torch_sparse(torch.eye(3)), TypeError, "must have the layout sparse_csr, sparse_bsr or "

@@ -1,4 +1,4 @@
-"""Rows that begin at multiples of 16 bytes: what asynchronous copies, tensor descriptors and wide loads can read."""
+"""Rows aligned to 16 bytes, as asynchronous copies, tensor descriptors and wide loads require."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BYTES = 16
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether the rows `x[b, h, n]` all begin at multiples of 16 bytes.
+    """Whether all rows `x[b, h, n]` begin at multiples of 16 bytes.
 
     >>> import torch
     >>> x = torch.zeros(1, 1, 8, 72)
@@ -22,20 +22,20 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x`, or a copy with some room behind every row if its rows begin anywhere else.
+    """`x` if its rows are aligned; otherwise a copy whose rows are, with padding after each.
 
-    A kernel that has to read such rows element by element holds an address for each: at D = 64 the forward then spills
-    1,000 bytes a thread on Hopper, where it spills none of aligned ones. A copy reads and writes each element once.
+    A kernel that must read unaligned rows element by element holds an address for each element: at D = 64 the forward
+    then spills 1,000 bytes per thread on Hopper, and none for aligned rows. A copy reads and writes each element once.
     """
     return x if is_aligned(x) else with_aligned_rows(x).copy_(x)
 
 
 def with_aligned_rows(x: Tensor) -> Tensor:
-    """An empty tensor of the same shape whose rows begin at multiples of 16 bytes."""
+    """An empty tensor of the same shape with aligned rows."""
     dim, numbers = x.shape[-1], _BYTES // x.element_size()
     return x.new_empty(*x.shape[:-1], -(-dim // numbers) * numbers)[..., :dim]
 
 
 def aligned_start(x: Tensor) -> Tensor:
-    """`x`, or a copy if it begins off multiples of 16 bytes: hooks for saved tensors may bring them from anywhere."""
+    """`x`, or a copy if its address is not aligned, which can happen to saved tensors that hooks restored."""
     return x if x.data_ptr() % _BYTES == 0 else x.clone()

@@ -1,4 +1,4 @@
-"""The Triton backend: checks what only this backend asks, then plans and launches. Importing it needs Triton."""
+"""The Triton backend: checks what only this backend requires, then plans and launches. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.dispatch import decide
-from sparseflash.backends.triton.family import BackwardPass, Family, ForwardPass, Request, Setting
+from sparseflash.backends.triton.dispatch import Decision, decide
+from sparseflash.backends.triton.family import BackwardPass, Family, ForwardPass, KernelChoice, Request, Setting
 from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.passes import empty_kept, like
 from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict
 
-# The kernels take numbers inside a tile, of 256 tokens at most, to fit in 32 bits.
+# Offsets inside a tile, of at most 256 tokens, must fit in 32 bits.
 _FAR = 2**31 // 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -59,15 +59,15 @@ attention = Operator("triton", _forward, _backward, empty_kept)
 def as_kernels_read(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The gradients that come in, and what was saved: hooks for saved tensors may bring it back in another layout."""
-    if dout.stride(-1) != 1 or dout.stride(2) >= _FAR:  # what a sum() sends back is one number, expanded
+    """Incoming gradients and saved results in layouts that kernels can read; hooks may have changed the latter."""
+    if dout.stride(-1) != 1 or dout.stride(2) >= _FAR:  # sum() sends back one number, expanded
         dout = dout.contiguous()
     dlse = None if dlse is None else aligned_start(dlse.contiguous())
     return dout, dlse, aligned_start(out), aligned_start(lse.contiguous())
 
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> ForwardPass:
-    """The forward for such tensors, from the launches cached with the plan."""
+    """The forward for tensors of this layout, cached with the plan."""
     setting, family = _decided(q, k, v, problem)
     key = ("forward", family.name, *_key(setting, problem, q, k, v))
     made: ForwardPass | None = setting.plan.launches.get(key)
@@ -76,7 +76,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> ForwardPa
         forward, _ = family.passes()
         made = forward(setting, (q.device, key), q, k, v, problem.scale, problem.dropped)
         setting.plan.launches.put(key, made)
-        if q.requires_grad or k.requires_grad or v.requires_grad:  # the backward will be wanted soon
+        if q.requires_grad or k.requires_grad or v.requires_grad:  # the backward will follow soon
             out = empty_out(like(q), like(v))
             compile_side_by_side([*made.launches(), *backward_pass(q, k, v, out, out, problem, dlse=False).launches()])
     return made
@@ -85,7 +85,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> ForwardPa
 def backward_pass(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, problem: Problem, *, dlse: bool
 ) -> BackwardPass:
-    """The backward for such tensors, from the launches cached with the plan."""
+    """The backward for tensors of this layout, cached with the plan."""
     setting, family = _decided(q, k, v, problem)
     key = ("backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout))
     made: BackwardPass | None = setting.plan.launches.get(key)
@@ -102,12 +102,33 @@ def _decided(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Setting
     return setting, decide(Request.of(setting, q, v), problem.kernels).family
 
 
-def setting_of(q: Tensor, k: Tensor, problem: Problem, capability: tuple[int, int]) -> Setting:
-    """The plan of a problem, and what else decides its kernels."""
+def choices(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, capability: tuple[int, int]
+) -> tuple[Decision, list[KernelChoice]]:
+    """The kernels that a GPU of this capability would run for a forward and a backward."""
+    device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
+    setting = setting_of(q, k, problem, capability, device)
+    decision = decide(Request.of(setting, q, v), problem.kernels)
+    forward, backward = decision.family.passes()
+    key, numbers = _key(setting, problem, q, k, v), (problem.scale, problem.dropped)
+    out = empty_out(like(q), like(v))
+    found = forward(setting, (q.device, key), q, k, v, *numbers).choices()
+    return decision, [
+        *found, *backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False).choices(),
+    ]  # fmt: skip
+
+
+def setting_of(
+    q: Tensor, k: Tensor, problem: Problem, capability: tuple[int, int], device: torch.device | None = None
+) -> Setting:
+    """The plan of a problem, and everything else that determines its kernels.
+
+    device: of the plan of dense attention; by default q's.
+    """
     heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     block = problem.block_q, problem.block_k
     if problem.indptr is None:
-        plan = dense_plan(heads, k.shape[1], tokens, block, q.device)
+        plan = dense_plan(heads, k.shape[1], tokens, block, device or q.device)
     else:
         plan = plan_of(problem, heads, k.shape[1], tokens)
     tf32 = q.dtype == torch.float32 and gpu.multiplies_in_tf32()
@@ -115,7 +136,7 @@ def setting_of(q: Tensor, k: Tensor, problem: Problem, capability: tuple[int, in
 
 
 def _key(setting: Setting, problem: Problem, *tensors: Tensor) -> tuple[Any, ...]:
-    """All that launches depend on and the plan does not say."""
+    """Everything that launches depend on besides the plan."""
     return (
         *setting[1:], problem.scale, problem.dropped, tensors[0].dtype,
         *((x.shape, x.stride(), x.data_ptr() % 16) for x in tensors),
@@ -128,21 +149,21 @@ def _refuse(plan: Plan) -> None:
 
 
 class Call:
-    """A call like one before it, of the same layout, mask and numbers: nothing of it is checked or planned again.
+    """A prepared call for one layout, mask and set of numbers, which skips all checks and planning.
 
-    It does not hold the mask, with whose indices it is cached.
+    It must not hold the mask: it is cached on the mask's indices.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
         self.forward = forward_pass(q, k, v, problem)
-        self._backwards = BoundedDict(_MOST_LAYOUTS)  # by the layout of what comes into the backward
+        self._backwards = BoundedDict(_MOST_LAYOUTS)  # by the layout of the backward's inputs
         self.scale, self.kernels = problem.scale, problem.kernels
 
     def backward(
         self, problem: Callable[[], Problem], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         out: Tensor, lse: Tensor, kept: Tensor | None, lengths: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The gradients of q, k and v. problem: asked for when a gradient comes in another layout than before."""
+        """The gradients of q, k and v. `problem` is called only for a layout that has not occurred before."""
         dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
         key = (
             dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), dlse is None,
@@ -157,19 +178,34 @@ class Call:
 
 _MOST_LAYOUTS = 8
 
-# TRITON_INTERPRET=1 when the kernels were imported.
+# Whether TRITON_INTERPRET=1 was set when the kernels were imported.
 _INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises TypeError, ValueError or RuntimeError unless the kernels can read these tensors here."""
+    check_layout(q, k, v)
+    if _INTERPRETED:
+        if q.dtype == torch.bfloat16:
+            raise TypeError("Triton's interpreter silently computes bf16 wrongly; use fp16 or fp32 with it.")
+        return
+    if q.device.type != "cuda":
+        raise RuntimeError(
+            f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise', or set "
+            "TRITON_INTERPRET=1 before the first import to run the kernel slowly in Triton's interpreter."
+        )
+    gpu.check_device(q.device)
+
+
+def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises TypeError or ValueError unless the kernels can read such tensors on some GPU."""
     if q.dtype not in _DTYPES:
         raise TypeError(
-            f"the triton backend takes fp16, bf16 and fp32; got {q.dtype}. backend='blockwise' takes fp64, too."
+            f"q must be fp16, bf16 or fp32 for the triton backend; got {q.dtype}. backend='blockwise' takes fp64, too."
         )
     for name, dim in (("D", q.shape[-1]), ("Dv", v.shape[-1])):
         if not 16 <= dim <= 256:
-            raise ValueError(f"the triton backend takes head dims from 16 to 256; got {name} = {dim}.")
+            raise ValueError(f"head dims must be from 16 to 256 for the triton backend; got {name} = {dim}.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(-1) != 1:
             raise ValueError(
@@ -180,13 +216,3 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"tokens of {name} must lie less than {_FAR:,} elements apart; its strides are {x.stride()}. Call "
                 ".contiguous()."
             )
-    if _INTERPRETED:
-        if q.dtype == torch.bfloat16:
-            raise TypeError("Triton's interpreter computes bf16 wrongly without a word; use fp16 or fp32 with it.")
-        return
-    if q.device.type != "cuda":
-        raise RuntimeError(
-            f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise', or set "
-            "TRITON_INTERPRET=1 before the first import to run the kernel slowly in Triton's interpreter."
-        )
-    gpu.check_device(q.device)

@@ -1,8 +1,8 @@
-"""Calls like earlier ones: what an earlier call has shown is not asked again.
+"""Caches prepared calls, so that a repeated call skips checks and planning.
 
-Of a call on a short sequence most of the time is the host's, for checks and for finding the plan and the kernels. They
-all depend on the layout of the tensors, the mask and a few numbers alone, so a call is cached with its mask under
-these, and the next one like it allocates and launches.
+A call on a short sequence spends most of its time on the host, in checks and in finding the plan and the kernels. These
+depend only on the layout of the tensors, the mask and a few numbers. So a call is cached with its mask under these as a
+key, and the next one like it only allocates and launches.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from sparseflash.blockmask.cache import BoundedDict, mask_cache
 if TYPE_CHECKING:
     from sparseflash.backends.triton.api import Call
 
-_MOST = 64  # of a mask: who has so many layouts has few calls of each
+_MOST = 64  # per mask: a program with more layouts than that repeats none often enough
 _HALF = (torch.float16, torch.bfloat16)
 _dense_calls = BoundedDict(_MOST)
 
-# The calls of a mask, and the key of one among them. A plain tuple, which takes no time.
+# The cached calls of a mask, and the key of one of them. A plain tuple, because that is the fastest.
 Place = tuple[BoundedDict, Any]
 
 
 def place_of(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, kernels: str, *, on_gpu_only: bool
 ) -> Place | None:
-    """Where a call is cached, or will be; None unless it is in half precision and nobody watches or casts it.
+    """Where a call is or will be cached; None unless it is a plain call in half precision, without autocast.
 
-    fp32 is left out because it is computed as a setting of PyTorch's says, and dynamic masks because they are new at
-    every step. Arguments of any other kind than a right one have no place.
+    fp32 is excluded because its arithmetic depends on a PyTorch setting, and dynamic masks because they are new at
+    every step. Calls with invalid arguments get None, too, and go on to the checks.
     """
     if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and nobody_watches(q, k, v)):
         return None
@@ -51,7 +51,7 @@ def place_of(
             return None
     else:
         return None
-    # All that the checks and the launcher look at. Triton specialises to addresses that are multiples of 16 bytes.
+    # Everything that the checks and the launcher depend on. Triton specialises on addresses that are multiples of 16.
     key = (
         q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
         k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
@@ -61,7 +61,7 @@ def place_of(
 
 
 class CachedRun:
-    """A cached call for the tensors and the mask of one call."""
+    """A cached call, applied to the mask of one call."""
 
     seed: Tensor | None = None
 
@@ -98,5 +98,5 @@ class CachedRun:
 
 
 def run(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a call like the one that was cached."""
+    """`(out, lse)` of a call that matches the cached one."""
     return call_directly(CachedRun(call, mask), q, k, v)

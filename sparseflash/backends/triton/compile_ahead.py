@@ -1,6 +1,6 @@
-"""Compiles kernels side by side, before they are needed: one after the other they would take twice as long.
+"""Compiles kernels in parallel before they are needed, which takes half the time of compiling them one by one.
 
-Most of a compilation is LLVM's and the assembler's, for which Python's lock is free.
+Most of a compilation runs in LLVM and the assembler, which release the GIL.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 from sparseflash.backends.triton.launcher import BoundLaunch
 
-_THREADS = 4  # a call has at most four kernels that take long
+_THREADS = 4  # a call has at most four kernels that take long to compile
 
 
 def compile_side_by_side(launches: Iterable[BoundLaunch]) -> None:
-    """Starts to compile what these launch, if it is not compiled. Each launch waits for its own."""
+    """Starts compiling the kernels of these launches that are not compiled yet. Each launch waits for its own
+    kernel.
+    """
     wanted: dict[int, BoundLaunch] = {}
     for launch in launches:
         if launch.launch.variant.is_new():
             wanted.setdefault(id(launch.launch.variant), launch)
-    if len(wanted) < 2:  # the one that is needed first may as well be compiled by its launch
+    if len(wanted) < 2:  # a single kernel may as well be compiled by its launch
         return
     pool = ThreadPoolExecutor(min(_THREADS, len(wanted)), thread_name_prefix="sparseflash-compile")
     for launch in wanted.values():

@@ -1,7 +1,7 @@
 """All constants that depend on the GPU: tile sizes by (architecture, head dim, dtype), costs, limits.
 
-Filled by measurement. No autotuning: the first call compiles one configuration of each kernel and nothing else, and
-results do not depend on what a timer said.
+They were found by measurement. There is no autotuning: the first call compiles only one configuration of each kernel,
+and results do not depend on timings.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Config(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    # The most that a thread may have, or 0: as many as the compiler likes. One program more on a multiprocessor can be
-    # worth some that are spilled outside the loops. With 168, three programs of four warps fit, with 128 four.
+    # Maximum of registers per thread, or 0 for no limit. One more resident program per multiprocessor can be worth some
+    # spills outside the loops. With 168 registers three programs of four warps fit, with 128 four.
     registers: int = 0
-    # Multiply the queries from registers, not from shared memory, which is read less then and holds less; forward only.
+    # Multiply the queries from registers rather than shared memory, which saves reads and space there; forward only.
     q_in_registers: bool = False
 
     def __str__(self) -> str:
-        """As `python -m experiments.benchmarks.tune --config` takes it.
+        """The format of `python -m experiments.benchmarks.tune --config`.
 
         >>> print(Config(64, 128, 4, 2), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, q_in_registers=True))
         64x128x4x2 64x64x4x3x168 64x64x4x3q
@@ -40,28 +40,29 @@ class Config(NamedTuple):
 
 
 _COPYING = triton_version() >= (3, 9)
-_SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor of an H100 that programs may have
-_REGISTERS = 65_536  # of a multiprocessor
-_USUAL_REGISTERS = 128  # a thread
+_SHARED_MEMORY = 227 * 1024  # bytes per multiprocessor of an H100 that programs may use
+_REGISTERS = 65_536  # per multiprocessor
+_USUAL_REGISTERS = 128  # per thread
 
 
 class SplitRule(NamedTuple):
     """When items are cut into chunks (schedule/splits.py); lengths are those of items, in tiles of the mask.
 
-    Programs start longest first, so with `mean = sum of lengths / slots` the last one ends at about
-    `max(mean, longest)`, and what cutting can win is `longest / mean`. Slots are the programs that run at a time, by
-    `resident_programs`. A row's bits must not depend on how many heads and batch elements there are, so some `heads`
-    are assumed to share the slots: with fewer of them rows are cut less than would be best, with more of them more.
+    Programs start longest first, so with `mean = sum of lengths / slots` the last one ends at about `max(mean,
+    longest)`, and cutting can save at most a factor of `longest / mean`. Slots are the programs that run at a time, by
+    `resident_programs`. A row's bits must not depend on the number of heads and batch elements, so the slots are
+    assumed to be shared by a constant number of `heads`: with fewer heads rows are cut less than would be best, with
+    more heads more.
 
-    A chunk costs about half a tile, to write and read its part, and the merge is one more kernel of a few microseconds,
-    two tiles or so. So no chunk is shorter than 16 tiles.
+    A chunk costs about half a tile, to write and read its partial result, and the merge is one more kernel of a few
+    microseconds, about two tiles. So no chunk is shorter than 16 tiles.
 
-    Where lists are alike (dense, causal) and merely fewer than there are slots, the model promises more than there is
-    to win: a program that has a multiprocessor to itself runs faster than one of two. There most of the slots must be
-    idle before anything is cut, as they are in attention of a few queries to very many keys.
+    If all lists have similar lengths (dense, causal) and there are merely fewer than slots, the model promises more
+    than cutting achieves, because a program that has a multiprocessor to itself runs faster than one of two. In that
+    case items are cut only if most of the slots would be idle, as in attention of a few queries to very many keys.
 
-    16,384 tokens: how many chunks the longest row is cut into, and what the chunks of all rows cost at most, as a part
-    of the work
+    Examples with 16,384 tokens: the number of chunks of the longest row, and the cost of the chunks of all rows, at
+    most, as a share of the work
 
         2 global rows and columns, window 3, 3 random, blocks of 128, D = 128    4 chunks   0.3 %
                                                        blocks of 64, D = 64      7 chunks   0.3 %
@@ -70,50 +71,50 @@ class SplitRule(NamedTuple):
         1 query that sees 65,536 keys, D = 64                                   64 chunks   6.2 %
     """
 
-    multiprocessors: int = 132  # of an H100; a constant, so that bits do not depend on the GPU beyond its tile sizes
+    multiprocessors: int = 132  # of an H100; constant, so that on all GPUs bits depend only on the tile sizes
     heads: int = 8
-    fewest: int = 2048  # tokens a chunk, or
-    fewest_tiles: int = 16  # of as many tokens as a program holds, if that is less
-    far: float = 4.0  # times the mean item is what counts as far longer than the rest
-    worth: float = 1.5  # times the chunk must the longest item be, if it is far longer than the rest,
-    worth_alike: float = 4.0  # or else
+    fewest: int = 2048  # tokens per chunk, or
+    fewest_tiles: int = 16  # this many times the tokens that a program holds, if that is less
+    far: float = 4.0  # an item longer than this many times the mean is far longer than the rest
+    worth: float = 1.5  # the longest item must be this many times the chunk's length if far longer than the rest,
+    worth_alike: float = 4.0  # and otherwise this many times
 
     def shortest(self, held: int) -> int:
-        """Tokens of the shortest chunk."""
+        """The length of the shortest chunk, in tokens."""
         return min(self.fewest, self.fewest_tiles * held)
 
 
 SPLITS = SplitRule()
 
-# What kernels cost under tiles of other sizes, in units of the products of 64 x 64 scores on tensor cores.
-#   loading           64 streamed tokens in one piece, most of which goes on while others are multiplied
-#   loading_gathered  the same gathered from small blocks, where every thread has addresses to compute
-#   step              every step of four warps, or more; fewer wait as long, but leave room for more programs meanwhile
+# Costs of kernels with tiles of other sizes, in units of the products of 64 x 64 scores on tensor cores.
+#   loading           64 streamed tokens in one piece; most of it overlaps with products
+#   loading_gathered  the same gathered from small blocks, for which every thread computes addresses
+#   step              every step of four or more warps; fewer wait as long, but leave room for more programs meanwhile
 #   program           every program: to find its work, read what it holds and write its results
-#   worth             another tiling than the mask's own has to be made, and more of its tiles are partial: it must cost
-#                     at most this part
-# In half precision from times of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64 and 128 channels, three
-# kernels), near the fits that the benchmark of blocks makes of experiments/results/speed/blocks-h100-49b1c4b, and
-# moved to where they choose best: for 23 masks and kernels what they choose takes 2 % longer than the fastest that was
-# timed on the average, at most 25 %. The times themselves are off by a quarter. Full fp32 multiplies six times and
-# loads three times as much: estimates.
+#   worth             another tiling has to be made, and more of its tiles are partial, so it must cost at most this
+#                     share of the mask's own
+# The constants for half precision are based on timings of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64
+# and 128 channels, three kernels). They are close to the fits that the benchmark of blocks makes of
+# experiments/results/speed/blocks-h100-49b1c4b, but adjusted so that the choices are best: for 23 masks and kernels the
+# chosen tiling takes 2 % longer than the fastest measured one on average, and at most 25 %. The predicted times are off
+# by a quarter. Full fp32 multiplies six times and loads three times as much; its constants are estimates.
 TILE_COSTS = {
     "half": {"loading": 0.1, "loading_gathered": 0.6, "step": 0.45, "program": 1.9, "worth": 0.9},
     "fp32": {"loading": 0.05, "loading_gathered": 0.3, "step": 0.1, "program": 0.4, "worth": 0.9},
 }
 
-# Other tiles than the mask's have to be counted and made, once a mask, for which a head must have something to win.
+# Counting and making other tilings takes time, once per mask, so a head must have enough products to gain from it.
 PRODUCTS_FOR_TILINGS = 20_000_000
-TOKENS_TO_COMBINE = 16  # a program that merges chunks: few, because few items may be cut, each into many
-HOST_PLAN_ITEMS = 4096  # work items up to which a plan is made on the host
+TOKENS_TO_COMBINE = 16  # per program that merges chunks: few, because few items may be cut, each into many chunks
+HOST_PLAN_ITEMS = 4096  # with at most so many work items a plan is made on the host
 
-_SCORES_A_WARP = 256  # tensor cores take a patch of 16 x 16
+_SCORES_A_WARP = 256  # tensor cores process patches of 16 x 16
 
 # (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16; "fp32" multiplies three pieces
-# of every number: see pieces.py.
+# of every number: see portable/fp32_split.py.
 _Table = dict[tuple[Kernel, Arithmetic, int], Config]
 
-# sm_80: 163 KiB of shared memory a program.
+# sm_80: 163 KiB of shared memory per program.
 _AMPERE: _Table = {
     ("forward", "half", 32): Config(128, 64, 4, 3),
     ("forward", "half", 64): Config(128, 64, 4, 3),
@@ -153,7 +154,7 @@ _AMPERE: _Table = {
     ("dq", "fp32", 256): Config(16, 16, 8, 1),
 }
 
-# sm_86, sm_89, sm_120: 99 KiB of shared memory a program.
+# sm_86, sm_89, sm_120: 99 KiB of shared memory per program.
 _CONSUMER: _Table = {
     **_AMPERE,
     ("forward", "half", 256): Config(32, 32, 4, 1),
@@ -190,20 +191,20 @@ _HOPPER: _Table = {
     ("dq", "fp32", 128): Config(64, 64, 4, 1),
 }
 
-# From Triton 3.9 on, what is multiplied from registers is copied before each matrix instruction, and so these wait for
+# From Triton 3.9 on, operands in registers are copied before each matrix instruction, so these instructions wait for
 # one another.
 _HOPPER_COPYING: _Table = {
     **_HOPPER,
     ("forward", "half", 64): Config(64, 128, 4, 2),
 }
 
-# In place of those where the mask cuts what a program holds to 64 tokens.
+# Used instead if the mask limits what a program holds to 64 tokens.
 _HOPPER_64: _Table = {
     ("forward", "half", 128): Config(64, 64, 4, 2, q_in_registers=not _COPYING),
     ("dq", "half", 128): Config(64, 64, 4, 2),
 }
 
-# sm_90 by pointers: addresses take registers that the largest tiles do not leave.
+# sm_90 with pointers: their addresses take registers that the largest tiles need.
 _HOPPER_POINTERS: _Table = {
     **_HOPPER,
     ("forward", "half", 64): Config(64, 128, 4, 2),
@@ -225,32 +226,32 @@ def config_for(
     if capability[0] in (9, 10) and descriptors and held_first(kernel, block)[0] == 64:
         chosen = _HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
-    if arithmetic == "fp32":  # whose pieces want all the registers of as many warps as share the columns
+    if arithmetic == "fp32":  # the pieces need the registers of all the warps that share the columns
         is_cut = (block_m, block_n) != chosen[:2] and padded_dim <= 128
         return chosen._replace(block_m=block_m, block_n=block_n, num_warps=4 if is_cut else chosen.num_warps)
-    # What a mask with small blocks cuts down has less for many warps to do; but the accumulators of the widest heads
-    # fill the registers of four warps, however few the tokens.
+    # Tiles cut down by small blocks have less work for many warps. But the accumulators of the widest heads fill the
+    # registers of four warps, however few the tokens.
     fewest = 4 if padded_dim > 128 else 1
     num_warps = min(chosen.num_warps, max(fewest, block_m * block_n // _SCORES_A_WARP))
-    # Four warps multiply 64 rows. Eight would share the columns of what is left of a tile of 128 rows: measured on an
-    # H100, that takes 1.8 to 2.8 times as long.
+    # Four warps multiply 64 rows. If a tile of 128 rows is cut to 64, eight warps would share its columns: measured on
+    # an H100, that takes 1.8 to 2.8 times as long.
     rows, most = held_first(kernel, (block_m, block_n))[0], held_first(kernel, chosen[:2])[0]
     if rows == 64 < most and padded_dim <= 128:
         num_warps = min(num_warps, 4)
     if rows < 64 and padded_dim <= 128 and arithmetic == "half":
         num_warps = min(num_warps, _fewest_warps(kernel, block_m, block_n, padded_dim))
-    is_whole = (block_m, block_n, num_warps) == chosen[:3]  # or registers are no matter
+    is_whole = (block_m, block_n, num_warps) == chosen[:3]  # otherwise there is no need to limit registers
     return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
 
 
 def roomier(config: Config, *, lengths: bool, dropout: bool) -> Config:
-    """The same with a wider limit of registers, where there is one, for kernels that do more than it was found for.
-
-    Where the mask has lengths, dq with 128 registers spills in its loop, and ptxas lets its matrix instructions wait
-    for one another; with dropout dk_dv with 168 spills 512 bytes and more.
+    """The same with a higher register limit, if there is one, for kernels that do more than it was tuned for.
 
     >>> print(roomier(Config(64, 64, 4, 2, 128), lengths=True, dropout=False))
     64x64x4x2x168
+
+    If the mask has lengths, dq with 128 registers spills in its loop, and ptxas serialises its matrix instructions;
+    with dropout, dk_dv with 168 spills 512 bytes or more.
     """
     if config.registers == 128 and (lengths or dropout):
         return config._replace(registers=168)
@@ -258,12 +259,12 @@ def roomier(config: Config, *, lengths: bool, dropout: bool) -> Config:
 
 
 def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
-    """So few that their registers just hold the results, the scores and, in long steps, what is loaded.
+    """The fewest warps whose registers hold the results, the scores and, in long steps, the loaded operands.
 
-    Warps that share a tile too small for the matrix instructions of four each load most of its operands for themselves.
-    Measured on an H100 for tiles of 32 x 32: the forward at D = 64 by one warp takes 0.46 of the time that four take,
-    dq 0.58, dk_dv by two warps 0.69. With 160 to 320 numbers a thread it is 0.9 to 26 times: what spills cost. Next
-    to nothing is spilled with 128, or with 96 in steps of more than 32 tokens.
+    If warps share a tile too small for the matrix instructions of four warps, each loads most of the operands itself.
+    Measured on an H100 for tiles of 32 x 32: the forward at D = 64 with one warp takes 0.46 of the time of four warps,
+    dq 0.58, dk_dv with two warps 0.69. With 160 to 320 numbers per thread it takes 0.9 to 26 times as long, because of
+    spills. Almost nothing is spilled with 128 numbers per thread, or with 96 in steps of more than 32 tokens.
     """
     _, streamed = held_first(kernel, (block_m, block_n))
     warps = -(-results_and_scores(kernel, block_m, block_n, dim) // (32 * (128 if streamed <= 32 else 96)))
@@ -271,7 +272,7 @@ def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
 
 
 def held_first(kernel: Kernel, tile: tuple[int, int]) -> tuple[int, int]:
-    """`(queries, keys)` as `(held, streamed)`, and back: the kernel over columns holds keys, the others queries.
+    """`(queries, keys)` as `(held, streamed)`, and back: kernels over columns hold keys, the others hold queries.
 
     >>> held_first("dq", (64, 128)), held_first("dk_dv", (64, 128))
     ((64, 128), (128, 64))
@@ -280,24 +281,24 @@ def held_first(kernel: Kernel, tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def results_and_scores(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
-    """The fp32 numbers that a program has in registers: what it sums up, the scores of a step, and their gradients."""
+    """The fp32 numbers that a program keeps in registers: accumulators, the scores of a step, and their gradients."""
     held, streamed = held_first(kernel, (block_m, block_n))
     results = 2 if kernel == "dk_dv" else 1
     return results * held * dim + held * streamed * (1 if kernel == "forward" else 2)
 
 
 def padded_dims(dim: int, v_dim: int, capability: tuple[int, int], itemsize: int) -> tuple[int, int]:
-    """Columns of the tiles of queries and keys, and of values: powers of two, of 16 and more.
-
-    On Hopper both are laid out alike in shared memory, where rows are shuffled by their width, up to 128 bytes. Where
-    tiles of two layouts take turns at one address, ptxas 12.8, which comes with Triton 3.6 and 3.7, adds to a register
-    that it has never set, and the matrix instructions read the values from anywhere: seen for D = 64 with Dv = 16,
-    where rows pass through registers. In bf16 a row of 64 has 128 bytes.
+    """The columns of the tiles of queries and keys, and of values: powers of two from 16 up.
 
     >>> padded_dims(72, 80, (9, 0), itemsize=2)
     (128, 128)
     >>> padded_dims(64, 16, (9, 0), itemsize=2), padded_dims(64, 16, (8, 0), itemsize=2)
     ((64, 64), (64, 16))
+
+    On Hopper both must have the same layout in shared memory, where rows are swizzled according to their width, up to
+    128 bytes (in bf16, 64 columns). If tiles of two layouts alternate at one address, ptxas 12.8, which comes with
+    Triton 3.6 and 3.7, adds to an uninitialised register, and the matrix instructions read the values from a wrong
+    address. This was seen for D = 64 with Dv = 16, where rows pass through registers.
     """
     padded, padded_v = (max(16, 1 << (x - 1).bit_length()) for x in (dim, v_dim))
     if capability[0] == 9:
@@ -307,10 +308,7 @@ def padded_dims(dim: int, v_dim: int, capability: tuple[int, int], itemsize: int
 
 
 def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize: int) -> int:
-    """About how many programs a multiprocessor of an H100 runs at a time: what shared memory and registers hold.
-
-    A program holds the queries, if not in registers, or queries and gradients, or keys and values; two streamed tiles a
-    stage come on top.
+    """About how many programs a multiprocessor of an H100 runs at a time, limited by shared memory and registers.
 
     >>> resident_programs("forward", Config(128, 64, 4, 2), 128, itemsize=2)
     2
@@ -318,6 +316,9 @@ def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize:
     4
     >>> resident_programs("dk_dv", Config(64, 64, 4, 3, 168), 64, itemsize=2)
     3
+
+    A program holds the queries (unless they are in registers), or queries and gradients, or keys and values, plus two
+    streamed tiles per stage.
     """
     held, streamed = held_first(kernel, config[:2])
     if kernel != "forward":
@@ -347,5 +348,5 @@ def arithmetic_of(dtype: torch.dtype, tf32: bool) -> Arithmetic:
 
 
 def has_room_for_pieces(capability: tuple[int, int], padded_dim: int) -> bool:
-    """Whether tiles in three pieces fit in shared memory. Where they do not they are split as they are multiplied."""
+    """Whether tiles in three pieces fit in shared memory; if not, tiles are split just before they are multiplied."""
     return padded_dim <= 128 or _table(capability, False) is not _CONSUMER

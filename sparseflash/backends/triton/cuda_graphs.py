@@ -1,6 +1,6 @@
-"""CUDA graphs: what is recorded runs only when the graph is replayed, and reads the same memory every time.
+"""CUDA graphs: recorded work runs only when the graph is replayed, and reads the same memory at every replay.
 
-That what they read stays in place is seen to by `blockmask/streams.py`.
+`blockmask/streams.py` keeps that memory alive.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from sparseflash.blockmask import streams
 
 
 def refuse_to_record(device: torch.device) -> None:
-    """Raises RuntimeError while a graph is recorded: what is made now and cached would be empty until a replay."""
+    """Raises RuntimeError while a graph is being recorded: what is made now and cached would be empty until a
+    replay.
+    """
     if streams.is_capturing(device):
         raise RuntimeError(
             "attention makes the execution plan of a mask and loads its kernels at the first call, which a CUDA graph "
-            "cannot record: call it once with the same mask and tensors of the same layout, forward and, if it is "
-            "recorded, backward, before the capture."
+            "cannot record: before the capture, call it once with the same mask and tensors of the same layout, "
+            "forward and, if that is recorded, backward."
         )

@@ -1,4 +1,4 @@
-"""What the GPU at hand can do, and how PyTorch is told to multiply there."""
+"""Properties of the GPU, and of PyTorch's matrix products on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from sparseflash.backends.triton.launcher import OLDEST
 from sparseflash.blockmask.cache import bounded
 
-INTERPRETED_AS = (9, 0)  # the interpreter on the CPU stands for an H100, so that its tiles are tested
+INTERPRETED_AS = (9, 0)  # the interpreter uses the tiles of an H100, so that tests cover them
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -16,21 +16,25 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def multiplies_in_tf32() -> bool:
-    """Whether PyTorch multiplies fp32 matrices in TF32 now."""
+    """Whether PyTorch currently multiplies fp32 matrices in TF32."""
     matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9 and later; asking the old way there may raise
+    if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9 and later, where reading allow_tf32 may raise
         return bool(matmul.fp32_precision == "tf32")
     return bool(matmul.allow_tf32)
 
 
 @bounded(maxsize=64)
 def check_device(device: torch.device) -> None:
-    """Raises RuntimeError if the kernels do not run there."""
+    """Raises RuntimeError if the kernels cannot run on the device."""
     if torch.version.hip is not None:
         raise RuntimeError("the triton backend is not tested on AMD GPUs; use backend='blockwise'.")
-    capability = torch.cuda.get_device_capability(device)
+    check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+
+
+def check_capability(capability: tuple[int, int], name: str) -> None:
+    """Raises RuntimeError if the kernels do not run on GPUs of that compute capability; name: the GPU's."""
     if capability < OLDEST:
         raise RuntimeError(
-            "the triton backend needs compute capability 8.0 (Ampere) or newer; "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. Use backend='blockwise'."
+            f"the triton backend needs compute capability 8.0 (Ampere) or newer; {name} has "
+            f"{capability[0]}.{capability[1]}. Use backend='blockwise'."
         )

@@ -1,12 +1,13 @@
-"""Starts a kernel that Triton has compiled by the CUDA driver, without Triton's launcher.
+"""Launches a compiled Triton kernel through the CUDA driver, without Triton's launcher.
 
-Triton's launcher is given all arguments at every call, converts them, and makes the descriptors of the copy engine in
-Python: that takes longer than all else that a short call does on the host. Here the parameters of a launch lie in
-memory that is written once. A call writes those that differ, and has the driver put addresses into the descriptors.
+At every call Triton's launcher takes all arguments, converts them, and makes the descriptors for the TMA unit in
+Python, which takes longer than everything else that a short call does on the host. Here the parameters of a launch are
+kept in memory that is written once. A call writes only those that changed, and the driver replaces addresses in
+descriptors.
 
-Which parameters a compiled kernel has is no public interface. It is derived from the signature that Triton compiled
-for, only for versions of Triton that are known by number, and compared with what the kernel's code declares: where they
-differ, there is no direct start.
+Triton does not document the parameters of a compiled kernel. They are derived from the signature that it was compiled
+for, only for known versions of Triton, and compared with the declaration in its PTX; if they differ, the kernel is not
+started directly.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ctypes
 import re
 import struct
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from torch import Tensor
 from sparseflash.cuda_driver import cuda_driver, raise_if_failed
 
 DESCRIPTOR = "descriptor"
-# Triton's names of types -> those of Python's struct.
+# Triton's type names -> format characters of Python's struct.
 _CODES = {
     "i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d",
@@ -32,19 +34,19 @@ _CODES = {
 _DESCRIPTOR_BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
 _ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _L2_IN_128_BYTES = 2  # CUtensorMapL2promotion: what Triton asks for
-_INVALID_CONTEXT = 201  # CUresult: this thread has not used the GPU yet
+_INVALID_CONTEXT = 201  # CUresult: no context is current on this thread yet
 
 
 class Parameter(NamedTuple):
     """A parameter of a compiled kernel."""
 
-    argument: int  # the number of the argument that it comes of
-    item: int | None  # of that argument, if it is a tuple, or of a descriptor's sizes and strides
-    code: str  # of Python's struct, or DESCRIPTOR
+    argument: int  # index of the argument that it comes from
+    item: int | None  # index in that argument, if it is a tuple, or in a descriptor's sizes and strides
+    code: str  # format character of Python's struct, or DESCRIPTOR
 
 
 def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Parameter] | None:
-    """The parameters of a kernel compiled for `{argument: type}`, in order; None if one has a type that is not known.
+    """The parameters of a kernel compiled for `{argument: type}`, in order; None if a type is unknown.
 
     >>> found = parameters_of({"x": "*bf16", "D": "constexpr", "strides": ("i32", "constexpr")}, ["x", "D", "strides"])
     >>> [tuple(each) for each in found]
@@ -69,7 +71,7 @@ def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Pa
 
 
 def are_declared(parameters: Sequence[Parameter], ptx: str) -> bool:
-    """Whether a kernel's code declares parameters of just these sizes, and then the two that Triton adds.
+    """Whether a kernel's PTX declares parameters of exactly these sizes, followed by the two that Triton adds.
 
     >>> ptx = ".entry add(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
     >>> are_declared([Parameter(0, None, "Q"), Parameter(1, None, "i")], ptx)
@@ -83,7 +85,7 @@ def are_declared(parameters: Sequence[Parameter], ptx: str) -> bool:
 
 
 def _size(declaration: str) -> int:
-    """Bytes of `.param .u32 name` or `.param .align 64 .b8 name[128]`."""
+    """The bytes of `.param .u32 name` or `.param .align 64 .b8 name[128]`."""
     found = re.search(r"\.b8\s+\w+\[(\d+)\]", declaration)
     if found is not None:
         return int(found[1])
@@ -92,7 +94,7 @@ def _size(declaration: str) -> int:
 
 
 def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Parameter] | None:
-    """The parameters of what Triton has compiled; None if it cannot be started without Triton's launcher."""
+    """The parameters of a kernel that Triton has compiled; None if it cannot be started directly."""
     metadata = compiled.metadata
     plain = (
         metadata.num_ctas == 1 and not metadata.launch_pdl and not metadata.launch_cooperative_grid
@@ -103,21 +105,49 @@ def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Paramete
     return parameters if parameters is not None and are_declared(parameters, compiled.asm["ptx"]) else None
 
 
+def loaded(compiled: Any, device: torch.device) -> int | None:
+    """The driver's handle of a compiled kernel; None if the GPU has too little shared memory or too few registers.
+
+    Triton would load the kernel together with a launcher, which version 3.6 compiles from C in half a second.
+    """
+    functions = _loaded.setdefault(compiled, {})
+    if device.index not in functions:
+        from triton.runtime import driver
+
+        utils = driver.active.utils
+        if compiled.metadata.shared > utils.get_device_properties(device.index)["max_shared_mem"]:
+            return None
+        _, function, _, _, most_threads = utils.load_binary(
+            compiled.name, compiled.kernel, compiled.metadata.shared, device.index
+        )
+        if 32 * compiled.metadata.num_warps > most_threads:
+            return None
+        functions[device.index] = function
+    return functions[device.index]
+
+
+# The handles on each GPU of what Triton has compiled. A kernel is loaded once and never unloaded, as in Triton 3.6.
+_loaded: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
 class DirectStart:
-    """A compiled kernel with the parameters of one launch, all but those arguments that a call gives."""
+    """A compiled kernel with the parameters of one launch, except for the arguments given at each call."""
 
     def __init__(
-        self, compiled: Any, parameters: Sequence[Parameter], arguments: Sequence[Any], given: Sequence[int],
-        device: torch.device,
+        self, function: int, metadata: Any, parameters: Sequence[Parameter], arguments: Sequence[Any],
+        given: Sequence[int], device: torch.device,
     ) -> None:  # fmt: skip
-        """arguments: all, of some call. given: the numbers of those that calls give, in their order."""
+        """arguments: all of some call. given: the indices of those that are given at each call, in that order.
+
+        function: as `loaded` returns it. metadata: of the compiled kernel, as Triton has it.
+        """
         self._index, self._device = device.index, device
-        self._function, self._name = ctypes.c_void_p(compiled.function), compiled.metadata.name
-        self._threads, self._shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
-        self._lock = threading.Lock()  # from writing the parameters to the launch, which copies them
+        self._function, self._name = ctypes.c_void_p(function), metadata.name
+        self._threads, self._shared = 32 * metadata.num_warps, metadata.shared
+        self._lock = threading.Lock()  # held from writing the parameters until the launch has copied them
         by_call = {number: place for place, number in enumerate(given)}
         descriptors = [each for each in parameters if each.code == DESCRIPTOR]
-        # What a call gives is packed in its order; the other numbers follow.
+        # The given parameters come first, in the order of the call; the others follow.
         differing = sorted(
             (each for each in parameters if each.argument in by_call and not _is_of_descriptor(each, descriptors)),
             key=lambda each: by_call[each.argument],
@@ -138,7 +168,7 @@ class DirectStart:
         self._descriptors = []
         for number, each in enumerate(descriptors):
             places[each] = start + _DESCRIPTOR_BYTES * number
-            _encode(places[each], arguments[each.argument], compiled.metadata.tensordesc_meta[number])
+            _encode(places[each], arguments[each.argument], metadata.tensordesc_meta[number])
             self._descriptors.append((places[each], differing.index(each)))
         end = start + first + self._packer.size + rest.size  # two null pointers: no scratch memory
         addresses = [*(places[each] for each in parameters), end, end + 8]
@@ -146,7 +176,7 @@ class DirectStart:
         self._launch, self._replace = _functions()
 
     def __call__(self, programs: int, given: Sequence[Any]) -> None:
-        """Starts the kernel on the current stream of its device, which must be the current one."""
+        """Starts the kernel on the current stream of its device, which must be the current device."""
         values: list[Any] = [x.data_ptr() if isinstance(x, Tensor) else x for x in given]
         if not self._are_all:
             values = [values[place] if item is None else values[place][item] for place, item in self._picks]
@@ -165,18 +195,18 @@ class DirectStart:
 
 
 def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) -> bool:
-    """Whether it is a size or a stride of a descriptor, which stay as they are."""
+    """Whether it is a size or a stride of a descriptor; these are fixed."""
     return parameter.code != DESCRIPTOR and any(each.argument == parameter.argument for each in descriptors)
 
 
 def _packer(parameters: Sequence[Parameter]) -> struct.Struct:
-    """Packs numbers, each into eight bytes."""
+    """Packs numbers into eight bytes each."""
     codes = (each.code for each in parameters)
     return struct.Struct("=" + "".join(f"{code}{8 - struct.calcsize(code)}x" for code in codes))
 
 
 def _value(arguments: Sequence[Any], parameter: Parameter) -> int | float:
-    """The number that a parameter has."""
+    """The value of a parameter."""
     value = arguments[parameter.argument]
     if isinstance(value, Tensor):
         return value.data_ptr()
@@ -202,7 +232,7 @@ def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:
 
 
 def _functions() -> tuple[Any, Any]:
-    """The driver's functions of a call, with the types of what they are given."""
+    """The driver's functions used by a call, with their argument types."""
     launch, replace = cuda_driver().cuLaunchKernel, cuda_driver().cuTensorMapReplaceAddress
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     launch.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)

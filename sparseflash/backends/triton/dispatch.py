@@ -1,7 +1,7 @@
-"""Which kernels run: those of the first family that can do what a call asks, or of the one that is asked for.
+"""Chooses the kernels of a call: the first family that can serve it, or the one that was asked for.
 
-A family is a folder of kernels with two classes, a forward and a backward, and a function that says why it cannot serve
-a request. To add one: write its folder, and list it here.
+A family is a folder of kernels with a forward pass and a backward pass, and a function that says why it cannot serve a
+request. To add one, write its folder and list it in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ def _portable_passes() -> Any:
 
 
 def _portable_refuses(request: Request) -> str | None:
-    return None  # what no kernel can do has been refused before
+    return None  # what no kernel can do has been refused already
 
 
-FAMILIES = (Family("portable", _portable_refuses, _portable_passes),)  # the fastest first
+FAMILIES = (Family("portable", _portable_refuses, _portable_passes),)  # fastest first
 
 
 class Decision(NamedTuple):
-    """The family that serves a request, and why those before it do not."""
+    """The family that serves a request, and why each family before it does not."""
 
     family: Family
     refusals: dict[str, str]
 
 
 def decide(request: Request, wanted: str = "") -> Decision:
-    """The family to serve a request; `wanted`: the name of the only one that may.
+    """The family that serves a request. `wanted`: the name of the only family allowed, or "".
 
-    Raises ValueError if that one is not known or cannot.
+    Raises ValueError if that family is unknown or cannot serve the request.
     """
     refusals: dict[str, str] = {}
     for family in FAMILIES:

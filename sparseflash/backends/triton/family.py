@@ -13,7 +13,7 @@ from sparseflash.backends.triton.schedule.plan import Plan
 
 
 class Setting(NamedTuple):
-    """What decides the kernels of a problem, beside the layout of its tensors."""
+    """What determines the kernels of a problem besides the layout of its tensors."""
 
     plan: Plan
     capability: tuple[int, int]
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a call asks, as far as it decides which kernels can serve it."""
+    """The properties of a call that decide which kernels can serve it."""
 
     capability: tuple[int, int]
     dtype: torch.dtype
@@ -32,31 +32,51 @@ class Request(NamedTuple):
     block: tuple[int, int]
     lengths: bool
     dropout: bool
-    dynamic: bool  # the mask was made on the device, and may be used once
+    dynamic: bool  # made on the device, and perhaps used only once
 
     @classmethod
     def of(cls, setting: Setting, q: Tensor, v: Tensor) -> Request:
-        """The request of a problem with that setting."""
+        """The request of a problem with this setting."""
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not setting.plan.lists.lasting,
         )  # fmt: skip
 
 
+class KernelChoice(NamedTuple):
+    """How one kernel of a pass runs, and why so; `explain` shows it."""
+
+    kernel: str
+    block_m: int  # queries and keys of the tile of one step
+    block_n: int
+    num_warps: int
+    num_stages: int
+    arithmetic: str
+    loads: str  # how tiles get into shared memory or registers, and why so
+    walks: str  # whose tiles the lists have, and why so
+    programs: int
+    tiles: int  # of the lists that all programs walk
+    longest: int  # tiles of the program that walks most
+    chunks: int  # programs that share a list with others, and whose partial results another kernel merges
+
+
 class ForwardPass(Protocol):
-    """A forward, prepared for tensors of one layout."""
+    """A forward prepared for tensors of one layout."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)`; `kept` is what the backward of the same family wants beside them."""
+        """`(out, lse, kept)`; `kept` is what the backward of the same family needs besides them."""
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernels that a call launches."""
+        """All kernel launches of a call."""
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run, except for those that only prepare or merge."""
 
 
 class BackwardPass(Protocol):
-    """A backward, prepared for tensors of one layout."""
+    """A backward prepared for tensors of one layout."""
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -65,12 +85,15 @@ class BackwardPass(Protocol):
         """`(dq, dk, dv)`."""
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernels that a call launches."""
+        """All kernel launches of a call."""
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run, except for those that only prepare or merge."""
 
 
 class Family(NamedTuple):
-    """Kernels that belong together. What makes their passes, and of what, is in `portable/passes.py`."""
+    """A set of kernels that belong together. `portable/passes.py` shows the signatures of the functions in `passes`."""
 
     name: str
-    refuses: Callable[[Request], str | None]  # why it cannot serve a request; None if it can
-    passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what makes them
+    refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None
+    passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them

@@ -1,8 +1,8 @@
-"""Starts Triton kernels: arguments by their names, compiled once for each kind of arguments, launched at little cost.
+"""Launches Triton kernels: takes arguments by name, compiles once per kind of arguments, and launches at little cost.
 
 A `Variant` is a kernel for arguments of one kind: constants, dtypes, which pointers are None, which addresses and
-strides are multiples of 16. A `Launch` is a variant with all arguments that stay the same for tensors of one layout; a
-`BoundLaunch` adds the grid and the work of one plan.
+strides are multiples of 16. A `Launch` is a variant with all arguments that are the same for tensors of one layout. A
+`BoundLaunch` adds the grid and the work lists of one plan.
 """
 
 from __future__ import annotations
@@ -17,98 +17,106 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.direct_start import DirectStart, Parameter, parameters_of_compiled
+from sparseflash.backends.triton.direct_start import DirectStart, Parameter, loaded, parameters_of_compiled
 
-# Multiply-adds rounded once: fewer instructions, smaller errors. Triton's default depends on its version.
+# Fused multiply-adds: fewer instructions, smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
-# The compute capability of the oldest GPU that the kernels run on: Ampere, the first with bf16 and asynchronous copies.
+# The oldest compute capability that the kernels support: Ampere, the first with bf16 and asynchronous copies.
 OLDEST = (8, 0)
-# The versions of Triton whose kernels are started directly (direct_start.py). How is no public interface: with other
-# versions launches pass through Triton's front, which takes 50 us and more of the host's time.
+# Versions of Triton whose kernels are launched directly (direct_start.py), which relies on undocumented details. With
+# other versions Triton's own launcher is used, which takes 50 us or more on the host.
 DIRECT_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 class Variant:
     """One kernel for arguments of one kind, on one device.
 
-    Whoever shares it sees to it that every launch has arguments to which Triton specialises in the same way.
+    Everything that shares a variant must launch it with arguments on which Triton specialises in the same way.
     """
 
     def __init__(
         self, function: Any, constants: Mapping[str, Any], device: torch.device, *, num_warps: int, num_stages: int,
         registers: int = 0,
     ) -> None:  # fmt: skip
-        """constants: arguments that are the same for all launches, by name. registers: the most a thread may have."""
+        """constants: arguments that are the same for all launches, by name. registers: limit per thread, 0 for none."""
         self.function, self.constants, self.device = function, dict(constants), device
         self.names: tuple[str, ...] = tuple(function.arg_names)
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, **OPTIONS}
         if registers:
             self.options["maxnreg"] = registers
-        self._compiled: Any = None  # what Triton has compiled and loaded
-        self._parameters: list[Parameter] | None = None  # its parameters, if it can be started directly
-        self._hooks: Any = None  # a profiler's, which Triton's front calls with what it collects of a launch
+        self._compiled: Any = None  # what Triton has compiled
+        self._parameters: list[Parameter] | None = None  # None unless the kernel can be started directly
+        self._function = 0  # the driver's handle, if the kernel can be started directly
+        self._hooks: Any = None  # of profilers, which Triton's launcher calls with information about each launch
         self._index = device.index
-        self.compiling: Future[None] | None = None  # on another thread
-        self._launched = False
+        self.compiling: Future[None] | None = None  # if another thread compiles it
+        self._prepared = False
 
     def is_new(self) -> bool:
         """Whether it is neither compiled nor being compiled."""
-        return self._compiled is None and self.compiling is None and not self._launched
+        return self._compiled is None and self.compiling is None and not self._prepared
 
     def can_start_directly(self) -> bool:
-        """Whether its kernel can be started without Triton's front now."""
+        """Whether the kernel can be started without Triton's launcher now."""
         if self._parameters is None or torch._C._cuda_getDevice() != self._index:
             return False
         hooks = self._hooks
         return not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
     def direct_start(self, arguments: Sequence[Any], given: Sequence[int]) -> DirectStart:
-        """Starts the kernel with these arguments, all but those that are given at each call, by their numbers."""
+        """The kernel bound to these arguments, except for those given at each call; `given` has their indices."""
         if self._parameters is None:
             raise RuntimeError(f"{self.function.__name__} cannot be started directly")
-        return DirectStart(self._compiled, self._parameters, arguments, given, self.device)
+        return DirectStart(self._function, self._compiled.metadata, self._parameters, arguments, given, self.device)
+
+    def prepare(self, arguments: Sequence[Any]) -> None:
+        """Compiles and loads the kernel the first time, or waits for the thread that compiles it."""
+        if self._prepared:
+            return
+        refuse_to_record(self.device)  # loading code is no work that a graph could replay
+        if self.compiling is None:
+            self.compile(arguments)
+        else:
+            self.compiling.result()
+        self.compiling, self._prepared = None, True
 
     def launch(self, programs: int, arguments: Sequence[Any]) -> None:
-        """Launches through Triton's own front, which compiles the first time."""
-        if not self._launched:
-            refuse_to_record(self.device)  # its code would be loaded
-        if self.compiling is not None:
-            self.compiling.result()
-            self.compiling = None
+        """Launches through Triton's own launcher."""
         with on_device(self.device):
-            compiled = self.function[(programs, 1, 1)](*arguments, **self.options)
-        self._launched = True
-        if self._compiled is None and compiled is not None:  # the interpreter compiles nothing
-            from triton import knobs
-
-            self._hooks, self._compiled = knobs.runtime, compiled
-            if is_direct_version():
-                self._parameters = parameters_of_compiled(compiled, self.names)
+            self.function[(programs, 1, 1)](*arguments, **self.options)
 
     def compile(self, arguments: Sequence[Any]) -> None:
-        """Compiles and loads without launching; on any thread. Tensors may be on the meta device."""
-        if self._compiled is None and hasattr(self.function, "warmup"):
-            with on_device(self.device):
-                compiled = self.compiled(arguments)
-                if compiled is not None:
-                    compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles its launcher
+        """Compiles and loads without launching; callable on any thread. Tensors may be on the meta device."""
+        if self._compiled is not None or not hasattr(self.function, "warmup"):  # the interpreter compiles nothing
+            return
+        from triton import knobs
+
+        with on_device(self.device):
+            compiled = self.compiled(arguments)
+            parameters = parameters_of_compiled(compiled, self.names) if is_direct_version() else None
+            function = loaded(compiled, self.device) if parameters is not None else None
+            if function is None:
+                compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles a launcher in C
+            else:
+                self._parameters, self._function = parameters, function
+        self._hooks, self._compiled = knobs.runtime, compiled
 
     def compiled(self, arguments: Sequence[Any]) -> Any:
-        """What Triton compiles for such arguments on the current device, not loaded."""
+        """The kernel that Triton compiles for such arguments on the current device, without loading it."""
         return self.function.warmup(*arguments, grid=(1, 1, 1), **self.options)
 
 
 class Launch:
-    """A variant with all arguments that stay the same from launch to launch; it is started with the others."""
+    """A variant with all arguments that are the same at every launch."""
 
     def __init__(
         self, variant: Variant, fixed: Mapping[str, Any], examples: Mapping[str, Any],
         described: Mapping[str, Describe], *, bound: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """fixed: arguments by name. bound: names of tensors that `bind` gives, or of None.
+        """fixed: arguments by name. bound: names of the tensors (or Nones) that `bind` takes.
 
-        examples: of the arguments that calls give, by name, tensors on the meta device. described: of those the ones
-        that the kernel takes as descriptors.
+        examples: the arguments given at each call, by name, as tensors on the meta device. described: for those of them
+        that the kernel takes as descriptors, how to make these.
         """
         given = {**variant.constants, **fixed, **dict.fromkeys(bound), **dict.fromkeys(examples)}
         missing = [name for name in variant.names if name not in given]
@@ -122,25 +130,28 @@ class Launch:
 
     @classmethod
     def of_all_arguments(cls, function: Any, device: torch.device, *, num_warps: int, num_stages: int) -> Launch:
-        """The launch of a kernel that is given all its arguments, those included that are constants to the compiler."""
+        """The launch of a kernel whose arguments are all given at each call, including its compile-time constants."""
         variant = Variant(function, {}, device, num_warps=num_warps, num_stages=num_stages)
         return cls(variant, {}, dict.fromkeys(variant.names), {})
 
     def bind(self, programs: int, **tensors: Tensor) -> BoundLaunch:
-        """The same with its grid and the tensors that are to be bound."""
+        """This launch with its grid and the bound tensors."""
         return BoundLaunch(self, programs, tuple(tensors[name] for name in self.bound))
 
     def start(self, programs: int, *given: Any) -> None:
-        """Starts that many programs with what is bound, then what calls give: tensors, numbers, their tuples, None."""
+        """Starts `programs` programs; `given` are the bound tensors, then the arguments of the call."""
         if not self.variant.can_start_directly():
-            self.variant.launch(programs, self.arguments(given))
-            return
+            arguments = self.arguments(given)
+            self.variant.prepare(arguments)
+            if not self.variant.can_start_directly():
+                self.variant.launch(programs, arguments)
+                return
         if self._direct is None:
             self._direct = self.variant.direct_start(self.arguments(given), [slot for slot, _ in self._slots])
         self._direct(programs, given)
 
     def arguments(self, given: Sequence[Any]) -> list[Any]:
-        """All arguments, in the order of the kernel."""
+        """All arguments in the kernel's order."""
         arguments = self._arguments.copy()
         for (slot, describe), x in zip(self._slots, given, strict=True):
             arguments[slot] = x if describe is None else describe(x)
@@ -148,7 +159,7 @@ class Launch:
 
 
 class BoundLaunch(NamedTuple):
-    """A launch with its grid and some tensors; it is called with the arguments that are left, in their order."""
+    """A launch with its grid and bound tensors; it is called with the remaining arguments, in order."""
 
     launch: Launch
     programs: int
@@ -159,11 +170,11 @@ class BoundLaunch(NamedTuple):
         self.launch.start(self.programs, *self.tensors, *given)
 
     def compile(self) -> None:
-        """Compiles and loads what calls will launch; on any thread."""
+        """Compiles and loads the kernel that calls will launch; callable on any thread."""
         self.launch.variant.compile(self._example())
 
     def compiled(self) -> Any:
-        """What Triton compiles for calls on the current device, not loaded."""
+        """The kernel that Triton compiles for calls on the current device, without loading it."""
         return self.launch.variant.compiled(self._example())
 
     def _example(self) -> list[Any]:
@@ -171,12 +182,12 @@ class BoundLaunch(NamedTuple):
 
 
 class Describe:
-    """Makes tensor descriptors for the copy engine, of tensors that differ in their address only."""
+    """Makes TMA descriptors of tensors that differ only in their address."""
 
     def __init__(self, like: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        # Checked once, here: making one through its constructor costs 3 us a call.
+        # Validated once, here: TensorDescriptor's constructor takes 3 us per call.
         checked = TensorDescriptor(like, list(shape), list(strides), list(box))
         self._kind, self._fields = TensorDescriptor, dict(checked.__dict__)
 
@@ -193,14 +204,14 @@ def is_direct_version() -> bool:
 
 def triton_version() -> tuple[int, int]:
     """Major and minor version of the installed Triton."""
-    import triton  # only here: this module can be imported where Triton is missing
+    import triton  # late: this module must be importable without Triton
 
     found = re.match(r"(\d+)\.(\d+)", triton.__version__)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a GPU the current one, which is where Triton launches."""
+    """Makes a GPU the current device, because Triton launches on that one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return nullcontext()

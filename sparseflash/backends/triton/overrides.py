@@ -1,6 +1,6 @@
-"""Choices made from outside, in place of the library's: to time them, and to test what only long problems reach.
+"""Overrides of the library's own choices, to time alternatives and to test code that otherwise needs long problems.
 
-They are looked up when kernels and work lists are prepared, not when a call is repeated.
+They take effect when kernels and work lists are prepared, not when a prepared call is repeated.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sparseflash.blockmask.cache import clear_caches
 
 
 class Overrides(NamedTuple):
-    """The defaults leave everything to the library."""
+    """The defaults leave every choice to the library."""
 
-    # In place of those of the tables, cut down to the tiles of the lists.
+    # Replace those of the tables; cut down to the tiles of the lists.
     configs: Mapping[Kernel, Config] = MappingProxyType({})
-    # Which to walk, of those there are to choose from, the mask's own first; None: the cheapest.
+    # Chooses the tiling, from candidates of which the mask's own is the first; None: the cheapest.
     tiling: Callable[[Sequence[Tiling]], Tiling] | None = None
-    products_for_tilings: int = PRODUCTS_FOR_TILINGS  # from how many on the cheapest is looked for
-    descriptors: bool = True  # where the tensors allow them
-    pieces: bool = True  # fp32 may be split into pieces before it is multiplied
+    products_for_tilings: int = PRODUCTS_FOR_TILINGS  # number of products from which the cheapest is searched for
+    descriptors: bool = True  # use TMA descriptors if the tensors allow them
+    pieces: bool = True  # allow fp32 to be split into pieces before it is multiplied
     splits: SplitRule = SPLITS
 
 
@@ -32,7 +32,7 @@ NEVER_SPLIT = SplitRule(fewest=1 << 40, fewest_tiles=1 << 40)
 
 
 def always_split(tokens: int) -> SplitRule:
-    """Cuts every list longer than that into chunks of at most so many tokens, but at least one tile."""
+    """Cuts every list longer than `tokens` into chunks of at most that many tokens, but at least one tile."""
     return SplitRule(multiprocessors=1 << 40, heads=1, fewest=tokens, far=0.0, worth=1.0, worth_alike=1.0)
 
 
@@ -40,13 +40,13 @@ _current = Overrides()
 
 
 def overrides() -> Overrides:
-    """Those that hold now, on all threads: gradients are computed on threads of PyTorch's."""
+    """The current overrides, on all threads: PyTorch computes gradients on threads of its own."""
     return _current
 
 
 @contextmanager
 def override(**choices: Any) -> Iterator[None]:
-    """What is prepared inside is prepared with these fields of `Overrides`; nested ones add up.
+    """Sets these fields of `Overrides` for everything that is prepared inside the block; nested blocks accumulate.
 
     >>> with override(descriptors=False), override(configs={"dq": Config(64, 64, 4, 2)}):
     ...     overrides().descriptors, overrides().configs
@@ -54,8 +54,8 @@ def override(**choices: Any) -> Iterator[None]:
     >>> overrides() == Overrides()
     True
 
-    The caches of the library, whose keys do not tell choices, are emptied before and afterwards; whoever holds a pass
-    or a launch that was prepared inside can go on calling it. Raises ValueError where there is no such field.
+    The library's caches do not have the overrides in their keys, so they are emptied on entry and exit; passes and
+    launches prepared inside stay usable afterwards. Raises ValueError for an unknown field.
     """
     global _current
     before, changed = _current, _current._replace(**choices)

@@ -1,8 +1,8 @@
-"""Operations on masks that are exact to the score, in time and memory of the live tiles.
+"""Operations on masks that are exact to the score, in time and memory proportional to the live tiles.
 
-They are the operators and methods of `BlockMask` (`a & b`, `mask.crop(...)`, ...), documented there; each module here
-does one of them. `tilelist` is what they share: the tiles of all patterns as one list, with bits that are touched once
-for each distinct tile, however often it is stored.
+They are the operators and methods of `BlockMask` (`a & b`, `mask.crop(...)`, ...), which document them; each module
+here implements one of them. They share `tilelist`: the tiles of all patterns as one list, so that bits are computed
+once per distinct tile, however often it is stored.
 
-May import `blockmask`.
+They may import `blockmask`.
 """

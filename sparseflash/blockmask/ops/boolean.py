@@ -22,7 +22,7 @@ from sparseflash.blockmask.unique import distinct, number_by_first_appearance
 
 
 def intersection(a: BlockMask, b: BlockMask) -> BlockMask:
-    """`a & b`. A score is dead if it is past either length, so the smaller one says it all."""
+    """`a & b`. A score past either length is dead, so the smaller length applies."""
     batch, _ = _shape_of_both(a, b)
     a, b, lengths = a.canonical(), b.canonical(), None
     if a.lengths is not None and b.lengths is not None:
@@ -45,7 +45,9 @@ def symmetric_difference(a: BlockMask, b: BlockMask) -> BlockMask:
 
 
 def difference(a: BlockMask, b: BlockMask) -> BlockMask:
-    """`a & ~b`. The padding of a is dead in the result too, whatever b says there, so only b's may need to be bits."""
+    """`a & ~b`. Scores in a's padding are dead in the result anyway, so at most b's lengths have to be written into
+    bits.
+    """
     batch, _ = _shape_of_both(a, b)
     a, b = a.canonical(), b.canonical()
     lengths = None if a.lengths is None else a.lengths.expand(2, batch)
@@ -59,7 +61,7 @@ def complement(mask: BlockMask) -> BlockMask:
     mask = bake_lengths(mask)
     stored, (row_blocks, col_blocks) = tiles_of(mask), mask.blocks
     count = stored.patterns * row_blocks * col_blocks
-    kind = torch.zeros(count, dtype=torch.int64, device=mask.device)  # what is not stored becomes full
+    kind = torch.zeros(count, dtype=torch.int64, device=mask.device)  # tiles that are not stored become full
     key = stored.row * col_blocks + stored.col
     kind[key] = torch.where(stored.kind > 0, stored.kind, -1)
     key = (kind >= 0).nonzero().squeeze(1)
@@ -72,7 +74,7 @@ def complement(mask: BlockMask) -> BlockMask:
 
 
 def _shape_of_both(a: BlockMask, b: BlockMask) -> tuple[int, int]:
-    """`(batch, heads)` of masks that can be combined."""
+    """`(batch, heads)` of the combination of two masks; raises ValueError unless they can be combined."""
     if (a.q_len, a.k_len) != (b.q_len, b.k_len):
         raise ValueError(
             f"masks must have the same q_len and k_len to be combined; got {a.q_len} x {a.k_len} and "
@@ -92,7 +94,7 @@ def _shape_of_both(a: BlockMask, b: BlockMask) -> tuple[int, int]:
 
 
 def _with_one_padding(a: BlockMask, b: BlockMask) -> tuple[BlockMask, BlockMask, Tensor | None]:
-    """Both masks and the lengths of what is made of them; padding that differs is written into the tiles."""
+    """Both masks and the lengths of their combination; lengths that differ are written into the tiles."""
     batch, _ = _shape_of_both(a, b)
     a, b = a.canonical(), b.canonical()
     if a.lengths is not None and b.lengths is not None:
@@ -111,15 +113,15 @@ def _combined(
     only_a: bool,
     only_b: bool,
 ) -> BlockMask:
-    """Applies a bitwise operation score by score. `only_a`: live scores of a may stay live where b has none."""
+    """Applies a bitwise operation to each score. `only_a`: tiles that only a has are kept, too; `only_b` likewise."""
     a, b = to_one_block([a, b])
-    # Only the pairs of patterns that occur are computed, each once.
+    # Each pair of patterns that occurs is computed once.
     pair = a.pattern.long() * pattern_count(b) + b.pattern.long()
     number, first = number_by_first_appearance(pair.reshape(-1))
     chosen = pair.reshape(-1)[first]
     patterns_a, patterns_b = chosen // pattern_count(b), chosen % pattern_count(b)
     row, col, kind_a, kind_b = _joined(a, b, patterns_a, patterns_b, only_a, only_b)
-    # Few pairs of tiles differ, so bits are touched only for those.
+    # Few pairs of tiles are distinct, and bits are computed once for each.
     recipes, which = distinct(kind_a * (len(b.bits) + 2) + kind_b)
     words_a, words_b = bitmask.choices(a.bits, a.block_k), bitmask.choices(b.bits, b.block_k)
     words = in_chunks(
@@ -136,9 +138,9 @@ def _combined(
 def _joined(
     a: BlockMask, b: BlockMask, patterns_a: Tensor, patterns_b: Tensor, only_a: bool, only_b: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tiles `(row, col, kind in a, kind in b)` that both have, or one alone where that is asked for."""
+    """The tiles `(row, col, kind in a, kind in b)` that both masks have, or, where asked for, that one of them has."""
     if not only_a and not only_b and len(a.indices) > len(b.indices):
-        # The longer list is only searched, so that a window of a causal mask costs what the window does.
+        # Iterate over the shorter list and search the longer one: a window & causal costs only as much as the window.
         row, col, kind_b, kind_a = _joined(b, a, patterns_b, patterns_a, only_a, only_b)
         return row, col, kind_a, kind_b
     row, entry = take_patterns(a, patterns_a)
@@ -159,7 +161,7 @@ def _joined(
 
 
 def _kind(mask: BlockMask, entry: Tensor) -> Tensor:
-    """The kind of each entry; dead for entry -1."""
+    """The kind of each entry, dead for entry -1."""
     kind = torch.full_like(entry, len(mask.bits) + 1)
     stored = entry >= 0
     kind[stored] = mask.tile[entry[stored]].long()
@@ -167,9 +169,9 @@ def _kind(mask: BlockMask, entry: Tensor) -> Tensor:
 
 
 def _find(mask: BlockMask, row: Tensor, col: Tensor, patterns: Tensor) -> Tensor:
-    """The entry of each tile `(row, col)`, -1 where it is not stored; `row` counts over `patterns`.
+    """The entry of each tile `(row, col)`, -1 if it is not stored; `row` counts over `patterns`.
 
-    A binary search in each row, so that nothing is made that has the size of the mask.
+    Binary search within each row, so that nothing of the size of the mask is allocated.
     """
     row_blocks = mask.blocks[0]
     row = patterns[row // row_blocks] * row_blocks + row % row_blocks

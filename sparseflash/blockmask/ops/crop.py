@@ -1,4 +1,4 @@
-"""A range of the queries and a range of the keys."""
+"""The mask of a range of the queries and a range of the keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def crop(mask: BlockMask, q: Range | None, k: Range | None) -> BlockMask:
 
 
 def _bounds(name: str, given: Range | None, length: int) -> tuple[int, int]:
-    """The range as two plain integers."""
+    """The range as two plain integers, checked."""
     if given is None:
         return 0, length
     if not isinstance(given, (tuple, list)) or len(given) != 2:
@@ -50,7 +50,7 @@ def _bounds(name: str, given: Range | None, length: int) -> tuple[int, int]:
 
 
 def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
-    """The tiles of these queries, with queries counted from `start`."""
+    """The tiles of a range of queries, which are then counted from `start`."""
     row_blocks, patterns = mask.blocks[0], pattern_count(mask)
     first, shift = start // mask.block_q, start % mask.block_q
     rows = torch.arange(first, -(-stop // mask.block_q), device=mask.device)
@@ -64,7 +64,7 @@ def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
     )  # fmt: skip
     if shift == 0:
         return made
-    # A new tile is the lower part of one old tile above the upper part of the next.
+    # A new tile is the lower part of one old tile followed by the upper part of the next.
     i = which % len(rows)
     slot, upper, lower = _halves(i, new_rows)
     source = torch.cat([upper, lower])
@@ -82,7 +82,7 @@ def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
 
 
 def _crop_keys(made: TileList, start: int, stop: int) -> TileList:
-    """The tiles of these keys, with keys counted from `start`."""
+    """The tiles of a range of keys, which are then counted from `start`."""
     first, shift = start // made.block_k, start % made.block_k
     new_cols = -(-(stop - start) // made.block_k)
     kept = (made.col >= first) & (made.col < -(-stop // made.block_k))
@@ -90,7 +90,7 @@ def _crop_keys(made: TileList, start: int, stop: int) -> TileList:
     made = replace(made, k_len=stop - start, row=row, col=col, kind=kind)
     if shift == 0:
         return made
-    # A new tile is the right part of one old tile beside the left part of the next.
+    # A new tile is the right part of one old tile followed by the left part of the next.
     slot, right, left = _halves(col, new_cols)
     source = torch.cat([right, left])
     known = bitmask.choices(made.words, made.block_k)
@@ -104,14 +104,15 @@ def _crop_keys(made: TileList, start: int, stop: int) -> TileList:
 
 
 def _halves(i: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`(slot, first, second)`: old blocks that give the first part of new block i, and those that give the second
-    part of new block i - 1; the slot, 0 or 1, of each of them one after the other."""
+    """`(slot, first, second)`: the old blocks i that supply the first part of new block i, then those that supply the
+    second part of new block i - 1, and the slot, 0 or 1, of all of them in that order.
+    """
     first, second = (i < blocks).nonzero().squeeze(1), (i > 0).nonzero().squeeze(1)
     return torch.cat([torch.zeros_like(first), torch.ones_like(second)]), first, second
 
 
 def _keys_from(left: Tensor, right: Tensor, shift: int, block_k: int) -> Tensor:
-    """Words of the keys from `shift` on of two tiles side by side: int32 `[E, block_q, W]` each."""
+    """The words of the keys from `shift` on, of two tiles side by side: int32 `[E, block_q, W]` each."""
     if block_k < bitmask.WORD:
         return ((left | (right << block_k)) >> shift) & bitmask.full_word(block_k)
     width, words, bits = left.shape[-1], shift // bitmask.WORD, shift % bitmask.WORD
@@ -119,6 +120,6 @@ def _keys_from(left: Tensor, right: Tensor, shift: int, block_k: int) -> Tensor:
     low = both[..., words : words + width]
     if bits == 0:
         return low
-    # The shift of an int32 copies its sign bit; those copies are masked off.
+    # The shift of an int32 copies the sign bit; those copies are masked off.
     low = (low >> bits) & ((1 << (bitmask.WORD - bits)) - 1)
     return low | (both[..., words + 1 : words + 1 + width] << (bitmask.WORD - bits))

@@ -1,4 +1,4 @@
-"""Padding as bits: the lengths of a mask written into its tiles."""
+"""Padding as bits: writes the lengths of a mask into its tiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bake_lengths(mask: BlockMask) -> BlockMask:
     if mask.lengths is None:
         return mask
     if mask.lengths.shape[1] == 0:
-        raise ValueError("lengths must be of at least one sequence to be written into the tiles; got none.")
+        raise ValueError("lengths must have at least one sequence to be written into the tiles; got none.")
     batch, heads = mask.shape[:2]
     row_blocks = mask.blocks[0]
     # One new pattern for each (pattern, live queries, live keys) that occurs.
@@ -27,7 +27,7 @@ def bake_lengths(mask: BlockMask) -> BlockMask:
     q_stops, k_stops = cuts[:, chosen // pattern_count(mask)]
     row, entry = take_patterns(mask, chosen % pattern_count(mask))
     col, kind = mask.indices[entry].long(), mask.tile[entry].long()
-    # How many of a tile's queries and keys come before the end.
+    # The numbers of queries and keys of each tile that come before the end.
     live_q = (q_stops[row // row_blocks] - row % row_blocks * mask.block_q).clamp(max=mask.block_q)
     live_k = (k_stops[row // row_blocks] - col * mask.block_k).clamp(max=mask.block_k)
     kept = (live_q > 0) & (live_k > 0)
@@ -52,10 +52,10 @@ def bake_lengths(mask: BlockMask) -> BlockMask:
 
 
 def _first(live_q: Tensor, live_k: Tensor, block_q: int, block_k: int) -> Tensor:
-    """Words `[E, block_q, W]` of tiles whose first `live_q[e]` queries and first `live_k[e]` keys are live."""
+    """The words `[E, block_q, W]` of tiles whose first `live_q[e]` queries and first `live_k[e]` keys are live."""
     width = min(bitmask.WORD, block_k)
     starts = torch.arange(0, block_k, width, device=live_k.device)
     bits = (live_k[:, None] - starts).clamp(0, width)
-    keys = ((1 << bits) - 1).to(torch.int32)  # [E, W]; 2^32 - 1 wraps to -1, every score
+    keys = ((1 << bits) - 1).to(torch.int32)  # [E, W]; 2^32 - 1 wraps to -1: every score
     queries = torch.arange(block_q, device=live_q.device) < live_q[:, None]  # [E, block_q]
     return torch.where(queries[:, :, None], keys[:, None, :], 0)

@@ -1,7 +1,7 @@
-"""Another order of the tokens.
+"""Masks for tokens in another order.
 
-An order that moves whole blocks moves tiles. Any other order gathers the rows of words of each new tile from those of
-old ones: queries first, then, through the transpose, keys.
+An order that moves whole blocks only moves tiles. Any other gathers each new tile's rows of words from rows of old
+tiles: first for queries, then, through the transpose, for keys.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sparseflash.blockmask.ops.transpose import transpose
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import distinct
 
-ENTRIES_AT_ONCE = 1 << 20  # source tiles gathered at a time: some ten arrays of 8 MB
-PARTS_AT_ONCE = 1 << 24  # and what new tiles are composed of: 64 MB
+ENTRIES_AT_ONCE = 1 << 20  # source tiles gathered at a time: about ten arrays of 8 MB
+PARTS_AT_ONCE = 1 << 24  # entries of the recipes of new tiles at a time: 64 MB
 
 
 def permute(mask: BlockMask, order: Any, q: Any, k: Any) -> BlockMask:
@@ -37,13 +37,13 @@ def permute(mask: BlockMask, order: Any, q: Any, k: Any) -> BlockMask:
             raise ValueError("permute must be given either one order for both sides or q and k; got both.")
         if mask.q_len != mask.k_len:
             raise ValueError(
-                "permute must be given q or k where q_len and k_len differ, not one order for both sides; "
+                "permute must be given q or k if q_len and k_len differ, not one order for both sides; "
                 f"got {mask.q_len} x {mask.k_len}."
             )
         q = k = _permutation("order", order, mask.q_len, mask.device)
     else:
         if q is None and k is None:
-            raise ValueError("permute must be given an order, or q, or k; got none.")
+            raise ValueError("permute must be given order, q or k; got none of them.")
         q = None if q is None else _permutation("q", q, mask.q_len, mask.device)
         k = None if k is None else _permutation("k", k, mask.k_len, mask.device)
     mask = bake_lengths(mask)
@@ -55,9 +55,9 @@ def permute(mask: BlockMask, order: Any, q: Any, k: Any) -> BlockMask:
 
 
 def _permutation(name: str, given: Any, length: int, device: torch.device) -> Tensor:
-    """The order as int64 `[length]` on the mask's device, checked."""
+    """The order as int64 `[length]` on the mask's device, checked to be a permutation."""
     if isinstance(given, np.ndarray):
-        given = np.require(given, requirements=("C", "W"))  # PyTorch takes no negative strides
+        given = np.require(given, requirements=("C", "W"))  # as_tensor rejects negative strides
     order: Tensor = given if isinstance(given, Tensor) else torch.as_tensor(given, device=device)
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
         raise TypeError(f"{name} must hold integer token numbers; got {order.dtype}.")
@@ -92,7 +92,9 @@ def _permute_keys(mask: BlockMask, order: Tensor) -> BlockMask:
 
 
 def _block_moves(order: Tensor, block: int) -> Tensor | None:
-    """Where each block goes, if the order moves whole blocks; a ragged last one must then stay the last."""
+    """Where each block goes, or None if the order does not move whole blocks; a ragged last block must then stay the
+    last.
+    """
     starts = order[::block]
     tokens = torch.arange(len(order), device=order.device)
     if bool((starts % block != 0).any()) or not torch.equal(order, starts[tokens // block] + tokens % block):
@@ -107,8 +109,9 @@ class _Sources:
     """Which old block rows each new one is made of, and how.
 
     New block row i takes queries from the old block rows `old[starts[i] : starts[i + 1]]`, its slots 0, 1, ... Query r
-    of a new tile whose recipe is c is query `offset[c, r]` of the tile in slot `slot[c, r]`; `recipe [Mq]` is that of
-    each block row. So bits are made once a recipe and list of source tiles, however often that recurs.
+    of a new tile with recipe c is query `offset[c, r]` of the tile in slot `slot[c, r]`; `recipe [Mq]` is the recipe of
+    each block row. So the bits for a recipe and a list of source tiles are computed once, however often that
+    combination occurs.
     """
 
     starts: Tensor
@@ -119,7 +122,7 @@ class _Sources:
 
     @property
     def slots(self) -> int:
-        """The most old block rows that a new one is made of."""
+        """The most old block rows that any new one is made of."""
         return int(self.starts.diff().max())
 
 
@@ -129,7 +132,7 @@ def _sources(order: Tensor, block: int) -> _Sources:
     pairs, which = distinct(i * row_blocks + order // block)
     starts = torch.searchsorted(pairs // row_blocks, torch.arange(row_blocks + 1, device=order.device))
     taken = (which - starts[i]) * block + order % block
-    # What lies past the end may be taken from anywhere: it is cut off with every end.
+    # Rows past the end may be taken from anywhere: `mask_of` cuts them off.
     padded = taken.new_zeros(row_blocks * block)
     padded[: len(order)] = taken
     recipes, recipe = bitmask.deduplicate(padded.view(row_blocks, block, 1).to(torch.int32))
@@ -138,7 +141,7 @@ def _sources(order: Tensor, block: int) -> _Sources:
 
 
 def _gather_queries(mask: BlockMask, order: Tensor) -> BlockMask:
-    """The mask with its queries in another order, whatever that is."""
+    """The mask with its queries in an arbitrary order."""
     row, col, kind, words = _concatenated(_gathered(mask, _sources(order, mask.block_q)))
     return mask_of(
         TileList(
@@ -149,7 +152,7 @@ def _gather_queries(mask: BlockMask, order: Tensor) -> BlockMask:
 
 
 def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One `(row, col, kind, words)` of several, each of which numbers its words from 1."""
+    """Concatenates several `(row, col, kind, words)`, each of which numbers its words from 1."""
     rows, cols, kinds, words = [], [], [], []
     count = 0
     for row, col, kind, new in parts:
@@ -162,12 +165,12 @@ def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tup
 
 
 def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields `(row, col, kind, words)` of some new block rows at a time."""
+    """Yields `(row, col, kind, words)` for some new block rows at a time."""
     (row_blocks, col_blocks), device = mask.blocks, mask.device
     slots, known = sources.slots, bitmask.choices(mask.bits, mask.block_k)
     dead = len(known) - 1
     for flat in _row_chunks(mask, sources):
-        # Every (new block row, source block row), then every tile of the latter.
+        # Expand to every (new block row, source block row), then to every tile of the latter.
         which, u = take_rows(sources.starts, flat % row_blocks)
         slot = u - sources.starts[flat % row_blocks][which]
         pair, entry = take_rows(mask.indptr, (flat // row_blocks * row_blocks)[which] + sources.old[u])
@@ -186,20 +189,20 @@ def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tens
 
 
 def _row_chunks(mask: BlockMask, sources: _Sources) -> Iterator[Tensor]:
-    """Yields new block rows of all patterns, as many at a time as keep the temporaries small."""
+    """Yields new block rows of all patterns, in chunks that keep the temporaries small."""
     row_blocks, patterns = mask.blocks[0], pattern_count(mask)
     counts = mask.indptr.diff().long().view(patterns, row_blocks)[:, sources.old]  # [P, pairs]
     before = torch.cat([counts.new_zeros(patterns, 1), counts.cumsum(1)], dim=1)
     work = before[:, sources.starts[1:]] - before[:, sources.starts[:-1]]  # source tiles of each new block row
     total = work.reshape(-1).cumsum(0)
     limit = max(1, min(ENTRIES_AT_ONCE, PARTS_AT_ONCE // (sources.slots + 1)))
-    # A block row belongs to the chunk in which its work ends, so a chunk has at most one above the limit.
+    # A block row belongs to the chunk in which its work ends, so a chunk exceeds the limit by at most one block row.
     sizes = torch.unique_consecutive(total // limit, return_counts=True)[1]
     yield from torch.arange(patterns * row_blocks, device=mask.device).split(sizes.tolist())
 
 
 def _words_of(parts: Tensor, sources: _Sources, known: Tensor) -> Tensor:
-    """The words of new tiles: `parts` int64 `[C, slots + 1]`, the kind of tile in each slot and the recipe."""
+    """The words of new tiles; `parts` int64 `[C, slots + 1]` holds the kind of tile in each slot, then the recipe."""
     block_q, width = known.shape[1:]
     recipe = parts[:, -1]
     line = parts.gather(1, sources.slot[recipe]) * block_q + sources.offset[recipe]  # [C, block_q]

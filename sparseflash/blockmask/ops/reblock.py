@@ -26,13 +26,13 @@ def reblock(mask: BlockMask, block: Block) -> BlockMask:
 
 
 def to_one_block(masks: Sequence[BlockMask]) -> list[BlockMask]:
-    """All in the finest of their blocks, in each of the two dimensions."""
+    """All masks in the finest of their block sizes, in each dimension."""
     block = min(mask.block_q for mask in masks), min(mask.block_k for mask in masks)
     return [reblock(mask, block) for mask in masks]
 
 
 def _split(made: TileList, block_q: int, block_k: int) -> TileList:
-    """Every tile cut into pieces of that size; dead pieces are never listed."""
+    """Cuts every tile into pieces of the given size; dead pieces are dropped."""
     down, across = made.block_q // block_q, made.block_k // block_k
     if down * across == 1:
         return made
@@ -61,7 +61,7 @@ def _split(made: TileList, block_q: int, block_k: int) -> TileList:
 
 
 def _cut(words: Tensor, old_block_k: int, block_q: int, block_k: int) -> Tensor:
-    """The pieces of each tile, row by row of pieces: int32 `[T * pieces, block_q, W]`."""
+    """The pieces of each tile in row-major order: int32 `[T * pieces, block_q, W]`."""
     if old_block_k > block_k and block_k < bitmask.WORD:  # each word holds two pieces of 16 keys
         words = torch.stack([words & 0xFFFF, (words >> 16) & 0xFFFF], dim=-1).flatten(-2)
     count, old_block_q, width = words.shape
@@ -71,7 +71,7 @@ def _cut(words: Tensor, old_block_k: int, block_q: int, block_k: int) -> Tensor:
 
 
 def _join_keys(made: TileList, block_k: int) -> TileList:
-    """Tiles side by side put together."""
+    """Merges tiles that lie side by side."""
     parts = block_k // made.block_k
     if parts == 1:
         return made
@@ -83,7 +83,7 @@ def _join_keys(made: TileList, block_k: int) -> TileList:
 
     def joined(some: Tensor) -> Tensor:
         words = known[some].transpose(1, 2)  # [C, block_q, parts, W]
-        if made.block_k < bitmask.WORD:  # two pieces of 16 keys a word
+        if made.block_k < bitmask.WORD:  # two pieces of 16 keys per word
             words = words[..., 0::2, :] | (words[..., 1::2, :] << 16)
         return words.flatten(2)
 
@@ -92,7 +92,7 @@ def _join_keys(made: TileList, block_k: int) -> TileList:
 
 
 def _join_queries(made: TileList, block_q: int) -> TileList:
-    """Tiles one below the other put together."""
+    """Merges tiles that lie one below the other."""
     parts = block_q // made.block_q
     if parts == 1:
         return made

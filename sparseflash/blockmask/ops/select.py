@@ -20,7 +20,7 @@ def select(mask: BlockMask, batch: Choice | None, heads: Choice | None) -> Block
     batch_size, head_count = mask.shape[:2]
     elements = _numbers("batch", batch, batch_size, mask.device)
     chosen_heads = _numbers("heads", heads, head_count, mask.device)
-    # What has one row or column has it for all.
+    # A dimension of size 1 is shared and stays so.
     pattern, lengths = mask.pattern.long(), mask.lengths
     if elements is not None:
         pattern = pattern[elements] if pattern.shape[0] > 1 else pattern
@@ -37,13 +37,13 @@ def select(mask: BlockMask, batch: Choice | None, heads: Choice | None) -> Block
 
 
 def _numbers(name: str, given: Choice | None, count: int, device: torch.device) -> Tensor | None:
-    """The chosen ones of `count`, int64; of 1, which stands for any number of them, whatever was chosen is that one."""
+    """The selected indices, int64. If `count` is 1, the one entry is shared, and any selection gives index 0."""
     if given is None:
         return None
     if isinstance(given, slice):
         if count > 1:
             numbers = torch.arange(count, device=device)[given]
-        else:  # how many it stands for is not known; some slices are empty of any number
+        else:  # the size is unknown, but some slices are empty for any size
             numbers = torch.zeros(min(1, len(range(2**31)[given])), dtype=torch.int64, device=device)
     else:
         if not isinstance(given, Sequence) and getattr(given, "ndim", 0) == 0:

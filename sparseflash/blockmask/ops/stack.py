@@ -1,4 +1,4 @@
-"""Masks of heads, or of batch elements, put together into one."""
+"""Stacks masks along heads or along the batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stack_batch(masks: Sequence[BlockMask]) -> BlockMask:
     heads = _common("number of heads", [mask.shape[1] for mask in masks])
     lengths = None
     if any(mask.lengths is not None for mask in masks):
-        # A mask without padding is one whose sequences are as long as there is.
+        # A mask without padding has sequences of full length.
         whole = masks[0].pattern.new_tensor([[masks[0].q_len], [masks[0].k_len]])
         lengths = torch.cat(
             [whole.expand(2, mask.shape[0]) if mask.lengths is None else mask.lengths for mask in masks], dim=1
@@ -46,7 +46,7 @@ def stack_batch(masks: Sequence[BlockMask]) -> BlockMask:
 
 
 def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
-    """Masks that may be stacked, canonical and in one block."""
+    """The masks, checked, canonical and reblocked to one block size."""
     if isinstance(masks, BlockMask):
         raise TypeError("masks must be a list of BlockMasks; got a single one.")
     if not isinstance(masks, Iterable):
@@ -64,14 +64,14 @@ def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
             )
         if mask.device != masks[0].device:
             raise ValueError(f"masks must be on one device to be stacked; got {masks[0].device} and {mask.device}.")
-    # Masks that are one object stay one, so that what they share is copied once.
+    # A mask object that occurs several times stays one object, so that its tiles are copied once.
     once = {id(mask): mask for mask in masks}
     once = dict(zip(once, to_one_block([mask.canonical() for mask in once.values()]), strict=True))
     return [once[id(mask)] for mask in masks]
 
 
 def _common(what: str, sizes: list[int]) -> int:
-    """The one size that is not 1."""
+    """The one size other than 1, or 1 if there is none."""
     different = sorted({size for size in sizes if size != 1})
     if len(different) > 1:
         raise ValueError(f"masks must have the same {what}, or 1, to be stacked; got {', '.join(map(str, sizes))}.")
@@ -79,11 +79,11 @@ def _common(what: str, sizes: list[int]) -> int:
 
 
 def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: Tensor | None, batch: int) -> BlockMask:
-    """One mask with these pattern numbers, each of its own mask, side by side."""
+    """One mask of these pattern grids, each of which indexes the patterns of its own mask."""
     first = masks[0]
     if len(masks) == 1:
         return first
-    # Number the patterns of all masks one after the other; the same mask given again adds none.
+    # Number the patterns of all masks consecutively; a repeated mask adds none.
     offsets: dict[int, tuple[int, int]] = {}
     distinct = []
     pattern_total = word_total = 0

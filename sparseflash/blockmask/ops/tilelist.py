@@ -1,4 +1,4 @@
-"""The tiles of all patterns of a mask as one flat list, which operations rewrite and make canonical at the end."""
+"""The tiles of all patterns of a mask as one flat list, which operations rewrite and finally make canonical."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TileList:
     """Tiles in any order, not yet canonical: words may be dead, full, equal or unused, and may reach past the ends.
 
     `row`: int64 `[E]`, pattern * Mq + block row; `col`: int64 `[E]`, block column; `kind`: int64 `[E]`, 0 for a full
-    tile, t > 0 for the scores `words[t - 1]`; `pattern`: int64 `[B or 1, H or 1]`, the pattern numbers in use,
-    0 .. patterns - 1, in order of first appearance.
+    tile, t > 0 for the scores `words[t - 1]`; `pattern`: int64 `[B or 1, H or 1]`, the pattern numbers in use, 0 ..
+    patterns - 1, in order of first appearance.
     """
 
     q_len: int
@@ -42,7 +42,7 @@ class TileList:
 
 
 def tiles_of(mask: BlockMask) -> TileList:
-    """All tiles of a mask; its lengths are left out."""
+    """All tiles of a mask, without its lengths."""
     return TileList(
         mask.q_len, mask.k_len, mask.block_q, mask.block_k,
         row_of_entry(mask.indptr, len(mask.indices)), mask.indices.long(), mask.tile.long(), mask.bits,
@@ -51,7 +51,7 @@ def tiles_of(mask: BlockMask) -> TileList:
 
 
 def mask_of(made: TileList, lengths: Tensor | None = None) -> BlockMask:
-    """The canonical mask of a list. `lengths`: int `[2, B]`, of queries and keys, clamped to what there is."""
+    """The canonical mask of a list. `lengths`: int `[2, B]`, of queries and keys, clamped to the mask's own lengths."""
     arrays = arrays_of_tiles(
         made.q_len, made.k_len, made.block_q, made.block_k,
         made.row, made.col, made.kind, made.words, made.pattern, made.patterns,
@@ -61,7 +61,9 @@ def mask_of(made: TileList, lengths: Tensor | None = None) -> BlockMask:
 
 
 def take_rows(indptr: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of these CSR rows, which may repeat: `(which, entry)`, entry `e` is in row `rows[which[e]]`."""
+    """The entries of some CSR rows, which may repeat: `(which, entry)`, where entry `entry[n]` is in row
+    `rows[which[n]]`.
+    """
     starts = indptr[rows].long()
     counts = indptr[rows + 1].long() - starts
     which = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
@@ -70,7 +72,7 @@ def take_rows(indptr: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take_patterns(mask: BlockMask, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of these patterns, which may repeat: `(row, entry)`, with rows counted over the chosen patterns."""
+    """The entries of some patterns, which may repeat: `(row, entry)`, with rows counted over the selected patterns."""
     row_blocks = mask.blocks[0]
     rows = chosen[:, None] * row_blocks + torch.arange(row_blocks, device=chosen.device)
     return take_rows(mask.indptr, rows.reshape(-1))
@@ -87,9 +89,9 @@ def compose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Groups source tiles into new ones: `(row, col, which, recipes)` of the new tiles.
 
-    Source tile e becomes part number `slot[e]` of the new tile `(row[e], col[e])`; a tile may have each part once.
+    Source tile e becomes part `slot[e]` of the new tile `(row[e], col[e])`; a new tile has each part at most once.
     `recipes`: int64 `[C, slots]`, the distinct lists of source kinds (`dead` where nothing is stored); `which`: the
-    recipe of each new tile. So bits are made once a recipe.
+    recipe of each new tile. So the bits have to be computed only once per recipe.
     """
     key, group = distinct(row * col_blocks + col)
     parts = torch.full((len(key), slots), dead, dtype=torch.int32, device=key.device)

@@ -39,7 +39,7 @@ def test_what_is_kept_is_not_made_while_a_graph_is_recorded(masked):
     out = attention(q, k, v, mask, backend="triton")
     with recorded():
         assert torch.equal(attention(q, k, v, mask, backend="triton"), out)
-        with pytest.raises(RuntimeError, match="forward and, if it is recorded, backward"):
+        with pytest.raises(RuntimeError, match="forward and, if that is recorded, backward"):
             out.sum().backward()
         with pytest.raises(RuntimeError, match="before the capture"):  # another layout
             attention(q.float(), k.float(), v.float(), mask, backend="triton")

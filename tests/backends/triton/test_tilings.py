@@ -263,7 +263,7 @@ def test_small_problems_are_run_in_the_tiles_of_the_mask():
 def test_a_dense_plan_has_one_tiling():
     made = planning.dense_plan((1, 1), 1, (300, 300), LARGEST, torch.device("cpu"))
     assert made.tiling(0, LARGEST, LARGEST, HALF) is None
-    with pytest.raises(RuntimeError, match=r"this plan has the tiles of its mask only; asked for Tiling\(held=64"):
+    with pytest.raises(RuntimeError, match=r"this plan supports only the tiles of its mask; got Tiling\(held=64"):
         made.worklist(0, 64, Tiling(64, 64))
 
 

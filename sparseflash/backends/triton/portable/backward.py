@@ -1,7 +1,7 @@
-"""The backward kernels: dQ over the rows of the mask, which finds delta too, then dK and dV over its columns.
+"""The backward kernels: dQ and delta over the rows of the mask, then dK and dV over its columns.
 
-Probabilities are recomputed from the scores and the forward's lse. Each output has one program that writes it, so
-there are no atomics and the bits are the same at every run.
+Probabilities are recomputed from the scores and the forward's lse. Each output is written by one program, so there are
+no atomics and the bits are the same at every run.
 """
 
 import triton
@@ -34,6 +34,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def lse_gradients(pointers, inside, inverse, AXIS: tl.constexpr):
+    """The gradients of lse of a tile's queries, along the other axis of scores; 0, not NaN, of those without keys."""
+    return tl.where(inverse > 0.0, tl.expand_dims(tl.load(pointers, mask=inside, other=0.0), AXIS), 0.0)
+
+
+@triton.jit
 def dk_dv_step(
     dk, dv, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
     first_q, q_len, first_k, words_ptr, tile, seed_ptr, dropped, amplification,
@@ -43,17 +49,21 @@ def dk_dv_step(
     GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one tile of queries gives to dk (without the scale) and dv. Scores are [keys, queries] here."""
+    """Adds the contribution of one tile of queries to dk (without the scale) and dv. Scores are [keys, queries]
+    here.
+    """
     rows = token_numbers(first_q, BLOCK_M)
     batch_head = batch * heads + head
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA, PRECISION)
-    # What lies past the end has no weight by the bits of its tile; it must only be finite, or have exponentials of 0.
+    # The bits of the tile mask the scores of queries past the end. Their lse2 only has to give finite exponentials,
+    # which any finite maximum does (if KEEP), and +inf, for which they are 0.
     lse2_row = numbers_of_rows(
         lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if KEEP else float("inf"),
         BLOCK_M, not MASKED, ROWS_TMA,
     )  # fmt: skip
     delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
-    # In full fp32 they are summed as in dq_kernel, and so is dp, so that it errs as the delta does that it meets.
+    # In full fp32 scores and dp are summed in the same order as in dq_kernel, so that dp has the same rounding errors
+    # as the delta that is subtracted from it.
     scores = products(k_tile, q_tile, PRECISION, True)
     inverse, dlse, live = None, None, None
     if KEEP:
@@ -76,7 +86,7 @@ def dk_dv_step(
         dp = tl.where(keep, dp * amplification, 0.0)
     if KEEP:
         if dlse_ptr is not None:
-            dlse = tl.where(inverse > 0.0, tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)[None, :], 0.0)
+            dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
     ds = score_gradients(p, dp, delta_row[None, :], dlse)
     return accumulate(ds, q_tile, dk, PRECISION), dv
 
@@ -86,7 +96,7 @@ def write_gradients(
     dx, dx_ptr, factor, batch, head, first, tokens, length, strides,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """A gradient whose terms are all summed, times `factor` if SCALED; if CUT, 0 for tokens at or past `length`."""
+    """Writes a complete gradient, times `factor` if SCALED; if CUT, 0 for tokens at or past `length`."""
     if SCALED:
         dx = dx * factor
     if CUT:
@@ -94,29 +104,30 @@ def write_gradients(
     store_tokens(dx_ptr, dx.to(dx_ptr.dtype.element_ty), batch, head, first, tokens, strides, DIM, PADDED_DIM, TOKENS)
 
 
-# Sizes are not specialised: another length or number of heads compiles nothing.
+# Sizes are not specialised, so another length or number of heads does not recompile.
 @triton.jit(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
     lse2, inverse_ptr, delta,  # [B, Hq, row_stride]: see dq_kernel; lse2 and delta are descriptors if ROWS_TMA
     dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEEP, see dq_kernel
     dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
-    work_ptr,  # [W, group, ITEM]: as in the forward, over columns, one list a query head of the group
+    work_ptr,  # [W, group, ITEM]: as in the forward, but over columns, with one list per query head of the group
     parts_ptr,  # fp32 [parts, BLOCK_N * (PADDED_D + PADDED_DV)], written: dk, dv; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale,
-    heads,  # of the keys
+    heads,  # key heads
     group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHERED: tl.constexpr,  # as in the forward, of a tile of queries
+    GATHERED: tl.constexpr,  # as in the forward, but for a tile of queries
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     ROWS_TMA: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +157,8 @@ def dk_dv_kernel(
         if HAS_LENGTHS:
             if first_k >= k_length:
                 full, count = 0, 0
-            # A query past the length has lse2 = +inf, so the full tile that the length cuts needs no mask.
+            # A query past the length has lse2 = +inf (inverse 0 if KEEP), so the full tile that the length cuts needs
+            # no mask.
             inside, at_end, partial = cut_at_length(index_ptr, start, full, count, q_length, BLOCK_Q, BLOCK_M, GATHERED)
             full = inside + at_end
         head = kv_head * group + member
@@ -198,7 +210,7 @@ def write_key_gradients(
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOKENS: tl.constexpr,
     DROPOUT: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV whose terms are all summed; if CUT, 0 for keys at or past the length."""
+    """Writes complete dK and dV; if CUT, 0 for keys at or past the length."""
     write_gradients(
         dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, D, PADDED_D, TOKENS, True, CUT
     )
@@ -217,7 +229,7 @@ def row_step(
     GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys as its queries see it in the backward: `(keys, exponentials, weights, their gradients)`."""
+    """One tile of keys in the backward over rows: `(keys, exponentials, weights, gradients of the weights)`."""
     k_tile = load_tokens(
         k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
@@ -242,14 +254,14 @@ def row_step(
 
 @triton.jit
 def means_step(delta, weight, lost, exps, p, dp, guess):
-    """Adds one tile of keys to what `write_means` makes delta of."""
+    """Adds one tile of keys to the sums from which `write_means` computes delta."""
     weight, lost = add_exactly(weight, lost, tl.sum(exps, 1))
     return delta + tl.sum(p * (dp - guess[:, None]), 1), weight, lost
 
 
 @triton.jit
 def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, inside):
-    """delta, and the inverse sum of these exponentials, of the queries whose exponentials are all summed."""
+    """Writes delta and the inverse sum of exponentials of queries all of whose keys have been added."""
     weight = tl.where((inverse > 0.0) & (weight > 0.0), weight, 1.0)
     tl.store(delta_ptr + at, guess + tl.div_rn(delta, tl.where(inverse > 0.0, weight * inverse, 1.0)), mask=inside)
     own_inverse = tl.where(inverse > 0.0, tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), weight), 0.0)
@@ -260,12 +272,13 @@ def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, i
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "row_tiles", "row_stride",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
 def dq_kernel(
     q, k, v,  # pointers, or descriptors if TMA
-    dout_ptr, out_ptr,  # [B, Hq, Nq, DV], the second the forward's
-    lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous, the forward's, and its gradient or None
+    dout_ptr, out_ptr,  # [B, Hq, Nq, DV]; out is the forward's
+    lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous: the forward's lse, and its gradient or None
     lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, row_stride]; if KEEP, the forward's maximum and inverse, and delta
     dq_ptr,  # [B, Hq, Nq, D], written unless DELTA
     own_inverse_ptr,  # [B, Hq, row_stride], written if DELTA
@@ -281,17 +294,18 @@ def dq_kernel(
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     DELTA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, and what dk_dv_kernel needs of them; if DELTA only their delta, for what comes next.
+    """dQ of one tile of queries, and lse2 and delta for dk_dv_kernel; if DELTA, only delta and the inverse sums.
 
-    That is lse2, the lse in base 2, and delta = rowsum(p * dp) - dlse; for queries without keys +inf and 0, so that
-    they get p = exp2(s - inf) = 0 without asking.
+    lse2 is the lse in base 2, and delta = rowsum(p * dp) - dlse. Queries without keys get +inf and 0, so that p =
+    exp2(s - inf) = 0 without a check.
 
-    Where few keys have nearly all the weight, the gradient of a score is the difference of nearly equal numbers, dp and
-    delta. In half precision rowsum(out * dout) - dlse is as good a delta as any. In fp32 its rounding would be noise
-    that a plain implementation does not have. So there delta is the mean, under the same p, of the same dp that it is
-    subtracted from, summed as what they differ by from rowsum(out * dout); and dlse is added to what is left. The
-    inverse sum of the exponentials is taken again here, from the scores as the backward computes them, and over many
-    tiles without their rounding, which all gradients that the row gives would have in common.
+    If few keys have nearly all the weight, the gradient of a score is the difference of two nearly equal numbers, dp
+    and delta. In half precision rowsum(out * dout) - dlse is as good a delta as any. In fp32 its rounding would be an
+    error that a plain implementation does not have. So in fp32 a pass with DELTA comes first, and delta is the mean,
+    under the same p, of the same dp from which it will be subtracted, accumulated as its difference from rowsum(out *
+    dout); dlse is added after the subtraction. That pass also recomputes the inverse sum of the exponentials, from the
+    scores as the backward computes them, with a Kahan sum over the tiles, because its rounding error would be common to
+    all gradients of the row.
     """
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
@@ -308,7 +322,7 @@ def dq_kernel(
     rows = first_q + tl.arange(0, BLOCK_M)
     row = tl.cast(batch_head, tl.int64) * row_stride
     dlse, inverse = None, None
-    # A load by a descriptor waits where it stands: what comes by pointers is asked for before, and arrives meanwhile.
+    # A descriptor load blocks where it is issued, so pointer loads are issued before it and arrive meanwhile.
     dout_tile = load_tokens(
         dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False, PRECISION,
     )  # fmt: skip
@@ -320,8 +334,7 @@ def dq_kernel(
         lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0)
         inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
         if dlse_ptr is not None:
-            dlse = tl.load(dlse_ptr + row + rows, mask=rows < q_len, other=0.0)
-            dlse = tl.where(inverse > 0.0, dlse, 0.0)[:, None]  # without a live key it may be NaN
+            dlse = lse_gradients(dlse_ptr + row + rows, rows < q_len, inverse[:, None], 1)
     else:
         at_q = tl.cast(batch_head, tl.int64) * q_len + rows
         lse = tl.load(lse_ptr + at_q, mask=rows < q_len, other=float("-inf"))
@@ -342,7 +355,7 @@ def dq_kernel(
         if dlse_ptr is not None:
             delta -= own_dlse
         delta = tl.where(empty, 0.0, delta)
-        # The chunks of a row that is cut write the same numbers.
+        # All chunks of a split row write the same values.
         tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
         tl.store(lse2_ptr + row + rows, lse2, mask=rows < q_len)
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)

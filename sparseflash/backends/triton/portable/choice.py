@@ -1,4 +1,4 @@
-"""Which tiles, loads and arithmetic a portable kernel takes for the tensors at hand."""
+"""Chooses the tiles, loads and arithmetic of a portable kernel for given tensors."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ class Choice(NamedTuple):
 
     config: Config
     tiling: Tiling  # of the lists that it walks
-    descriptors: bool  # tiles are loaded by the copy engine
-    describes_rows: bool  # and so are numbers of queries, where they are streamed
+    descriptors: bool  # TMA loads the tiles
+    describes_rows: bool  # TMA also loads the per-query numbers (lse2, delta), where queries are streamed
     arithmetic: Arithmetic
-    pieces: bool  # tensors lie in pieces, see fp32_split.py
-    padded: tuple[int, int]  # columns of the tiles of queries and keys, and of values
+    pieces: bool  # tensors are stored in pieces, see fp32_split.py
+    padded: tuple[int, int]  # padded head dims of queries and keys, and of values
+    why_descriptors: str  # or why not
+    why_tiling: str
 
 
 class Chooser:
-    """Chooses for a kernel and tensors of one layout; the tiles that it walks depend on the plan as well."""
+    """Chooses for one kernel and tensors of one layout; the tiling also depends on the plan."""
 
     def __init__(self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor]) -> None:
-        """dims: D and Dv. loaded: the tensors whose tiles the kernel holds or streams; q, k and v first."""
+        """dims: D and Dv. loaded: the tensors whose tiles the kernel loads; q, k and v first."""
         q, v = loaded[0], loaded[2]
         self._overrides = overrides()
         self._kernel, self._capability = kernel, setting.capability
@@ -54,53 +56,71 @@ class Chooser:
         if self._pieces:
             self._padded = q.shape[-1], v.shape[-1]
         else:
-            # Matrix instructions read pieces in bf16 where tiles are split as they are multiplied, too.
+            # Matrix instructions read bf16 pieces also if tiles are split just before they are multiplied.
             itemsize = 2 if self._arithmetic == "fp32" else q.element_size()
             self._padded = padded_dims(*dims, setting.capability, itemsize)
-        self._may_describe = (
-            self._overrides.descriptors and setting.capability >= (9, 0) and all(map(can_describe, loaded))
-        )
+        self._why_not_described = ""
+        if setting.capability < (9, 0):
+            self._why_not_described = "GPUs before Hopper have no copy engine"
+        elif not all(map(can_describe, loaded)):
+            self._why_not_described = "a tensor has rows off multiples of 16 bytes, or is expanded"
+        elif not self._overrides.descriptors:
+            self._why_not_described = "overridden"
+        self._may_describe = not self._why_not_described
         self._block = setting.block
         self._products_a_tile = setting.block[0] * setting.block[1] * sum(dims)
-        self._choices: dict[Tiling, Choice] = {}
+        self._choices: dict[tuple[Tiling, str], Choice] = {}
 
     def choice(self, plan: Plan) -> Choice:
         """How the kernel runs with this plan."""
-        tiling = self._tiling(plan) or Tiling(*held_first(self._kernel, self._block))
-        chosen = self._choices.get(tiling)
+        tiling, why = self._tiling(plan)
+        key = tiling or Tiling(*held_first(self._kernel, self._block)), why
+        chosen = self._choices.get(key)
         if chosen is None:
-            chosen = self._choices[tiling] = self._choose(tiling)
+            chosen = self._choices[key] = self._choose(*key)
         return chosen
 
-    def _tiling(self, plan: Plan) -> Tiling | None:
-        """The tiling to walk; None for the tiles of the mask."""
+    def _tiling(self, plan: Plan) -> tuple[Tiling | None, str]:
+        """The tiling to walk, None for the tiles of the mask, and why."""
         retiling, axis, wanted = plan.lists.retiling, int(self._kernel == "dk_dv"), self._overrides.tiling
         few = plan.tiles_per_head * self._products_a_tile < self._overrides.products_for_tilings
-        if retiling is None or (wanted is None and few):
-            return None
+        if retiling is None:
+            why = "every score is live" if plan.lists.lasting else "a mask made on the GPU may be used just once"
+            return None, why
+        if wanted is None and few:
+            return None, "so little work that looking for others would take longer"
         whole, gathered = (
             held_first(self._kernel, self._config(_ANY_BLOCK, descriptors)[:2])
             for descriptors in (self._may_describe, False)
         )
         if wanted is not None:
-            return wanted(retiling.candidates(axis, whole, gathered))
+            return wanted(retiling.candidates(axis, whole, gathered)), "overridden"
         cost = FP32 if self._arithmetic == "fp32" else HALF
-        return plan.tiling(axis, whole, gathered, cost, self._warps)
+        return plan.tiling(axis, whole, gathered, cost, self._warps), "the cheapest by the model in configs.TILE_COSTS"
 
-    def _choose(self, tiling: Tiling) -> Choice:
+    def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
         block = held_first(self._kernel, (tiling.held, tiling.streamed))
-        # Tiles too small for the matrix instructions that read shared memory are multiplied from registers, and so are
-        # all where there are none; wide heads, and pieces, cannot afford that tiles come through shared memory, too.
+        # Tiles too small for matrix instructions that read shared memory are multiplied from registers, as are all
+        # tiles on GPUs without such instructions. With descriptors these tiles pass through shared memory first, which
+        # wide heads and pieces cannot afford.
         from_shared = self._capability[0] in (9, 10) and min(block) >= 64
         if self._pieces:
             held = held_first(self._kernel, self._config(block, True)[:2])[0]
             from_shared = self._capability[0] in (9, 10) and held >= 64
         few_registers = max(self._padded) <= 128 and self._arithmetic != "fp32"
-        descriptors = self._may_describe and tiling.gathered == 0 and (few_registers or from_shared)
+        why = self._why_not_described
+        if not why and tiling.gathered:
+            why = "the copy engine cannot gather blocks"
+        if not why and not (few_registers or from_shared):
+            why = "tiles that are multiplied from registers need not come through shared memory"
+        descriptors = not why
         config = roomier(self._config(block, descriptors), lengths=self._lengths, dropout=self._dropout)
-        # The copy engine writes to multiples of 128 bytes of shared memory; 16 numbers are fewer.
+        # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
-        return Choice(config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded)
+        return Choice(
+            config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded,
+            why or "the copy engine needs no registers for addresses", why_tiling,
+        )  # fmt: skip
 
     def _config(self, block: tuple[int, int], descriptors: bool) -> Config:
         config = self._overrides.configs.get(self._kernel)
@@ -115,8 +135,8 @@ class Chooser:
 def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
     """Whether fp32 tensors are split into pieces before they are multiplied.
 
-    To read and write a key once costs about what reading it twice does. How often a key is read depends on the mask;
-    that of a few queries reads it seldom, which the number of their tiles tells.
+    Reading and writing a key once to split it costs about as much as reading it twice. How often a key is read depends
+    on the mask; with few queries it is read rarely, so the number of query tiles decides.
     """
     if q.dtype != torch.float32 or setting.tf32 or not overrides().pieces:
         return False
@@ -127,10 +147,10 @@ def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
 
 
 def can_describe(x: Tensor) -> bool:
-    """Whether the copy engine can read it: rows at multiples of 16 bytes, nothing broadcast."""
+    """Whether TMA can read the tensor: aligned rows, nothing broadcast."""
     return is_aligned(x) and all(describable_strides(x))
 
 
 def describable_strides(x: Tensor) -> list[int]:
-    """The strides as descriptors want them: that of a dimension of size 1 is never used, but must look right."""
+    """Strides for a descriptor: that of a dimension of size 1 is never used, but must look valid."""
     return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]

@@ -1,7 +1,7 @@
-"""Merges the partial results of rows and columns that were cut into chunks (see splits.py), in the order of chunks.
+"""Merges the partial results of rows and columns that were cut into chunks (see splits.py), in the order of the chunks.
 
-One program takes a few tokens of an item that was cut. Each output has one writer and one order of summing, so there
-are no atomics, and the bits are the same at every run.
+One program handles a few tokens of an item that was cut. Each output has one writer and one order of summation, so
+there are no atomics, and the bits are the same at every run.
 """
 
 import triton
@@ -12,16 +12,19 @@ from sparseflash.backends.triton.portable.forward import write_rows
 from sparseflash.backends.triton.portable.loads import part_pointers
 from sparseflash.backends.triton.portable.softmax import decay
 
-MERGED = tl.constexpr(4)  # numbers an item that was cut: see cut_items
-# Parts on their way from memory: waiting for each before asking for the next would take longer than all the rest.
+MERGED = tl.constexpr(4)  # numbers per item that was cut: see cut_items
+# Pipeline depth of the loads: waiting for each part before requesting the next would take longer than everything else.
 AHEAD = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize=["lengths_offset", "amplification", "scale", "qk_scale", "heads", "q_len", "row_tiles"])
+@triton.jit(
+    do_not_specialize=["lengths_offset", "amplification", "scale", "qk_scale", "heads", "q_len", "row_tiles"],
+    do_not_specialize_on_alignment=["lengths_ptr"],
+)
 def combine_rows_kernel(
     parts_ptr, merged_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], as in forward_kernel; [cut, MERGED]
     out_ptr, lse_ptr, maximum_ptr, inverse_ptr,  # as in forward_kernel
-    lengths_ptr, lengths_offset,  # int32 [2, B] or None, and where those of queries begin
+    lengths_ptr, lengths_offset,  # int32 [2, B] or None, and the offset of the lengths of queries
     amplification, scale, qk_scale, heads, q_len, row_tiles, out_strides,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, DROPOUT: tl.constexpr,
     KEEP: tl.constexpr,
@@ -65,7 +68,7 @@ def sum_of_parts(
     parts_ptr, token, first_part, parts, SIZE: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The sum of what the parts hold from FIRST on for TOKENS tokens, [TOKENS, PADDED_DIM]."""
+    """The sum over the parts of their numbers from FIRST on, for TOKENS tokens: [TOKENS, PADDED_DIM]."""
     total = tl.zeros([TOKENS, PADDED_DIM], tl.float32)
     for i in tl.range(0, parts, num_stages=AHEAD):
         at = part_pointers(parts_ptr + token * PADDED_DIM, first_part + i, SIZE, FIRST, TOKENS, PADDED_DIM)
@@ -73,11 +76,14 @@ def sum_of_parts(
     return total
 
 
-@triton.jit(do_not_specialize=["lengths_offset", "amplification", "scale", "heads", "tokens", "tiles"])
+@triton.jit(
+    do_not_specialize=["lengths_offset", "amplification", "scale", "heads", "tokens", "tiles"],
+    do_not_specialize_on_alignment=["lengths_ptr"],
+)
 def combine_gradients_kernel(
     parts_ptr, merged_ptr,  # fp32 [parts, BLOCK * (PADDED_D + PADDED_DV)], or without PADDED_DV; [cut, MERGED]
     x_ptr, y_ptr,  # dk and dv, or dq and None
-    lengths_ptr, lengths_offset,  # int32 [2, B] or None, and where those of keys begin
+    lengths_ptr, lengths_offset,  # int32 [2, B] or None, and the offset of the lengths of keys
     amplification, scale, heads, tokens, tiles, x_strides, y_strides,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -110,7 +116,7 @@ def combine_means_kernel(
     inverse_ptr, delta_ptr, own_inverse_ptr,  # [B, Hq, Nq] contiguous; the last two are written
     q_len, row_tiles, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta and its inverse of BLOCK_M queries. All chunks of a row have the same guess."""
+    """delta and the inverse sums of BLOCK_M queries. All chunks of a row have the same guess."""
     SIZE: tl.constexpr = BLOCK_M * 3
     item_ptr = merged_ptr + tl.program_id(0) * MERGED
     item, first_part, parts = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)

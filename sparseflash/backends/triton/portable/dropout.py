@@ -16,8 +16,8 @@ def kept_weights(
 ):  # fmt: skip
     """Bools `[TILE_M, TILE_N]`, or `[TILE_N, TILE_M]` if TRANSPOSED, of the tile at (first_q, first_k).
 
-    `row` is batch element * Hq + query head. One of the two firsts may be the numbers of all tokens of a gathered tile
-    (see tile.py). A counter makes 16 bytes, which are spread over 16 keys as the words of a mask's tile are over 32.
+    `row` is batch element * Hq + query head. Either `first` may instead be the numbers of all tokens of a gathered tile
+    (see loads.py). A counter gives 16 bytes, which are spread over 16 keys like the words of a mask tile over 32.
     """
     GROUPS: tl.constexpr = TILE_N // GROUP
     seed = tl.load(seed_ptr)
@@ -32,7 +32,7 @@ def kept_weights(
         c0, c1 = tl.broadcast(group[None, :], q[:, None])
     zero = tl.zeros_like(c0)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + row, zero, ROUNDS)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., .., 2, 2]: in the order of the words
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., .., 2, 2]: in word order
     shift = 8 * tl.arange(0, 4)
     if TRANSPOSED:
         words = words.permute(0, 2, 3, 1).reshape(GROUPS * 4, TILE_M)

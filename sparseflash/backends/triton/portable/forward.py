@@ -1,6 +1,6 @@
-"""The forward kernel: one program a tile of queries walks the live tiles of its row, dense or sparse alike.
+"""The forward kernel: one program per tile of queries walks the live tiles of its row, whether dense or sparse.
 
-Online softmax in base 2 with fp32 accumulation. Full tiles first, without any masking arithmetic, then the partial
+Online softmax in base 2 with fp32 accumulation. Full tiles come first, without any masking arithmetic, then the partial
 ones with their bits.
 """
 
@@ -53,7 +53,7 @@ def write_rows(
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """out and lse, and if KEEP maximum and inverse, of the queries whose weights are all summed."""
+    """Writes out and lse, and if KEEP maximum and inverse sum, of queries all of whose keys have been added."""
     rows = first_q + tl.arange(0, BLOCK_M)
     empty = l_i == 0.0
     if HAS_LENGTHS:
@@ -75,7 +75,7 @@ def write_rows(
     at = tl.cast(batch_head, tl.int64) * q_len + rows
     tl.store(lse_ptr + at, lse, mask=rows < q_len)
     if KEEP:
-        # lse is rounded, which costs a probability recomputed from it more digits than fp32 arithmetic does.
+        # lse is rounded; probabilities recomputed from it would lose more digits than fp32 arithmetic does.
         tl.store(maximum_ptr + at, maximum, mask=rows < q_len)
         tl.store(
             inverse_ptr + at,
@@ -84,30 +84,31 @@ def write_rows(
         )
 
 
-# Sizes are not specialised: another length or number of heads compiles nothing.
+# Sizes are not specialised, so another length or number of heads does not recompile.
 @triton.jit(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len",
         "row_tiles",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
 def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], [B, Hq, Nq] contiguous
-    maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum raw score, and one over the sum
+    maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum raw score, and the inverse sum
     work_ptr,  # [W, ITEM]: see schedule/plan.py
     parts_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], written: acc, m_i, l_i; None if no item is a chunk
-    index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed; the bits
+    index_ptr, tile_ptr, words_ptr,  # the tile lists, with one entry more than needed; the bits
     lengths_ptr, lengths_stride,  # int32 [2, B] if HAS_LENGTHS: live queries, live keys
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale,  # not negative; scale / ln 2
-    one,  # 1.0, in a way that the compiler cannot know
+    one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
-    GATHERED: tl.constexpr,  # tokens of the blocks that a tile of keys is gathered from, or 0: see loads.py
+    GATHERED: tl.constexpr,  # block size in tokens of a gathered tile of keys, or 0: see loads.py
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
@@ -126,14 +127,15 @@ def forward_kernel(
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if Q_IN_REGISTERS:
-        # What is loaded stays in shared memory, what is computed in registers: by this the compiler chooses.
+        # The compiler keeps loaded operands in shared memory and computed ones in registers; the product makes q a
+        # computed one.
         q_tile = q_tile * tl.cast(one, q_tile.dtype)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
 
-    # The block number is carried one iteration ahead: a load whose address comes from a load in the same iteration
-    # would keep the compiler from prefetching the keys.
+    # The block number is loaded one iteration ahead: a load whose address comes from a load in the same iteration would
+    # keep the compiler from prefetching the keys.
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
@@ -144,7 +146,7 @@ def forward_kernel(
             PRECISION, False,
         )  # fmt: skip
 
-    if at_end + partial > 0:  # the loop's first loads take a while even if nothing comes of them
+    if at_end + partial > 0:  # even an empty loop waits for the first loads of its pipeline
         next_block, next_tile = partial_block, partial_number
         if HAS_LENGTHS:
             if at_end > 0:

@@ -1,13 +1,12 @@
-"""Full fp32 on tensor cores, which multiply bf16: every number as the sum of three pieces of 8 bits each.
+"""Full fp32 on tensor cores that multiply bf16: every number is the sum of three pieces of 8 bits each.
 
-x = x1 + x2 + x3 to 24 bits, which is all that fp32 has. Of the nine products of two such sums the three smallest are
-left out, less than 2^-24 of the whole, half an ulp: six products of bf16, each exact and summed in fp32, are as good as
-one of fp32, and tensor cores are fast enough that they take a fraction of the time. (The scheme is known as bf16x6; see
-Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-Computations", 2019.)
+x = x1 + x2 + x3 to 24 bits, the full precision of fp32. Of the nine products of two such sums the three smallest are
+dropped, less than 2^-24 of the result, half an ulp. So six bf16 products, each exact and summed in fp32, are as good as
+one fp32 product, and on tensor cores they take a fraction of its time. (The scheme is known as bf16x6; see Henry, Tang
+and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019.)
 
-What is loaded again and again is split once, before; what a kernel computes, and what is loaded but once or twice, is
-split where it is multiplied. What is infinite has pieces that sum to NaN.
+Tensors that are loaded many times are split once, in advance; numbers that a kernel computes, and tensors that are
+loaded only once or twice, are split where they are multiplied. The pieces of an infinity sum to NaN.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 
-# How the kernels are told to multiply, their PRECISION: tiles that lie in pieces, or tiles that are split as they are
-# multiplied, each with or without correcting sums for what tensor cores cut off; or "tf32", which half precision
-# ignores.
+# How the kernels multiply, their PRECISION: tiles stored in pieces, or whole tiles that are split as they are
+# multiplied, each with or without a correction of sums for the truncation of tensor cores; or "tf32", which half
+# precision ignores.
 PIECES = tl.constexpr("pieces")
 PIECES_CORRECTED = tl.constexpr("pieces, sums corrected")
 WHOLE = tl.constexpr("bf16x6")
 WHOLE_CORRECTED = tl.constexpr("bf16x6, sums corrected")
 COUNT = 3
-_TOKENS = 32  # a program
-_LARGEST = tl.constexpr(3.3895313892515355e38)  # of bf16; larger numbers of fp32 would be rounded to infinity
+_TOKENS = 32  # per program
+_LARGEST = tl.constexpr(3.3895313892515355e38)  # of bf16; larger fp32 numbers would be rounded to infinity
 
 
 @triton.jit
 def leading_bits(x, dtype: tl.constexpr):
-    """The first 8 bits of fp32 numbers, rounded. dtype: bf16, or fp32 for Triton's interpreter, which has no bf16."""
+    """fp32 numbers rounded to their first 8 bits. dtype: bf16, or fp32 for Triton's interpreter, which has no bf16."""
     if dtype == tl.bfloat16:
         return x.to(tl.bfloat16)
     else:
@@ -47,7 +46,7 @@ def leading_bits(x, dtype: tl.constexpr):
 
 @triton.jit
 def split(x, dtype: tl.constexpr, LARGE: tl.constexpr = False):
-    """The three pieces of fp32 numbers, the largest first. Unless LARGE they must be at most 3.39e38."""
+    """The three pieces of fp32 numbers, the largest first. Unless LARGE, the numbers must be at most 3.39e38."""
     if LARGE:
         first = leading_bits(tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL), dtype)
     else:
@@ -62,9 +61,9 @@ def split(x, dtype: tl.constexpr, LARGE: tl.constexpr = False):
 def six_products(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr, OVER_DIMS: tl.constexpr = True):
     """x y of two tiles in pieces, [X, Z] and [Z, Y], in fp32.
 
-    MIRRORED: in the order of the six products of y^T x^T, so that both have the same bits where the same instructions
-    sum them. OVER_DIMS: all terms of the sums count, as over the dims of tokens; few of the weights of a tile may, and
-    where none is cut off nothing must be added.
+    MIRRORED: sums in the order of the six products of y^T x^T, so that both have the same bits if the same instructions
+    sum them. OVER_DIMS: the sum is over the dims of tokens, where all terms contribute, and its truncation is
+    corrected. In a sum over tokens only few weights may contribute; nothing must be added if nothing was cut off.
     """
     small = small_products(x, y, MIRRORED)
     if OVER_DIMS:
@@ -75,11 +74,12 @@ def six_products(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr, OVER_DIM
 
 @triton.jit
 def corrected(product, LENGTH: tl.constexpr, rest, PRECISION: tl.constexpr):
-    """product + rest. product: by tensor cores, a sum over LENGTH, of which some was cut off if PRECISION says so.
+    """product + rest, with the average truncation of product added back if PRECISION says so.
 
-    Those of Hopper add 16 terms at a time to the sum before, and cut off what does not fit after each step (what a
-    model of that found wrong on an H100, an H100 had wrong): sums are too small, the more, the longer. What is cut off
-    on the average is added again; but not to small whole numbers, which sums of whole numbers are, exactly.
+    product: a sum of LENGTH terms by tensor cores. Those of Hopper add 16 terms at a time to the running sum and
+    truncate after each step (a model of this finds the same errors as an H100 makes), so the magnitude of a sum is too
+    small, the more so the longer it is. The correction is not applied to small whole numbers, because sums of whole
+    numbers are exact.
     """
     if PRECISION == PIECES_CORRECTED or PRECISION == WHOLE_CORRECTED:
         is_exact = (tl.floor(product) == product) & (tl.abs(product) < _SMALL)
@@ -91,7 +91,7 @@ def corrected(product, LENGTH: tl.constexpr, rest, PRECISION: tl.constexpr):
 
 @triton.jit
 def small_products(x, y, MIRRORED: tl.constexpr):
-    """Five of the six, the smallest first: all but that of the first pieces, which is 2^8 times as large."""
+    """Five of the six products, the smallest first: all but that of the first pieces, which is 2^8 times as large."""
     total = tl.dot(x[1], y[1])
     if MIRRORED:
         total = tl.dot(x[0], y[2], total)
@@ -110,7 +110,7 @@ def small_products(x, y, MIRRORED: tl.constexpr):
 def products(x_tile, y_tile, PRECISION: tl.constexpr, MIRRORED: tl.constexpr = False):
     """x y^T of two tiles of tokens, [X_TOKENS, Y_TOKENS].
 
-    In full fp32 over more than 128 dims it is the sum of two: what tensor cores cut off at each 16 dims adds up.
+    In full fp32 more than 128 dims are summed in two halves, because the truncation at every 16 dims accumulates.
     """
     if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
         if x_tile[0].shape[1] > 128:
@@ -144,10 +144,10 @@ def halves(tile):
 
 @triton.jit
 def accumulate(a, b_tile, acc, PRECISION: tl.constexpr):
-    """acc + a b, of computed numbers a in fp32 and a tile of tokens.
+    """acc + a b, of computed fp32 numbers a and a tile of tokens.
 
-    In full fp32 the product is summed by itself first: tensor cores cut off where others round, always towards zero,
-    which would add up over the tokens.
+    In full fp32 the product is summed separately first: tensor cores truncate instead of rounding, always towards zero,
+    and these errors would accumulate over the tokens.
     """
     if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
         return acc + six_products(split(a, b_tile[0].dtype), b_tile, PRECISION, False, False)
@@ -159,7 +159,7 @@ def accumulate(a, b_tile, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def in_fp32(tile, PRECISION: tl.constexpr):
-    """The numbers of a tile of tokens."""
+    """The numbers of a tile of tokens in fp32."""
     if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
         return tile[0].to(tl.float32) + tile[1].to(tl.float32) + tile[2].to(tl.float32)
     else:
@@ -191,7 +191,7 @@ def pieces_kernel(
 def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
     """The pieces of `x [B, H, N, D]`, fp32: `[B, H, N, 3, padded_dim]`, bf16 (in Triton's interpreter fp32).
 
-    1.5 times the memory of `x`, or more where `padded_dim` is more than D. The last dimension of `x` is contiguous.
+    Takes 1.5 times the memory of `x`, or more if `padded_dim` exceeds D. The last dimension of `x` must be contiguous.
     """
     batch, heads, length, dim = x.shape
     pieces = torch.empty(batch, heads, length, COUNT, padded_dim, dtype=PIECES_DTYPE, device=x.device)
@@ -203,31 +203,33 @@ def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
 
 @bounded(maxsize=512)
 def _splitting(device: torch.device, *layout: object) -> Launch:
-    """layout: what Triton may specialise to."""
-    refuse_to_record(device)  # it would be compiled, and loaded
+    """layout: everything that Triton may specialise on."""
+    refuse_to_record(device)  # a first launch compiles and loads code
     return Launch.of_all_arguments(pieces_kernel, device, num_warps=4, num_stages=1)
 
 
 def precision_of(arithmetic: str, capability: tuple[int, int], *, in_pieces: bool) -> str:
-    """The PRECISION of kernels for "half", "tf32" or "fp32". Sums are corrected on the GPUs that it was fitted on.
+    """The PRECISION of kernels for "half", "tf32" or "fp32".
 
     >>> precision_of("half", (9, 0), in_pieces=False)
     'tf32'
+
+    Sums are corrected only on the GPUs that the correction was fitted on.
     """
     if arithmetic != "fp32":
         return "tf32"
-    if capability == _FITTED and not _INTERPRETED:  # Triton's interpreter rounds
+    if capability == _FITTED and not _INTERPRETED:  # the interpreter rounds
         return str((PIECES_CORRECTED if in_pieces else WHOLE_CORRECTED).value)
     return str((PIECES if in_pieces else WHOLE).value)
 
 
 _INTERPRETED = isinstance(pieces_kernel, InterpretedFunction)
 PIECES_DTYPE = torch.float32 if _INTERPRETED else torch.bfloat16
-# What two of those steps cut off, as a part of the sum, on the average, in the model of tests/tensor_cores.py: least is
-# left then of sums of random terms. Fitted and tested on an H100 and an H200.
+# The average share of a sum that two truncation steps cut off, in the model of tests/tensor_cores.py, for which the
+# error of sums of random terms is least. Fitted and tested on an H100 and an H200.
 _CUT_OFF = tl.constexpr(0.36 * 2.0**-24)
 _FITTED = (9, 0)
-_SMALL = tl.constexpr(16384.0)  # a sum of other numbers is hardly ever whole below this
-# For tl.dot, of tiles that are whole: Triton splits them itself; its one sum of six begins with the small ones. Its
-# interpreter does not know that.
+_SMALL = tl.constexpr(16384.0)  # a sum of other numbers is rarely whole below this
+# The input_precision of tl.dot for whole tiles: Triton splits them itself, and sums the six products starting with the
+# small ones. Its interpreter does not support bf16x6.
 _SPLITTING = tl.constexpr("ieee" if _INTERPRETED else "bf16x6")

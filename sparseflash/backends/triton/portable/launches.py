@@ -1,4 +1,4 @@
-"""The portable kernels for tensors of one layout, and bound to the work of one plan."""
+"""The portable kernels, prepared for tensors of one layout and bound to the work of one plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.configs import Kernel, resident_programs
-from sparseflash.backends.triton.family import Setting
+from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
 from sparseflash.backends.triton.portable.backward import dk_dv_kernel, dq_kernel
 from sparseflash.backends.triton.portable.choice import Choice, Chooser, describable_strides
@@ -32,7 +32,7 @@ _variants = BoundedDict(512)
 
 
 class Numbers(NamedTuple):
-    """The numbers that kernels get beside tensors."""
+    """The numeric arguments of the kernels."""
 
     heads: int
     kv_heads: int
@@ -44,15 +44,15 @@ class Numbers(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A kernel with the work of a plan.
+    """A kernel bound to the work of a plan.
 
-    `launch` is called with tensors like the examples of its layout, then what `extra` gives.
+    `launch` is called with tensors like the examples of its layout, followed by the result of `extra`.
     """
 
     launch: BoundLaunch
     work: Worklist
     choice: Choice
-    tile: int  # of the tokens that a program holds
+    tile: int  # tokens that a program holds
 
     def extra(self, parts: Tensor | None, lengths: Tensor | None, seed: Tensor | None) -> list[Any]:
         """The last arguments of a call."""
@@ -60,6 +60,22 @@ class Bound(NamedTuple):
         if lengths is not None:
             given += [lengths, lengths.stride(0)]
         return given if seed is None else [*given, seed]
+
+    def described(self, kernel: str) -> KernelChoice:
+        """What `explain` says of it."""
+        choice, config = self.choice, self.choice.config
+        walked = self.work.work[..., 3].sum(1)
+        held, streamed, gathered = choice.tiling
+        tiles = f"tiles of {held} x {streamed}"
+        if gathered:
+            tiles += f", gathered from blocks of {gathered}"
+        return KernelChoice(
+            kernel, config.block_m, config.block_n, config.num_warps, config.num_stages,
+            choice.arithmetic + (" in pieces" if choice.pieces else ""),
+            f"{'descriptors' if choice.descriptors else 'pointers'}: {choice.why_descriptors}",
+            f"{tiles}: {choice.why_tiling}", len(walked), int(walked.sum()), int(walked.max()) if len(walked) else 0,
+            self.work.parts,
+        )  # fmt: skip
 
 
 class KernelLayout:
@@ -70,10 +86,11 @@ class KernelLayout:
         varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
         means: bool = False,
     ) -> None:  # fmt: skip
-        """From examples on the meta device, by the names of the kernel's arguments.
+        """The tensors are examples on the meta device, by the names of the kernel's arguments.
 
-        tiles: what is loaded by tiles that it walks; q, k and v first. varying: what else each call gives. strides: the
-        tensors whose strides it is told. row_stride: of numbers of queries. means: dq_kernel for what comes before dQ.
+        tiles: those loaded by tiles; q, k and v first. varying: the others that each call passes. strides: those whose
+        strides the kernel takes. row_stride: the stride between heads of per-query numbers. means: dq_kernel with
+        DELTA.
         """
         self.kernel, self.numbers = kernel, numbers
         self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
@@ -81,10 +98,10 @@ class KernelLayout:
         self._chooser = Chooser(kernel, setting, numbers.dims, list(tiles.values()))
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
-        self._launches: dict[tuple[Tiling, bool], Launch] = {}  # without work; few tilings exist
+        self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; there are few tilings
 
     def bind(self, plan: Plan) -> Bound:
-        """The kernel with the work of a plan."""
+        """The kernel bound to the work of a plan."""
         over_columns = self.kernel == "dk_dv"
         choice = self._chooser.choice(plan)
         config = choice.config
@@ -141,12 +158,12 @@ class KernelLayout:
         )  # fmt: skip
 
     def _descriptors(self, choice: Choice) -> dict[str, Describe]:
-        """What the kernel takes as descriptors."""
+        """The arguments that the kernel takes as descriptors."""
         config, padded, made = choice.config, choice.padded, {}
         if choice.descriptors:
             tokens = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
             for name, x in self._tiles.items():
-                # Pieces lie side by side, as columns of one matrix.
+                # The pieces of a token lie side by side, as columns of one matrix.
                 shape = [*x.shape[:3], x.stride(2)] if x.ndim == 5 else list(x.shape)
                 box = [1, 1, tokens[name], padded[name in ("v", "dout")]]
                 made[name] = Describe(x, shape, describable_strides(x), box)
@@ -162,9 +179,9 @@ def launch_of(
     function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
     device: torch.device, described: Mapping[str, Describe], *, bound: Sequence[str], **options: int,
 ) -> Launch:  # fmt: skip
-    """A launch without work, of the variant that all layouts share to which Triton specialises in the same way.
+    """A launch without work, of a variant shared by all layouts on which Triton specialises in the same way.
 
-    Arguments that are neither constants, numbers nor examples, nor to be bound, are None.
+    Arguments that are neither constants, numbers, examples nor bound are None.
     """
     others = {*constants, *examples, *bound}
     fixed = {name: numbers.get(name) for name in function.arg_names if name not in others}

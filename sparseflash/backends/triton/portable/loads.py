@@ -1,8 +1,8 @@
 """What the kernels read and write: tiles of tokens, the bits of tiles, partial results.
 
-A tile of the tokens that a kernel streams is one piece of the sequence, or is gathered from small blocks that lie
-anywhere in it. `GATHERED` is the size of those blocks in tokens, and 0 where the tile is one piece. What is called
-`first` is then the first token of the tile, a number; or else the numbers of all its tokens, [TOKENS].
+A tile of streamed tokens is either one piece of the sequence or gathered from small blocks anywhere in it. `GATHERED`
+is the size of those blocks in tokens, or 0 for one piece. The argument `first` is then the numbers of all tokens of the
+tile, [TOKENS]; otherwise it is the number of the first one, a scalar.
 """
 
 import triton
@@ -26,10 +26,10 @@ def load_tokens(
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a tile of x[batch, head], [TOKENS, PADDED_DIM], zeros past the ends; in full fp32 their pieces.
+    """The tokens of a tile of x[batch, head], [TOKENS, PADDED_DIM], zeros past the ends; with PIECES, their pieces.
 
-    `x` is a tensor descriptor if TMA, a pointer otherwise; INSIDE promises that no token is past the end. What holds
-    the pieces has them side by side, in PADDED_DIM columns each.
+    `x` is a tensor descriptor if TMA, a pointer otherwise; INSIDE promises that no token is past the end. Pieces lie
+    side by side, in PADDED_DIM columns each.
     """
     if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
         first_piece = load_columns(
@@ -52,7 +52,9 @@ def load_columns(
     COLUMN: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """The columns from COLUMN on of a tile of tokens, [TOKENS, PADDED_DIM], zeros past DIM of them; see load_tokens."""
+    """The DIM columns from COLUMN on of a tile of tokens, padded with zeros to [TOKENS, PADDED_DIM]; see
+    load_tokens.
+    """
     if TMA:
         return x.load([batch, head, first, COLUMN]).reshape(TOKENS, PADDED_DIM)
     else:
@@ -96,10 +98,10 @@ def numbers_of_rows(
     x, batch_head, first_q, rows, q_len, row_stride, other,
     TOKENS: tl.constexpr, INSIDE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of the queries `rows`, one each, [TOKENS]; past the end `other`, or 0 if TMA.
+    """One number for each query in `rows`, [TOKENS]; past the end `other`, or 0 if TMA.
 
-    `x` is a descriptor of [B * Hq, Nq] if TMA, or else a pointer to [B, Hq, row_stride]. By pointers every thread loads
-    for itself all that it needs, a number at a time.
+    `x` is a descriptor of [B * Hq, Nq] if TMA, or else a pointer to [B, Hq, row_stride]. With pointers every thread
+    loads all the numbers that it needs itself, one at a time.
     """
     if TMA:
         return x.load([batch_head, first_q]).reshape(TOKENS)
@@ -113,7 +115,9 @@ def numbers_of_rows(
 
 @triton.jit
 def part_pointers(parts_ptr, part, SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Where [ROWS, DIMS] numbers of a partial result lie, of which a part holds SIZE: from FIRST on, row by row."""
+    """Pointers to [ROWS, DIMS] numbers of a partial result, in row-major order from FIRST on; a part has SIZE
+    numbers.
+    """
     at = tl.arange(0, ROWS)[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
     return parts_ptr + tl.cast(part, tl.int64) * SIZE + FIRST + at
 
@@ -124,9 +128,10 @@ def live_scores(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     MAY_BE_FULL: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Which scores of the TILE_M x TILE_N patch at (first_q, first_k) of a mask tile are live; all, if tile is 0.
+    """The live scores of the TILE_M x TILE_N patch at (first_q, first_k) of a mask tile; all are live if tile is 0.
 
-    One word is loaded for its scores, mostly 32, and spread by shifts: loading it once a score is 3 to 6 times slower.
+    A word is loaded once for its scores, mostly 32, and expanded by shifts: loading it once per score is 3 to 6 times
+    slower.
     """
     STORED: tl.constexpr = min(BLOCK_K, 32)
     BITS: tl.constexpr = min(TILE_N, 32)
@@ -136,7 +141,7 @@ def live_scores(
     number = tl.maximum(tile, 1) - 1 if MAY_BE_FULL else tile - 1
     tile_ptr = words_ptr + tl.cast(number, tl.int64) * (BLOCK_Q * WORDS)
     shift = tl.arange(0, BITS)
-    if BITS < STORED:  # a patch narrower than a word
+    if BITS < STORED:  # the patch is narrower than a word
         shift += first_k % STORED
     if TRANSPOSED:
         words = tl.load(tile_ptr + (word[:, None] + q[None, :] * WORDS))

@@ -27,15 +27,15 @@ from sparseflash.dropout import amplification
 
 
 class Combine:
-    """The kernel that merges what the chunks of another have written to a workspace."""
+    """The kernel that merges the partial results that the chunks of another kernel wrote to a workspace."""
 
     def __init__(
         self, of: Bound, layout: KernelLayout, function: Any, numbers_a_token: int, tokens: int,
         constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """numbers_a_token: of a partial result, in fp32. tokens: a program."""
+        """numbers_a_token: fp32 numbers of a partial result per token. tokens: per program."""
         if of.work.merged is None:
-            raise RuntimeError("nothing is cut into chunks")
+            raise RuntimeError("there are no chunks to merge")
         self._shape, self._device = (of.work.parts, of.tile * numbers_a_token), layout.device
         unbound = launch_of(
             function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, layout.device, {},
@@ -44,14 +44,14 @@ class Combine:
         self.launch = unbound.bind(len(of.work.merged) * (of.tile // tokens), merged_ptr=of.work.merged)
 
     def workspace(self) -> Tensor:
-        """Memory for the partial results."""
+        """Uninitialised memory for the partial results."""
         return torch.empty(self._shape, dtype=torch.float32, device=self._device)
 
 
 def combine_rows(of: Bound, layout: KernelLayout, written: Mapping[str, Tensor]) -> Combine | None:
-    """Merges `written`: out and lse, and in fp32 the maximum and the inverse sum; then come lengths, if there are any.
+    """Merges into `written`: out and lse, in fp32 also the maximum and the inverse sum; then come lengths, if any.
 
-    None if nothing is cut into chunks, as below.
+    None if no item is cut into chunks, as in the functions below.
     """
     if of.work.merged is None:
         return None
@@ -70,7 +70,7 @@ def combine_rows(of: Bound, layout: KernelLayout, written: Mapping[str, Tensor])
 
 
 def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | None = None) -> Combine | None:
-    """Merges dq; or dk and dv, after which come lengths, if there are any, and where those of keys begin."""
+    """Merges dq; or dk and dv, followed by lengths, if there are any, and the offset of those of keys."""
     if of.work.merged is None:
         return None
     numbers, padded, of_keys = layout.numbers, of.choice.padded, y is not None
@@ -94,7 +94,9 @@ def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | No
 
 
 def combine_means(of: Bound, layout: KernelLayout, rows: Tensor) -> Combine | None:
-    """Merges what dq_kernel finds before dQ: after the inverse sums of the forward, delta and the inverse sums."""
+    """Merges the results of dq_kernel with DELTA. Arguments: the forward's inverse sums, delta, the new inverse
+    sums.
+    """
     if of.work.merged is None:
         return None
     numbers = layout.numbers

@@ -1,7 +1,7 @@
-"""Forward and backward by the portable kernels, prepared for tensors of one layout and called with others like them.
+"""Forward and backward by the portable kernels, prepared for tensors of one layout.
 
-What depends on the layout alone is prepared once and shared by all plans; a pass adds the work of one plan. In full
-fp32 the tensors are split into pieces first, or each tile is as it is multiplied; see `fp32_split.py`.
+What depends only on the layout is prepared once and shared by all plans; a pass adds the work of one plan. In full fp32
+either the tensors are split into pieces first, or each tile is split as it is multiplied; see `fp32_split.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
 from sparseflash.backends.triton.alignment import aligned, is_aligned, with_aligned_rows
 from sparseflash.backends.triton.configs import padded_dims
-from sparseflash.backends.triton.family import Setting
+from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces
@@ -27,12 +27,12 @@ _layouts = BoundedDict(256)
 
 
 class Layout:
-    """What a forward and a backward share that depends on the layout of q, k and v."""
+    """What the forward and the backward have in common that depends on the layout of q, k and v."""
 
     def __init__(self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int) -> None:
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
         self.numbers = Numbers(heads, kv_heads, q_len, k_len, (q.shape[-1], v.shape[-1]), scale, dropped)
-        self.keep = q.dtype == torch.float32  # maxima and inverse sums of rows, for the backward
+        self.keep = q.dtype == torch.float32  # keep maxima and inverse sums of rows for the backward
         self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
         self._padded = padded_dims(*self.numbers.dims, setting.capability, itemsize=2)
         self.out, self.lse = empty_out(like(q), like(v)), empty_lse(like(q))
@@ -45,7 +45,7 @@ class Layout:
         return [in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))]
 
     def examples(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
-        """What `operands` would return of such tensors, on the meta device."""
+        """What `operands` would return for such tensors, on the meta device."""
         if not self.pieces:
             return [like(x) if is_aligned(x) else with_aligned_rows(like(x)) for x in (q, k, v, *dout)]
         widths = self._padded[0], self._padded[0], self._padded[1], self._padded[1]
@@ -55,7 +55,7 @@ class Layout:
         ]
 
     def are_read_as_they_are(self, *tensors: Tensor) -> bool:
-        """Whether `operands` would return such tensors themselves."""
+        """Whether `operands` would return such tensors unchanged."""
         return not self.pieces and all(map(is_aligned, tensors))
 
 
@@ -79,7 +79,7 @@ class ForwardLayout(Layout):
 
 
 class Forward:
-    """out and lse, and what the backward wants beside them."""
+    """Computes out and lse, and what the backward needs besides them."""
 
     def __init__(self, layout: ForwardLayout, plan: Plan) -> None:
         self._layout = layout
@@ -90,7 +90,7 @@ class Forward:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)`; `kept` holds maxima and inverse sums of the rows in fp32, and is None in half."""
+        """`(out, lse, kept)`; `kept` has maxima and inverse sums of the rows in fp32, and is None in half precision."""
         layout, kernel = self._layout, self.kernel
         out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
         lse = torch.empty_like(layout.an_lse)
@@ -110,8 +110,12 @@ class Forward:
         return out, lse, kept
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernels that a call launches."""
+        """All kernel launches of a call."""
         return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run."""
+        return [self.kernel.described("forward")]
 
 
 class BackwardLayout(Layout):
@@ -124,7 +128,7 @@ class BackwardLayout(Layout):
         super().__init__(setting, q, k, v, scale, dropped)
         self.out = like(out)
         self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
-        # How far apart the numbers of two heads lie; the copy engine wants a multiple of 16 bytes.
+        # The stride between heads of per-query numbers; TMA needs a multiple of 16 bytes.
         stride = self.numbers.q_len if self.keep else -(-self.numbers.q_len // 4) * 4
         self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)
         self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
@@ -148,7 +152,7 @@ class BackwardLayout(Layout):
                 "dout_ptr": dout, "out_ptr": self.out, "lse_ptr": self.lse, **through_lse, "lse2_ptr": self.rows,
                 "delta_ptr": self.rows, "dq_ptr": self.dq,
             }  # fmt: skip
-            of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta then
+            of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta
         self.queries = KernelLayout("dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride)
         tiles = {**tiles, "dout": dout}
         self.keys = KernelLayout(
@@ -158,7 +162,7 @@ class BackwardLayout(Layout):
 
 
 class Backward:
-    """The gradients of q, k and v."""
+    """Computes the gradients of q, k and v."""
 
     def __init__(self, layout: BackwardLayout, plan: Plan) -> None:
         self._layout = layout
@@ -197,18 +201,23 @@ class Backward:
         return dq, dk, dv
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernels that a call launches."""
+        """All kernel launches of a call."""
         kernels = [self.means, self.queries, self.keys, self._combine_means, self._combine_queries, self._combine_keys]
         return [each.launch for each in kernels if each is not None]
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run."""
+        kernels = {"dq, for delta": self.means, "dq": self.queries, "dk_dv": self.keys}
+        return [kernel.described(name) for name, kernel in kernels.items() if kernel is not None]
 
 
 def run_kernel(
     kernel: Bound, combine: Combine | None, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
     lengths: Tensor | None, seed: Tensor | None, merged: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Launches a kernel of the backward, or a forward without lengths, and what merges its chunks.
+    """Launches a kernel of the backward, or a forward without lengths, and the kernel that merges its chunks.
 
-    merged: what is merged, if not just what is written.
+    merged: the arguments of the merge, if they are not just `written`.
     """
     kernel.work.ready.wait()
     if combine is None:
@@ -216,7 +225,7 @@ def run_kernel(
         return
     parts = combine.workspace()
     kernel.launch(*read, *written, *kernel.extra(parts, lengths, seed))
-    if merged is None and len(written) == 2 and lengths is not None:  # of keys
+    if merged is None and len(written) == 2 and lengths is not None:  # dk and dv
         combine.launch(parts, *written, lengths, lengths.stride(0))
     else:
         combine.launch(parts, *(written if merged is None else merged))
@@ -225,7 +234,7 @@ def run_kernel(
 def forward(
     setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int
 ) -> Forward:  # fmt: skip
-    """The forward of a plan for tensors like these. key: all that the layout depends on, and the device."""
+    """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
     layout: ForwardLayout | None = _layouts.get(("forward", key))
     if layout is None:
         layout = _layouts.put(("forward", key), ForwardLayout(setting, q, k, v, scale, dropped))
@@ -236,7 +245,7 @@ def backward(
     setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
     *, dlse: bool,
 ) -> Backward:  # fmt: skip
-    """The backward of a plan for tensors like these. dlse: whether a gradient comes through lse."""
+    """The backward of a plan for tensors like these. dlse: whether a gradient arrives for lse."""
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key))
     if layout is None:
         made = BackwardLayout(setting, q, k, v, out, dout, scale, dropped, dlse=dlse)
@@ -245,14 +254,14 @@ def backward(
 
 
 def empty_kept(q: Tensor) -> Tensor:
-    """Maxima and inverse sums of the rows, `[2, B, Hq, Nq]`, in fp32; nothing in half, where lse will do."""
+    """Room for maxima and inverse sums of the rows, `[2, B, Hq, Nq]`, in fp32; empty in half precision."""
     return q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
 
 
 def one_number_of(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of one number of which `torch.empty_like` makes one like `x`, which is contiguous.
+    """A one-element tensor of which `torch.empty_like` makes tensors like `x`, which is contiguous.
 
-    To ask PyTorch for a size and a dtype takes three times as long.
+    Passing PyTorch a size and a dtype takes three times as long.
     """
     return torch.empty(1, dtype=x.dtype, device=device).expand(x.shape)
 

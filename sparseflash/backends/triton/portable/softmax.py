@@ -1,7 +1,7 @@
 """The arithmetic of attention on one tile of scores: a step of the softmax, and a step of its gradient.
 
-Each is written once and used by every loop of every kernel, so a change of scores is a change here. All are in base 2
-with fp32 accumulation. `live` says which scores exist; it is None where all of a tile do, and costs nothing then.
+Each is written once and used by every loop of every kernel, so this is the place to change how scores are used. All are
+in base 2 with fp32 accumulation. `live` says which scores are live; it is None, and costs nothing, if all are.
 """
 
 import triton
@@ -10,10 +10,10 @@ import triton.language as tl
 
 @triton.jit
 def softmax_step(scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr):
-    """One more tile of keys, `scores [M, N]`: `(weights, factor of what was summed before, new m_i, new l_i)`.
+    """Adds a tile of keys, `scores [M, N]`: `(weights, factor for the earlier sums, new m_i, new l_i)`.
 
-    m_i is the maximum of the raw scores if KEEP, else of the scaled ones. The scale is not negative, so the maximum of
-    scores that are all live may be taken before it.
+    m_i is the maximum of the raw scores if KEEP, otherwise of the scaled ones. The scale is not negative, so if all
+    scores are live the maximum may be taken before scaling.
     """
     if live is None:
         highest = tl.max(scores, 1)
@@ -25,7 +25,7 @@ def softmax_step(scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION
             scores = scores * qk_scale
         scores = tl.where(live, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
-        # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
+        # Without a live key so far the maximum is -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         if KEEP:
             scores = tl.where(live, scores, m_safe[:, None])  # -inf * 0 is NaN
@@ -38,10 +38,10 @@ def softmax_step(scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION
 
 @triton.jit
 def recomputed_weights(scores, live, lse2, inverse, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr):
-    """The weights of a tile in the backward: `(exponentials, weights)`, the same unless KEEP.
+    """The weights of a tile in the backward: `(exponentials, weights)`, which are equal unless KEEP.
 
-    If KEEP, `lse2` is the maximum of the raw scores and `inverse` one over the sum of exponentials, else `lse2` is the
-    lse in base 2; each has one number for a query and broadcasts with `scores`.
+    If KEEP, `lse2` is the maximum of the raw scores and `inverse` the inverse sum of exponentials; otherwise `lse2` is
+    the lse in base 2. Each has one number per query and broadcasts with `scores`.
     """
     exps = exponentials(scores, lse2, qk_scale, KEEP, PRECISION)
     if live is not None:
@@ -54,7 +54,9 @@ def recomputed_weights(scores, live, lse2, inverse, qk_scale, KEEP: tl.constexpr
 
 @triton.jit
 def score_gradients(p, dp, delta, dlse):
-    """The gradients of the scores of a tile, without the scale. `dlse`: what comes through lse, unless delta has it."""
+    """The gradients of the scores of a tile, without the scale. `dlse`: the gradient of lse, unless delta
+    includes it.
+    """
     ds = dp - delta
     if dlse is not None:
         ds += dlse
@@ -63,10 +65,10 @@ def score_gradients(p, dp, delta, dlse):
 
 @triton.jit
 def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
-    """2^(scores * qk_scale - maximum), with the maximum in units of raw scores if PRECISE, else already scaled.
+    """2^(scores * qk_scale - maximum); if PRECISE, the maximum is one of raw scores, otherwise it is scaled already.
 
-    Scaling first is one fused multiply-add a score. It rounds numbers the size of the score, which half precision does
-    not notice; in fp32 the difference is taken first, and what is rounded is small.
+    Scaling first takes one fused multiply-add per score. It rounds at the magnitude of the score, which does not matter
+    in half precision. In fp32 the difference is taken first, so that rounding happens at its smaller magnitude.
     """
     if PRECISE:
         exponent = (scores - maximum) * qk_scale
@@ -80,7 +82,7 @@ def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def exp2_rounded(x):
-    """2^x to within an ulp: the hardware's is twice as far off, and exact for whole numbers only."""
+    """2^x to within one ulp. The hardware's exp2 has twice that error, and is exact only for whole numbers."""
     whole = tl.floor(x + 0.5)
     fraction = x - whole  # in [-1/2, 1/2]: the Taylor series of degree 7 errs by 5e-9
     series = 1.5252733804e-05
@@ -96,9 +98,9 @@ def exp2_rounded(x):
 
 @triton.jit
 def decay(old_maximum, new_maximum, qk_scale, PRECISE: tl.constexpr):
-    """The factor by which sums taken relative to the old maximum count relative to the new one; 0 if there was none."""
+    """The factor that rescales sums relative to the old maximum to the new one; 0 if there was none."""
     if PRECISE:
-        first = old_maximum == float("-inf")  # and -inf * 0 would be NaN
+        first = old_maximum == float("-inf")  # -inf * 0 would be NaN
         return tl.where(first, 0.0, tl.exp2(tl.where(first, 0.0, old_maximum - new_maximum) * qk_scale))
     else:
         return tl.exp2(old_maximum - new_maximum)
@@ -106,7 +108,7 @@ def decay(old_maximum, new_maximum, qk_scale, PRECISE: tl.constexpr):
 
 @triton.jit
 def add_exactly(total, lost, number):
-    """total + number, and by how much rounding made it too large, which the next call takes off (Kahan's sum)."""
+    """Kahan summation: total + number, and the rounding error of that, which the next call subtracts."""
     number -= lost
     new_total = total + number
     return new_total, (new_total - total) - number

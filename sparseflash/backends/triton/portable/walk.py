@@ -1,17 +1,17 @@
-"""The walk along a row's list of tiles: which block comes next, and where a sequence's length ends it.
+"""Iteration over a row's list of tiles: which block comes next, and where a sequence's length ends the list.
 
-See `loads.py` for `GATHERED` and for what `first` is.
+See `loads.py` for `GATHERED` and `first`.
 """
 
 import triton
 import triton.language as tl
 
-ITEM = tl.constexpr(8)  # numbers a work item, see schedule/plan.py
+ITEM = tl.constexpr(8)  # numbers per work item, see schedule/plan.py
 
 
 @triton.jit
 def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
-    """The block of tile `start + i` of the lists; if GATHERED, for each token of the tile the block that it is from."""
+    """The block of tile `start + i` of the lists; if GATHERED, the block of each token of the tile."""
     if GATHERED > 0:
         return tl.load(index_ptr + ((start + i) * (TOKENS // GATHERED) + tl.arange(0, TOKENS) // GATHERED))
     else:
@@ -22,7 +22,7 @@ def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constex
 def first_blocks(item_ptr, index_ptr, start, full, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
     """The `listed_block` of an item's first full tile and of its first partial one.
 
-    Blocks that are one number stand in the item itself, so that no load waits for `start`.
+    Unless GATHERED, they are stored in the item itself, so that no load has to wait for `start`.
     """
     if GATHERED > 0:
         first = listed_block(index_ptr, start, 0, TOKENS, GATHERED)
@@ -34,7 +34,7 @@ def first_blocks(item_ptr, index_ptr, start, full, TOKENS: tl.constexpr, GATHERE
 
 @triton.jit
 def tokens_of_block(block, i, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
-    """`first` of the tile that step i takes, of a block of BLOCK tokens that is walked in tiles of TOKENS."""
+    """`first` of the tile of step i, in a block of BLOCK tokens that is processed in tiles of TOKENS."""
     if GATHERED > 0:
         return block * GATHERED + tl.arange(0, TOKENS) % GATHERED
     else:
@@ -48,7 +48,7 @@ def partial_tile(
 ):  # fmt: skip
     """The block and the tile number of the partial tile at this step of the list.
 
-    The full tile at `cut` comes before those from `first_partial` on, if a length cuts it (`at_end` is 1).
+    If a length cuts the full tile at `cut` (`at_end` is 1), that one comes before those from `first_partial` on.
     """
     at = first_partial + step - at_end
     if HAS_LENGTHS:
@@ -72,11 +72,11 @@ def count_below(index_ptr, start, stop, limit, STRIDE: tl.constexpr):
 def cut_at_length(
     index_ptr, start, full, count, length, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
-    """Leaves out the tiles at or past a sequence's length: `(full, at_end, masked)`.
+    """Removes the tiles at or past a sequence's length: `(full, at_end, masked)`.
 
-    A row lists `full` full tiles, then `count - full` partial ones, of one block of BLOCK tokens each, or of TOKENS
-    tokens gathered from increasing blocks. Of the full ones, the first `full` returned lie inside; the next, if
-    `at_end` is 1, is cut by the length. Of the partial ones, the first `masked` begin inside.
+    A row lists `full` full tiles, then `count - full` partial ones, each of one block of BLOCK tokens, or of TOKENS
+    tokens gathered from increasing blocks. The first `full` (as returned) of the full tiles lie inside the length; if
+    `at_end` is 1, the next one is cut by it. The first `masked` of the partial tiles begin inside.
     """
     UNIT: tl.constexpr = GATHERED if GATHERED > 0 else BLOCK
     PARTS: tl.constexpr = TOKENS // GATHERED if GATHERED > 0 else 1
@@ -92,12 +92,12 @@ def row_item(
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """What a program over a tile of queries has to do.
+    """The work of a program over a tile of queries.
 
     Returns `(place, lists, firsts, lengths)`. place: batch and head as one number, batch, head, key head, first query.
-    lists: the start of the list, how many full tiles, whether the next one is cut by the length, how many partial
-    tiles, and where those start. firsts: the first full block, the first partial one and its tile number. lengths: live
-    queries and live keys.
+    lists: the start of the list, the number of full tiles, whether the next one is cut by the length, the number of
+    partial tiles, and where those start. firsts: the first full block, the first partial one and its tile number.
+    lengths: live queries and live keys.
     """
     item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)

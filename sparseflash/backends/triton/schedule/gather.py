@@ -1,4 +1,4 @@
-"""Lists whose tiles are gathered: several blocks of a row side by side in one tile, wherever in the row they lie."""
+"""Lists of gathered tiles: each consists of several blocks of a row, which may lie anywhere in it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sparseflash.blockmask.ops.tilelist import in_chunks
 
 
 def gathered_keys(mask: BlockMask, streamed: int) -> TileLists:
-    """Rows of tiles of `mask.block_q x streamed` scores, each of the next few blocks of keys that the row has."""
+    """Rows of tiles of `mask.block_q x streamed` scores, each made of the row's next few blocks of keys."""
     parts, narrow = streamed // mask.block_k, mask.block_k < bitmask.WORD
     known = bitmask.choices(mask.bits, mask.block_k)
 
     def joined(some: Tensor) -> Tensor:
         words = known[some].transpose(1, 2)  # [C, block_q, parts, W]
-        if narrow:  # two pieces of 16 keys a word
+        if narrow:  # two pieces of 16 keys per word
             words = words[..., 0::2, :] | (words[..., 1::2, :] << 16)
         return words.flatten(1)
 
@@ -31,7 +31,7 @@ def gathered_keys(mask: BlockMask, streamed: int) -> TileLists:
 
 
 def gathered_queries(mask: BlockMask, streamed: int) -> TileLists:
-    """Columns of tiles of `streamed x mask.block_k` scores, each of the next few blocks of queries in the column."""
+    """Columns of tiles of `streamed x mask.block_k` scores, each made of the column's next few blocks of queries."""
     parts = streamed // mask.block_q
     known = bitmask.choices(mask.bits, mask.block_k)
     grouped = _group(*mask.columns, parts, past=mask.blocks[0], dead=len(known) - 1)
@@ -41,19 +41,19 @@ def gathered_queries(mask: BlockMask, streamed: int) -> TileLists:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """The blocks of every row in groups of `parts`, those groups first whose every block is full."""
+    """The blocks of every row in groups of `parts`; the groups with only full blocks come first."""
 
     start: Tensor  # int32 [rows]
     full: Tensor  # int32 [rows]
     count: Tensor  # int32 [rows]
     index: Tensor  # int32 [tiles + 1, parts]
-    kinds: Tensor  # int64 [tiles + 1, parts], the tile number of each block; where there is none, `dead`
+    kinds: Tensor  # int64 [tiles + 1, parts], the tile number of each block; `dead` where a group has none
 
 
 def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int, dead: int) -> _Grouped:
-    """Full blocks make groups as long as they last; what is left of them goes with the partial ones.
+    """Groups full blocks as long as there are `parts` of them; the remaining ones are grouped with the partial blocks.
 
-    Each of the two parts of a list increases, as sequence lengths want it.
+    Each of the two parts of a list increases, as the search for a sequence's length requires.
     """
     rows = row_of_entry(indptr, len(index))
     is_full = tile == 0
@@ -62,7 +62,7 @@ def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int
     full = starts.diff() // parts  # groups
     among_full = full_before[:-1] - starts[rows]
     in_full_group = is_full & (among_full < (full * parts)[rows])
-    _, order = torch.sort(rows * 2 + ~in_full_group, stable=True)  # the row of each entry stays
+    _, order = torch.sort(rows * 2 + ~in_full_group, stable=True)  # every entry stays in its row
 
     count = -(-indptr.diff() // parts)
     start = count.cumsum(0) - count
@@ -77,7 +77,10 @@ def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int
 
 
 def _lists(grouped: _Grouped, joined: Callable[[Tensor], Tensor], words_each: int, tiling: Tiling) -> TileLists:
-    """`joined`: the words of tiles, [C, words], from the kinds of their blocks, [C, parts]."""
+    """The lists of grouped blocks.
+
+    `joined`: the words of tiles, [C, words], from the kinds of their blocks, [C, parts].
+    """
     partial = (grouped.kinds != 0).any(1)
     recipes, number = bitmask.deduplicate(grouped.kinds[partial].unsqueeze(-1))
     tile = torch.zeros(len(partial), dtype=torch.int32, device=partial.device)

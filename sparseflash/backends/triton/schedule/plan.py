@@ -1,9 +1,9 @@
-"""The execution plan: for each program of a kernel, which tiles it walks, and in which order programs start.
+"""The execution plan: which tiles each program of a kernel processes, and the order in which programs start.
 
-Derived from a mask once and cached with it. A small mask that came from the host is planned there and its plan copied,
-because each operation on a GPU would cost the host more; others are planned on the device. A dynamic mask made on the
-GPU is planned without waiting for it; for any other the host may look once at how long the lists are, to cut those that
-are far too long (see splits.py).
+It is derived from a mask once and cached with it. A small mask that came from the host is planned there and its plan is
+copied, because the host would need longer to launch all the operations on a GPU; other masks are planned on the device.
+A dynamic mask is planned without synchronising. For any other, the host may read the lengths of the lists once, to cut
+those that are far too long (see splits.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.configs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.overrides import overrides
@@ -27,40 +28,40 @@ from sparseflash.blockmask.cache import BoundedDict, MaskCache, bounded, mask_ca
 from sparseflash.blockmask.csr import columns_of
 from sparseflash.blockmask.transfer import to_device
 
-_MOST_PLANS = 64  # of a mask, or without one: who has so many batch sizes or lengths has few calls of each
-_MOST_LAUNCHES = 64  # of a plan
+_MOST_PLANS = 64  # per mask, or for dense attention; with more batch sizes or lengths none repeats often enough
+_MOST_LAUNCHES = 64  # per plan
 
 
 class MaskLists:
-    """The tile lists of a mask, over rows and columns, in its own tiles and in others; all its plans share them."""
+    """The tile lists of a mask, over rows and columns, in its own tiling and in others; shared by all its plans."""
 
     def __init__(
         self, make: Callable[[int], TileLists], patterns: int, tokens: tuple[int, int], *, countable: bool,
         lasting: bool, device: torch.device, retiling: Retiling | None = None, pattern: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """make: the lists over rows, of 0, or over columns, of 1, in the tiles of the mask."""
+        """make: returns the lists over rows (for 0) or over columns (for 1), in the tiles of the mask."""
         self._make = make
         self._made: list[TileLists | None] = [None, None]
-        self.retiling = retiling  # None if the mask has to be run in its own tiles
+        self.retiling = retiling  # None if the mask must be run in its own tiles
         self.patterns, self.tokens = patterns, tokens
-        self.countable = countable  # the host may ask the device how long the lists are
-        self.lasting = lasting  # serves calls that a CUDA graph being recorded knows nothing of
+        self.countable = countable  # whether the host may ask the device for the lengths of the lists
+        self.lasting = lasting  # whether calls outside a CUDA graph being recorded use it, too
         self.device = device
-        self.pattern = pattern  # where the lists are on the host, the mask's pattern numbers there
+        self.pattern = pattern  # the mask's pattern numbers on the host, if the lists are there
 
     def own(self, axis: int) -> TileLists:
-        """Those in the tiles of the mask."""
+        """The lists in the tiles of the mask."""
         made = self._made[axis]
         if made is None:
             made = self._made[axis] = self._make(axis)
         return made
 
     def get(self, axis: int, tiling: Tiling | None) -> TileLists:
-        """Those of a tiling; None for the tiles of the mask."""
+        """The lists of a tiling; None for the tiles of the mask."""
         if tiling is None or tiling == self.own(axis).tiling:
             return self.own(axis)
         if self.retiling is None:
-            raise RuntimeError(f"this plan has the tiles of its mask only; asked for {tiling}")
+            raise RuntimeError(f"this plan supports only the tiles of its mask; got {tiling}")
         return self.retiling.lists(axis, tiling)
 
 
@@ -72,27 +73,28 @@ class Plan:
         self._pattern = pattern  # int32 [B, Hq]
         self._kv_heads = kv_heads
         self._worklists: dict[tuple[int, int, Tiling | None, int], Worklist] = {}
-        self.tiles_per_head = tiles_per_head  # live tiles, the mean of the patterns; all that fit in a dynamic mask
+        self.tiles_per_head = tiles_per_head  # live tiles, mean over the patterns; capacity of a dynamic mask
         self.launches = BoundedDict(_MOST_LAUNCHES)
 
     @property
     def device(self) -> torch.device:
-        """Where the mask lies."""
+        """The device of the mask."""
         return self.lists.device
 
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling | None:
-        """What a kernel over `axis`, 0: rows, 1: columns, should walk, given the tiles that it would take itself.
+        """The tiling that a kernel over `axis` (0: rows, 1: columns) should walk, given the tiles that it prefers.
 
-        None for the tiles of the mask. Counting waits for the device, once a mask.
+        None for the tiles of the mask. Counting tiles synchronises with the device, once per mask.
         """
         retiling = self.lists.retiling
         return None if retiling is None else retiling.tiling(axis, whole, gathered, cost, warps)
 
     def worklist(self, axis: int, tile: int, tiling: Tiling | None = None, *, resident: int = 2) -> Worklist:
-        """Work over tiles of `tile` queries (axis 0) or keys (1), a divisor of those that the tiling holds.
+        """The work over tiles of `tile` queries (axis 0) or keys (axis 1); `tile` divides what the tiling holds.
 
-        Over queries an item has one list; over keys one for each query head of the group that shares the key head.
-        `tiling`: None for the tiles of the mask. `resident`: how many programs a multiprocessor runs at a time.
+        Over queries an item has one list; over keys it has one for each query head of the group that shares the key
+        head. `tiling`: None for the tiles of the mask. `resident`: the number of programs that a multiprocessor runs at
+        a time.
         """
         key = axis, tile, tiling, resident
         found = self._worklists.get(key)
@@ -138,38 +140,40 @@ def plan_of(problem: Problem, q_heads: tuple[int, int], kv_heads: int, tokens: t
     """The plan of a problem for `q_heads = (batch, query heads)` and `tokens = (queries, keys)`, from the cache."""
     indices = problem.indices
     if indices is None:
-        raise ValueError("dense attention has a plan of its own, dense_plan")
+        raise ValueError("problem must have a mask; use dense_plan for dense attention")
     cache = mask_cache(indices)
     plans = cache.get("plans")
     if plans is None:
         plans = cache["plans"] = BoundedDict(_MOST_PLANS)
     plan: Plan | None = plans.get((q_heads, kv_heads))
     if plan is None:
-        if cache.countable:  # a dynamic mask may itself have been made by what is being recorded
+        if cache.countable:  # a dynamic mask may itself be made in the graph being recorded
             refuse_to_record(indices.device)
         lists: MaskLists | None = cache.get("lists")
         if lists is None:
             lists = cache["lists"] = _mask_lists(problem, tokens, cache)
         if problem.pattern is None:
-            raise ValueError("a mask must be given whole")
+            raise ValueError("all arrays of a mask must be given")
         tiles = len(indices) / lists.patterns
         plan = plans.put((q_heads, kv_heads), Plan(lists, problem.pattern.expand(q_heads), kv_heads, tiles))
     return plan
 
 
 def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> MaskLists:
-    """The lists of a mask, on the host if it came from there."""
+    """The lists of a mask, on the host if the mask came from there."""
     device = problem.indices.device  # type: ignore[union-attr]
     host = cache.get("host")
     source = problem if host is None else Problem.of(host, scale=problem.scale)
     indptr, indices, tile, words, pattern = source[:5]
     if indptr is None or indices is None or tile is None or words is None or pattern is None:
-        raise ValueError("a mask must be given whole")
+        raise ValueError("all arrays of a mask must be given")
     blocks = (problem.block_q, problem.block_k)
     row_blocks, col_blocks = (-(-n // b) for n, b in zip(tokens, blocks, strict=True))
-    # Neither the cache nor the tensor that it hangs on may be held by what is put into it, or nothing of it is freed.
+    # The lists are put into the cache, so they must hold neither it nor the tensor that it hangs on: the cycle would
+    # keep all of them alive.
     indices, countable = indices.detach(), cache.countable
-    own_words = words if problem.words is None else problem.words  # on the device, where the kernels read them
+    # On the device, where the kernels read them.
+    own_words = aligned_start(words if problem.words is None else problem.words)
 
     def make(axis: int) -> TileLists:
         if countable:
@@ -188,7 +192,7 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
 def dense_plan(
     q_heads: tuple[int, int], kv_heads: int, tokens: tuple[int, int], blocks: tuple[int, int], device: torch.device
 ) -> Plan:
-    """The plan of a mask with every tile full, which stores nothing that grows with `Nq * Nk`."""
+    """The plan of a mask with every tile full; it stores nothing that grows with `Nq * Nk`."""
     refuse_to_record(device)
     (q_len, k_len), (block_q, block_k) = tokens, blocks
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
@@ -218,7 +222,7 @@ def dense_plan(
 
 
 def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tensor, tiling: Tiling) -> TileLists:
-    """Two lists serve all rows: one for the last, whose tiles may all be cut, and one for the others."""
+    """Two lists serve all rows: one for the last row, all of whose tiles may be cut, and one for the others."""
     index = torch.arange(cols, dtype=torch.int32, device="cpu")
     tile = torch.zeros(2, cols, dtype=torch.int32, device="cpu")
     tile[0, -1] = last_col
@@ -235,7 +239,7 @@ def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tens
 
 
 def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
-    """Work items for `pattern [B, H, group]`, in the order of their numbers: W = B * H * T."""
+    """The work items for `pattern [B, H, group]`, ordered by number: W = B * H * T."""
     batch, heads, group = pattern.shape
     device = pattern.device
     count_tiles = -(-length // tile)
@@ -255,11 +259,11 @@ def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
 
 
 def _in_start_order(items: Items, lists: TileLists) -> Tensor:
-    """What the kernels read: int32 `[W, group, 8]`, in the order in which programs start.
+    """The items as the kernels read them: int32 `[W, group, 8]`, in the order in which programs start.
 
-    An item is `(batch and head and tile as one number, start, full, count)` of its list, then the first full block,
-    the first partial block and its tile number, and its place among the chunks. The firsts stand here, too, because a
-    program that had to look them up would wait for memory once more before it can load any key.
+    An item is `(batch, head and tile as one number, start, full, count)` of its list, then the first full block, the
+    first partial block and its tile number, and its number among the chunks. The first blocks are stored here because a
+    program that looked them up in the lists would wait for memory once more before it could load any keys.
     """
     start, masked = items.start.view(-1), (items.start + items.full).view(-1)
     index = lists.index.view(len(lists.tile), -1)[:, 0]  # of a gathered tile, which has several, none is read

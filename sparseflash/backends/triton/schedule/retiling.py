@@ -1,4 +1,4 @@
-"""The lists of one mask in other tiles than its own, each made when it is first asked for, and how many there are."""
+"""The lists of a mask in other tilings than its own, each made on first use, and their tile counts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sparseflash.blockmask.csr import row_of_entry
 
 
 class Retiling:
-    """One for each mask, shared by its plans.
+    """The other tilings of one mask, shared by its plans.
 
-    `axis` is 0 for lists over rows, which hold queries and stream keys, 1 for those over columns.
+    `axis` is 0 for lists over rows, which hold queries and stream keys, and 1 for lists over columns.
     """
 
     def __init__(
         self, indptr: Tensor, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor, lengths: tuple[int, int],
         block: tuple[int, int],
     ) -> None:  # fmt: skip
-        self._arrays = indptr, indices, tile  # not the tensor that this is cached with, which could not be freed then
+        self._arrays = indptr, indices, tile  # not the indices on which this is cached, or neither would be freed
         self._words, self._pattern = words, pattern
         self._lengths, self._block = lengths, block
         self._made: dict[Any, Any] = {}
@@ -44,16 +44,16 @@ class Retiling:
         return choose(found, lambda each: self.count(axis, each), self.held(axis), whole, gathered, cost, warps)
 
     def candidates(self, axis: int, whole: Tile, gathered: Tile) -> list[Tiling]:
-        """What there is to choose from, the mask's own tiling first."""
+        """The tilings to choose from, the mask's own first."""
         return candidates((self._block[axis], self._block[1 - axis]), whole, gathered)
 
     def held(self, axis: int) -> int:
-        """How many tokens programs over this axis hold together, over all patterns."""
+        """The number of tokens that all programs over this axis hold together, over all patterns."""
         patterns = (len(self._arrays[0]) - 1) // -(-self._lengths[0] // self._block[0])
         return patterns * self._lengths[axis]
 
     def count(self, axis: int, tiling: Tiling) -> int:
-        """How many tiles there are, over all patterns, without making them."""
+        """The number of tiles of a tiling, over all patterns, computed without making them."""
         counted: int = self._once(("count", axis, tiling), lambda: self._count(axis, tiling))
         return counted
 
@@ -82,7 +82,7 @@ class Retiling:
     def _mask(self) -> BlockMask:
         block_q, block_k = self._block
         bits = self._words.view(-1, block_q, bitmask.words_per_row(block_k))
-        if not bool((self._arrays[2] > 0).any()):  # then the words are one dead tile that nobody uses
+        if not bool((self._arrays[2] > 0).any()):  # the words are then one unused dead tile
             bits = bits[:0]
         return BlockMask(*self._lengths, block_q, block_k, *self._arrays, bits, self._pattern)
 

@@ -1,11 +1,11 @@
-"""Which work items are cut into chunks, and the items that come of it.
+"""Decides which work items are cut into chunks, and makes the resulting items.
 
-An item far longer than the rest (the row of a global token, or the column) would still run when all others are done.
+An item far longer than the rest (the row or column of a global token) would still be running when all others are done.
 Its list is cut into chunks of nearly equal length, each an item of its own that writes partial results to a workspace;
 `portable/combine.py` merges them in the order of the list.
 
-What is cut depends on the rows of one (batch element, head) alone, never on how many of those there are: a row has the
-same bits alone and in any batch.
+The cuts depend only on the rows of one (batch element, head), never on the number of those, so a row has the same bits
+alone and in any batch.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from sparseflash.backends.triton.configs import SplitRule
 class Items(NamedTuple):
     """Work items, all int32 `[W, group]`: each has one list of tiles for every query head of a group."""
 
-    number: Tensor  # of batch and head and tile of tokens; the same for the group
+    number: Tensor  # of batch, head and tile of tokens; the same for the group
     start: Tensor
-    full: Tensor  # so many of the list are full tiles, which come first
+    full: Tensor  # how many tiles of the list are full; these come first
     size: Tensor  # of the list
-    part: Tensor  # which of the chunks of items that are cut, from 1; 0: not cut; the same for the group
+    part: Tensor  # number among all chunks of cut items, from 1; 0: not cut; the same for the group
 
 
 class Cuts(NamedTuple):
-    """Into how many chunks each item is cut; and, on the host, what that comes to."""
+    """The number of chunks of each item, and its totals on the host."""
 
-    chunks: Tensor  # int64 [W], 1: not cut
-    total: int  # of them
-    cut: int  # items cut into more than one
+    chunks: Tensor  # int64 [W]; 1: not cut
+    total: int  # sum of `chunks`
+    cut: int  # number of items that are cut
 
 
 def cuts_of(
     size: Tensor, tiles: int, block: int, held: int, resident: int, rule: SplitRule, *, most: int, total: int | None,
     each: int | None, countable: bool,
 ) -> Cuts | None:  # fmt: skip
-    """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None: no item is.
+    """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None if no item is.
 
-    tiles: how many items in a row are those of one head. held: tokens of the tile that the program of an item holds.
-    resident: how many programs a multiprocessor runs at a time.
+    tiles: the number of consecutive items that belong to one head. held: the tokens that the program of an item holds.
+    resident: the number of programs that a multiprocessor runs at a time.
 
-    Needs numbers on the host: `each`, the tiles of every item, if it is known there; else, if `countable`, one copy of
-    two numbers from the device, saved where `most`, which none exceeds, and `total`, the tiles of a head if that is
-    known, already say that nothing is cut.
+    Needs numbers on the host: `each`, the tiles of every item, if they are equal and known there. Otherwise, if
+    `countable`, two numbers are copied from the device. That copy is skipped if `most`, an upper bound of all sizes,
+    and `total`, the tiles of a head if known, already show that nothing is cut.
     """
     slots = rule.multiprocessors * resident // rule.heads
     shortest = -(-rule.shortest(held) // block)
@@ -67,7 +67,10 @@ def cuts_of(
 
 
 def _chunks(lengths: Tensor, slots: int, shortest: int, rule: SplitRule) -> Tensor:
-    """Into how many: int64 `[heads, tiles]`. As no chunk is below the mean, a head has at most `slots` more items."""
+    """The number of chunks, int64 `[heads, tiles]`.
+
+    No chunk is shorter than the work per slot, so a head gets at most `slots` more items.
+    """
     total, longest = lengths.sum(1, keepdim=True), lengths.amax(1, keepdim=True)
     chunk = (-(-total // slots)).clamp(min=shortest)
     is_far = longest * lengths.shape[1] > rule.far * total
@@ -76,13 +79,14 @@ def _chunks(lengths: Tensor, slots: int, shortest: int, rule: SplitRule) -> Tens
 
 
 def cut_items(items: Items, cuts: Cuts) -> tuple[Items, Tensor]:
-    """The chunks of all items, in their order, and what is to be merged.
+    """The chunks of all items, in order, and the items to be merged.
 
-    Chunk p of n is the part from `p * length // n` to `(p + 1) * length // n` of the lists of an item one after the
-    other, full tiles first in each. So it is a list again, or none, for each of the group.
+    The lists of an item are cut as if concatenated: chunk p of n goes from `p * length // n` to `(p + 1) * length //
+    n`. Full tiles come first in each list, so a chunk is again a list (maybe an empty one) for each member of the
+    group.
 
-    The second is int32 `[cut, 4]`: the number of an item that is cut, the place of its first chunk, from 0, how many
-    there are, and a filler.
+    The second result is int32 `[cut, 4]`: the number of an item that is cut, the index of its first chunk, from 0, the
+    number of its chunks, and a filler.
     """
     device = cuts.chunks.device
     item = torch.repeat_interleave(torch.arange(len(cuts.chunks), device=device), cuts.chunks, output_size=cuts.total)

@@ -1,25 +1,26 @@
-"""In which tiles a kernel walks a mask: those of the mask, larger ones, or ones gathered from several small blocks.
+"""The tilings of a mask: its own tiles, larger ones, or tiles gathered from several small blocks.
 
-Tensor cores want at least 64 rows in the tile that a program holds, and loops want at least 64 tokens a step. A mask of
-smaller blocks can be run in other tiles that have the same live scores, which the bits of the tiles keep exact:
+Tensor cores need at least 64 rows in the tile that a program holds, and loops need at least 64 tokens per step. A mask
+of smaller blocks can be run in other tiles with the same live scores, which the bits of the tiles keep exact:
 
-- larger tiles unite blocks in both directions, and what is dead between them is multiplied in vain;
+- larger tiles unite blocks in both directions; dead scores between them are multiplied in vain;
 - gathered tiles unite blocks only over the tokens that a program holds; a step takes the next few live blocks of the
-  list, wherever they lie. Nothing dead lies between those, but every thread has to load for itself.
+  list, wherever they lie. No dead scores lie between those, but TMA cannot load them, so every thread loads for
+  itself.
 
-Which is best depends on where the blocks lie. In a window larger tiles are nearly as full as small ones; a block drawn
-at random is wanted by one row alone. So the tiles of each way are counted, and the cheapest is taken.
+Which is best depends on where the blocks lie. In a window larger tiles are nearly as full as small ones, whereas a
+random block is live in one row only. So the tiles of each tiling are counted, and the cheapest one is used.
 
-Scores multiplied for a live one, 16384 tokens, 64 tokens held and 64 streamed, or 32 held:
+Scores multiplied per live one, 16384 tokens, 64 tokens held and 64 streamed, or 32 held:
 
     mask                                   blocks of    64 x 64    gathered    gathered, 32 held
     butterfly (i ^ j is a power of two)           16       3.27        3.27                 1.82
                                                   32       1.80        1.80                 1.00
     |i - j| <= 4                                  16       1.33        1.33                 1.33
                                                   32       1.11        1.11                 1.11
-    2 global rows, columns; window 3; 3 drawn     16       6.61        2.40                 1.40
+    2 global rows, columns; window 3; 3 random    16       6.61        2.40                 1.40
                                                   32       2.18        1.40                 1.00
-    12.9 % drawn                                  16       6.88        3.30                 1.88
+    12.9 % random                                 16       6.88        3.30                 1.88
                                                   32       3.27        1.88                 1.01
 """
 
@@ -31,14 +32,14 @@ from typing import NamedTuple
 from sparseflash.backends.triton.configs import TILE_COSTS
 
 Tile = tuple[int, int]  # tokens held, tokens streamed
-Warps = Callable[[Tile, bool], int]  # that walk such tiles; whether they are gathered
+Warps = Callable[[Tile, bool], int]  # number of warps for such tiles; the flag says whether they are gathered
 
 
 class Tiling(NamedTuple):
-    """The tiles of the lists that a kernel walks, in tokens: of those that a program holds, and of those it streams.
+    """The tiles of a kernel's lists, in tokens: those that a program holds, and those that it streams.
 
     Kernels over rows hold queries and stream keys; the one over columns holds keys and streams queries. If `gathered`
-    is not 0, the streamed tokens of a tile come from blocks of so many tokens, which divides `streamed`.
+    is not 0, the streamed tokens of a tile come from blocks of that many tokens, which divides `streamed`.
     """
 
     held: int
@@ -47,16 +48,16 @@ class Tiling(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a kernel costs under a tiling, in units of the products of 64 x 64 scores; see `configs.TILE_COSTS`."""
+    """The cost of a kernel with a tiling, in units of the products of 64 x 64 scores; see `configs.TILE_COSTS`."""
 
     loading: float  # of 64 streamed tokens in one piece
-    loading_gathered: float  # the same where they are gathered
-    step: float  # of four warps, or more
+    loading_gathered: float  # the same if they are gathered
+    step: float  # of four or more warps
     program: float
-    worth: float  # another tiling than the mask's own must cost at most this part
+    worth: float  # another tiling must cost at most this share of the mask's own
 
     def of_step(self, held: int, streamed: int, *, gathered: bool = False, warps: int | None = None) -> float:
-        """One step of a tile of `held` tokens over `streamed` ones. `warps`: None for the usual ones.
+        """One step of a tile of `held` tokens over `streamed` ones. `warps`: None for the usual number.
 
         >>> round(HALF.of_step(64, 64), 2), round(HALF.of_step(64, 128), 2)
         (1.55, 2.65)
@@ -70,7 +71,7 @@ class Cost(NamedTuple):
         return scores / 4096 + streamed / 64 * loading + self.step * min(1.0, warps / 4)
 
     def of_tiles(self, count: int, tiling: Tiling, tile: Tile, tokens: int, warps: int | None = None) -> float:
-        """A walk over `count` tiles of the lists, in steps of at most `tile`, by programs that hold all `tokens`."""
+        """All steps, of at most `tile`, over `count` tiles of the lists, by programs that together hold `tokens`."""
         held, streamed = step_of(tiling, tile)
         steps = count * (tiling.held // held) * (tiling.streamed // streamed)
         step = self.of_step(held, streamed, gathered=tiling.gathered > 0, warps=warps)
@@ -78,12 +79,12 @@ class Cost(NamedTuple):
 
 
 def usual_warps(tile: Tile, gathered: bool) -> int:
-    """One for 256 scores."""
+    """One warp per 256 scores."""
     return tile[0] * tile[1] // 256
 
 
 def step_of(tiling: Tiling, tile: Tile) -> Tile:
-    """The tile of one step through tiles of that tiling, by a kernel that would take `tile`.
+    """The tile of one step in a tiling, for a kernel that prefers `tile`.
 
     >>> step_of(Tiling(128, 16), (64, 128))
     (64, 16)
@@ -97,9 +98,6 @@ HALF, FP32 = Cost(**TILE_COSTS["half"]), Cost(**TILE_COSTS["fp32"])
 def candidates(block: Tile, whole: Tile, gathered: Tile) -> list[Tiling]:
     """The tilings worth counting for a mask in tiles of `block`, its own first.
 
-    `whole`: the tile that the kernel takes where nothing limits it; `gathered`: the same where it gathers. Blocks are
-    united up to those, or to 64, and no further: a mask of large blocks has no other tiling than its own.
-
     >>> candidates((128, 128), (64, 128), (64, 64))
     [Tiling(held=128, streamed=128, gathered=0)]
     >>> for tiling in candidates((16, 16), (64, 128), (64, 64)):
@@ -110,6 +108,9 @@ def candidates(block: Tile, whole: Tile, gathered: Tile) -> list[Tiling]:
     16 64 16
     32 64 16
     64 64 16
+
+    `whole`: the tile that the kernel prefers; `gathered`: the same if it gathers. Blocks are united up to those sizes,
+    or to 64, and no further: a mask of large blocks has only its own tiling.
     """
     held, streamed = block
     found = [Tiling(held, streamed)]
@@ -120,7 +121,7 @@ def candidates(block: Tile, whole: Tile, gathered: Tile) -> list[Tiling]:
 
 
 def _united(own: int, most: int, *sizes: int) -> list[int]:
-    """Those of the sizes, and `most`, that lie between `own` and `most`; or else `own`."""
+    """Those of the sizes, and of `most`, that are above `own` and at most `most`; `own` if there are none."""
     return sorted({size for size in (*sizes, most) if own < size <= most}) or [own]
 
 
@@ -128,10 +129,10 @@ def choose(
     tilings: Sequence[Tiling], count: Callable[[Tiling], int], tokens: int, whole: Tile, gathered: Tile, cost: Cost,
     warps: Warps,
 ) -> Tiling:  # fmt: skip
-    """The cheapest; but the first, which is the mask's own, unless that costs enough more.
+    """The cheapest tiling; the first, which is the mask's own, unless another is cheaper by enough.
 
-    `count`: the tiles that the lists of a tiling hold together, for so many held `tokens`. `whole` and `gathered` as in
-    `candidates`.
+    `count`: the number of tiles in all lists of a tiling, which together hold `tokens` tokens. `whole` and `gathered`
+    as in `candidates`.
     """
     prices = []
     for tiling in tilings:
@@ -142,7 +143,7 @@ def choose(
 
 
 def cheapest(prices: Sequence[float], worth: float) -> int:
-    """The number of the lowest price, if it is at most `worth` times the first; or else 0.
+    """The index of the lowest price, if that is at most `worth` times the first; otherwise 0.
 
     >>> cheapest([10.0, 8.0, 9.0], 0.9), cheapest([10.0, 9.5], 0.9)
     (1, 0)

@@ -18,19 +18,19 @@ class TileLists:
     """The tile list of every row (or column): row r has the tiles `start[r] : start[r] + count[r]`.
 
     The first `full[r]` of them are full. Tile t lies at block `index[t]`, and `tile[t]` is 0 or the number of its bits
-    in `words`. Where tiles are gathered, of G blocks each, their blocks are `index[t * G : (t + 1) * G]`, and what is
-    missing from the last tile of a row is a block past the end. Each of the two parts of a list increases. There is one
-    tile more than needed, because the kernels read one ahead. Rows may share a list.
+    in `words`. If tiles are gathered from G blocks each, these are `index[t * G : (t + 1) * G]`; the last tile of a row
+    is padded with a block number past the end. Each of the two parts of a list increases. There is one tile more than
+    needed, because the kernels read one ahead. Rows may share a list.
     """
 
     start: Tensor  # int32 [P * M]
     full: Tensor  # int32 [P * M]
     count: Tensor  # int32 [P * M]
-    index: Tensor  # int32 [(tiles + 1) * G], G = 1 where nothing is gathered
+    index: Tensor  # int32 [(tiles + 1) * G], G = 1 if nothing is gathered
     tile: Tensor  # int32 [tiles + 1]
-    words: Tensor  # int32, the bits of the partial tiles one after the other, as `BlockMask.words`
+    words: Tensor  # int32, the concatenated bits of the partial tiles, as `BlockMask.words`
     tiling: Tiling
-    each: int | None = None  # every count, if they are equal and the host knows
+    each: int | None = None  # every count, if they are equal and known on the host
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -38,10 +38,10 @@ class TileLists:
         object.__setattr__(self, "ready", ready)
 
     def to(self, device: torch.device) -> TileLists:
-        """The same lists on another device; themselves if they are there."""
+        """The same lists on another device; themselves if already there."""
         if self.index.device == device:
             return self
-        words = self.words.to(device)  # those of the mask are there already
+        words = self.words.to(device)  # those of the mask are already there
         start, full, count, index, tile = to_device(
             (self.start, self.full, self.count, self.index, self.tile), device
         )  # fmt: skip
@@ -50,13 +50,13 @@ class TileLists:
 
 @dataclass(frozen=True)
 class Worklist:
-    """What a kernel over rows or columns walks: its work items, and the lists that they point into."""
+    """The work of a kernel over rows or columns: its items, and the lists that they point into."""
 
     work: Tensor  # int32 [W, group, 8], see plan.py
     index: Tensor
     tile: Tensor
     words: Tensor
-    parts: int = 0  # items that are chunks of longer ones, and write partial results
+    parts: int = 0  # number of items that are chunks and write partial results
     merged: Tensor | None = None  # int32 [items that are cut, 4], see splits.py
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
@@ -65,18 +65,18 @@ class Worklist:
         object.__setattr__(self, "ready", ready)
 
     def to(self, device: torch.device) -> Worklist:
-        """The same on another device; itself if it is there."""
+        """The same on another device; itself if already there."""
         if self.work.device == device:
             return self
         arrays = [self.work, self.index, self.tile, *([] if self.merged is None else [self.merged])]
-        words = [] if self.words.device == device else [self.words]  # those of the mask may be there already
+        words = [] if self.words.device == device else [self.words]  # those of the mask may already be there
         work, index, tile, *rest = to_device((*arrays, *words), device)
         moved = rest.pop() if words else self.words
         return replace(self, work=work, index=index, tile=tile, words=moved, merged=rest[0] if rest else None)
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
-    """The lists of compressed sparse rows, in the order of each row but full tiles before partial ones."""
+    """The lists of compressed sparse rows, in the order of each row but with full tiles before partial ones."""
     partial = tile > 0
     order = torch.sort(torch.add(partial, row_of_entry(indptr, len(index)), alpha=2), stable=True).indices
     full_before = torch.constant_pad_nd((~partial).cumsum(0, dtype=torch.int32), (1, 0))
@@ -86,5 +86,5 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
 
 
 def one_more(array: Tensor) -> Tensor:
-    """The array with a zero behind it."""
+    """The array with a zero appended."""
     return torch.constant_pad_nd(array, (0, 1))
