@@ -3,8 +3,8 @@
 import os
 
 if __name__ == "__main__":  # worker processes of the generator import this module under another name
-    # Before PyTorch is loaded. Threads that spin while they wait slow a run down twentyfold as soon as the
-    # machine has anything else to do, and gain little when it has not.
+    # Must be set before PyTorch is loaded. Threads that spin while they wait slow a run down twentyfold as soon as the
+    # machine has other work, and gain little when it has none.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     from experiments.lra.cli import app

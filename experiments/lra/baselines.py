@@ -1,4 +1,4 @@
-"""What one gets on a task without computing anything: a result means something only above these."""
+"""Baselines that need no reasoning: a result means something only if it is above these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Baseline:
 
 def baselines(data: Data) -> list[Baseline]:
     """The majority class; for ListOps the best answer given only the first token, the root operator; for generated
-    Pathfinder images, what the dots and the dashes below them tell of the answer."""
+    Pathfinder images, what the dots and the dashes below them say about the answer.
+    """
     found = [majority(data)]
     if data.task.name == "listops":
         found.append(fit("root operator", groups_of(data.train, True), groups_of(data.test, True), data))
@@ -35,13 +36,13 @@ def majority(data: Data) -> Baseline:
 
 
 def groups_of(examples: Examples, by_first_token: bool) -> NDArray[np.uint8]:
-    """What the rule may look at in each example: its first token, or nothing."""
+    """What the rule may use of each example: its first token, or nothing."""
     return examples.first_symbols if by_first_token else np.zeros(len(examples), np.uint8)
 
 
 def fit(rule: str, train_groups: NDArray[np.uint8], test_groups: NDArray[np.uint8], data: Data) -> Baseline:
     """The rule that answers with the most frequent class of the example's group."""
-    counts = np.ones((data.task.vocabulary, data.task.classes))  # one of each, so that no class has chance 0
+    counts = np.ones((data.task.vocabulary, data.task.classes))  # start from one, so that no class has probability 0
     np.add.at(counts, (train_groups, data.train.labels), 1)
     chances = counts / counts.sum(1, keepdims=True)
     accuracy = float((counts.argmax(1)[test_groups] == data.test.labels).mean())

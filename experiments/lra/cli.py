@@ -1,4 +1,6 @@
-"""The command line: options only. What the commands do is in session.py, evaluate.py, generator.py, demo.py, table/."""
+"""The command line: options only. The commands are implemented in session.py, evaluate.py, generator.py, demo.py,
+table/.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ console = Console()
 
 
 def count_option(name: str) -> Any:
-    """An option of `generate`, described as the setting of `train` that asks for the same data."""
+    """An option of `generate`, with the help text of the setting of `train` for the same data."""
     return typer.Option(help=HELP[name].removeprefix("Generated data: ").capitalize())
 
 
@@ -100,7 +102,7 @@ def train(
     """
     with short_errors():
         if tensorboard_files:
-            tensorboard.writer_class()  # an error before anything is written
+            tensorboard.writer_class()  # raises an error, if any, before anything is written
         if resume:
             if preset or overwrite:
                 raise ValueError("--resume keeps the run's settings: leave out --preset and --overwrite")
@@ -108,7 +110,8 @@ def train(
                 raise ValueError("--resume needs --out, the folder of the run")
             saved, saved_data = saved_run(out)
             config = resumed(saved, chosen)
-            # Generated data are what their folder's name says: where they are gone, they are generated again.
+            # The name of a folder of generated data determines its contents, so data that are gone can be generated
+            # again.
             if data is None and (saved_data.is_dir() or saved_data.name != config.generator.folder_name):
                 data = saved_data
         else:
@@ -128,7 +131,7 @@ def train(
         chosen_seeds = series.parsed(seeds) if seeds is not None else series.saved(out) if resume and out else None
         if chosen_seeds is not None and "seed" in chosen:
             raise ValueError("--seeds stands instead of --seed: leave out one of them")
-        check(config)  # before data are generated, which takes minutes
+        check(config)  # before generating data, which takes minutes
         folder = out or RUNS / default_name(config, series=chosen_seeds is not None)
         until = deadline(pause_after)
         with process_group(config.device) as ranks:
@@ -276,7 +279,7 @@ def table_command(
 
 
 def repeatable(words: list[str]) -> str:
-    """The command, without where its files lie."""
+    """The command without its folders and files."""
     kept: list[str] = []
     for before, word in zip(["", *words], words):
         if not {before, word} & {"--out", "--runs"} and not word.startswith(("--out=", "--runs=")):
@@ -285,7 +288,7 @@ def repeatable(words: list[str]) -> str:
 
 
 def default_name(config: Config, *, series: bool = False) -> str:
-    """The folder name of a run: its task, mask and seed; or of the runs with several seeds."""
+    """The name of the folder of a run, from its task, mask and seed, or of a series of runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
     other = "" if config.attention == "sparseflash" else f"{config.attention}-"
     other += "" if config.objective == "classify" else f"{config.objective}-"

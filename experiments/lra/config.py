@@ -33,7 +33,7 @@ KEEPS = ("last", "best")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunSettings):
-    """One training run. All of it together with the code, the data and the device determines the result."""
+    """One training run. The settings, the code, the data and the device together determine the result."""
 
     task: str = setting("listops", f"Task: {', '.join(TASKS)}.")
     mask: str = setting("butterfly", "Mask: dense, local, butterfly, module:function or file.py:function.")
@@ -158,12 +158,12 @@ class Config(RunSettings):
 
     @property
     def data(self) -> Options:
-        """What the settings say of the task's data."""
+        """The settings that concern the task's data."""
         return Options(self.difficulty, self.split)
 
     @property
     def generator(self) -> Settings:
-        """The generated data that this run asks for when it is given none."""
+        """The generated data that this run uses if no data are given."""
         return Settings(
             self.longer_than,
             self.shorter_than,
@@ -177,10 +177,10 @@ class Config(RunSettings):
 HELP = help_texts(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
-# What data to generate, where none are given.
+# Settings of the data to generate if none are given.
 GENERATOR = ("longer_than", "shorter_than", "train_examples", "val_examples", "test_examples", "data_seed")
 
-# What may change when a run is resumed: it leaves the weights as they would be, or is meant to change them.
+# Settings that may change when a run is resumed: they do not affect the weights, or are meant to.
 FREE_ON_RESUME = (
     "steps",
     "minutes",
@@ -193,25 +193,25 @@ FREE_ON_RESUME = (
     "log_every",
 )
 
-# What chooses the weights of a run with keep=best, and touches none of another's.
+# Settings that choose the weights of a run with keep=best, and do not affect those of other runs.
 VALIDATION = ("eval_every", "eval_examples")
 
 
 def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
-    """The defaults, changed by a preset for the task, changed by what the user chose."""
+    """The defaults, changed by a preset for the task and then by the user's choices."""
     named = settings_of(preset, chosen.get("task", DEFAULTS["task"])) if preset else {}
     return Config(**{**named, **chosen})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
+    """A saved run's settings with those chosen now; raises ValueError if they would change the run."""
     free = FREE_ON_RESUME if saved.keep != "best" else [name for name in FREE_ON_RESUME if name not in VALIDATION]
     return run_folder.resumed(saved, chosen, free)
 
 
 def from_saved(saved: dict[str, Any]) -> Config:
-    """The settings that `as_dict` gave, now or when there were fewer of them."""
-    return Config(**{"buckets": False, **saved})  # a run from before there were buckets has none
+    """The settings from what `as_dict` returned, also in versions with fewer settings."""
+    return Config(**{"buckets": False, **saved})  # older runs have no buckets
 
 
 def as_dict(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An example of one's own sparsity pattern, for ``--mask experiments.lra.custom_mask:beacons``."""
+"""An example of a custom sparsity pattern, for ``--mask experiments.lra.custom_mask:beacons``."""
 
 from torch import Tensor
 

@@ -34,7 +34,7 @@ class Outcome:
 
 
 def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple[str, ...] = MASKS) -> bool:
-    """Run the whole demo into the folder `out`, replacing an earlier one; whether every mask was exact."""
+    """Run the whole demo in the folder `out`, replacing an earlier one. Returns whether every mask was exact."""
     built = {short(name): mask_of(replace(config, mask=name)) for name in names}
     drawn = mask_picture.draw(built, out / "masks.png")
     console.print(f"The masks: {drawn}", soft_wrap=True)
@@ -55,13 +55,13 @@ def train_one(config: Config, data: Data, out: Path, console: Console) -> Outcom
     with TrainingBar(console, f"{name:9}", training.progress) as bar:
         training.listeners.append(bar.show)
         metrics = training.train()
-    assert metrics is not None  # nothing pauses it
+    assert metrics is not None  # it is never paused
     batch = collate(data.test, np.arange(min(CHECKED_EXAMPLES, len(data.test))), training.shape)
     return Outcome(name, metrics, exactness.check(training.model, batch.to(training.device), config))
 
 
 def short(name: str) -> str:
-    """A mask's name for tables and folders: of module:function the function."""
+    """A mask's name for tables and folders; of module:function, the function."""
     return name.rpartition(":")[2]
 
 
@@ -105,7 +105,7 @@ def table(outcomes: list[Outcome], data: Data) -> Table:
 
 
 def verdicts(outcomes: list[Outcome], data: Data) -> list[str]:
-    """What the demo is to show, and whether it did."""
+    """The claims of the demo, and whether they hold."""
     inexact = [outcome.name for outcome in outcomes if not outcome.exactness.holds]
     prior = majority(data).loss
     unlearnt = [outcome.name for outcome in outcomes if outcome.metrics["test_loss"] >= prior]

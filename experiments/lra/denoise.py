@@ -1,10 +1,10 @@
 """Self-pretraining: an encoder learns to name hidden tokens of the task's own examples before it sees an answer.
 
 Ido Amos, Jonathan Berant and Ankit Gupta, "Never Train from Scratch: Fair Comparison of Long-Sequence Models Requires
-Data-Driven Priors" (ICLR 2024): a plain transformer that has first learned this, on nothing but the task's own inputs,
+Data-Driven Priors" (ICLR 2024): a plain transformer that was first trained like this, on the task's own inputs alone,
 reaches 59.75 % on the released ListOps.
 
-A hidden token has the id of padding, which no live token has, so that the vocabulary is the task's own.
+A hidden token gets the id of padding, which no live token has, so the vocabulary remains that of the task.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXAMPLES_COUNTED = 2000
 
 
 class Denoiser(Encoder):
-    """Names tokens. sizes: of the encoder; see encoder.py."""
+    """Names hidden tokens. sizes: those of the encoder; see encoder.py."""
 
     def __init__(self, masks: Sequence[BlockMask], *, vocabulary: int, width: int, **sizes: Any) -> None:
         super().__init__(masks, vocabulary=vocabulary, width=width, **sizes)
@@ -43,9 +43,9 @@ class Denoiser(Encoder):
 
 
 def hide(batch: Batch, share: float, random: np.random.Generator, first: int = 0) -> Batch:
-    """The batch with this share of its live tokens hidden, at least one, and their ids as its labels.
+    """The batch with this share of its live tokens hidden, at least one, and with their ids as labels.
 
-    first: where an example's own tokens begin; what stands before is never hidden.
+    first: the index at which an example's own tokens begin; tokens before it are never hidden.
     """
     at = torch.arange(batch.ids.shape[1])
     own = ((at >= first) & (at < batch.lengths[:, None])).flatten().nonzero().squeeze(1).numpy()
@@ -60,21 +60,21 @@ def hide(batch: Batch, share: float, random: np.random.Generator, first: int = 0
 def hidden_for_training(
     batches: Iterable[Batch], shape: Shape, share: float, seed: int, step: int, rank: int
 ) -> Iterator[Batch]:
-    """The batches of the steps from `step` on, each with other tokens hidden."""
+    """The batches of the steps from `step` on, with different tokens hidden in each."""
     for number, batch in enumerate(batches, start=step):
         yield hide(batch, share, np.random.default_rng([_TRAINING, seed, number, rank]), shape.first)
 
 
 def hidden_for_scoring(batches: Iterable[Batch], shape: Shape, share: float, numbers: Iterable[int]) -> Iterator[Batch]:
-    """The batches with these numbers, in each the same tokens hidden at every time."""
-    for number, batch in zip(numbers, batches):  # the numbers have no end
+    """The batches with these numbers; each always has the same tokens hidden."""
+    for number, batch in zip(numbers, batches):  # the numbers are endless
         yield hide(batch, share, np.random.default_rng([_SCORING, number]), shape.first)
 
 
 def frequency_baseline(data: Data, shape: Shape) -> Baseline:
-    """What the frequencies of the tokens in training examples tell of those in test examples."""
+    """How well the frequencies of tokens in training examples predict those in test examples."""
     train, test = (_counts(split, shape, data.task.vocabulary) for split in (data.train, data.test))
-    chances = (train + 1) / (train + 1).sum()  # no token has chance 0
+    chances = (train + 1) / (train + 1).sum()  # no token has probability 0
     test_chances = test / test.sum()
     accuracy = float(test_chances[train.argmax()])
     return Baseline("most frequent token", accuracy, float(-(test_chances * np.log(chances)).sum()))

@@ -1,4 +1,4 @@
-"""A finished run, tested: on the data that it was trained on, or on others, and what its answers depend on."""
+"""Tests a finished run on the data that it was trained on, or on others, and reports what its answers depend on."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from experiments.training.host_threads import single_host_thread
 
 
 def opened(path: Path, device: torch.device) -> tuple[Classifier, Config, dict[str, Any]]:
-    """The model of a finished run that classifies, its settings, and what its file says of it.
+    """The classifier of a finished run, its settings, and the description in its file.
 
     path: the run's folder, or its model.safetensors.
     """
     found, about = tensor_files.read(path, weights.KIND)
     config = replace(from_saved(about["config"]), compiled=False, recorded=False)
-    if device.type == "cpu":  # where bf16 is slower
+    if device.type == "cpu":  # bf16 is slower there
         config = replace(config, precision="fp32")
     if config.objective != "classify":
         raise ValueError(f"{path} must hold a model that classifies; it was trained with objective={config.objective}")
@@ -59,8 +59,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """The accuracy of a model on the test split of some data, as plain values for a JSON file.
 
-    path, model, config, about: as `opened` takes and gives them; progress: called with the number of examples that have
-    been tested. Losses are mean cross-entropies in nats. Raises ValueError for data that it may have been trained on.
+    path, model, config, about: as `opened` takes and returns them; progress: called with the number of examples tested.
+    Losses are mean cross-entropies in nats. Raises ValueError for data that the model may have been
+    trained on.
     """
     check_disjoint(path, about.get("seen"), fingerprint(data))
     device = next(model.parameters()).device
@@ -77,7 +78,7 @@ def evaluate(
         "pixel_labels": about["cost"].get("pixel_labels", False),
         "test_examples": len(right),
         "test_accuracy": accuracy,
-        "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # standard
+        "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # the standard error
         "test_loss": loss,
         "baselines": [asdict(rule) for rule in baselines(data)],
         "kinds": None if data.kinds is None else by_kind(data.kinds(), right),
@@ -94,7 +95,7 @@ def evaluate(
 def answers(
     model: Classifier, examples: Examples, config: Config, device: torch.device, progress: Callable[[int], None]
 ) -> tuple[Tensor, float]:
-    """Which examples are answered rightly, bool [n] on the CPU; and the loss."""
+    """Which examples are answered correctly, bool [n] on the CPU; and the loss."""
     check_images(examples, config.shape)
     model.eval()
     right, loss, tested = [], torch.zeros((), dtype=torch.float64, device=device), 0
@@ -109,7 +110,7 @@ def answers(
 
 
 def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:
-    """Accuracies in the groups that have examples, beside those of rules."""
+    """Accuracies in the groups that have examples, with those of rules."""
     groups = []
     for number, name in enumerate(kinds.names):
         chosen = right[torch.from_numpy(kinds.of_test == number)]

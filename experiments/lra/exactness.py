@@ -1,6 +1,6 @@
-"""Is attention exact on a model's own tensors? Forward and gradients against dense attention in fp64.
+"""Checks attention on a model's own tensors: forward and gradients are compared with dense attention in fp64.
 
-The yardstick is what a plain dense implementation in the tensors' own precision loses to rounding.
+The yardstick is the rounding error of a plain dense implementation in the tensors' own precision.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ ALLOWED = 2.0  # times the plain implementation's error
 class Captured:
     """One attention call of a training step."""
 
-    q: Tensor  # [B, H, N, D], and k, v and dout alike
+    q: Tensor  # [B, H, N, D], as are k, v and dout
     k: Tensor
     v: Tensor
-    dout: Tensor  # gradient of the loss in the output
+    dout: Tensor  # gradient of the loss with respect to the output
     mask: BlockMask
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Largest errors, each relative to its tensor's largest value; the worst of output, dq, dk and dv."""
+    """The largest errors of output, dq, dk and dv, each relative to the largest value of its tensor."""
 
     ours: float
     plain: float
-    rounding: float  # of one result, half a unit in the last place
+    rounding: float  # of a single result, half a unit in the last place
     within: bool = True  # each of the four within its own yardstick, by the library's comparison
 
     @property
@@ -50,7 +50,7 @@ class Exactness:
 
 
 def check(model: Classifier, batch: Batch, config: Config) -> Exactness:
-    """Capture the first layer's attention in a forward and backward pass over the batch, and judge it."""
+    """Capture the first layer's attention in a forward and backward pass over the batch, and check it."""
     call = capture(model, batch, config)
     truth, ours, plain = dense(call, torch.float64), sparse(call), dense(call, call.q.dtype)
     by_name = (dict(zip(NAMES, results)) for results in (ours, truth, plain))
@@ -60,7 +60,7 @@ def check(model: Classifier, batch: Batch, config: Config) -> Exactness:
 
 
 def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
-    """q, k, v and the output's gradient in the first layer; in the last, only what is pooled gets one."""
+    """q, k, v and the output's gradient in the first layer (in the last, only pooled positions have a gradient)."""
     layer = model.layers[0]
     assert isinstance(layer, Layer)
     attention, calls = layer.attention, []
@@ -81,14 +81,14 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
 
 
 def sparse(call: Captured) -> list[Tensor]:
-    """Output, dq, dk, dv of the library, as the model calls it."""
+    """Output, dq, dk and dv of the library, called as in the model."""
     q, k, v = leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
     out = block_sparse_attention(q, k, v, call.mask)
     return [out.detach(), *torch.autograd.grad(out, leaves, call.dout)]
 
 
 def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
-    """The same by the textbook, without the library: all scores, softmax over the live ones."""
+    """The same by textbook attention without the library: all scores, and a softmax over the live ones."""
     q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v)]
     live = call.mask.to_dense()  # bool [B, 1, N, N]
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
@@ -99,5 +99,5 @@ def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    """The largest deviation, relative to the largest exact value, unless that is 0."""
+    """The largest deviation, relative to the largest exact value if that is not 0."""
     return largest_error(x, exact) / (exact.abs().max().item() or 1.0)

@@ -1,4 +1,4 @@
-"""The data of a command: in the folder that the user has named, or generated where none is."""
+"""The data of a command: those in the folder that the user has named, otherwise generated data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA = Path("data/lra")
 
 
 def generated(settings: Settings, parent: Path, console: Console, workers: int | None = None) -> Path:
-    """The folder of some generated data, written under a progress bar if it is missing."""
+    """The folder of generated data, which is written with a progress bar if it is missing."""
     if (parent / settings.folder_name / LABEL).exists():
         return parent / settings.folder_name
     name = f"Generating ListOps on {workers or available_cores()} cores"
@@ -26,9 +26,9 @@ def generated(settings: Settings, parent: Path, console: Console, workers: int |
 
 
 def find_data(config: Config, folder: Path | None, console: Console) -> Data:
-    """The data in the folder that the user named, or else generated data, made if it is missing.
+    """The data in the folder that the user named; without one, generated data, which are made if they are missing.
 
-    A named folder is never filled: whoever asks for the released files must not get others.
+    Nothing is generated into a named folder, because a user who asks for the released files must not get others.
     """
     if folder is None and config.task != "listops":
         made = " (or a file that `python -m experiments.pathfinder generate` writes)" if "path" in config.task else ""

@@ -1,4 +1,4 @@
-"""Training steps of a run, as CUDA graphs where they can be: one graph for each shape of a batch."""
+"""The training steps of a run, as CUDA graphs where possible, with one graph for each shape of a batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from experiments.lra.losses import objective_of
 from experiments.training.cuda_graphs import GraphInputs, GraphSteps, copy_into
 from experiments.training.steps import NO_LABEL, Steps
 
-# Attention that takes whole blocks has as many shapes at 4,096 tokens in blocks of 128. One that takes any length has
+# At 4,096 tokens in blocks of 128, attention that works in whole blocks has this many shapes. With any length there are
 # hundreds, and the rarer ones are not worth a graph.
 MOST_SHAPES = 40
 
 
 class BatchShape(NamedTuple):
-    """What a graph is for: batches of one shape. Sequences that fill it need no care for padding."""
+    """The batches that share a graph. Sequences that fill the shape need no masking of padding."""
 
     ids: tuple[int, ...]
     padded: bool
@@ -30,7 +30,7 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticBatch:
-    """The tensors of a batch, for others of its shape to be copied into."""
+    """The tensors of a batch, into which other batches of its shape are copied."""
 
     batch: Batch
     config: Config
@@ -40,7 +40,7 @@ class StaticBatch:
         return cls(with_most_labels(batch, config).copy_on(device), config)
 
     def fits(self, batch: Batch) -> bool:
-        """All batches of a shape do."""
+        """True: all batches of one shape fit."""
         return True
 
     def fill(self, batch: Batch) -> None:
@@ -53,12 +53,12 @@ class StaticBatch:
 
 
 def shape_of(batch: Batch) -> BatchShape:
-    """The graph that a batch needs."""
+    """The key of the graph that a batch needs."""
     return BatchShape(tuple(batch.ids.shape), batch.live_tokens < batch.ids.numel())
 
 
 def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
-    """The batch in rows that hold the task's longest sequence."""
+    """The batch in rows that can hold the task's longest sequence."""
     length = shape.row(shape.max_tokens + shape.first)
     missing = length - batch.ids.shape[1]
     if missing <= 0:
@@ -72,7 +72,7 @@ def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
 
 
 def with_most_labels(batch: Batch, config: Config) -> Batch:
-    """The batch with as many places that are asked for as any of its shape can have; the added ones have no label."""
+    """The batch with as many tokens to be named as any batch of its shape can have; the added ones have no label."""
     if batch.asked is None:
         return batch
     most = max(1, round(config.hidden * batch.ids.numel()))

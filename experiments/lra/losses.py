@@ -1,4 +1,4 @@
-"""The losses of a batch: of its answers or hidden tokens, and of its pixels' classes."""
+"""The losses of a batch: for its answers or hidden tokens, and for the classes of its pixels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from experiments.training.steps import Objective, Outcome, autocast
 
 
 def objective_of(config: Config, device: torch.device) -> Objective[Batch, Batch]:
-    """What a run minimises."""
+    """The objective that a run minimises."""
     return Objective(lambda batch: batch.to(device), partial(losses, config=config), config.clip)
 
 
 def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outcome]:
-    """The loss that is minimised, and what is logged of the step."""
+    """The loss that is minimised, and what is logged about the step."""
     logits, pixel_logits = outputs(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
     auxiliary = torch.zeros((), device=logits.device)
@@ -36,7 +36,7 @@ def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
 
 
 def outputs(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
-    """These and, of a model with pixel labels in training, those of every token's class, in fp32."""
+    """The logits and, of a model that trains with pixel labels, those of every token's class, in fp32."""
     asked = () if batch.asked is None else (batch.asked,)
     with autocast(batch.ids.device, config.precision):
         found = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel(), *asked)

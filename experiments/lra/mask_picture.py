@@ -10,11 +10,12 @@ from sparseflash.draw.figure import MOST_ELEMENTS
 
 
 def draw(named_masks: Mapping[str, BlockMask], path: Path) -> Path:
-    """Write one panel a mask, queries down and keys across, in tokens; full and partial tiles told apart.
+    """Write one panel for each mask, queries down and keys across, in tokens, with full and partial tiles in different
+    colours.
 
-    Every score is a point; of masks longer than that allows, every tile is one.
+    Every score is a point; of masks that are too long for that, every tile is one.
     """
-    # Imported only here: matplotlib takes a second to import, and most runs draw nothing.
+    # Imported only here, because matplotlib takes a second to import and most runs draw nothing.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.1 * len(named_masks), 5.0), layout="constrained")

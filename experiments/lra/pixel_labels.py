@@ -1,8 +1,8 @@
-"""A second loss in training: which curve each drawn pixel of a Pathfinder image lies on, which its generator knows.
+"""A second loss in training, with a label for each drawn pixel of a Pathfinder image, which the generator knows.
 
-The answer alone is one bit for an image of hundreds of pixels, and the loss can stay at that of guessing for long. Here
-every pixel has a label: how many markers the curve through it has, which is what has to be found by tracing. Only files
-that `python -m experiments.pathfinder generate` has written have these labels, and results say that they were used.
+The answer alone is one bit for an image of hundreds of pixels, and the loss can stay at that of guessing for a long
+time. Here every pixel has a label, the number of markers on its curve, which a model has to find by tracing. Only files
+written by `python -m experiments.pathfinder generate` have these labels, and results say that they were used.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from experiments.training.steps import NO_LABEL
 
 
 class PixelLabelClassifier(Classifier):
-    """A classifier with a second head, which says every token's class while the model trains.
+    """A classifier with a second head, which predicts every token's class during training.
 
-    pixel_classes: how many classes there are; sizes: those of the classifier.
+    pixel_classes: the number of classes; sizes: those of the classifier.
     """
 
     def __init__(self, *arguments: Any, pixel_classes: int, width: int, **sizes: Any) -> None:
@@ -40,7 +40,7 @@ class PixelLabelClassifier(Classifier):
 def pixel_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross-entropy, in nats, of the tokens that have a class.
 
-    logits: [B, N, classes]; labels: int64 [B, N], `NO_LABEL` where there is none.
+    logits: [B, N, classes]; labels: int64 [B, N], `NO_LABEL` for tokens without one.
 
     >>> import torch
     >>> round(pixel_label_loss(torch.zeros(1, 2, 3), torch.tensor([[1, NO_LABEL]])).item(), 4)
@@ -50,7 +50,7 @@ def pixel_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def pixel_labels_of(data: Data) -> Examples:
-    """The classes of the training images' pixels; raises ValueError where the data do not have them."""
+    """The classes of the training images' pixels; raises ValueError if the data do not have them."""
     if data.pixel_labels is None:
         raise ValueError(
             f"auxiliary needs data that say which curve each pixel lies on, as a file that `python -m "

@@ -1,4 +1,4 @@
-"""Named settings: for each preset, what it changes for each task."""
+"""Named settings: the changes that each preset makes for each task."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ Settings = dict[str, Any]
 
 
 def _epochs(count: int, examples: int, batch: int) -> Settings:
-    """So many passes over the training examples, the first of which warms up."""
+    """`count` passes over the training examples, the first of which is the warm-up."""
     return {"batch": batch, "steps": count * (examples // batch), "warmup": examples // batch}
 
 
 def _validated(every: int, examples: int) -> Settings:
-    """What chooses the weights that are tested: steps between validations, and their examples."""
+    """The settings that choose the tested weights: steps between validations, and examples in each."""
     return {"eval_every": every, "eval_examples": examples}
 
 
@@ -48,7 +48,7 @@ _FLASH: Settings = {
 
 # The Nystromformer authors' transformer (mlpen/Nystromformer, LRA/code/lra_config.py), which the FlashAttention paper
 # took settings from, too: one small model for all tasks, in bf16, tested with the weights of its best validation
-# (run_tasks.py), all examples as often as theirs. Theirs takes black pixels of Pathfinder for padding.
+# (run_tasks.py), and trained on as many examples as theirs. Theirs treats black pixels of Pathfinder as padding.
 _NYSTROMFORMER: Settings = {
     "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.1, "attention_dropout": 0.1, "pool": "mean",
     "positions": "learned", "lr": 1e-4, "schedule": "linear", "weight_decay": 0.0, "clip": 0.0, "precision": "bf16",
@@ -56,7 +56,7 @@ _NYSTROMFORMER: Settings = {
 }  # fmt: skip
 _NYSTROMFORMER_TASKS: dict[str, Settings] = {
     "listops": {"batch": 32, "steps": 5000, "warmup": 1000, **_validated(50, 2000)},
-    # Its only validation split is the test split, by which they choose, too, and we do not.
+    # The only validation split is the test split. They choose weights by it; we do not.
     "text": {"batch": 32, "steps": 20000, "warmup": 8000, "max_tokens": 4000, **_validated(500, 25000), "keep": "last"},
     "retrieval": {"batch": 32, "steps": 30000, "warmup": 800, **_validated(300, 18090)},
     "image": {"batch": 256, "steps": 35000, "warmup": 175, **_validated(175, 5000)},
@@ -74,24 +74,25 @@ _PATHS: Settings = {
     "background": "drop", "weight_decay": 0.0, "average": 0.999,
 }  # fmt: skip
 _MODERN_TASKS: dict[str, Settings] = {
-    # How many brackets are open around a token says which tokens are the root's own arguments. Models with learned or
-    # rotary positions and [CLS] stayed at what the root operator alone says. With dropout they learn late, or forget
-    # again, and answer worse without it than with it: the largest of 2,000 features is another (results/README.md).
+    # The number of open brackets around a token shows which tokens are the root's own arguments. Models with learned or
+    # rotary positions and [CLS] did not get beyond what the root operator alone gives. With dropout they learn late, or
+    # forget again, and answer worse without dropout than with it, because the largest of 2,000 features is then another
+    # (results/README.md).
     "listops": {"positions": "nested", "pool": "mean+max", "qk_norm": True, "dropout": 0.0},
     "text": {"batch": 32, "dropout": 0.2, "attention_dropout": 0.1},
     "retrieval": {"batch": 16},
     "image": {"batch": 64, "dropout": 0.2, "pool": "mean", "augment": "mirror"},
-    # Relative positions in two dimensions and no background: then the loss falls at once, where with learned positions
-    # and all pixels it stays at that of guessing for long, or for good. Turned images (augment="square") are learned so
-    # much more slowly that what they spare in learning by heart is not worth it (results/README.md).
+    # With relative positions in two dimensions and no background the loss falls at once; with learned positions and all
+    # pixels it stays at that of guessing for a long time, or forever. Turned images (augment="square") reduce
+    # overfitting, but are learned so much more slowly that it is not worth it (results/README.md).
     "pathfinder32": {**_PATHS, "batch": 128, "steps": 50000},
     "pathfinder64": {**_PATHS, "batch": 64, "steps": 50000, "max_tokens": 2048},
     "pathfinder128": {**_PATHS, "batch": 32, "steps": 100000, "max_tokens": 6144},
     "pathfinder256": {**_PATHS, "batch": 16, "steps": 100000, "max_tokens": 10240},
 }
 
-# Short expressions, a small model, and a head that reads the first token, the root operator: on two CPU
-# cores half a minute a mask suffices to learn what the operator says. [CLS] would have to find it first.
+# Short expressions, a small model, and a head that reads the first token, the root operator: on two CPU cores half a
+# minute per mask is enough to learn what the operator says about the answer. [CLS] would have to find it first.
 _DEMO: Settings = {
     "block": 64, "window": 128, "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.0, "pool": "first",
     "steps": 120, "minutes": 0.4, "batch": 8, "max_tokens": 1024, "lr": 2e-3, "warmup": 20, "device": "cpu",
@@ -109,7 +110,7 @@ PRESETS: dict[str, dict[str, Settings]] = {
 
 
 def settings_of(preset: str, task: str) -> Settings:
-    """What a preset changes for a task; raises ValueError where there is no such preset or it has no such task."""
+    """The changes of a preset for a task; raises ValueError if there is no such preset or it does not have the task."""
     if preset not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {preset!r}")
     if task not in PRESETS[preset]:

@@ -12,7 +12,7 @@ from experiments.lra.weights import FILE
 
 
 def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
-    """Test accuracy beside what one gets without computing anything."""
+    """Print the test accuracy beside the baselines."""
     source = "generated data" if metrics["generated_data"] else "released data"
     denoises = metrics["objective"] == "denoise"
     asked = "hidden tokens of the test examples" if denoises else "test examples"
@@ -46,7 +46,7 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
 
 
 def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None:
-    """A finished run's accuracy on some data, and what its answers depend on."""
+    """Print a finished run's accuracy on some data, and what its answers depend on."""
     source = "generated data" if found["generated_data"] else "released data"
     table = Table(title=f"{found['task']} ({source}), {found['test_examples']:,} test examples")
     for column in ("", "accuracy", "loss (nats)"):
@@ -70,7 +70,7 @@ def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None
 
 
 def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None:
-    """The test accuracy of every seed, and mean and standard deviation, beside what one gets without computing."""
+    """Print the test accuracy of every seed, their mean and standard deviation, beside the baselines."""
     source = "generated data" if summary["generated_data"] else "released data"
     title = f"{summary['task']} ({source}), {summary['test_examples']} test examples, {summary['mask']} mask"
     title += supervision(summary)
@@ -92,7 +92,7 @@ def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None
 
 
 def print_table(console: Console, lines: list[list[str]]) -> None:
-    """A table whose first line is its head."""
+    """Print a table whose first line is its header."""
     table = Table()
     for number, column in enumerate(lines[0]):
         table.add_column(column, justify="right" if number else "left")
@@ -102,7 +102,7 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
 
 
 def supervision(metrics: dict[str, Any]) -> str:
-    """What training used beside the answers, as part of a title; empty where there was nothing."""
+    """What training used in addition to the answers, as part of a title; empty if nothing."""
     return ", pixel labels in training" if metrics.get("pixel_labels") else ""
 
 

@@ -26,7 +26,7 @@ class Score:
 def score(
     model: nn.Module, batches: Iterable[Batch], config: Config, device: torch.device, ranks: Ranks = SINGLE
 ) -> Score:
-    """Loss and accuracy over some batches, those of all processes together."""
+    """Loss and accuracy over the batches of all processes together."""
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     right = torch.zeros((), dtype=torch.int64, device=device)

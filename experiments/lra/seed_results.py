@@ -1,4 +1,4 @@
-"""Runs that differ in their seed: which of them are complete, and what their results have in common."""
+"""Runs that differ in their seed: which of them are complete, and a summary of their results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from experiments.training.series import Metrics
 
 
 def settings(config: Config, data: Path) -> dict[str, Any]:
-    """What all runs of a series have in common, as plain values. data: their folder."""
+    """The settings that all runs of a series share, as plain values. data: the folder of their data."""
     return {"config": as_dict(config), "data": {"folder": str(data)}}
 
 
 def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics | None, bool]:
-    """The metrics of a complete run, None where it is not or is now to be longer; and whether there is a run at all.
+    """The metrics of a complete run, None if it is incomplete or is now to be longer; and whether there is a run at
+    all.
 
-    data: as `fingerprint.described` has it. Raises ValueError where it is a run of other settings or on other data.
+    data: as `fingerprint.described` returns it. Raises ValueError if the run has other settings or other data.
     """
     saved = folder / SETTINGS
     if not saved.exists():
@@ -40,7 +41,7 @@ def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics |
 
 
 def summary(runs: Sequence[Metrics]) -> Metrics:
-    """What the runs of one setting have in common, and the spread of their results.
+    """A summary of runs with the same settings: what they share, and the spread of their results.
 
     The standard deviation is that of a sample (n - 1); None for one run.
     """
@@ -50,7 +51,7 @@ def summary(runs: Sequence[Metrics]) -> Metrics:
         "parameters",
     )  # fmt: skip
     of_a_run = ("test_accuracy", "test_loss", "plateau_left_at", "steps", "training_seconds", "tokens_per_s", "device")
-    later = ("tested_step", "validation_accuracy")  # which metrics of older runs may lack
+    later = ("tested_step", "validation_accuracy")  # missing in the metrics of older runs
     accuracies = [metrics["test_accuracy"] for metrics in runs]
     return {
         **{name: first.get(name) for name in same},

@@ -21,7 +21,7 @@ from experiments.training.trainer import Pause
 
 @dataclass(frozen=True)
 class Session:
-    """What the runs that one command starts have in common."""
+    """What the runs started by one command share."""
 
     data: Data
     overwrite: bool
@@ -31,7 +31,7 @@ class Session:
     console: Console
 
     def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Train once with each seed; the summary, or None where it was paused."""
+        """Train once with each seed. Returns the summary, or None if training was paused."""
         if not resume:
             check_initial(config, self.data)
         settings = seed_results.settings(config, self.data.folder)
@@ -51,7 +51,7 @@ class Session:
         return series.run(seeds, folder, train, state, seed_results.summary, resume=resume, ranks=self.ranks)
 
     def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Train under a bar; the metrics, or None where it was paused."""
+        """Train with a progress bar. Returns the metrics, or None if training was paused."""
         run = Run(config, self.data, folder, resume=resume, overwrite=self.overwrite, ranks=self.ranks)
         self.console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
         metrics = train_shown(

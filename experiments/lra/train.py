@@ -1,6 +1,6 @@
 """Train one model on a task, test it, and write its metrics.
 
-Beside the files of every run (experiments/training/run_folder.py):
+It writes, in addition to the files of every run (experiments/training/run_folder.py):
 
 <run>/metrics.json        the result, when the run is complete
 <run>/model.safetensors   the weights that were tested, for another run's --initial; see weights.py
@@ -44,7 +44,7 @@ from experiments.training.window import Means
 
 
 def check(config: Config) -> None:
-    """Raises ValueError for a mask or sizes that no run can have: what can be said before there are data."""
+    """Raises ValueError for a mask or sizes that no run can have, as far as can be known before there are data."""
     find_device(config.device)
     mask = mask_of(config)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -55,8 +55,8 @@ class Run(Trainer[Batch]):
     """A training run in a folder, from its first step or from its newest checkpoint.
 
     ranks: the processes that train it together.
-    Raises FileExistsError where the folder holds a run and neither `resume` nor `overwrite` is set; ValueError where
-    the processes cannot share the batch, or the best weights would be chosen by the test split.
+    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set; ValueError if the
+    processes cannot share the batch, or the best weights would be chosen by the test split.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Run(Trainer[Batch]):
         self.shape = config.shape
         for examples in (data.train, data.val, data.test):
             check_images(examples, self.shape)
-        # The first process may have to compute and store them, for the others to read.
+        # The first process may have to compute and store them before the others read them.
         self.pixel_classes = ranks.first_before_others(lambda: pixel_labels_of(data)) if config.auxiliary else None
         sizes = blocks_of_rows(data.train, self.shape) if config.buckets else None
         self.order = Order(len(data.train), config.batch, config.seed, sizes, ranks.share)
@@ -130,20 +130,20 @@ class Run(Trainer[Batch]):
         return f"lower --lr (now {self.config.lr:g}) or raise --warmup (now {self.config.warmup})"
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """Train to the end, test, and return the final metrics; None where the run was paused, after it was saved."""
+        """Train to the end, test, and return the final metrics; None if the run was paused, after it was saved."""
         with single_host_thread(self.device):
             steps = steps_of(self.model, self.optimizer, self.config, self.device, self.data_parallel)
             if not self.train_stage(self._batches(), steps, pause):
                 return None
             self.save()
-            # After the checkpoint: a run that is prolonged would not have stopped here to validate.
+            # After the checkpoint, because a run that is extended later would not have stopped here to validate.
             if self.best is not None and self.best.offered != self.state.step:
                 self.validate()
             self._test()
         return self.ranks.on_first(self._write_result)
 
     def _batches(self) -> Iterator[Batch]:
-        """Those of the steps from the current one on."""
+        """The batches from the current step on."""
         config, side = self.config, self.data.task.side
         turning = None
         if config.augment != "none" and side is not None:
@@ -184,7 +184,7 @@ class Run(Trainer[Batch]):
         self.record({"kind": "test", "step": self.state.step, **vars(found), **chosen})
 
     def _score(self, examples: Examples, limit: int) -> Score:
-        """Of the first `limit` examples of a split, those of all processes together."""
+        """The score on the first `limit` examples of a split, over all processes together."""
         batches = evaluation_batches(
             examples, self.shape, self.config.batch // self.ranks.count, limit, self.ranks.share
         )
@@ -194,17 +194,17 @@ class Run(Trainer[Batch]):
         return score(self.model, batches, self.config, self.device, self.ranks)
 
     def _tested(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that count as the run's result: the last ones, or the best."""
+        """Inside the context, the model has the weights that are the run's result: the last ones, or the best."""
         return self.averaged() if self.best is None else self.best.in_place()
 
     @property
     def tested_step(self) -> int:
-        """The step of the weights that count as the run's result."""
+        """The step of the weights that are the run's result."""
         return self.state.step if self.best is None else self.best.step
 
     @property
     def has_seen_pixel_labels(self) -> bool:
-        """Whether the weights have seen the classes of pixels, in this run or in one before it."""
+        """Whether pixel labels were used to train the weights, in this run or in one before it."""
         return self.config.auxiliary > 0 or bool((self.before or {}).get("pixel_labels"))
 
     def _write_result(self) -> dict[str, Any]:
@@ -224,16 +224,16 @@ class Run(Trainer[Batch]):
 
 
 def check_initial(config: Config, data: Data) -> None:
-    """Raises where a run could not begin with the weights that it is to: before older runs are deleted for it."""
+    """Raises an error if a run cannot begin with its initial weights, before older runs are deleted for it."""
     if config.initial is not None:
         model = build_model(config, data.task, mask_of(config))
         weights.begin_from(model, Path(config.initial), config, fingerprint(data))
 
 
 def saved_run(folder: Path) -> tuple[Config, Path]:
-    """The settings and the data folder of the run, or of the runs with several seeds, in a folder.
+    """The settings and the data folder of the run in a folder, or of a series of runs.
 
-    Raises FileNotFoundError where there is none.
+    Raises FileNotFoundError if there is none.
     """
     saved = saved_settings(folder / (SERIES if (folder / SERIES).is_file() else SETTINGS))
     return from_saved(saved["config"]), Path(saved["data"]["folder"])

@@ -1,4 +1,4 @@
-"""Settings that have no effect in a run: whoever chose one of them meant something else."""
+"""Settings that would have no effect in a run, which is an error if the user chose them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from experiments.lra.config import GENERATOR, Config
 
 
 def check_used(config: Config, chosen: Collection[str], *, masks: Collection[str], given_data: bool) -> None:
-    """Raises ValueError for a setting that was chosen and that does nothing in this run.
+    """Raises ValueError for a chosen setting that has no effect in this run.
 
-    masks: the names of the masks that are trained with; given_data: whether the data are given, not generated.
+    masks: the names of the masks to train with; given_data: whether the data are given rather than generated.
     """
     path = config.task.startswith("pathfinder")
     made = config.task == "listops" and not given_data

@@ -1,4 +1,4 @@
-"""The weights that a run was tested with, in safetensors files below 15 MiB, and runs that begin with them."""
+"""The weights that a run was tested with, in safetensors files below 15 MiB, and how other runs begin with them."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from experiments.training.fingerprint import check_disjoint, sha256
 
 FILE = "model.safetensors"
 KIND = "experiments.lra model"
-# What of a run's settings says what the encoder's numbers mean, where their shapes need not tell.
+# The settings that determine the meaning of the encoder's weights where their shapes do not.
 _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "heads": itemgetter("heads"),
     "head_dim": lambda config: config["head_dim"] or config["width"] // config["heads"],
     "positions": itemgetter("positions"),
     "qk_norm": itemgetter("qk_norm"),
-    # [CLS] moves all places by one. Rotary positions depend on differences of places, which stay the same.
+    # [CLS] shifts all places by one. Rotary positions depend on differences of places, which stay the same.
     "place of the first token": lambda config: int(
         config["pool"] == "cls" and config["positions"] in ("learned", "sinusoidal")
     ),
 }
-_COSTS = ("objective", "steps", "tested_step", "seconds", "pixel_labels")  # of one run
-_HEADS = ("head.", "namer.", "tracer.")  # what answers with the encoder's features
+_COSTS = ("objective", "steps", "tested_step", "seconds", "pixel_labels")  # facts about one run
+_HEADS = ("head.", "namer.", "tracer.")  # prefixes of the modules that use the encoder's features
 
 
 def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], seen: Sequence[dict[str, str]]) -> None:
-    """Write the weights, with the settings, what they cost, and what they were trained on.
+    """Write the weights with the settings, their training cost, and the data they were trained on.
 
-    cost: plain values that say how much training it took to have them; seen: the fingerprints of the data of this run
-    and of those that it began with, see data/fingerprint.py.
+    cost: plain values that describe the training; seen: the fingerprints of the data of this run and of the runs before
+    it, see data/fingerprint.py.
     """
     about = {"kind": KIND, "config": as_dict(config), "cost": cost, "seen": list(seen)}
     tensor_files.write(path, model, about, limit=tensor_files.PART_BYTES)
 
 
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
-    """Put the weights of a finished run into a model's encoder, and into what else both have in the same shape.
+    """Load the weights of a finished run into a model's encoder, and into its other parts that have the same shape.
 
-    path: its file, one of its parts, or the run's folder; config, data: of the run that begins. Returns what must be
-    reported with the model's result: the SHA-256 of the file, or of all parts in their order, what it learned, on what
-    data, and what it cost. Raises FileNotFoundError where a file is missing, and ValueError where it is another one,
-    its encoder is another one, or it has seen another split of the run's data.
+    path: the file, one of its parts, or the run's folder; config, data: those of the new run. Returns what must be
+    reported with the model's result: the SHA-256 of the file, or of all parts in order, what the weights were trained
+    for, on which data, and at what cost. Raises FileNotFoundError if a file is missing, and ValueError if it is of
+    another kind, has another encoder, or was trained on another split of the run's data.
     """
     found, about = tensor_files.read(path, KIND)
     own = model.state_dict()
@@ -71,7 +71,7 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
 
 
 def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What `begin_from` returned as costs of the runs that the weights come from, the first one first."""
+    """The costs, as `begin_from` returned them, of the runs that the weights come from, the first one first."""
     if initial is None:
         return []
     last = {name: initial[name] for name in _COSTS if name in initial}
@@ -79,7 +79,7 @@ def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises ValueError where the same numbers would mean other things: shapes do not tell how many heads there are."""
+    """Raises ValueError if the weights would mean something else; shapes do not show the number of heads, say."""
     for name, meaning in _MEANINGS.items():
         was, now = meaning(there), meaning(here)
         if was != now:

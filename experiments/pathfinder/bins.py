@@ -1,4 +1,4 @@
-"""Accuracy by the distance of the markers, beside rules that trace nothing."""
+"""Accuracy by the distance of the markers, compared with rules that trace nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def by_distance(vectors: Vectors, right: NDArray[np.bool_]) -> dict[str, Any]:
     """Accuracies by quarters of the distance, near to far: the model's on the images that `right` [n] answers, and the
     rules', fitted and tested on other images of the same set (see experiments.pathfinder.shortcuts).
 
-    The quarters are those of all four pairs of ends that an image has, so that the rules and the model share borders.
+    The quarters are those of all four pairs of ends of an image, so that the rules and the model have the same borders.
     """
     found = shortcuts(pairs(vectors)[:IMAGES_FOR_RULES])
     borders = np.array(found[0].distances)

@@ -1,4 +1,4 @@
-"""Sets of pixels as bits: 64 of a row in a word, the first one lowest; the words of a column follow each other."""
+"""Sets of pixels as bits: 64 pixels of a row in a word, the first in the lowest bit; words of a column are adjacent."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from experiments.pathfinder.compiled import compiled
 from experiments.pathfinder.rng import ONE
 from experiments.pathfinder.stamps import UNIT
 
-OCCUPIED = ceil(0.3 * UNIT)  # the mask from which a pixel is taken
+OCCUPIED = ceil(0.3 * UNIT)  # the mask value from which a pixel counts as occupied
 ALL = ~np.uint64(0)
-BYTES_TO_BITS = np.uint64(0x0102040810204080)  # times eight bytes that are 0 or 1 has them as bits of its highest byte
+# Multiplied by eight bytes that are 0 or 1, it gives them as the bits of the highest byte.
+BYTES_TO_BITS = np.uint64(0x0102040810204080)
 
 
 class Scratch(NamedTuple):
-    """For a square of `size` pixels in W words a row."""
+    """Scratch memory for a square of `size` pixels, with W words in a row."""
 
     row: NDArray[np.uint8]  # [64 W]
     occupied: NDArray[np.uint64]  # [W, size]
@@ -28,7 +29,7 @@ class Scratch(NamedTuple):
 
 @compiled
 def scratch_for(size):
-    """What `snakes.choose_free` works in."""
+    """The scratch memory of `snakes.choose_free`."""
     words = (size + 63) // 64
     whole = np.full(words, ALL)
     if size % 64:
@@ -39,7 +40,7 @@ def scratch_for(size):
 
 @compiled
 def pack(mask, row, occupied):
-    """The pixels from OCCUPIED on as bits; how many others there are. row: scratch, 0 past the last pixel"""
+    """Write pixels of at least OCCUPIED as bits; returns the number of others. row: scratch, 0 past the last pixel"""
     words, size = occupied.shape
     eights = row.view(np.uint64)
     free = 0
@@ -74,7 +75,7 @@ def gather(bits, dy, dx, found):
 
 @compiled
 def ones(bits):
-    """How many bits are set."""
+    """The number of set bits."""
     bits -= (bits >> ONE) & np.uint64(0x5555555555555555)
     bits = (bits & np.uint64(0x3333333333333333)) + ((bits >> np.uint64(2)) & np.uint64(0x3333333333333333))
     bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -83,7 +84,7 @@ def ones(bits):
 
 @compiled
 def place_of(bits, number):
-    """Where the set bit of a number is, counted from 0."""
+    """The place of set bit `number`, both counted from 0."""
     for _ in range(number):
         bits &= bits - ONE
     place = 0

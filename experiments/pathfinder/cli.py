@@ -1,4 +1,4 @@
-"""The command line: options only. What they do is in the modules that the commands are named after."""
+"""The command line: options only. The commands are implemented in the modules that have their names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from experiments.training.workers import available_cores
 
 DATA = Path("data/pathfinder")
 RUNS = Path("runs/pathfinder")
-SETS = 4  # of images, as large as the original's, over which shortcuts are averaged
+SETS = 4  # sets of images, each as large as the original's, over which shortcuts are averaged
 
 app = command_group("Pathfinder images with the Long Range Arena's parameters: generated, not the released ones.")
 console = Console()
@@ -151,7 +151,7 @@ def cnn_command(
     out: Annotated[Path, typer.Option(help="Folder of the results: a JSON file each, and cnn.md of all in it.")] = RUNS,
 ) -> None:
     """Train a small 2-D CNN, and test it beside the rules that trace nothing."""
-    # Imported only here: PyTorch takes seconds to import.
+    # Imported only here, because PyTorch takes seconds to import.
     from experiments.pathfinder import testset
     from experiments.pathfinder.cnn import results, run
     from experiments.pathfinder.cnn.images import test_file
@@ -210,14 +210,14 @@ def picture_command(
 
 
 def generated(settings: Settings, parent: Path, workers: int | None) -> Path:
-    """The file of some images, written under a progress bar if it is missing."""
+    """The file of some images, which is written with a progress bar if it is missing."""
     name = f"Drawing {settings.parameters.name} on {workers or available_cores()} cores"
     with counting_bar(console, name, settings.images) as progress:
         return generate(settings, parent, workers=workers, progress=progress)
 
 
 def chosen_parameters(only: list[str] | None) -> list[Parameters]:
-    """Those that the user names, or all of the Long Range Arena's."""
+    """The parameters that the user names, or all of the Long Range Arena's."""
     if only is None:
         return [lra(size, contour) for size in LRA for contour in FOLDS]
     found = []
@@ -247,7 +247,7 @@ def lengths(contours: str) -> list[int]:
 
 
 def publish(text: str, out: Path | None, shown: str | None = None) -> None:
-    """Print a report, or the part of it that is new, and write it."""
+    """Print a report, or its new part, and write it."""
     console.print(text if shown is None else shown, soft_wrap=True, markup=False, highlight=False)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

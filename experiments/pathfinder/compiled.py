@@ -1,4 +1,4 @@
-"""How this package compiles with numba."""
+"""Compilation of this package's functions with numba."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ HERE = Path(__file__).parent
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile on first use, and keep the machine code for later processes where there is a place to write it.
+    """Compile on first use, and cache the machine code for later processes if there is a place to write it.
 
-    Numba's own cache looks at a function's file, but not at the functions and constants of other files that went into
-    it: after a change there, old code would draw other images without a word. So every state of this package's sources
-    has a cache of its own.
+    Numba's cache checks a function's own file, but not the other files whose functions and constants it uses: after a
+    change there, outdated code would silently draw other images. So every state of this package's sources has its own
+    cache.
     """
     folder = cache_folder()
     if folder is None:
         return numba.njit(function)
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # read when a function is decorated
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # numba reads it when a function is decorated
     try:
         return numba.njit(cache=True)(function)
     finally:
@@ -33,7 +33,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1)
 def cache_folder() -> Path | None:
-    """In NUMBA_CACHE_DIR or beside the sources; None if that is read-only, and then every process compiles anew."""
+    """A folder in NUMBA_CACHE_DIR or beside the sources; None if that is read-only, and then every process compiles
+    again.
+    """
     sources = blake2b(b"".join(path.read_bytes() for path in sorted(HERE.glob("*.py"))), digest_size=8).hexdigest()
     folder = Path(numba.config.CACHE_DIR or HERE / "__pycache__") / f"numba-{sources}"
     try:

@@ -1,4 +1,4 @@
-"""One image as a drawing: which dashes lie where."""
+"""One image as a drawing: the places of its dashes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Drawing(NamedTuple):
 
 
 def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
-    """Image `index` of a seed; it depends on nothing else. Raises ValueError where no targets fit into the image."""
+    """Image `index` of a seed; it depends on nothing else. Raises ValueError if no targets fit into the image."""
     p = parameters
     rng = image_stream(parameters, seed, index)
     label = below(rng, 2)
@@ -52,5 +52,5 @@ def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
 
 
 def image_stream(parameters: Parameters, seed: int, index: int) -> NDArray[np.uint64]:
-    """An image's random numbers: others for every size and contour length, so that equal seeds share no labels."""
+    """An image's random numbers, different for every size and contour length, so that equal seeds share no labels."""
     return stream(seed, parameters.size << 32 | parameters.contour_length, index)

@@ -1,4 +1,4 @@
-"""Write a file of images on all cores; a run that was stopped goes on where it was.
+"""Writes a file of images on all cores. A run that was stopped continues where it was.
 
 <parent>/pathfinder128-cl14-generated-200000-seed0.safetensors
 <parent>/pathfinder128-cl14-generated-200000-seed0.unfinished/     its parts, until the file is complete
@@ -22,7 +22,7 @@ IMAGES_PER_PART = 500  # 2 to 15 seconds of work with the Long Range Arena's par
 
 @dataclass(frozen=True)
 class Settings:
-    """What a file depends on. Files that begin with the same parameters and seed begin with the same images."""
+    """Everything that a file depends on. Files with the same parameters and seed begin with the same images."""
 
     parameters: Parameters
     images: int = 200_000
@@ -46,10 +46,10 @@ def generate(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """Write the file below `parent` and return its path; one that is complete is left as it is.
+    """Write the file below `parent` and return its path. A complete file is left as it is.
 
     workers: processes, by default one for each available core; the file does not depend on it.
-    progress: called with the number of images drawn so far, those of an earlier, stopped run included.
+    progress: called with the number of images drawn so far, including those of an earlier, stopped run.
     """
     path = parent / f"{settings.name}.safetensors"
     if path.exists():
@@ -78,7 +78,7 @@ def generate(
                     done += sizes[futures[future]]
                     progress(done)
             except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)  # parts that are under way are completed and kept
+                pool.shutdown(wait=True, cancel_futures=True)  # parts in progress are completed and kept
                 raise
     save(join([load(part) for part in parts.values()]), path)
     shutil.rmtree(unfinished)
@@ -86,6 +86,6 @@ def generate(
 
 
 def draw_part(settings: Settings, first: int, images: int, path: Path) -> None:
-    """Write some consecutive images as a file of their own."""
+    """Write some consecutive images to a separate file."""
     drawings = [draw(settings.parameters, settings.seed, index) for index in range(first, first + images)]
     save(collect(settings.parameters, settings.seed, drawings), path)

@@ -1,8 +1,8 @@
-"""Directions, and how far a snake goes in them.
+"""Directions, and the steps of a snake in them.
 
 Coordinates are (y, x), y downwards; the angle t means the direction (sin t, cos t). Positions are integers, and a move
-rounds up, so that a snake that has begun has only a few dozen directions: from an integer point to the integer points
-of a circle.
+rounds up, so that after its first dash a snake has only a few dozen directions, from an integer point to the integer
+points of a circle.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def reverse(angle: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def circle(radius: int) -> NDArray[np.int64]:
-    """Where a dash can end, relative to where its gap begins, in order of y, then x. int64 [K, 2]
+    """The places where a dash can end, relative to the beginning of its gap, ordered by y, then x. int64 [K, 2]
 
-    Points of the circle one pixel of arc apart, each rounded down: the circle is a little off its centre, as in the
+    Points of the circle one pixel of arc apart, each rounded down, so that the circle is slightly off centre, as in the
     original.
     """
     angles = np.arange(0, 360, 360 / (2 * radius * np.pi)) * np.pi / 180
@@ -34,7 +34,7 @@ def circle(radius: int) -> NDArray[np.int64]:
 
 
 def turning_weight(before: NDArray[np.float64], after: NDArray[np.float64], continuity: float) -> NDArray[np.float64]:
-    """How readily a snake goes on in the second direction: 1 straight on, 0 from 90 / continuity degrees."""
+    """The weight of continuing in the second direction: 1 straight on, 0 from a turn of 90 / continuity degrees."""
     turn = np.abs(after - before)
     turn = np.minimum(turn, 2 * np.pi - turn)
     return np.maximum(np.cos(np.minimum(continuity * turn, np.pi / 2)), 0) ** 2

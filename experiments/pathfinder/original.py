@@ -1,7 +1,7 @@
-"""What the original generator gives: drewlinsley/pathfinder, commit ab9c130, with the Long Range Arena's parameters.
+"""Results of the original generator: drewlinsley/pathfinder, commit ab9c130, with the Long Range Arena's parameters.
 
-Its image filter, scipy.misc.imresize, no longer exists; in its place stands a Lanczos filter in floating point. Lines
-are scaled and levels cut as in the released images (see render.py).
+Its image filter, scipy.misc.imresize, no longer exists; a Lanczos filter in floating point replaces it. Lines are
+scaled and levels cut as in the released images (see render.py).
 
 STATISTICS  by size and contour length: the images counted, the images rendered (the first of them), then some columns
             of statistics.py, from a plain transcription of the original

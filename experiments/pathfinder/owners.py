@@ -1,4 +1,4 @@
-"""Which curve each pixel of an image lies on: the ground truth of tracing, pixel by pixel."""
+"""The curve on which each pixel of an image lies: the ground truth of tracing, pixel by pixel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NOBODY, DISTRACTOR = 0, 3  # the targets are 1 and 2
 def owners(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
     """The owner of every pixel of images first .. last - 1. uint8 [n, size, size]
 
-    NOBODY where nothing is drawn, 1 + s on target snake s, DISTRACTOR on any other. Where dashes meet, the brightest
-    owns the pixel, and of equal ones the first; a marker belongs to the snake whose end it marks. A pixel that rounds
-    to black in the image may have an owner; one that does not has one.
+    NOBODY if nothing is drawn there, 1 + s on target snake s, DISTRACTOR on any other. If dashes meet, the brightest
+    owns the pixel, and of equally bright ones the first; a marker belongs to the snake whose end it marks. A pixel that
+    rounds to black in the image may have an owner; every other pixel has one.
     """
     p = vectors.parameters
     found = blank(vectors, first, last)
@@ -31,9 +31,10 @@ def owners(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray
 
 
 def marker_counts(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
-    """How many markers the curve through each pixel has: 0, 1 or 2. uint8 [n, size, size]
+    """The number of markers on the curve through each pixel: 0, 1 or 2. uint8 [n, size, size]
 
-    What tracing finds out, pixel by pixel. An image's answer is "connected" iff a pixel has 2. Distractors have 0.
+    This is what tracing finds out, pixel by pixel. An image's answer is "connected" iff a pixel has 2. Distractors have
+    0.
     """
     found = owners(vectors, first, last)
     labels, marked = vectors.labels[first:last], vectors.marked[first:last]

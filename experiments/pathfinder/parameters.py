@@ -1,4 +1,4 @@
-"""What a set of images depends on, and the values that the Long Range Arena used.
+"""The parameters of a set of images, and the values that the Long Range Arena used.
 
 Sources: the docstrings of `lra_benchmarks/data/pathfinder.py` (google-research/long-range-arena) and the wrapper's
 defaults in drewlinsley/pathfinder, commit ab9c130.
@@ -12,8 +12,8 @@ from hashlib import blake2b
 from typing import Any
 
 FOLDS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # the release's folder names
-LABEL = "generated.json"  # beside images that were generated, in the release's layout
-UNFINISHED = "unfinished"  # there instead until they are complete
+LABEL = "generated.json"  # the file beside generated images in the release's layout
+UNFINISHED = "unfinished"  # the file there instead until they are complete
 MARKER_COUNTS = 3  # classes of a pixel: 0, 1 or 2 markers on the curve through it; see owners.py
 
 
@@ -24,17 +24,17 @@ class Parameters:
     Raises ValueError for values that no image can have.
     """
 
-    size: int  # of the image, height and width
+    size: int  # height and width of the image
     dash_length: int
     margins: tuple[int, ...]  # half the gap between dashes; one is drawn for each image
     thickness: float
     marker_radius: float
     seed_distance: int  # between the first ends of the two target snakes
     padding: int  # border that no dash may touch
-    continuity: float  # how strongly a sharp turn is disfavoured; no turn exceeds 90 degrees divided by it
+    continuity: float  # how strongly sharp turns are discouraged; no turn exceeds 90 degrees divided by it
     target_contrast: float
     distractor_contrast: float
-    distractors: int  # asked for; as many are placed as there is room
+    distractors: int  # the number wanted; as many are placed as there is room for
     contour_length: int  # dashes of a target snake
     distractor_length: int  # dashes of a distractor
 
@@ -66,7 +66,7 @@ class Parameters:
 
     @property
     def name(self) -> str:
-        """A short name; of other values than the Long Range Arena's, it ends in a digest of them all."""
+        """A short name; for values other than the Long Range Arena's, it ends in a digest of all values."""
         name = f"pathfinder{self.size}-cl{self.contour_length}"
         return name if self.is_lra else f"{name}-{blake2b(self.to_json().encode(), digest_size=4).hexdigest()}"
 

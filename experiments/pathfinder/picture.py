@@ -28,7 +28,7 @@ def strip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def picture(vectors: Vectors, path: Path, *, real: Path | None = None, tiles: int = 8, enlarge: int = 1) -> None:
     """Write the first images as a strip, the connected ones first, above a strip of real ones if there is one.
 
-    Raises ValueError where the real strip has another size.
+    Raises ValueError if the real strip has another size.
     """
     first = render(vectors, 0, 200)
     connected, apart = (first[vectors.labels[:200] == label][: tiles // 2] for label in (1, 0))

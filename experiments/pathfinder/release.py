@@ -1,4 +1,4 @@
-"""Write images in the layout of the Long Range Arena's release, labelled as generated.
+"""Writes images in the layout of the Long Range Arena's release, labelled as generated.
 
 <parent>/pathfinder128/curv_contour_length_14/
     imgs/<batch>/sample_<i>.png    8-bit grey; a text chunk says "generated"
@@ -24,7 +24,7 @@ IMAGES_PER_BATCH = 1000
 
 
 def folder_of(parameters: Parameters, parent: Path) -> Path:
-    """Where the release has images of these parameters. Raises ValueError for those that it has not."""
+    """The folder in which the release has images with these parameters. Raises ValueError if it has none."""
     if not parameters.is_lra:
         raise ValueError(
             f"the released layout has a place for the Long Range Arena's parameters only; got {parameters}"
@@ -33,9 +33,9 @@ def folder_of(parameters: Parameters, parent: Path) -> Path:
 
 
 def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = lambda written: None) -> Path:
-    """Write all images and return their folder; one that holds the same is left as it is.
+    """Write all images and return their folder. A folder that already holds them is left as it is.
 
-    Raises FileExistsError where the folder holds something else, above all released images.
+    Raises FileExistsError if the folder holds something else, such as released images.
     progress: called with the number of images written so far.
     """
     folder = folder_of(vectors.parameters, parent)

@@ -1,9 +1,10 @@
-"""Vectors as images, on the CPU. render_device.py does the same on any device, to the bit.
+"""Renders vectors as images on the CPU. render_device.py does the same on any device, with equal bits.
 
 The lines are composed by maximum and scaled so that the brightest pixel is 1; the markers, discs of 1, are added by
-maximum; the whole is scaled so that the brightest pixel is 255, and cut to integers. So are the released images, as the
-eight tiles of Path-X and the eight of Path-64 that we have show to the level (README.md); the original code, as
-published, does not scale the lines and rounds. The contrasts hence matter only where targets' and distractors' differ.
+maximum; the whole is scaled so that the brightest pixel is 255, and cut to integers. The released images are made like
+this: the eight tiles of Path-X and the eight of Path-64 that we have agree in every grey level (README.md). The
+original code, as published, does not scale the lines, and rounds. So contrasts matter only if those of targets and
+distractors differ.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from experiments.pathfinder.vectors import Vectors
 
 
 class Parts(NamedTuple):
-    """What one image is drawn of."""
+    """The parts from which one image is drawn."""
 
-    number: int  # of the image among the vectors
+    number: int  # index of the image among the vectors
     places: NDArray[np.unsignedinteger]  # of its dashes, as `headings`
     headings: NDArray[np.uint16]
     stamps: NDArray[np.int16]  # the dashes' pictures, see tables.py
@@ -32,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def parts(vectors: Vectors, first: int = 0, last: int | None = None) -> Iterator[Parts]:
-    """The parts of images first .. last - 1, by default of all."""
+    """The parts of images first .. last - 1, by default of all images."""
     chosen = range(len(vectors))[first:last]
     for index, ends in zip(chosen, vectors.markers[first:last]):
         dashes = slice(vectors.starts[index], vectors.starts[index + 1])
@@ -41,7 +42,7 @@ def parts(vectors: Vectors, first: int = 0, last: int | None = None) -> Iterator
 
 
 def blank(vectors: Vectors, first: int, last: int | None) -> NDArray[np.uint8]:
-    """An array for a value of every pixel of images first .. last - 1, not filled."""
+    """An uninitialised array with one value for every pixel of images first .. last - 1."""
     size = vectors.parameters.size
     return np.empty((len(range(len(vectors))[first:last]), size, size), np.uint8)
 
@@ -64,7 +65,7 @@ def compose(image, places, headings, targets, stamps, centres, discs):
     for dash in range(len(headings)):
         y, x = np.int64(places[dash, 0]), np.int64(places[dash, 1])
         merge(lines, y, x, stamps[0 if dash < targets else 1, headings[dash]])
-    # A line of value v and a disc of value m compare as v / brightest and m / UNIT do.
+    # A line of value v and a disc of value m are compared as v / brightest and m / UNIT.
     brightest = greatest(lines)
     canvas = np.empty((size, size), np.int64)
     for y in range(size):

@@ -1,4 +1,6 @@
-"""Vectors as images in batches, on any device of PyTorch. The values are integers: the bits are those of render.py."""
+"""Renders vectors in batches on any PyTorch device. Values are integers, so images have the same bits as from
+render.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class DeviceRenderer:
         self.device = torch.device(device)
         self.stamps, self.first_stamp = (self._to(array) for array in all_lines(p))
         self.discs = self._to(markers(p.size, p.marker_radius))
-        # Unsigned integers of 16 bits cannot be indexed everywhere.
+        # Unsigned 16-bit integers cannot be indexed on every device.
         self.places = self._to(vectors.places if vectors.places.dtype == np.uint8 else vectors.places.astype(np.int32))
         self.headings = self._to(vectors.headings.astype(np.int32))
         self.starts, self.margins = self._to(vectors.starts), self._to(vectors.margins.astype(np.int64))
@@ -43,7 +45,7 @@ class DeviceRenderer:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def __call__(self, indices: Tensor) -> Tensor:
-        """Images of the given numbers, int64 [n]. uint8 [n, size, size], on the device"""
+        """The images with the given indices, int64 [n]. uint8 [n, size, size], on the device"""
         indices = indices.to(self.device)
         canvas = self._draw_lines(indices)
         brightest = canvas.amax((1, 2))  # [n]
@@ -59,7 +61,7 @@ class DeviceRenderer:
         kind = (number >= self.targets).long()
         stamp = self.first_stamp[self.margins[indices][image], kind] + self.headings[dash]
 
-        # A border as wide as half a stamp saves cutting the stamps.
+        # With a border of half a stamp, stamps need not be cut.
         radius = self.stamps.shape[-1] // 2
         side = self.size + 2 * radius
         place = self.places[dash].long()
@@ -89,7 +91,7 @@ class DeviceRenderer:
 
 @lru_cache(maxsize=4)
 def all_lines(parameters: Parameters) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """The lines of all margins one after another, and where those of each margin begin.
+    """The lines of all margins one after another, and the index at which those of each margin begin.
 
     int16 [s, n, n], n the largest margin's; int64 [256, 2]: by margin, then targets or distractors
     """

@@ -1,4 +1,4 @@
-"""The tables of the command line, as Markdown, with what is needed to judge and repeat them."""
+"""The tables of the command line as Markdown, with everything that is needed to judge and repeat them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def statistics_report(found: Sequence[tuple[Parameters, int, dict[str, Estimate]
 
 
 def deviation(ours: Estimate, theirs: Estimate | None) -> str:
-    """How far apart two estimates are, in standard errors."""
+    """The difference of two estimates in standard errors."""
     if theirs is None:
         return ""
     error = hypot(ours.error, theirs.error)

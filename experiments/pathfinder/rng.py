@@ -1,4 +1,4 @@
-"""Random numbers of one's own: image i of seed s is the same on every machine, with every version of every library.
+"""A random number generator of our own, so that an image is the same on every machine with every version of libraries.
 
 SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014). A stream is a state and an odd
 increment; its numbers are the mixed states. Every image has its own stream, a split of the seed's.
@@ -11,7 +11,7 @@ import numpy as np
 from experiments.pathfinder.compiled import compiled
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, odd
-# Typed, because numba takes a uint64 beside a plain int to be a float.
+# Typed constants, because for numba a uint64 and a plain int make a float.
 ONE, TWO = np.uint64(1), np.uint64(2)
 
 
@@ -38,7 +38,7 @@ def mix_increment(z):
 
 @compiled
 def stream(seed, kind, index):
-    """The stream of one image; `kind` tells sets of images with the same seed apart. uint64 [2]: state, increment"""
+    """The stream of one image; `kind` distinguishes sets of images with the same seed. uint64 [2]: state, increment"""
     parent = mix(mix(np.uint64(seed) + GOLDEN) ^ np.uint64(kind)) + TWO * np.uint64(index) * GOLDEN
     return np.array([mix(parent + GOLDEN), mix_increment(parent + TWO * GOLDEN)], dtype=np.uint64)
 
@@ -58,5 +58,5 @@ def uniform(stream):
 
 @compiled
 def below(stream, count):
-    """The next integer in 0 .. count - 1, for count up to 2^32; its chance is right to count / 2^32."""
+    """The next integer in 0 .. count - 1, for count up to 2^32; its probability is exact to within count / 2^32."""
     return np.int64(((bits64(stream) >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32))

@@ -1,9 +1,9 @@
-"""The seeds of images that a model sees: fresh ones at every step of training, and never one of a test set.
+"""The seeds of the images that a model sees: fresh images at every training step, and never one of a test set.
 
-An image is drawn from a seed and an index alone (draw.py). Training, validation and test have seeds of their own, so
-that they share no image whatever the number of steps; in training, the index says stage, step and place. Runs that
-follow one another by --initial have seeds of their own too: otherwise, with equal --seed, the next one would see the
-same images again.
+An image depends only on a seed and an index (draw.py). Training, validation and test have different seeds, so they
+share no image whatever the number of steps; in training, the index encodes stage, step and place. Runs that follow one
+another by --initial have different seeds, too; otherwise, with equal --seed, the next one would see the same images
+again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 TEST_SEED = 10**18
 VALIDATION_SEED = 10**18 + 1
 FIRST_TRAINING_SEED = 2 * 10**18
-RUNS = 10**18  # as many runs have seeds of their own
-MOST_EARLIER = 6  # runs behind the weights that a run begins with: above, seeds would pass 2^63
+RUNS = 10**18  # this many runs have different seeds
+MOST_EARLIER = 6  # runs before a run; with more, seeds would exceed 2^63
 
 _STEPS_BITS, _IMAGES_BITS = 40, 16
-MOST_IMAGES = 1 << _IMAGES_BITS  # of a step
+MOST_IMAGES = 1 << _IMAGES_BITS  # images of a step
 
 
 def training_seed(run_seed: int, earlier: int = 0) -> int:

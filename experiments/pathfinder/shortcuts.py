@@ -1,7 +1,7 @@
-"""How well one can answer without tracing a path: from the two markers and the dashes that they stand on.
+"""How well one can answer without tracing a path, from the two markers and the dashes below them.
 
-A snake of given length ends at a typical distance from its beginning, and its two end dashes point towards each other
-more than those of two different snakes. A model's accuracy means something only above these.
+A snake of a given length ends at a typical distance from its beginning, and its two end dashes point towards each other
+more than those of two different snakes. A model's accuracy means something only if it is above that of these rules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from experiments.pathfinder.tables import drawn_angles
 from experiments.pathfinder.vectors import Vectors
 
 FOLDS = 5
-PAIRS = 4  # of a first and a last end: two on the same snake, two on different ones
+PAIRS = 4  # pairs of a first and a last end: two on the same snake, two on different ones
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shortcut:
 
 @dataclass(frozen=True)
 class Pairs:
-    """All pairs of a first and a last end of n images: what their markers would show.
+    """All pairs of a first and a last end of n images, with what their markers would show.
 
     features  float64 [n, 4, f]  distance first
     labels    uint8   [n, 4]     1 for the same snake
@@ -57,11 +57,11 @@ class Pairs:
 def pairs(vectors: Vectors) -> Pairs:
     """The markers of every image as they are and as they might have been.
 
-    Which ends are marked is drawn apart from the snakes, so that every image is an example of all four pairs, and both
-    answers come equally often.
+    Which ends are marked is drawn independently of the snakes, so every image is an example of all four pairs, and both
+    answers are equally frequent.
 
     Features: the distance in pixels, then the directions of the two end dashes, each as an angle from the line to the
-    other marker, cosine and sine. The first marker's sine is not negative: mirrored images are the same.
+    other marker, cosine and sine. The first marker's sine is made non-negative, because mirrored images are equivalent.
     """
     tips = vectors.tips.astype(np.float64)
     directions = tip_directions(vectors)
@@ -76,7 +76,7 @@ def pairs(vectors: Vectors) -> Pairs:
 
 
 def tip_directions(vectors: Vectors) -> NDArray[np.float64]:
-    """The angles in which a target's first and last dash go from its ends. float64 [n, snake, first or last]"""
+    """The directions of a target's first and last dash, away from its ends. float64 [n, snake, first or last]"""
     p = vectors.parameters
     angles = np.zeros((256, max(360 + len(circle(p.dash_length + margin)) for margin in p.margins)))
     for margin in p.margins:
@@ -97,7 +97,7 @@ def describe(ends: NDArray[np.float64], angles: NDArray[np.float64]) -> NDArray[
     )
 
 
-RULES = {"marker distance": 1, "distance and end dashes": 5}  # the number of features that a rule may look at
+RULES = {"marker distance": 1, "distance and end dashes": 5}  # the number of features that a rule may use
 
 
 def shortcuts(examples: Pairs, seed: int = 0) -> list[Shortcut]:
@@ -106,7 +106,7 @@ def shortcuts(examples: Pairs, seed: int = 0) -> list[Shortcut]:
 
 
 def evaluate(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> Shortcut:
-    """Cross-validated by image. features: [n, 4, f], the distance first; labels: [n, 4]"""
+    """The accuracy of a rule, cross-validated by image. features: [n, 4, f], distance first; labels: [n, 4]"""
     right = (cross_validated(features, labels, seed) > 0.5) == labels
     distance = features[:, :, 0]
     borders = np.quantile(distance, (0.25, 0.5, 0.75))
@@ -122,8 +122,8 @@ def evaluate(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8]
 
 
 def cross_validated(features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> NDArray[np.float64]:
-    """The chance of label 1 for every pair, by a model fitted on other images. float64 [n, 4]"""
-    # Only here: scikit-learn takes a second to import.
+    """The probability of label 1 for every pair, from a model fitted on other images. float64 [n, 4]"""
+    # Imported only here, because scikit-learn takes a second to import.
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     n = len(labels)
@@ -133,7 +133,7 @@ def cross_validated(features: NDArray[np.float64], labels: NDArray[np.uint8], se
     chances = np.empty(labels.shape)
     for held_out in range(FOLDS):
         test, train = fold == held_out, fold != held_out
-        # Small trees that learn slowly, as few images have little to say; no early stopping, which would split them.
+        # Small trees with a low learning rate, because there are few images; no early stopping, which would split them.
         model = HistGradientBoostingClassifier(
             max_iter=100,
             learning_rate=0.08,

@@ -1,12 +1,12 @@
-"""Draw one image's snakes, as the original does, in integers.
+"""Draws the snakes of one image as the original does, in integers.
 
-The mask holds the surroundings of all dashes, in units of 1 / UNIT, composed by maximum. A snake is
-int64 [5]: y and x of where the gap before its last dash begins, y and x of that dash's picture, its heading.
-Its last dash stays out of the mask until the next one is found, so that a snake does not collide with itself. As in
-the original, one snake therefore cannot see the other's last dash, and the first target's very last dash never enters.
+The mask holds the surroundings of all dashes, in units of 1 / UNIT, composed by maximum. A snake is int64 [5]: y and x
+of the beginning of the gap before its last dash, y and x of that dash's picture, and its heading. Its last dash stays
+out of the mask until the next one is found, so that a snake does not collide with itself. As in the original, one snake
+therefore cannot see the other's last dash, and the first target's very last dash never enters.
 
-The original looks for the largest value of the mask within the margin of every place where a dash could end. Maxima of
-maxima are maxima, so those values are composed dash by dash as well, in a second mask, `near`.
+The original takes the largest value of the mask within the margin of every place where a dash could end. Maxima of
+maxima are maxima, so those values are also composed dash by dash, in a second mask, `near`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from experiments.pathfinder.rng import ONE, below, uniform
 from experiments.pathfinder.stamps import UNIT
 from experiments.pathfinder.tables import SEEDS, WEIGHT_UNIT
 
-TRIES = 3  # of a dash: "max_paddle_retrial" 2
-SNAKE_TRIES = 5  # of a distractor: "max_distractor_contour_retrial" 4
+TRIES = 3  # tries for a dash: "max_paddle_retrial" 2
+SNAKE_TRIES = 5  # tries for a distractor: "max_distractor_contour_retrial" 4
 TOUCHING = ceil(1.8 * UNIT)  # the sum of two masks from which two dashes are too close
-DEAD_END = 1e-4 * UNIT * WEIGHT_UNIT  # the sum of weights below which a snake cannot go on
-LEAST_FREE = 0.01  # part of the image below which no distractor is begun
+DEAD_END = 1e-4 * UNIT * WEIGHT_UNIT  # the sum of weights below which a snake cannot continue
+LEAST_FREE = 0.01  # free share of the image below which no distractor is begun
 PHASES = np.stack([np.sin(np.arange(360) * np.pi / 180), np.cos(np.arange(360) * np.pi / 180)], axis=1)
 
 
@@ -35,7 +35,7 @@ def merge(mask, y, x, stamp):
     size, radius = mask.shape[0], stamp.shape[0] // 2
     left, right = max(0, x - radius), min(size, x + radius + 1)
     for row in range(max(0, y - radius), min(size, y + radius + 1)):
-        # Rows as arrays of their own let the compiler take 16 pixels at a time.
+        # With rows as separate arrays the compiler processes 16 pixels at a time.
         here, there = mask[row, left:right], stamp[row - y + radius, left - x + radius : right - x + radius]
         for column in range(len(here)):
             here[column] = max(here[column], there[column])
@@ -74,13 +74,13 @@ def greatest_near(mask, y, x, disc):
 
 @compiled
 def set_snake(snake, start_y, start_x, y, x, heading):
-    """The five values of a snake. One by one: numba takes seconds to compile an assignment to a slice."""
+    """Set the five values of a snake, one by one, because numba takes seconds to compile an assignment to a slice."""
     snake[0], snake[1], snake[2], snake[3], snake[4] = start_y, start_x, y, x, heading
 
 
 @compiled
 def note(dashes, number, snake):
-    """Write down a snake's last dash as a number of a list."""
+    """Store a snake's last dash as entry `number` of a list."""
     dashes[number, 0], dashes[number, 1], dashes[number, 2] = snake[2], snake[3], snake[4]
 
 
@@ -94,7 +94,7 @@ def overwrite(mask, other):
 
 @compiled
 def framed(size, padding):
-    """A mask that is empty but for its border."""
+    """A mask that is empty except for its border."""
     mask = np.zeros((size, size), np.int16)
     for y in range(size):
         for x in range(size):
@@ -105,7 +105,7 @@ def framed(size, padding):
 
 @compiled
 def seed_from(tail_y, tail_x, heading, size, t, snake):
-    """Begin a snake at a tail; whether its dash and the gap before it lie in the image."""
+    """Begin a snake at a tail. Returns whether its dash and the gap before it lie in the image."""
     head_y = ceil(tail_y + t.seed_head[heading, 0])
     head_x = ceil(tail_x + t.seed_head[heading, 1])
     start_y = ceil(head_y + t.seed_start[heading, 0])
@@ -116,7 +116,9 @@ def seed_from(tail_y, tail_x, heading, size, t, snake):
 
 @compiled
 def extend(rng, snake, mask, near, t, cumulative):
-    """Add a dash to a snake and its dash before to the mask; whether there was room. cumulative: scratch, int64 [K]"""
+    """Add a dash to a snake, and its previous dash to the mask. Returns whether there was room. cumulative: scratch,
+    int64 [K]
+    """
     size, margin = mask.shape[0], margin_of(t)
     last_y, last_x, heading = snake[2], snake[3], snake[4]
     y, x = ceil(snake[0] + t.step[heading, 0]), ceil(snake[1] + t.step[heading, 1])
@@ -129,7 +131,7 @@ def extend(rng, snake, mask, near, t, cumulative):
                 taken = near[head_y, head_x]
             else:  # dashes reach over the image's border, and `near` knows what is there, but the mask does not
                 taken = greatest_near(mask, head_y, head_x, t.disc)
-            # Negative where the mask overshoots 1; the original's sums have such terms, too.
+            # Negative if the mask overshoots 1; the original's sums have such terms, too.
             total += (UNIT - taken) * weight
         cumulative[turn] = total
     if total < DEAD_END:
@@ -175,10 +177,10 @@ def seed_targets(rng, size, seed_distance, t, snakes):
 
 @compiled
 def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, near, dashes):
-    """Draw pairs of target snakes until one succeeds as a whole; nothing of a failed pair is kept.
+    """Draw pairs of target snakes until one pair succeeds; nothing of a failed pair is kept.
 
     mask, near: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading; the first snake's,
-    then the other's. Returns the number of pairs drawn, or 0 where none of `most_attempts` succeeded.
+    then the other's. Returns the number of pairs drawn, or 0 if none of `most_attempts` succeeded.
     """
     size = mask.shape[0]
     # Every pixel has the border's next one straight ahead.
@@ -210,9 +212,9 @@ def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, ne
 
 @compiled
 def choose_free(rng, mask, kernel, scratch):
-    """A pixel, drawn uniformly from those around which the kernel finds no occupied one, or (-1, -1).
+    """A pixel drawn uniformly from those around which the kernel has no occupied pixel, or (-1, -1).
 
-    With a bit a pixel: a kernel of dozens of pixels is looked up for 64 places at a time.
+    With one bit per pixel, a kernel of dozens of pixels is looked up for 64 places at a time.
     """
     occupied, taken, whole = scratch.occupied, scratch.taken, scratch.whole
     words, size = occupied.shape
@@ -246,7 +248,7 @@ def choose_free(rng, mask, kernel, scratch):
 
 @compiled
 def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
-    """Draw one short snake into the masks; whether there was room. Where there was not, they are spoilt."""
+    """Draw one short snake into the masks. Returns whether there was room; if not, the masks are invalid."""
     size = mask.shape[0]
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
@@ -271,7 +273,7 @@ def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
 
 @compiled
 def draw_distractors(rng, wanted, length, t, mask, near, dashes):
-    """Draw short snakes where there is room and return how many. dashes: int64 [wanted * length, 3]"""
+    """Draw short snakes where there is room, and return their number. dashes: int64 [wanted * length, 3]"""
     snake = np.empty(5, np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
     before, near_before = np.empty_like(mask), np.empty_like(near)

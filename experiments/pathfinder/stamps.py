@@ -1,4 +1,4 @@
-"""The small pictures that an image is composed of: lines, their surroundings, markers.
+"""The small pictures from which an image is composed: lines, their surroundings, markers.
 
 Every picture is drawn at twice the resolution and halved with a Lanczos filter, in floating point; the values overshoot
 a little above 1 and below 0, as they do in the release. They are stored as integers, so that everything later is exact:
@@ -17,16 +17,16 @@ from scipy.ndimage import binary_dilation
 
 from experiments.pathfinder.geometry import disc, move
 
-UNIT = 8192  # the integer that stands for 1.0; the largest contrast, 2 with 20 % overshoot, fits 16 bits
-FINER = 2  # resolution of the drawing over that of the picture ("antialias_scale")
-LANCZOS_REACH = 3  # pixels that a value spreads to when a picture is halved
+UNIT = 8192  # the integer that represents 1.0; the largest contrast, 2 with 20 % overshoot, fits into 16 bits
+FINER = 2  # resolution of the drawing relative to the picture ("antialias_scale")
+LANCZOS_REACH = 3  # pixels over which a value spreads when a picture is halved
 
 
 @lru_cache(maxsize=4096)  # the folds of a size share their dashes
 def dash(angle: float, length: int, thickness: float, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """A dash from the middle of a picture in the given direction, and the area within a margin of it.
 
-    Both float64 [n, n], n = 2 * (length + ceil(thickness) + margin) + 1, in 0..1 but for the overshoot.
+    Both float64 [n, n], n = 2 * (length + ceil(thickness) + margin) + 1, in 0..1 except for the overshoot.
     """
     radius = length + ceil(thickness) + margin
     side, middle = 2 * radius + 1, FINER * radius
@@ -56,8 +56,8 @@ def quantise(picture: NDArray[np.float64]) -> NDArray[np.int16]:
 def markers(size: int, marker_radius: float) -> NDArray[np.int16]:
     """Markers for every place in an image. int16 [w, w, w, w]: y and x of the centre in the window, then the window
 
-    The window follows the marker but never leaves the image, since at the image's border the filter weighs the pixels
-    that are left more. Elsewhere the window is so wide that its own borders see nothing of the marker.
+    The window follows the marker but never leaves the image, because at the image's border the filter gives more weight
+    to the remaining pixels. Elsewhere the window is so wide that the marker does not reach its borders.
     """
     width = marker_window(size, marker_radius)
     pictures = np.empty((width, width, width, width), np.int16)
@@ -70,5 +70,5 @@ def markers(size: int, marker_radius: float) -> NDArray[np.int16]:
 
 
 def marker_window(size: int, marker_radius: float) -> int:
-    """The side of a marker's picture, odd unless it is the whole image's."""
+    """The side of a marker's picture, odd unless it is that of the whole image."""
     return min(size, 2 * (ceil(marker_radius) + 2 * LANCZOS_REACH + 1) + 1)

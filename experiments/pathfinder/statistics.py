@@ -1,4 +1,4 @@
-"""What can be counted in images and drawings, beside the figures of the original generator."""
+"""Statistics of images and drawings, to compare with those of the original generator."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Estimate:
 
 
 def estimate(values: NDArray[np.generic]) -> Estimate:
-    """The mean of one value an image."""
+    """The mean of one value per image."""
     return Estimate(float(values.mean()), float(values.std()) / sqrt(len(values)))
 
 
-# name: what it is
+# name: description
 COLUMNS = {
     "attempts": "pairs of target snakes drawn for an accepted one",
     "distractors": "placed",
@@ -67,7 +67,7 @@ def statistics(vectors: Vectors) -> dict[str, Estimate]:
 
 
 def pixel_statistics(images: NDArray[np.uint8]) -> dict[str, NDArray[np.float64]]:
-    """Of uint8 [n, size, size]: the columns that need no drawing. float64 [n] each"""
+    """The columns that need only the images, uint8 [n, size, size]. float64 [n] each"""
     return {
         "mean": images.mean(axis=(1, 2)) / 255,
         "deviation": images.std(axis=(1, 2)) / 255,

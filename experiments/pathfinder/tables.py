@@ -1,4 +1,4 @@
-"""Everything that drawing snakes looks up, computed once for a set of parameters and a margin."""
+"""The tables for drawing snakes, computed once for a set of parameters and a margin."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from experiments.pathfinder.geometry import SEED_ANGLES, circle, disc, move, rev
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.stamps import dash, markers, quantise
 
-WEIGHT_UNIT = 2**20  # weights are whole multiples of its inverse, so that sums are exact and their order is no matter
+WEIGHT_UNIT = 2**20  # weights are multiples of its inverse, so that sums are exact and do not depend on their order
 SEEDS = len(SEED_ANGLES)
 
 
 class Tables(NamedTuple):
-    """What snakes.py looks up. A heading h is the direction of a dash: one of 360 for the first of a snake, then of K.
+    """The tables of snakes.py. A heading h is the direction of a dash: of 360 for the first of a snake, then of K.
 
     step       float64 [360 + K, 2]     from where the gap before a dash begins to where the next gap begins
     seed_head  float64 [360, 2]         from the tail of a first dash to its head
@@ -61,7 +61,7 @@ def tables(parameters: Parameters, margin: int) -> Tables:
     usable = np.array([seen_from_every_corner(kernel) for kernel in kernels])
     if not (usable & (room[:, 1] >= room[:, 0]) & (room[:, 3] >= room[:, 2])).any():
         raise ValueError(f"no target snake can begin within an image with {parameters} and margin {margin}")
-    # The original counts a pixel beyond 1.3 as free again; none may get there.
+    # The original counts a pixel above 1.3 as free again; none may reach that.
     if drawn.max() > 1.3:
         raise ValueError(f"the surroundings of a dash overshoot 1.3 with {parameters} and margin {margin}")
     weights = turning_weight(headings[:, None], headings[None, SEEDS:], parameters.continuity)
@@ -89,7 +89,7 @@ def all_headings(turns: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def drawn_angles(turns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The angle in which the dash of every heading is drawn: a first dash from its tail, another back from its head."""
+    """The angle at which the dash of each heading is drawn: a first dash from its tail, others back from their head."""
     headings = all_headings(turns)
     return np.concatenate([headings[:SEEDS], reverse(headings[SEEDS:])])
 
@@ -115,8 +115,8 @@ def seed_kernels(areas: NDArray[np.float64], parameters: Parameters, margin: int
 def seen_from_every_corner(kernel: NDArray[np.int64]) -> bool:
     """Whether, from every corner of an image, some pixel of a kernel lies inside the image.
 
-    Where one does not, OpenCV's dilation answers with the least number there is, the original takes the whole image
-    to be occupied, and the snake fails: 83 % of the directions at 32 pixels, 72 % at 64, none at 128 and 256.
+    If not, OpenCV's dilation returns the smallest number there is, the original takes the whole image to be occupied,
+    and the snake fails: 83 % of the directions at 32 pixels, 72 % at 64, none at 128 and 256.
     """
     return all(((y * kernel[:, 0] <= 0) & (x * kernel[:, 1] <= 0)).any() for y in (-1, 1) for x in (-1, 1))
 
@@ -140,7 +140,7 @@ def lines(parameters: Parameters, margin: int) -> NDArray[np.int16]:
 
 @lru_cache(maxsize=16)
 def digest(parameters: Parameters) -> str:
-    """A fingerprint of all stamps. Another version of Pillow might draw others, and then other images."""
+    """A fingerprint of all stamps. Another version of Pillow might draw them, and so images, differently."""
     found = blake2b(digest_size=8)
     for margin in parameters.margins:
         found.update(tables(parameters, margin).masks.tobytes())

@@ -1,4 +1,4 @@
-"""The test sets: 20,000 images a fold, from a seed that no training uses, each in a file whose hash is known.
+"""The test sets: 20,000 images for each fold, from a seed that no training uses, in files with known hashes.
 
 <folder>/pathfinder128-cl14-generated-20000-seed1000000000000000000.safetensors
 """
@@ -21,7 +21,7 @@ NAMES = {(128, 14): "Path-X", (256, 14): "Path-256"}
 
 
 def title(size: int, contour: int) -> str:
-    """What results call a fold.
+    """The name of a fold in results.
 
     >>> title(128, 14)
     'LRA-parameter generated Path-X'
@@ -31,7 +31,7 @@ def title(size: int, contour: int) -> str:
 
 
 def settings_of(size: int, contour: int) -> Settings:
-    """What the file of a fold depends on."""
+    """The settings of the file of a fold."""
     return Settings(lra(size, contour), IMAGES, TEST_SEED)
 
 
@@ -45,10 +45,10 @@ def test_set(
     record: bool = False,
     hashes: Path = HASHES,
 ) -> Path:
-    """The file of a fold, written if it is missing, and checked.
+    """The file of a fold, which is written if it is missing, and checked.
 
-    record: write down the hash of a fold that has none. Raises ValueError where the hash is another than that written
-    down, or none is.
+    record: record the hash of a fold that has none. Raises ValueError if the hash differs from the recorded one, or
+    none is recorded.
     """
     settings = settings_of(size, contour)
     path = generate(settings, folder, workers=workers, progress=progress)

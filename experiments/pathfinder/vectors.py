@@ -1,4 +1,4 @@
-"""Images as vectors: a list of dashes each, 180 to 520 bytes, in one file with the parameters that they depend on."""
+"""Images as vectors: a list of dashes for each, 180 to 520 bytes, in one file with the images' parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.tables import digest, tables
 
 KIND = "generated Pathfinder images as vectors"
-FORMAT = 1  # raise it when the arrays change their meaning
+FORMAT = 1  # increase it when the meaning of the arrays changes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Vectors:
     attempts  uint32 [n]          pairs of target snakes that were drawn until one succeeded
     starts    int64  [n + 1]      the dashes of image i are starts[i]:starts[i + 1]: those of target 0, of target 1,
                                   of one distractor after the other, each from its first end on
-    places    uint8 or uint16 [d, 2]  (y, x) of the end that the dash is drawn from, see tables.py
+    places    uint8 or uint16 [d, 2]  (y, x) of the end from which the dash is drawn, see tables.py
     headings  uint16 [d]          what is drawn there, see tables.py
     """
 
@@ -52,13 +52,13 @@ class Vectors:
 
     @property
     def targets(self) -> NDArray[np.int64]:
-        """Which dashes are the targets'. int64 [n, 2, contour_length], in their order along the snake"""
+        """The indices of the targets' dashes, in order along the snake. int64 [n, 2, contour_length]"""
         length = self.parameters.contour_length
         return self.starts[:-1, None, None] + np.arange(2 * length).reshape(2, length)
 
     @property
     def distractors(self) -> NDArray[np.int64]:
-        """How many distractors every image has. int64 [n]"""
+        """The number of distractors of every image. int64 [n]"""
         dashes = np.diff(self.starts) - 2 * self.parameters.contour_length
         return dashes // self.parameters.distractor_length
 
@@ -69,7 +69,7 @@ class Vectors:
         ends = np.array([[0, length - 1], [length, 2 * length - 1]])
         return self.places[self.starts[:-1, None, None] + ends].astype(np.int64)
 
-    # Once for all images: those who render ask for some hundreds of them at a time, again and again.
+    # Computed once for all images, because rendering repeatedly needs some hundreds of them at a time.
     @cached_property
     def markers(self) -> NDArray[np.int64]:
         """The centres of the two markers, the first on a first end, the second on a last. int64 [n, 2, (y, x)]"""
@@ -95,7 +95,7 @@ def collect(parameters: Parameters, seed: int, drawings: Sequence[Drawing]) -> V
 
 
 def join(parts: Sequence[Vectors]) -> Vectors:
-    """Images of the same parameters and seed, one part after the other."""
+    """Images with the same parameters and seed, one part after the other."""
     if not parts:
         raise ValueError("parts must hold at least one element")
     sources = {(part.parameters, part.seed) for part in parts}
@@ -114,7 +114,7 @@ def place_type(parameters: Parameters) -> type[np.unsignedinteger]:
 
 
 def save(vectors: Vectors, path: Path) -> None:
-    """Write a safetensors file, which exists only when it is complete."""
+    """Write a safetensors file such that it exists only when it is complete."""
     arrays = {name: np.ascontiguousarray(getattr(vectors, name)) for name in array_types(vectors.parameters)}
     about = {
         "kind": KIND,
@@ -126,22 +126,22 @@ def save(vectors: Vectors, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     save_file(arrays, unfinished, metadata={"about": json.dumps(about)})  # one entry: several have no fixed order
-    unfinished.chmod(0o644)  # safetensors makes it private
+    unfinished.chmod(0o644)  # safetensors makes the file private
     os.replace(unfinished, path)
 
 
 def load(path: Path) -> Vectors:
     """Read a file that `save` has written.
 
-    Raises FileNotFoundError, and ValueError where the file is another, is damaged, or was drawn with stamps other than
-    those of the present Pillow, which would render other images.
+    Raises FileNotFoundError, and ValueError if the file is of another kind, is damaged, or was drawn with other stamps
+    than those of the installed Pillow, which would render other images.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; `python -m experiments.pathfinder generate` writes one")
     try:
         with safe_open(path, framework="numpy") as file:
             about = json.loads((file.metadata() or {}).get("about", "{}"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
     if about.get("kind") != KIND:
@@ -176,7 +176,7 @@ def array_types(parameters: Parameters) -> dict[str, type[np.generic]]:
 
 
 def check_values(path: Path, vectors: Vectors) -> None:
-    """Raises ValueError where rendering would fail or the ground truth would be nonsense."""
+    """Raises ValueError if rendering would fail or the ground truth would be nonsense."""
     p, n = vectors.parameters, len(vectors)
     starts, places, headings = vectors.starts, vectors.places, vectors.headings
     each = (vectors.labels, vectors.marked, vectors.margins, vectors.attempts)
@@ -192,7 +192,7 @@ def check_values(path: Path, vectors: Vectors) -> None:
         raise ValueError(f"{path} is damaged: it has labels, marked snakes or margins that there are not")
     if len(places) and places.max() >= p.size:
         raise ValueError(f"{path} is damaged: it has dashes outside the image")
-    # Margins have numbers of headings of their own.
+    # The number of headings depends on the margin.
     known = np.zeros(256, np.int64)
     known[list(p.margins)] = [len(tables(p, margin).step) for margin in p.margins]
     if (headings >= np.repeat(known[vectors.margins], np.diff(starts))).any():

@@ -1,8 +1,8 @@
-"""What a trained model does: where it is right, where it looks, and what its masks cost and reach.
+"""An analysis of a trained model: where it is right, where it attends, and what its masks cost and reach.
 
 <out>/analysis.json     all figures
 <out>/analysis.md       the same as tables
-<out>/attention-*.png   attention maps of examples that it solves
+<out>/attention-*.png   attention maps of examples that the model solves
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def analyse(
 ) -> dict[str, Any]:
     """Write the analysis of a model on the folds of some stages; maps and masks are those of the last stage.
 
-    file_of: the test set of a stage. examples: attention maps, half of them of connected images as far as there are.
+    file_of: the test set of a stage. examples: the number of attention maps, half of them of connected images if
+        possible.
     """
     out.mkdir(parents=True, exist_ok=True)
     folds = []
@@ -117,5 +118,5 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def percent(part: float | None) -> str:
-    """A part as per cent; "-" for none."""
+    """A share in per cent; "-" for None."""
     return "-" if part is None else f"{100 * part:.1f} %"

@@ -1,4 +1,4 @@
-"""Where the markers of an image look, layer by layer, drawn over the image."""
+"""Attention maps: where the markers of an image attend, layer by layer, drawn over the image."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from experiments.pathx.model.classifier import PathModel
 
 @torch.no_grad()
 def attention_from(model: PathModel, batch: Batch, queries: list[int]) -> Tensor:
-    """The weights with which some tokens of a packed batch attend, mean over heads: fp32 [layers, queries, N].
+    """The attention weights of some tokens of a packed batch, averaged over heads: fp32 [layers, queries, N].
 
-    queries: tokens in the order that they are stored in, as are the weights. Computed in fp32 from the model's q and k
-    and the layer's mask, of which these rows alone are unpacked.
+    queries: tokens in stored order, which is also the order of the weights. They are computed in fp32 from the model's
+    q and k and the layer's mask, of which only these rows are unpacked.
     """
     model.eval()
     found: list[Tensor] = []
@@ -48,7 +48,7 @@ def marker_tokens(batch: Batch, centres: NDArray[np.int64]) -> list[int]:
 
 
 def draw(image: NDArray[np.uint8], batch: Batch, weights: Tensor, names: list[str], title: str, path: Path) -> None:
-    """A PNG: the image, then for each layer and marker the weights over it, each picture scaled to its largest.
+    """Write a PNG: the image, then for each layer and marker the weights over it, each picture scaled to its maximum.
 
     image: uint8 [size, size]; weights: [layers, markers, N].
     """

@@ -1,4 +1,4 @@
-"""The command line: options only. What they do is in the modules that the commands are named after."""
+"""The command line: options only. The commands are implemented in the modules that have their names."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def train(
     with short_errors():
         require_single_process("experiments.pathx train")
         if tensorboard_files:
-            tensorboard.writer_class()  # an error before anything is written
+            tensorboard.writer_class()  # raises an error, if any, before anything is written
         if resume:
             if out is None:
                 raise ValueError("--resume needs --out, the folder of the run")
@@ -133,7 +133,7 @@ def train(
 
 
 def announcing(stages: tuple[Stage, ...]) -> Callable[[Record], None]:
-    """A listener that says when a stage begins."""
+    """A listener that prints a line when a stage begins."""
     begun: set[int] = set()
 
     def listen(record: Record) -> None:
@@ -216,7 +216,7 @@ def testset(
 
 
 def made_test_set(size: int, contour: int, folder: Path, workers: int | None, record: bool = False) -> Path:
-    """The checked test set, made under a bar if it is missing."""
+    """The checked test set, which is made with a progress bar if it is missing."""
     with counting_bar(console, f"Test set of {size} pixels, {contour} dashes", IMAGES) as progress:
         return test_set(size, contour, folder, workers=workers or None, progress=progress, record=record)
 

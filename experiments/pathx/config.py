@@ -22,19 +22,19 @@ class Stage:
 
     size: int  # pixels along a side
     contour: int  # dashes of a path, in training and validation
-    tokens: int  # of a step; a batch holds as many images as fit
+    tokens: int  # per step; a batch holds as many images as fit
     lr: float  # peak learning rate
-    minutes: float | None = None  # of training
+    minutes: float | None = None  # minutes of training
     steps: int | None = None
-    until: float | None = None  # accuracy of the latest images at which the next stage begins
+    until: float | None = None  # accuracy on the latest images at which the next stage begins
     warmup: int = 100  # steps over which the learning rate rises
     schedule: str = "constant"  # after the warm-up; a cosine falls to 0 at the end of the minutes or steps
-    background: str = "drop"  # black pixels: no tokens; "keep": all pixels are
-    layers: str | None = None  # masks of this stage, where they are not the run's
-    also: tuple[int, ...] = ()  # dashes of other paths in training: images take turns
+    background: str = "drop"  # "drop": black pixels are not tokens; "keep": all pixels are
+    layers: str | None = None  # the masks of this stage, if they are not those of the run
+    also: tuple[int, ...] = ()  # dashes of other paths in training, which images take in turns
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "also", tuple(self.also))  # a list in JSON
+        object.__setattr__(self, "also", tuple(self.also))  # JSON has a list
         for name, value, allowed in (
             ("size", self.size, tuple(LRA)),
             ("contour", self.contour, tuple(FOLDS)),
@@ -55,19 +55,19 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """As results call it."""
+        """The name of the stage in results."""
         lengths = "+".join(map(str, self.contours))
         return f"{self.size}/cl{lengths}{'/all pixels' if self.background == 'keep' else ''}"
 
     @property
     def contours(self) -> tuple[int, ...]:
-        """The dashes of a path that images of the training take in turns."""
+        """The dashes of a path that training images take in turns."""
         return (self.contour, *self.also)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunSettings):
-    """One training run. All of it together with the code and the device determines the result."""
+    """One training run. The settings, the code and the device together determine the result."""
 
     curriculum: tuple[Stage, ...] = ()
     layers: str = setting(
@@ -130,18 +130,18 @@ class Config(RunSettings):
         return parse_layers(stage.layers or self.layers)
 
     def _most_tokens(self, stage: Stage) -> int:
-        """Tokens that any image of a stage has at most."""
+        """The largest number of tokens of an image in a stage."""
         if stage.background == "keep":
             return stage.size**2 + (self.block if self.registers else 0)
         return most_tokens(stage.size)
 
 
 def most_tokens(size: int) -> int:
-    """Tokens that any image without its background has at most, of so many pixels along a side."""
+    """The largest number of tokens of an image with this many pixels along a side, without its background."""
     return min(size**2, 4096)  # the fullest have 18 % of 128 x 128, 5 % of 256 x 256
 
 
-# What may change when a run is resumed: it leaves the weights as they would be.
+# Settings that may change when a run is resumed, because they do not affect the weights.
 FREE_ON_RESUME = (
     "device", "compiled", "recorded", "validate_every", "validation_images", "checkpoint_every", "checkpoint_minutes",
 )  # fmt: skip
@@ -153,12 +153,12 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The settings that `as_dict` has made plain."""
+    """The settings from the plain values of `as_dict`."""
     return Config(**{**values, "curriculum": tuple(Stage(**stage) for stage in values["curriculum"])})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with what was chosen now; raises ValueError where that would change the run."""
+    """A saved run's settings with those chosen now; raises ValueError if they would change the run."""
     return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 
@@ -174,7 +174,7 @@ def curriculum_from(path: Path) -> tuple[Stage, ...]:
 
 
 def stretched(curriculum: tuple[Stage, ...], minutes: float) -> tuple[Stage, ...]:
-    """The same curriculum with its minutes scaled to a sum; raises ValueError where a stage has none."""
+    """The same curriculum with its minutes scaled to a given sum; raises ValueError if a stage has no minutes."""
     if minutes <= 0 or any(stage.minutes is None for stage in curriculum):
         raise ValueError("--minutes must be more than 0, and needs a curriculum whose stages all have minutes")
     factor = minutes / sum(stage.minutes or 0.0 for stage in curriculum)

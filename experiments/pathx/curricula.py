@@ -1,8 +1,8 @@
 """Curricula by name. Minutes are those of one H100; those of a headline result add up to 60 at most.
 
-An easier stage ends early when its accuracy is reached, and the minutes that it leaves are not used: a result's cost is
-what its log says. 64 pixels with 14 dashes are left out: these images cost the generator more than Path-X's
-(README.md), and teach less.
+An easier stage ends early when its accuracy is reached, and the remaining minutes are not used; the cost of a result is
+that of its log. 64 pixels with 14 dashes are left out, because these images cost the generator more than those of
+Path-X (README.md) and teach less.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ def _stage(size: int, contour: int, **more: Any) -> Stage:
     return Stage(**{"size": size, "contour": contour, "tokens": 128 * _K, "lr": _LR, "warmup": 50, **more})
 
 
-# Short paths first, then larger images, then longer paths. Dashes have 5 pixels from 64 pixels on, but gaps double
-# from 64 to 128: so the size changes while paths are short. Nothing was learned from 264,000 images of 32 pixels, whose
-# dashes have 2; and a stage that is left before it has learned leaves nothing to the next (results/pathx/notes.md).
-# Steps of all stages have one length, so that what is compiled is compiled once.
+# Short paths first, then larger images, then longer paths. Dashes have 5 pixels from 64 pixels on, but gaps double from
+# 64 to 128: so the size changes while paths are short. Nothing was learned from 264,000 images of 32 pixels, whose
+# dashes have 2 pixels; and a stage that ends before anything is learned does not help the next one
+# (results/pathx/notes.md). Steps have the same length in all stages, so that everything is compiled only once.
 _BEGINNING = (
     _stage(64, 6, minutes=4.0, until=0.94, warmup=200),
     _stage(128, 6, minutes=4.0, until=0.94),
 )
 
 CURRICULA: dict[str, tuple[Stage, ...]] = {
-    # A check that all works, for a small model on a CPU; README.md has the command.
+    # A check that everything works, for a small model on a CPU; README.md has the command.
     "smoke": (_stage(32, 6, tokens=3 * _K, steps=1600, schedule="cosine", lr=2e-3),),
     # Path-X: 128 pixels, 14 dashes. A last stage of 14 alone forgets the shorter paths.
     "pathx": (
@@ -38,15 +38,15 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(128, 9, minutes=7.0, until=0.94),
         _stage(128, 14, also=(14, 9, 6), minutes=15.0, schedule="cosine"),
     ),
-    # The same in 4,000 steps, which suffice with pixel labels: two minutes of an H200.
+    # The same in 4,000 steps, which are enough with pixel labels: two minutes of an H200.
     "two-minutes": (
         _stage(64, 6, steps=700, warmup=200),
         _stage(128, 6, steps=250),
         _stage(128, 9, steps=450),
         _stage(128, 14, steps=2600, schedule="cosine"),
     ),
-    # All 16,384 pixels are tokens. From the weights of a model for Path-X (--initial), with --layers
-    # "tiles:16*5,butterfly:8*4" say: dense ones would take most of the time. Black pixels are new to the model.
+    # All 16,384 pixels are tokens. From the weights of a model for Path-X (--initial), for example with --layers
+    # "tiles:16*5,butterfly:8*4", because dense layers would take most of the time. Black pixels are new to the model.
     "pathx-all": (_stage(128, 14, minutes=7.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),),
     # Path-256: paths are relatively shorter there, so 128 pixels with 9 dashes lead to it. With the weights of a model
     # for Path-X the stages of 64 and 128 pixels are over in seconds.
@@ -60,7 +60,7 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
     "path256-all": (
         _stage(256, 14, tokens=256 * _K, minutes=9.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),
     ),
-    # Which mask gives what: the same minutes for each, from random weights.
+    # To compare masks: the same minutes for each, from random weights.
     "compare": (
         _stage(64, 6, minutes=1.25, warmup=200),
         _stage(64, 9, minutes=1.25, schedule="cosine"),
@@ -69,7 +69,7 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
 
 
 def curriculum(name: str) -> tuple[Stage, ...]:
-    """The curriculum of a name, or of a JSON file; raises ValueError or FileNotFoundError where there is none."""
+    """The curriculum with a name, or from a JSON file; raises ValueError or FileNotFoundError if there is none."""
     if name in CURRICULA:
         return CURRICULA[name]
     if not name.endswith(".json"):

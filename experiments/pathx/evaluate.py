@@ -1,4 +1,4 @@
-"""The accuracy of a trained model on a test set, beside what is stored of it."""
+"""The accuracy of a trained model on a test set, compared with the stored results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from experiments.training.atomic_files import write_json
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
 
-SIGMAS = 3.0  # the difference from a stored accuracy that counts as the same, in standard errors
+SIGMAS = 3.0  # the largest difference from a stored accuracy that counts as equal, in standard errors
 
 
 def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
-    """The stage as which a model is tested: its last one, with another size or contour length if those are asked for.
+    """The stage on which a model is tested: its last one, with another size or contour length if they are given.
 
-    Masks and background stay those of the last stage of that size, or else of the last stage.
+    Masks and background are those of the last stage of that size, or else of the last stage.
     """
     last = config.curriculum[-1]
     size = size or last.size
@@ -42,7 +42,7 @@ def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
 
 
 def recipe_for(config: Config, stage: Stage) -> Recipe:
-    """How test images become batches, of about as many tokens as a step of training."""
+    """The recipe of test batches, with about as many tokens as a training step."""
     return replace(recipe_of(replace(config, curriculum=(stage,)), 0), pixel_labels=False, hidden=0.0)
 
 
@@ -60,21 +60,21 @@ def pack_from_file(recipe: Recipe, file: Path, first: int, last: int) -> Packed:
 
 @lru_cache(maxsize=2)
 def vectors_of(file: Path) -> Vectors:
-    """The images of a file, which a process reads once."""
+    """The images of a file, which each process reads once."""
     return load_vectors(file)
 
 
 def scores_on(
     model: torch.nn.Module, config: Config, stage: Stage, file: Path, images: int, stream: Stream, device: torch.device
 ) -> Scores:
-    """A model's answers to the first images of a file."""
+    """The scores of a model on the first images of a file."""
     recipe = recipe_for(config, stage)
     model.to(device)
     return score(model, packings(recipe, file, images, stream), recipe.layers, config, device)
 
 
 def result(scores: Scores, stage: Stage, config: Config, file: Path, device: torch.device) -> dict[str, Any]:
-    """Plain values; the error is the standard error of the accuracy."""
+    """The result as plain values; the error is the standard error of the accuracy."""
     count = len(scores.labels)
     return {
         "task": title(stage.size, stage.contour),
@@ -93,7 +93,7 @@ def result(scores: Scores, stage: Stage, config: Config, file: Path, device: tor
 
 
 def baselines(stage: Stage) -> str:
-    """What is stored of the answers of rules that trace nothing, and of a small 2-D CNN; empty where nothing is."""
+    """The stored accuracies of rules that trace nothing and of a small 2-D CNN; empty if none are stored."""
     cnn = stored(lra(stage.size, stage.contour).name)
     if cnn is None:
         return ""
@@ -101,7 +101,7 @@ def baselines(stage: Stage) -> str:
 
 
 def key_of(stage: Stage) -> str:
-    """What a stored result is found by."""
+    """The key of a stored result."""
     return f"{stage.size}-{stage.contour}-{stage.background}"
 
 
@@ -115,7 +115,7 @@ def store(path: Path, stage: Stage, found: dict[str, Any]) -> None:
 
 
 def agrees(found: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Whether an accuracy, of as many images as there were time for, may be that of the stored result."""
+    """Whether an accuracy on some images is consistent with the stored result."""
     chance = stored["accuracy"]
     error = math.sqrt(max(chance * (1 - chance), 1 / found["images"]) / found["images"])
     return abs(found["accuracy"] - chance) <= SIGMAS * error

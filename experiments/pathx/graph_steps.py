@@ -1,8 +1,8 @@
-"""Training steps on packings, as one CUDA graph where they can be.
+"""Training steps on packings, as one CUDA graph where possible.
 
 Launched kernel by kernel, a step of 131,072 tokens took the host 55 ms and the GPU 20 (results/pathx/notes.md). The
-graph holds the masks, the losses, the gradients and their clipping; the optimiser's step is a few kernels, and has a
-learning rate that changes.
+graph contains the masks, the losses, the gradients and their clipping. The optimiser's step stays outside: it is a few
+kernels, and its learning rate changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each layer's mask costs and reaches, on one image."""
+"""The cost and the reach of each layer's mask, on one image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparseflash.analysis import density, layers_to_full_reach, reach
 
 
 def in_base_order(batch: Batch, layer: int) -> BlockMask:
-    """A layer's mask over the live tokens of a batch of one image, in the order that tokens are stored in."""
+    """A layer's mask over the live tokens of a batch of one image, in the stored order of tokens."""
     mask, order = batch.masks[layer].canonical(), batch.layer_orders[layer]
     if order != BASE:
         mask = mask.permute(batch.orders[order].inverse)
@@ -22,11 +22,11 @@ def in_base_order(batch: Batch, layer: int) -> BlockMask:
 
 
 def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
-    """For each layer: live scores and computed ones as parts of all, tiles, and how far it reaches with those before.
+    """For each layer: the shares of live and of computed scores, and how far the layers up to it reach.
 
     batch: of one image, packed. density: live scores; tiles: the scores of live tiles, which is what a kernel computes;
-    reached: pairs of tokens of which one influences the other after this layer; layers_alone: after how many layers of
-    this mask alone every token reaches every other, None for never.
+    reached: pairs of tokens of which one influences the other after this layer; layers_alone: the number of
+    layers with this mask alone after which every token reaches every other, None for never.
     """
     if batch.images != 1:
         raise ValueError(f"the batch must be of one image; got {batch.images}")
@@ -41,7 +41,7 @@ def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
             "mask": relation.name,
             "order": relation.order,
             "density": density(masks[number]).score_share,
-            "tiles": density(batch.masks[number].canonical()).tile_share,  # as it is run, in its own order
+            "tiles": density(batch.masks[number].canonical()).tile_share,  # in the layer's order, in which it is run
             "reached": reach(masks[: number + 1]).density,
             "layers_alone": alone[relation.name],
         })  # fmt: skip

@@ -1,4 +1,4 @@
-"""The answers of a model to images."""
+"""The answers of a model on images."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from experiments.pathx.masks.relations import Relation
 
 
 class Scores(NamedTuple):
-    """Of n images, on the CPU."""
+    """The answers for n images, on the CPU."""
 
-    chances: Tensor  # float64 [n], of "connected"
+    chances: Tensor  # float64 [n], the probability of "connected"
     labels: Tensor  # int64 [n]
     loss: float  # mean cross-entropy, nats
 
@@ -37,11 +37,11 @@ class Scores(NamedTuple):
 def score(
     model: nn.Module, packings: Iterable[Packed], layers: tuple[Relation, ...], config: Config, device: torch.device
 ) -> Scores:
-    """The answers to all images of some packings."""
+    """The answers for all images of some packings."""
     model.eval()
     logits, labels = [], []
     for packed in packings:
-        with torch.inference_mode(False):  # masks are kept, and training may use them, too
+        with torch.inference_mode(False):  # masks are cached, and training may use them, too
             batch = on_device(packed, layers, device, config.registers)
         logits.append(forward(model, batch, config)[0])
         labels.append(batch.labels)

@@ -1,4 +1,4 @@
-"""Results beside published systems: what was reached, with how many parameters, images and minutes."""
+"""A table of results beside published systems: accuracy, parameters, images and minutes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PUBLISHED: list[list[str]] = [
 
 
 def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The models below a folder with stored results: name, and what the file beside the weights says.
+    """The models below a folder that have stored results: their names, and the contents of the file beside the weights.
 
-    The weights themselves may be elsewhere: a result stays in the table when its weights are no longer stored.
+    The weights themselves need not be there: a result stays in the table when its weights are no longer stored.
     """
     found = []
     for path in sorted(folder.rglob("*.json")):
@@ -52,7 +52,7 @@ def with_error(found: dict[str, Any]) -> str:
 
 
 def cnn_rows(folder: Path | None = None) -> list[list[str]]:
-    """A row for each of the two tasks that a small 2-D CNN is stored of."""
+    """A row for each of the two tasks for which the result of a small 2-D CNN is stored."""
     found = []
     for place, size in enumerate((128, 256)):
         figure = stored(lra(size, 14).name, folder)
@@ -67,7 +67,7 @@ def cnn_rows(folder: Path | None = None) -> list[list[str]]:
 
 
 def rule_row(page: Path = STORED / "shortcuts.md") -> list[str]:
-    """The row of the better rule that traces nothing, as it was measured."""
+    """The row of the better rule that traces nothing, as measured."""
     measured = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
     accuracies = {cells[0]: cells[3] for cells in measured if len(cells) > 3 and cells[2] == NO_TRACING}
     return [f"no tracing: {NO_TRACING} (ours)", *(f"{accuracies[lra(size, 14).name]} %" for size in (128, 256)),
@@ -75,7 +75,9 @@ def rule_row(page: Path = STORED / "shortcuts.md") -> list[str]:
 
 
 def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
-    """Our results, one row a model and background; small 2-D CNNs, by default the stored ones; published results."""
+    """Our results, with one row for each model and background; small 2-D CNNs, by default the stored ones; published
+    results.
+    """
     ours = []
     for folder in folders:
         for name, note in found_below(folder):
@@ -100,7 +102,7 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """The table below what a reader must know about it."""
+    """The table, after what a reader must know about it."""
     text = [
         "# Path-X and Path-256",
         "",

@@ -1,4 +1,4 @@
-"""How fast training steps are, by size and masks: what a budget buys, before it is spent."""
+"""The speed of training steps by size and masks, to plan a run before it is started."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from experiments.training.environment import device_name
 from experiments.training.optimizer import adamw
 from experiments.training.profiling import costs_of
 
-BATCHES = 2  # that take turns, so that no step sees the masks of the one before
+BATCHES = 2  # used in turns, so that no step has the masks of the step before
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed."""
+    """A case to time."""
 
     size: int
     contour: int
@@ -37,12 +37,12 @@ class Case:
 def measured(
     case: Case, config: Config, tokens: int, device: torch.device, seconds: float, *, profiled: bool = False
 ) -> dict[str, Any]:
-    """Steps for about so many seconds after two that warm up; the images are made before. Times in ms a step.
+    """Run steps for about this many seconds after two for warming up, on images made before. Times are in ms per step.
 
-    profiled: as `costs`, what the kernels of a step take, in four steps more.
+    profiled: also measure the kernels of a step, as `costs`, in four more steps.
 
-    masks_ms: completing the masks on the device and moving the batch, launched by the host; of steps that are no CUDA
-    graph, part of step_ms. tiles: live tiles over those of the images' dense masks, mean over layers.
+    masks_ms: completing the masks on the device and moving the batch, launched by the host; part of step_ms unless
+    steps are CUDA graphs. tiles: live tiles over those of the images' dense masks, mean over layers.
     """
     stage = Stage(size=case.size, contour=case.contour, tokens=tokens, lr=1e-3, steps=1, background=case.background)
     config = replace(config, curriculum=(replace(stage, layers=case.layers),), layers=case.layers)
@@ -70,7 +70,7 @@ def measured(
         while number < least or time.perf_counter() < until:
             packed = step(number)
             if number % 4 == 3:
-                synchronize(device)  # or the clock would run ahead of the device
+                synchronize(device)  # otherwise the clock would run ahead of the device
             number += 1
             yield packed
 
@@ -118,7 +118,7 @@ def tile_share(packed: Packed, config: Config, layers: tuple[Any, ...]) -> float
 
 
 def table(found: list[dict[str, Any]], tokens: int) -> Table:
-    """What `measured` has found of some cases, with steps of so many tokens."""
+    """The results of `measured` for some cases, with steps of this many tokens."""
     show = Table(title=f"{tokens:,} tokens a step, {found[0]['device'] if found else ''}")
     for column in ("px", "layers", "step ms", "masks ms", "tokens/s", "images/s", "tiles", "GB"):
         show.add_column(column, justify="left" if column == "layers" else "right")

@@ -1,6 +1,6 @@
 """Train one model through its curriculum, stage by stage, and write its averaged weights.
 
-Beside the files of every run (experiments/training/run_folder.py):
+It writes, in addition to the files of every run (experiments/training/run_folder.py):
 
 <run>/model.safetensors   the averaged weights when the run is complete, with model.json; see weights.py
 """
@@ -41,7 +41,7 @@ class StagedState(State):
     stage: int = 0
     images: int = 0
     tokens: int = 0
-    # Right answers and images of every log_every latest steps of the stage, oldest first.
+    # Right answers and numbers of images in groups of log_every steps, the latest groups of the stage, oldest first.
     recent: list[list[int]] = field(default_factory=list)
     is_open: bool = False  # whether the last of `recent` has fewer than log_every steps
 
@@ -49,7 +49,7 @@ class StagedState(State):
 class Run(Trainer[Packed]):
     """A training run in a folder, from its first step or from its newest checkpoint.
 
-    Raises FileExistsError where the folder holds a run and neither `resume` nor `overwrite` is set.
+    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set.
     """
 
     state: StagedState
@@ -102,9 +102,9 @@ class Run(Trainer[Packed]):
         if found.keys() != expected or any(own[name].shape != tensor.shape for name, tensor in found.items()):
             raise ValueError(f"{path} must hold a model of the same layers, width and registers as this run's")
         self.model.load_state_dict(own | found)
-        # Weights from before runs were counted are taken for those of one run: all runs had the same images then.
+        # Weights from before runs were counted count as one run, because all runs had the same images then.
         runs = 1 if about["initial"] is None else 1 + about["initial"].get("runs", 1)
-        training_seed(self.config.seed, runs)  # raises ValueError where there are too many
+        training_seed(self.config.seed, runs)  # raises ValueError if there are too many
         return {"sha256": sha256(path), "runs": runs, "helped": of_model(about), **about["cost"]}
 
     def details(self) -> dict[str, Any]:
@@ -120,8 +120,8 @@ class Run(Trainer[Packed]):
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
         """Train to the end of the curriculum, write the model, and return what is written beside it.
 
-        None where the run was paused, after it was saved. Of a run that was complete before, nothing is written: its
-        model may have results.
+        Returns None if the run was paused, after it was saved. If the run was complete before, nothing is written,
+        because its model may have results.
         """
         begun_at = self.state.step
         with single_host_thread(self.device):
@@ -136,8 +136,8 @@ class Run(Trainer[Packed]):
         return self._write_model(path)
 
     def _train_stage(self, pause: Pause) -> bool:
-        """Train to the end of the stage; False where the run was paused before."""
-        # A run that began before runs were counted goes on with the images that it began with.
+        """Train to the end of the stage. Returns False if the run was paused before."""
+        # A run that began before runs were counted continues with the images that it began with.
         earlier = 0 if self.before is None else self.before.get("runs", 0)
         recipe = self._recipe = recipe_of(self.config, self.state.stage, earlier)
         self._validation = self.stream.validation(recipe, self.config.validation_images)
@@ -168,9 +168,9 @@ class Run(Trainer[Packed]):
         return (self.state.stage + min(1.0, self.stage_progress())) / len(self.config.curriculum)
 
     def is_reached(self) -> bool:
-        """Whether the stage's accuracy is reached. Images are fresh, so it is that of a test.
+        """Whether the stage's accuracy is reached. Images are fresh, so it is a test accuracy.
 
-        Only at multiples of log_every, so that it does not depend on where a run was paused between them.
+        It is checked only at multiples of log_every, so that it does not depend on where a run was paused.
         """
         if self.state.is_open:
             return False
@@ -241,5 +241,5 @@ class Run(Trainer[Packed]):
 
 
 def saved_run(folder: Path) -> Config:
-    """The settings of the run in a folder; raises FileNotFoundError where there is none."""
+    """The settings of the run in a folder; raises FileNotFoundError if there is none."""
     return from_dict(saved_settings(folder / SETTINGS)["config"])

@@ -1,7 +1,7 @@
-"""A trained model as one file, and beside it what the file must be and what it is known to reach.
+"""A trained model as one file, and beside it a file with its hash and its results.
 
 model.safetensors   the weights in fp32, with the settings that a model is built from
-model.json          the SHA-256 of that file, what it cost, and its results; see evaluate.py
+model.json          the SHA-256 of that file, the cost of training, and the results; see evaluate.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KIND = "experiments.pathx model"
 
 
 def build(config: Config) -> PathModel:
-    """A model of these settings, with weights from the run's seed, on the CPU."""
+    """A model with these settings and with weights drawn from the run's seed, on the CPU."""
     torch.manual_seed(config.seed)
     return PathModel(
         depth=len(parse_layers(config.layers)),
@@ -46,10 +46,10 @@ def save(path: Path, model: PathModel, config: Config, about: dict[str, Any]) ->
 
 
 def load(path: Path, expected: str | None = None) -> tuple[PathModel, Config, dict[str, Any]]:
-    """The model in a file, its settings and what is written about it, after the file's hash is checked.
+    """The model in a file, its settings and its description, after the file's hash is checked.
 
-    expected: the SHA-256; by default that in the file beside it. Raises FileNotFoundError where there is none, and
-    ValueError where the file is another.
+    expected: the SHA-256, by default that in the file beside it. Raises FileNotFoundError if there is none, and
+    ValueError if the hash differs.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")

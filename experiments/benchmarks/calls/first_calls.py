@@ -1,4 +1,4 @@
-"""The first calls of a new process with empty caches: what a user waits for, kernels' compilation and all.
+"""The first calls of a new process with empty caches: the time that a user waits, including compilation.
 
 `python -m experiments.benchmarks.calls.first_calls NAME` is the process itself; it prints its seconds as JSON.
 """
@@ -17,7 +17,7 @@ from experiments.benchmarks.timing import first_call
 
 
 def first_calls(name: str, *, limit: float = 240.0) -> list[Row]:
-    """Seconds of FIRST_CALLS of one implementation, one after another, in a process of their own."""
+    """Seconds of FIRST_CALLS of one implementation, one after another, in a new process."""
     try:
         answer = output_of(__name__, name, limit=limit)
     except RuntimeError as failure:
@@ -29,7 +29,7 @@ def first_calls(name: str, *, limit: float = 240.0) -> list[Row]:
 def main(name: str) -> None:
     """Measures in this process."""
     device = torch.device("cuda")
-    # The context of the device and its libraries are not what is measured.
+    # Initialising the device and its libraries is not part of the measurement.
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     (x @ x).sum().backward()
     seconds = {}

@@ -12,17 +12,17 @@ from experiments.benchmarks.timing import Timing
 
 
 class Row(NamedTuple):
-    """Host time of one way of calling one implementation, or why there is none."""
+    """The host time of one way of calling one implementation, or the reason why there is none."""
 
     way: str  # one of WAYS, in microseconds, or of FIRST_CALLS, in seconds
     implementation: str
     value: float | None
-    spread: float | None = None  # range of the turns over the value, their median
+    spread: float | None = None  # the range of the turns over their median, which is the value
     failure: str = ""
 
     @classmethod
     def of(cls, way: str, implementation: str, timing: Timing) -> Row:
-        """What was timed."""
+        """The row of a measurement."""
         if timing.failure is None:
             return cls(way, implementation, timing.ms * 1e3, timing.spread)
         reason = f"{type(timing.failure).__name__}: {timing.failure}".splitlines()[0]

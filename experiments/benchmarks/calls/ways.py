@@ -1,6 +1,6 @@
-"""The calls that are timed: each implementation's own way to do the same thing.
+"""The calls that are timed: each implementation does the same in its own way.
 
-All work on one shape, which is small: the GPU is done before the host is, so the time of many calls in a row is the
+All use one small shape, so that the GPU finishes before the host does and the time of many calls in a row is the
 host's.
 """
 
@@ -30,7 +30,7 @@ FIRST_CALLS = ("first forward and backward", "the same of another head dim", "in
 
 OURS, SDPA, FLEX = "sparseflash", "SDPA", "FlexAttention"
 IMPLEMENTATIONS = (OURS, SDPA, FLEX)
-FLEX_BLOCK = 128  # its kernels refuse smaller blocks unless their own tiles are made smaller by hand
+FLEX_BLOCK = 128  # its kernels refuse smaller blocks unless their tile sizes are also reduced by hand
 
 NOTES = {
     INFERENCE: "causal, the mask made before; so are the next two",
@@ -45,7 +45,9 @@ NOTES = {
 
 
 class Shape(NamedTuple):
-    """The tensors of all calls, bf16; `block` tokens a tile of the mask, `chosen` blocks a row in CHOICE."""
+    """The tensors of all calls, in bf16, with `block` tokens in a tile of the mask and `chosen` blocks in a row in
+    CHOICE.
+    """
 
     batch: int = 1
     heads: int = 4
@@ -65,13 +67,15 @@ class Shape(NamedTuple):
 
 
 Call = Callable[[], object]
-# Of queries, keys, values, and the lengths of the sequences or the scores of the blocks where they are new.
+# Called with queries, keys and values, and with the lengths or the scores of blocks if those are new in each call.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionOver = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Implementation(NamedTuple):
-    """One attention: causal over a mask made before, over new lengths, a new causal mask, chosen blocks."""
+    """The calls of one attention: with a causal mask made before, with new lengths, a new causal mask, or chosen
+    blocks.
+    """
 
     causal: Attention
     with_lengths: AttentionOver
@@ -84,7 +88,7 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
     q, k, v, dout = (shape.tensor(device) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     size = (shape.batch,)
-    # More than anything keeps, so that none is met again soon.
+    # More than any cache holds, so that none is found again.
     lengths = cycle([torch.randint(1, shape.tokens, size, dtype=torch.int32, device=device) for _ in range(512)])
     scores = shape.scores(device)
 
@@ -116,7 +120,7 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
 
 
 def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
-    """Ours. A mask of a rule known by name is made on the CPU, and moved."""
+    """Ours. A mask with a known rule is made on the CPU and moved."""
     n, block = shape.tokens, shape.block
     standing = masks.causal(n, block=block).to(device)
 
@@ -148,7 +152,7 @@ def sdpa_calls(shape: Shape, device: torch.device) -> Implementation:
 
 
 def flex_calls(shape: Shape, device: torch.device) -> Implementation:
-    """FlexAttention, compiled, with its default block size; masks made eagerly, as its documentation does."""
+    """FlexAttention, compiled, with its default block size. Masks are made eagerly, as in its documentation."""
     n, block = shape.tokens, FLEX_BLOCK
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     blocks = -(-n // block)
@@ -173,7 +177,7 @@ def flex_calls(shape: Shape, device: torch.device) -> Implementation:
     own = torch.eye(blocks, dtype=torch.bool, device=device)
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
-        scores = scores[..., :blocks, :blocks]  # of larger blocks, of which there are fewer
+        scores = scores[..., :blocks, :blocks]  # its blocks are larger, so there are fewer
         ranked = scores.masked_fill(~causal_blocks, -torch.inf).masked_fill(own, torch.inf)
         best = ranked.topk(min(shape.chosen, blocks)).indices.int()
         indices = torch.zeros(*scores.shape, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Training images turned and mirrored, where their class does not depend on it."""
+"""Training images turned and mirrored, for tasks in which the class does not depend on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Image = NDArray[np.uint8]  # the pixels of a square image, row by row
 
 # Which of the eight symmetries of a square each setting draws from; see `turned`.
 WAYS = {"none": (0,), "mirror": (0, 4), "square": tuple(range(8))}
-_KEY = (0x7075,)  # keeps these draws apart from all others of a seed
+_KEY = (0x7075,)  # makes these draws independent of all others with the same seed
 
 
 def turned(pixels: Image, side: int, way: int) -> Image:
@@ -27,7 +27,7 @@ def turned(pixels: Image, side: int, way: int) -> Image:
 
 @dataclass(frozen=True)
 class Turning:
-    """How the images of every step are turned: the same however many processes share a batch.
+    """Turns the images of every step, in the same way however many processes share a batch.
 
     batch: images of a step, of all processes; share: which of them are this process's.
     """
@@ -39,7 +39,7 @@ class Turning:
     share: slice = field(default_factory=lambda: slice(None))
 
     def ways(self, step: int) -> NDArray[np.int64]:
-        """The way of each of this process's images."""
+        """The way in which each of this process's images is turned."""
         random = np.random.default_rng(np.random.SeedSequence([self.seed, step], spawn_key=_KEY))
         return random.choice(WAYS[self.setting], self.batch)[self.share]
 

@@ -26,13 +26,13 @@ class Shape:
 
     block: int  # of the mask
     max_tokens: int  # longer sequences are cut to this many tokens, as in the reference loader
-    cls: int | None  # the id of [CLS], which is put first; None: it is not
-    drop_background: bool = False  # leave out symbols 0, the black pixels of an image
-    multiple: int | None = None  # rows have a multiple of so many tokens; None: whole blocks of the mask
+    cls: int | None  # the id of [CLS], which is put first; None: no [CLS]
+    drop_background: bool = False  # leave out zeros, the black pixels of an image
+    multiple: int | None = None  # rows have a multiple of this many tokens; None: whole blocks of the mask
 
     @property
     def first(self) -> int:
-        """Where a sequence begins in its row."""
+        """The index in a row at which its sequence begins."""
         return int(self.cls is not None)
 
     @property
@@ -45,11 +45,11 @@ class Shape:
         return -(-(self.max_tokens + self.first) // self.block) * self.block
 
     def places(self, longest: int) -> int:
-        """How many places there are for tokens, of sequences of at most `longest` symbols."""
+        """The number of places for tokens, for sequences of at most `longest` symbols."""
         return self.first + longest if self.drop_background else self.length
 
     def row(self, tokens: int) -> int:
-        """The length of the rows of a batch whose longest sequence has this many tokens, [CLS] counted."""
+        """The length of the rows of a batch whose longest sequence has this many tokens, including [CLS]."""
         multiple = self.multiple or self.block
         return -(-tokens // multiple) * multiple
 
@@ -58,10 +58,10 @@ class Shape:
 class Batch:
     """B examples of T sequences each; the sequences of an example follow each other."""
 
-    ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest one's, rounded up
-    lengths: torch.Tensor  # int32 [B * T], tokens before the padding, [CLS] counted
-    places: torch.Tensor | None  # int64 [B * T, N], where each token stood before some were left out; None: none was
-    labels: torch.Tensor  # int64 [B], or [M] if tokens are asked for
+    ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest length, rounded up
+    lengths: torch.Tensor  # int32 [B * T], tokens before the padding, including [CLS]
+    places: torch.Tensor | None  # int64 [B * T, N], the original index of each token; None if none were left out
+    labels: torch.Tensor  # int64 [B], or [M] if tokens are to be named
     live_tokens: int  # sum of lengths, known without asking the device
     asked: torch.Tensor | None = None  # int64 [M], places in the flattened ids whose tokens are to be named
     pixel_labels: torch.Tensor | None = None  # int64 [B * T, N], the classes of drawn pixels; NO_LABEL elsewhere
@@ -76,12 +76,12 @@ class Batch:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device; from pinned memory where that lets the copy overlap with work on a GPU."""
+        """The batch on a device, copied from pinned memory if the copy can then overlap with work on a GPU."""
         pins = device.type == "cuda" and self.ids.device.type == "cpu"
         return self._with_each(lambda tensor: (tensor.pin_memory() if pins else tensor).to(device, non_blocking=pins))
 
     def copy_on(self, device: torch.device) -> Batch:
-        """The batch on a device, in tensors of its own."""
+        """The batch on a device, in new tensors."""
         return self._with_each(lambda tensor: tensor.to(device, copy=True))
 
     def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -97,7 +97,7 @@ def collate(
 ) -> Batch:
     """The examples with these indices as one batch.
 
-    change: what is done to their sequences first; pixel_labels: the classes of every example's pixels, in its order.
+    change: applied to the sequences first; pixel_labels: the classes of every example's pixels, in their order.
     """
 
     def sequences_of(source: Examples) -> list[NDArray[np.uint8]]:
@@ -116,7 +116,7 @@ def collate(
     places = None if kept is None else np.zeros_like(ids)
     labelled = None if classes is None else np.full_like(ids, NO_LABEL)
     for row, sequence in enumerate(sequences):
-        own = slice(first, lengths[row])  # not [CLS], nor padding
+        own = slice(first, lengths[row])  # neither [CLS] nor padding
         ids[row, own] = sequence
         ids[row, own] += examples.shift
         if places is not None and kept is not None:
@@ -138,14 +138,16 @@ def collate(
 
 
 def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
-    """Where an image is not black; of one that is black all over, its first pixel."""
+    """The pixels of an image that are not black; of an image that is all black, the first pixel."""
     live = np.flatnonzero(symbols)
     check_pixels(len(live), shape)
     return live if len(live) else np.zeros(1, np.int64)
 
 
 def check_images(examples: Examples, shape: Shape) -> None:
-    """Raises ValueError if an image has more pixels than a row has tokens: before a run, not at its end."""
+    """Raises ValueError if an image has more pixels than a row has tokens, so that a run fails early and not at its
+    end.
+    """
     if shape.drop_background and shape.max_tokens < (examples.ends - examples.begins).max():
         check_pixels(int(live_counts(examples).max()), shape)
 
@@ -153,13 +155,13 @@ def check_images(examples: Examples, shape: Shape) -> None:
 def live_counts(examples: Examples) -> NDArray[np.int64]:
     """How many pixels of each image are not black. int64 [n]"""
     counts = np.zeros(len(examples), np.int64)
-    for row in np.argsort(examples.begins[:, 0]):  # as they lie on the disk
+    for row in np.argsort(examples.begins[:, 0]):  # in their order on the disk
         counts[row] = np.count_nonzero(examples.sequence(row))
     return counts
 
 
 def blocks_of_rows(examples: Examples, shape: Shape) -> NDArray[np.int64]:
-    """How long each example's rows are, in blocks. int64 [n]"""
+    """The length of each example's rows in blocks, int64 [n]."""
     symbols = live_counts(examples).clip(min=1) if shape.drop_background else (examples.ends - examples.begins).max(1)
     return -(-(np.minimum(symbols, shape.max_tokens) + shape.first) // shape.block)
 
@@ -180,9 +182,9 @@ def training_batches(
     turning: Turning | None = None,
     pixel_labels: Examples | None = None,
 ) -> Iterator[Batch]:
-    """Batches for the steps from `first_step` on, without end.
+    """Endless batches for the steps from `first_step` on.
 
-    turning: of images; None: they stay as they are. pixel_labels: the classes of their pixels.
+    turning: turns images; None: they are not turned. pixel_labels: the classes of their pixels.
     """
     for step in count(first_step):
         change = None if turning is None else partial(turning, step)
@@ -198,7 +200,7 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """The first `limit` examples once, in the order of the file; the last batch may be smaller.
 
-    share: which of the batches are this process's, where several evaluate together.
+    share: the batches of this process, if several processes evaluate together.
     """
     for start in range(0, min(limit, len(examples)), batch)[share]:
         yield collate(examples, np.arange(start, min(start + batch, limit, len(examples))), shape)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-FORMAT = 2  # raise it when the symbols or the arrays change, so that old caches are not read
+FORMAT = 2  # increase it when the symbols or the arrays change, so that old caches are not read
 
-# A class, and the symbols of each sequence: one, or two for a task with two towers.
+# A class, and the symbols of each sequence: one sequence, or two for a task with two towers.
 Row = tuple[int, tuple[bytes, ...]]
 
 
@@ -29,7 +29,7 @@ class Examples:
     begins   int64 [n, T]
     ends     int64 [n, T]
     labels   uint8 [n]       classes
-    shift    what makes a symbol an id: 1 where symbols begin at 0, because id 0 is padding
+    shift    added to a symbol to make an id: 1 if symbols begin at 0, because id 0 is padding
     """
 
     symbols: NDArray[np.uint8]
@@ -55,7 +55,7 @@ class Examples:
         return self.symbols[self.begins[:, 0]]
 
     def take(self, rows: NDArray[np.int64]) -> Examples:
-        """Some of the examples, in this order; no symbol is copied."""
+        """Some of the examples, in this order, without copying symbols."""
         return Examples(self.symbols, self.begins[rows], self.ends[rows], self.labels[rows], self.shift)
 
 
@@ -68,10 +68,10 @@ def cached(
     shift: int,
     total: int | None = None,
 ) -> Examples:
-    """The examples that `rows` reads, memory-mapped from `<place>/tokens/`, which is written when it is missing.
+    """The examples that `rows` reads, memory-mapped from `<place>/tokens/`, which is written if it is missing.
 
-    A cache belongs to one state of the sources: their names, sizes and times of change.
-    total: how many rows to expect, for the progress bar.
+    A cache is valid for one state of the sources: their names, sizes and modification times.
+    total: the expected number of rows, for the progress bar.
     """
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     key = blake2b(f"{FORMAT} {name} {states}".encode(), digest_size=8).hexdigest()
@@ -85,7 +85,7 @@ def cached(
 
 
 def _write(rows: Iterator[Row], folder: Path, name: str, total: int | None) -> None:
-    """Save the rows so that the folder exists only when it is complete."""
+    """Save the rows such that the folder exists only when it is complete."""
     try:
         folder.parent.mkdir(exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -112,11 +112,11 @@ def _write(rows: Iterator[Row], folder: Path, name: str, total: int | None) -> N
             raise ValueError(f"{name} must hold at least one example; there is none")
         np.save(unfinished / "starts.npy", np.array(starts, np.int64))
         np.save(unfinished / "labels.npy", np.array(labels, np.uint8))
-        unfinished.chmod(0o755)  # mkdtemp makes it private
+        unfinished.chmod(0o755)  # mkdtemp makes the folder private
         try:
             os.replace(unfinished, folder)
         except OSError:
-            if not folder.exists():  # another run has just written the same
+            if not folder.exists():  # otherwise another run has just written the same
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

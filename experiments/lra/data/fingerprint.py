@@ -1,4 +1,4 @@
-"""Which data a run has seen, as a fingerprint. The checks that use it are in experiments/training/fingerprint.py."""
+"""A fingerprint of the data that a run used. The checks that use it are in experiments/training/fingerprint.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from experiments.lra.data.examples import Examples
 from experiments.lra.tasks.task import Data
 
-_READ = 64  # examples of each split whose symbols are hashed: all of Path-X would be 2.6 GB
+_READ = 64  # examples of each split whose symbols are hashed, because all of Path-X would be 2.6 GB
 
 
 def fingerprint(data: Data) -> dict[str, str]:
-    """Where the examples come from, and a hash of the three splits as they are dealt out.
+    """The origin of the examples, and a hash of the three splits.
 
-    Splits of one origin may share examples in any way; those of one hash are the same.
+    Splits with the same origin may share examples in any way; splits with the same hash are equal.
     """
     return {"origin": data.origin, "hash": splits_hash(data)}
 
@@ -38,6 +38,6 @@ def update(digest: blake2b, split: Examples) -> None:
 
 
 def described(data: Data) -> dict[str, Any]:
-    """The fingerprint, and what people want to read beside it."""
+    """The fingerprint, with further facts for readers."""
     examples = [len(split) for split in (data.train, data.val, data.test)]
     return {**fingerprint(data), "examples": examples, "folder": str(data.folder), "generated": data.generated}

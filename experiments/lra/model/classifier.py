@@ -1,6 +1,6 @@
 """The classifier: an encoder, pooling over the live positions, and a head.
 
-Shapes: B sequences, N positions (padded), W width, C classes, T sequences an example (1, or 2 for Retrieval).
+Shapes: B sequences, N positions (padded), W width, C classes, T sequences per example (1, or 2 for Retrieval).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ POOLS = ("cls", "first", "mean", "max", "mean+max")
 class Classifier(Encoder):
     """Answers with a class.
 
-    towers: sequences an example. Of two, x and y, the head reads [x, y, x * y, x - y] (the Long Range Arena's "NLI").
-    pool: "cls" reads position 0, where the batches then put [CLS]; "first" reads it too, but there the
-        example's own first token stands; "mean" and "max" read all live positions.
-    sizes: of the encoder; see encoder.py.
+    towers: sequences per example. Of two, x and y, the head reads [x, y, x * y, x - y] (the Long Range Arena's "NLI").
+    pool: "cls" reads position 0, where batches then have [CLS]; "first" reads position 0 too, which then holds the
+        example's own first token; "mean" and "max" read all live positions.
+    sizes: those of the encoder; see encoder.py.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Classifier(Encoder):
         self.head = nn.Sequential(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
 
     def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
-        """Logits [B, C] of ids [B * T, N]; the other arguments are those of `encode`."""
+        """Logits [B, C] for ids [B * T, N]; the other arguments are those of `encode`."""
         return self.answers(self.encode(ids, lengths, places, padded), lengths)
 
     def answers(self, x: Tensor, lengths: Tensor) -> Tensor:

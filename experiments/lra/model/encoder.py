@@ -1,4 +1,4 @@
-"""A pre-LN transformer encoder whose layers each attend through their own mask.
+"""A pre-norm transformer encoder in which each layer has its own mask.
 
 Shapes: B sequences, N positions (padded), W width.
 """
@@ -22,11 +22,11 @@ class Encoder(nn.Module):
     """Embedding, positions, layers and a norm.
 
     masks: one for each layer, for the longest batch, on the device where the model will run.
-    places: how many places there are; more than the mask's length where batches leave tokens out.
-    first: the place where an example's own tokens begin; 1 where [CLS] stands before them.
-    side: pixels along a side, of images.
-    brackets: of expressions; positions "nested" need them.
-    attention: the implementation that computes it; see experiments/training/layers/attention.py.
+    places: the number of places; more than the mask's length if batches leave tokens out.
+    first: the place where an example's own tokens begin; 1 if [CLS] comes before them.
+    side: pixels along a side, for images.
+    brackets: those of expressions, which positions "nested" need.
+    attention: the implementation of attention; see experiments/training/layers/attention.py.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class Encoder(nn.Module):
         self.training_halves = Halves()
 
     def compile_layers(self) -> None:
-        """Let torch.compile fuse what surrounds attention in training. Evaluation is not compiled."""
+        """Compile the parts of the layers around attention for training. Evaluation is not compiled."""
         self.training_halves = compiled_halves()
 
     def encode(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
-        """Features [B, N, W] of ids [B, N]; positions at or past lengths [B] are padding and take no part.
+        """Features [B, N, W] of ids [B, N]; positions from lengths [B] on are padding, which attention ignores.
 
-        places: where the tokens stood before some were left out, [B, N]; None: none was.
+        places: the original indices of the tokens if some were left out, [B, N]; None: none were.
         padded: False promises that there is no padding.
         """
         x = self.embedding(ids)
         if self.positions is not None:
-            # Not positions[places]: its gradient adds the tokens of one place one after the other, and all padding has
-            # the same place.
+            # Not positions[places]: its gradient adds tokens with the same place one after the other, and all padding
+            # has the same place.
             x = x + (self.positions[: ids.shape[1]] if places is None else F.embedding(places, self.positions))
         if self.nesting is not None:
             x = x + self.nesting(ids)
@@ -119,13 +119,13 @@ class Encoder(nn.Module):
     def masks_for(self, length: int, lengths: Tensor) -> list[BlockMask]:
         """Each layer's mask for a batch of `length` positions, with its padding.
 
-        Layers that share a mask share the plan that the library derives for this batch's lengths.
+        Layers that share a mask also share the plan that the library makes for the lengths of this batch.
         """
         padded: dict[int, BlockMask] = {}
         for mask in self.masks:
             key = (id(mask), length)
             if key not in self._cropped:
-                # It is used for training, too, where autograd refuses tensors that were made in inference mode.
+                # The mask is used for training, too, and autograd refuses tensors that were made in inference mode.
                 with torch.inference_mode(False):
                     whole = length == mask.q_len
                     self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
@@ -134,7 +134,7 @@ class Encoder(nn.Module):
         return [padded[id(mask)] for mask in self.masks]
 
     def element_masks_for(self, length: int, lengths: Tensor | None) -> list[ElementMask]:
-        """The same for the implementations without block masks; no lengths: there is no padding."""
+        """The same for implementations without block masks. lengths: None if there is no padding."""
         found: dict[int, ElementMask] = {}
         for mask in self.masks:
             if id(mask) not in self._patterns:

@@ -1,4 +1,4 @@
-"""From the name on the command line to the mask of a run."""
+"""The mask of a run, from its name on the command line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NAMES = ("dense", "local", "butterfly")
 def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
     """The mask of `length` queries and keys, on the CPU.
 
-    name: "dense", "local" (|q - k| <= window // 2), "butterfly", or a function of one's own, as
-        "module:function" or "path/to/file.py:function", called with (length, block=block); returns the BlockMask.
-    Raises ValueError where the name gives no such mask.
+    name: "dense", "local" (|q - k| <= window // 2), "butterfly", or a function of the user's, as "module:function" or
+        "path/to/file.py:function", which is called with (length, block=block) and returns the BlockMask.
+    Raises ValueError if the name does not give such a mask.
     """
     if name == "dense":
         return BlockMask.dense(length, block=block)
@@ -37,7 +37,7 @@ def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
 
 
 def load_function(name: str) -> Callable[..., object]:
-    """The function behind "module:function" or "path/to/file.py:function"."""
+    """The function that "module:function" or "path/to/file.py:function" names."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ValueError(f"the mask must be given as module:function or file.py:function; got {name!r}")
@@ -55,10 +55,10 @@ def load_function(name: str) -> Callable[..., object]:
 
 
 def check_signature(function: Callable[..., object], name: str, length: int, block: int) -> None:
-    """A function that cannot be called as the masks' are is told apart from one that fails."""
+    """Raises ValueError if the function cannot be called like those of masks, as distinct from one that fails."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some functions of C nobody knows
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind(length, block=block)

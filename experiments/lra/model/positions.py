@@ -1,6 +1,6 @@
-"""Positions that are added to the embedding: where tokens stand, and how deeply they are nested.
+"""Positions that are added to the embedding: the places of tokens, and how deeply they are nested.
 
-A place is a token's index in its whole sequence, [CLS] counted, also where tokens before it were left out. Rotary
+A place is a token's index in its whole sequence, including [CLS], also if tokens before it were left out. Rotary
 positions are in experiments/training/layers/rotary.py.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "rotary2d", "nested")
-_DEEPEST = 31  # tokens that are nested more deeply have the vector of this depth
+_DEEPEST = 31  # tokens that are nested more deeply get the vector of this depth
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -22,7 +22,7 @@ def sinusoids(length: int, width: int) -> Tensor:
         raise ValueError(f"sinusoidal positions need an even width; got {width}")
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angles = torch.arange(length)[:, None] * rates  # [N, W / 2]
-    # Scaled to the size of the embedding, which they are added to.
+    # Scaled to the size of the embedding, to which they are added.
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1) * math.sqrt(2 / width)
 
 
@@ -36,7 +36,7 @@ class Brackets(NamedTuple):
 class Nesting(nn.Module):
     """A learned vector for every depth of nesting, to add to the embedding.
 
-    The depth is a sum over all earlier brackets, of which sparse attention sees a part.
+    The depth is a sum over all earlier brackets, of which sparse attention sees only a part.
     """
 
     change: Tensor
@@ -51,11 +51,11 @@ class Nesting(nn.Module):
         nn.init.normal_(self.vectors.weight, std=width**-0.5)
 
     def depths(self, ids: Tensor) -> Tensor:
-        """How many brackets are open around each of the ids [B, N]; a bracket is not within itself."""
+        """The number of brackets open around each of the ids [B, N]; a bracket is not inside itself."""
         change = self.change[ids]
         return (change.cumsum(-1) - change.clamp(min=0)).clamp(0, _DEEPEST)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Vectors [B, N, W] of ids [B, N]."""
+        """Vectors [B, N, W] for ids [B, N]."""
         vectors: Tensor = self.vectors(self.depths(ids))
         return vectors

@@ -1,4 +1,4 @@
-"""The accuracies of finished runs, those of one setting together."""
+"""The accuracies of finished runs, grouped by their settings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from experiments.lra.config import GENERATOR, VALIDATION
 from experiments.lra.tasks.task import Options
 from experiments.training.run_log import read
 
-_LINES = 20  # of a log, at the end of a run: a single one is a few hundred examples
-# What may differ between runs that count as one setting: the seed, and what does not change the weights.
+_LINES = 20  # at the end of a log, because a single line covers only a few hundred examples
+# Settings that may differ within a group: the seed, and those that do not change the weights.
 _APART = ("seed", "device", "checkpoint_every", "log_every")
-# What does not matter to a run that classifies. Weights to begin with are compared by what they are, not by their path.
+# Settings that do not affect a run that classifies. Initial weights are compared by their contents, not by their path.
 _NOTHING = ("objective", "hidden", "initial")
-# What runs from before there was a setting did.
+# What older runs did, before there was a setting for it.
 _BEFORE = {
     "buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none",
     "auxiliary": 0.0, "keep": "last",
@@ -29,40 +29,42 @@ _BEFORE = {
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Runs of one setting, which differ in their seed. Accuracies are of the test split, 0 to 1."""
+    """Runs that differ only in their seed. Accuracies are those of the test split, from 0 to 1."""
 
-    task: str  # with the difficulty of Pathfinder's easier paths, which are other tasks
+    task: str  # with the difficulty if it is one of Pathfinder's easier paths, which are different tasks
     attention: str
     mask: str
     data: str  # released or generated
     setting: str  # a short name of all other settings, to tell rows apart
     runs: int
     mean: float
-    std: float | None  # of a sample; None for one run
-    validation: float | None  # of the tested weights, else the last of a run, the mean; None where no log is
-    training: float | None  # over the last lines of a run's log
-    majority: float  # what the most frequent class gives
+    std: float | None  # sample standard deviation; None for one run
+    validation: float | None  # mean over runs, of the tested weights or else at the end; None without a log
+    training: float | None  # over the last lines of the logs
+    majority: float  # of always answering with the most frequent class
     best_rule: str  # the best of the rules that avoid the task
     best_rule_accuracy: float
     seeds: str
-    initial: str  # what the weights had learned before: nothing, or what for how many steps, by all runs before
-    inputs: str  # what was done to the inputs that the arena's models do not have
+    initial: str  # what all runs before had trained the initial weights on, and for how many steps, or "nothing"
+    inputs: str  # changes to the inputs that the arena's models do not have
     steps: int  # of the longest run
-    tested_steps: str  # of the weights that were tested, of each seed; empty where all are the last
+    tested_steps: str  # steps of the tested weights, for each seed; empty if all are the last
     parameters: int
-    training_seconds: float  # the mean
-    tokens_per_s: float  # the median
+    training_seconds: float  # mean over runs
+    tokens_per_s: float  # median over runs
     device: str
-    folder: str  # of the runs, or of all that they have in common
+    folder: str  # the folder of the runs, or the deepest that contains all of them
 
     @property
     def variant(self) -> str:
-        """Its name in the table of times."""
+        """The name of the variant in the table of times."""
         return self.mask if self.attention == "sparseflash" else self.attention
 
 
 def collect(folder: Path) -> list[Accuracy]:
-    """All finished runs below a folder that classify. Raises ValueError where two of one setting have the same seed."""
+    """All finished runs below a folder that classify. Raises ValueError if two runs with the same settings have the
+    same seed.
+    """
     groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in sorted(folder.rglob("metrics.json")):
         metrics = json.loads(path.read_text())
@@ -84,13 +86,13 @@ def collect(folder: Path) -> list[Accuracy]:
 
 
 def key(metrics: dict[str, Any]) -> str:
-    """A short name of a run's settings and data; the same for runs that differ in their luck alone."""
+    """A short name for a run's settings and data, the same for runs that differ only by chance."""
     config = {**_BEFORE, **metrics["config"]}
     left_out = (*_APART, *_NOTHING, *(() if config["keep"] == "best" else VALIDATION))
     kept = {name: value for name, value in sorted(config.items()) if name not in left_out}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
     if (data := metrics.get("data")) is not None:
-        # The settings of a generator say what would have been generated without --data.
+        # A generator's settings describe data that would have been generated without --data.
         kept = {name: value for name, value in kept.items() if name not in GENERATOR} | {"data": data["hash"]}
     if (initial := metrics.get("initial")) is not None:
         kept["initial"] = initial["sha256"]
@@ -98,7 +100,7 @@ def key(metrics: dict[str, Any]) -> str:
 
 
 def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder: Path) -> Accuracy:
-    """One row for runs of one setting: where their metrics lie below `folder`, and what they say."""
+    """One row for runs with the same settings, from the paths of their metrics below `folder` and the metrics."""
     ordered = sorted(found, key=lambda run: run[1]["config"]["seed"])
     places, runs = [path.parent.relative_to(folder) for path, _ in ordered], [metrics for _, metrics in ordered]
     validations, trainings = zip(*(scores(folder / place / "log.jsonl", each) for place, each in zip(places, runs)))
@@ -134,7 +136,7 @@ def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder:
 
 
 def name_of_task(config: dict[str, Any]) -> str:
-    """The task, and how hard it is where that is not what the arena's results are of.
+    """The task, with its difficulty if that is not the one of the arena's results.
 
     >>> name_of_task({"task": "pathfinder32", "difficulty": "easy"})
     'pathfinder32, easy'
@@ -144,7 +146,7 @@ def name_of_task(config: dict[str, Any]) -> str:
 
 
 def tested_steps(runs: list[dict[str, Any]]) -> list[str]:
-    """The steps of the weights that were tested, where they were chosen."""
+    """The steps of the tested weights, if they were chosen by validation."""
     return [f"{metrics['tested_step']:,}" for metrics in runs if metrics["config"].get("keep") == "best"]
 
 
@@ -154,19 +156,19 @@ def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | No
     validations = [record["accuracy"] for record in records if record["kind"] == "val"]
     trainings = [record["accuracy"] for record in records if record["kind"] == "train"][-_LINES:]
     validation = metrics.get("validation_accuracy")
-    if validation is None and validations:  # the last weights were tested, and not validated
+    if validation is None and validations:  # the last weights were tested without validation
         validation = validations[-1]
     return validation, statistics.fmean(trainings) if trainings else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean of what is known; None where nothing is."""
+    """The mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
 def changed_inputs(config: dict[str, Any]) -> str:
-    """What the arena's models are not given, in words.
+    """The inputs that the arena's models do not have, in words.
 
     >>> changed_inputs({"positions": "rotary2d", "background": "drop", "augment": "square", "auxiliary": 0.5})
     'background dropped, turned (square), pixel labels in training'
@@ -175,13 +177,13 @@ def changed_inputs(config: dict[str, Any]) -> str:
         "brackets counted": config.get("positions") == "nested",
         "background dropped": config.get("background") == "drop",
         f"turned ({config['augment']})": config["augment"] != "none",
-        "pixel labels in training": config["auxiliary"] > 0,  # of weights to begin with see `described`
+        "pixel labels in training": config["auxiliary"] > 0,  # for initial weights see `described`
     }
     return ", ".join(name for name, holds in parts.items() if holds) or "as they are"
 
 
 def described(initial: dict[str, Any] | None, origin: str = "") -> str:
-    """What weights had learned, in words; on which data, where these were others than the run's own, from `origin`.
+    """What initial weights were trained on, in words, with the data if they differ from the run's own, `origin`.
 
     >>> described({"objective": "denoise", "steps": 5000})
     'denoise 5,000'
@@ -194,18 +196,18 @@ def described(initial: dict[str, Any] | None, origin: str = "") -> str:
         return "nothing"
     seen = [name_of(each["origin"]) for each in initial.get("seen") or ()]
     before = initial.get("before", [])
-    if len(seen) != len(before) + 1:  # from when only the last run's costs were kept: they follow all runs' data
+    if len(seen) != len(before) + 1:  # older runs kept only the last run's costs; they follow the data of all runs
         before, seen = [], [" and ".join(dict.fromkeys(seen))]
     runs = zip([*before, initial], seen, strict=True)
     return ", ".join(stage(each) + (f" ({name})" if name not in ("", name_of(origin)) else "") for each, name in runs)
 
 
 def name_of(origin: str) -> str:
-    """The data without their seed."""
+    """The name of the data without their seed."""
     return origin.split(",")[0]
 
 
 def stage(run: dict[str, Any]) -> str:
-    """What one run has given the weights."""
+    """What one run trained the weights on."""
     steps = run.get("tested_step", run["steps"])
     return f"{run['objective']} {steps:,}" + (", pixel labels" if run.get("pixel_labels") else "")

@@ -1,6 +1,6 @@
-"""Do the implementations compute the same? The whole model's logits and gradients against fp64, before any time.
+"""Checks that the implementations agree before they are timed: the whole model's logits and gradients against fp64.
 
-The yardstick is what standard attention in the model's own precision loses to rounding, under the same mask.
+The yardstick is the rounding error of standard attention in the model's own precision, under the same mask.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Results = dict[str, Tensor]  # the logits, and the gradient of every parameter, 
 
 
 class Yardstick:
-    """The truth and the plain error of one task's model, each computed once a mask."""
+    """The truth and the plain error of one task's model, each computed once for each mask."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[str, tuple[Results, float]] = {}
 
     def error_of(self, config: Config) -> float:
-        """The model's error in units of what is allowed, at most 1 for a right one."""
+        """The model's error in units of what is allowed, at most 1 for a correct model."""
         config = without_dropout(config)
         plain = replace(config, attention="standard")
         if config.mask not in self._known:
@@ -42,7 +42,7 @@ class Yardstick:
 
 
 def results(config: Config, device: torch.device, dtype: torch.dtype | None = None) -> Results:
-    """Logits [B, C] and gradients of two ragged examples; dtype: of the whole model instead of its own precision."""
+    """Logits [B, C] and gradients of two ragged examples. dtype: replaces the precision of the whole model."""
     model = build_model(config, TASKS[config.task], mask_of(config).to(device))
     batch = ragged_batch(config).to(device)
     if dtype is None:
@@ -55,9 +55,9 @@ def results(config: Config, device: torch.device, dtype: torch.dtype | None = No
 
 
 def error(found: Results, truth: Results) -> float:
-    """The root mean square, over the tensors, of each one's distance from the truth relative to the truth's norm.
+    """The root mean square over all tensors of their distance from the truth, relative to the norm of the truth.
 
-    Over all tensors, because one of them alone, two logits say, may by chance come out exact.
+    It is over all tensors because a single one, such as two logits, may be exact by chance.
     """
     tiny = torch.finfo(torch.float64).tiny
     squares = [

@@ -1,4 +1,4 @@
-"""The time and memory of a training step by each implementation, in turns on one device."""
+"""The time and memory of a training step with each implementation, in turns on one device."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Row:
 
     task: str
     variant: str
-    batch: int  # examples a step
-    length: int  # tokens that an example's sequences have, [CLS] counted
+    batch: int  # examples per step
+    length: int  # tokens of an example's sequences, including [CLS]
     precision: str
     status: str = OK
     density: float | None = None  # of the mask
-    ms: float | None = None  # of a step: forward, backward and optimiser, by the host's clock; a median
+    ms: float | None = None  # median time of a step (forward, backward, optimiser) by the host's clock
     spread: float | None = None  # range of the rounds over the median
     tokens_per_s: float | None = None
-    memory_gb: float | None = None  # 10^9 bytes: most that a step has allocated that the host starts, with its model
-    speedup: float | None = None  # standard attention's time over this one's, at the same batch
-    error: float | None = None  # of logits and gradients, in units of what is allowed: at most 1
+    memory_gb: float | None = None  # 10^9 bytes: peak of a step that is launched by the host, including the model
+    speedup: float | None = None  # standard attention's time over this one's, with the same batch
+    error: float | None = None  # of logits and gradients, in units of what is allowed, so at most 1
     reason: str = ""
 
 
@@ -68,12 +68,12 @@ class Candidate:
             self.memory_gb = (torch.cuda.max_memory_allocated(device) - before) / 1e9
 
     def capture(self, pool: Any) -> None:
-        """Let the steps be CUDA graphs, if the settings say so. pool: memory that candidates share."""
+        """Capture the steps as CUDA graphs, if the settings say so. pool: memory that candidates share."""
         self.steps = steps_of(self.model, self.optimizer, self.config, self.device, pool=pool)
         self.step()
 
     def step(self) -> None:
-        """A training step that moves no weight, because the learning rate is 0, and is as much work as any other."""
+        """A training step with learning rate 0, which changes no weight but is as much work as any other."""
         self.steps(self.batch, 0.0)
 
 
@@ -87,8 +87,8 @@ def measure(
 ) -> list[Row]:
     """The rows of one task, from the settings of each variant.
 
-    Where standard attention needs more memory than there is, everything is measured again with half the batch, so that
-    there is something to compare with: the rows of both are kept.
+    If standard attention runs out of memory, everything is measured again with half the batch, so that there is
+    something to compare with; the rows of both are kept.
     """
     found: list[Row] = []
     verdicts = checked(configs, device, say)
@@ -104,7 +104,7 @@ def measure(
 
 
 def checked(configs: dict[str, Config], device: torch.device, say: Callable[[str], None]) -> dict[str, Row]:
-    """A row for each variant with its error; what is wrong is marked so, and will not be timed."""
+    """A row for each variant with its error; variants that are wrong are marked and will not be timed."""
     yardstick, rows = Yardstick(device), {}
     for variant, config in configs.items():
         row = rows[variant] = new_row(variant, config)
@@ -112,7 +112,7 @@ def checked(configs: dict[str, Config], device: torch.device, say: Callable[[str
             row.error = yardstick.error_of(config)
             if not row.error <= 1:
                 row.status, row.reason = WRONG, "logits and gradients differ from fp64 by more than rounding explains"
-        if row.status == OUT_OF_MEMORY:  # that of the check, which a smaller batch would not help
+        if row.status == OUT_OF_MEMORY:  # the check ran out of memory, and a smaller batch would not help
             row.status, row.reason = FAILED, f"not checked: {row.reason}"
         say(f"{config.task} {variant}: error {'-' if row.error is None else f'{row.error:.2f}'} of 1 {row.reason}")
     return rows
@@ -134,7 +134,7 @@ def at_one_batch(
         if row.status == OK:
             with caught(row, device):
                 candidates[variant] = Candidate(configs[variant], device)
-    # Only when all have run alone: a graph keeps its memory. The largest first, then the others fit in.
+    # Only after all have run alone, because a graph keeps its memory. The largest comes first, so that the others fit.
     for variant in sorted(candidates, key=lambda variant: -(candidates[variant].memory_gb or 0.0)):
         with caught(rows[variant], device):
             candidates[variant].capture(pool)
@@ -151,7 +151,7 @@ def at_one_batch(
         row.density, row.memory_gb = candidate.density, candidate.memory_gb
         if timed.failure is not None:
             row.status, row.reason = verdict(timed.failure)
-            timed.failure = None  # its traceback holds what the step had allocated
+            timed.failure = None  # its traceback keeps the step's memory alive
             continue
         row.ms, row.spread = timed.ms, timed.spread
         row.tokens_per_s = candidate.batch.live_tokens / timed.ms * 1e3
@@ -172,7 +172,7 @@ def new_row(variant: str, config: Config) -> Row:
 
 @contextmanager
 def caught(row: Row, device: torch.device) -> Iterator[None]:
-    """Failures go into the row, and what they had allocated back to the device."""
+    """Inside the context, failures are recorded in the row, and the memory that they held is freed."""
     try:
         yield
     except Exception as failure:
@@ -194,7 +194,7 @@ def verdict(failure: Exception) -> tuple[str, str]:
 
 @contextmanager
 def fresh_memory(device: torch.device) -> Iterator[None]:
-    """Blocks that others have cached go back first: nobody runs out of memory for what others once needed."""
+    """Frees cached blocks first, so that memory that others needed before does not make this one fail."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     yield

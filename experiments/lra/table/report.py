@@ -42,7 +42,7 @@ ACCURACIES = (
 
 @dataclass
 class Results:
-    """All that the table shows."""
+    """Everything that the table shows."""
 
     facts: dict[str, str] = field(default_factory=dict)  # device, versions, command of the times
     times: list[Row] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Results:
 
 
 def compared(times: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """For each task and variant the row of the largest batch that standard attention has a time for, else the last."""
+    """By task and variant, the row of the largest batch for which standard attention has a time, or the last row."""
     chosen: dict[tuple[str, str], Row] = {}
     for row in times:
         known = chosen.get((row.task, row.variant))
@@ -60,19 +60,19 @@ def compared(times: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 
 def mean_speedup(times: Sequence[Row], variant: str) -> tuple[float, int] | None:
-    """The geometric mean of a variant's speed-ups, and over how many tasks; None where there is none."""
+    """The geometric mean of a variant's speed-ups, and the number of tasks; None if there are none."""
     found = [row.speedup for (_, name), row in compared(times).items() if name == variant and row.speedup is not None]
     return (statistics.geometric_mean(found), len(found)) if found else None
 
 
 def matching(accuracies: Sequence[Accuracy], task: str, variant: str) -> list[Accuracy]:
-    """The settings of a task that a variant's accuracy could be taken from; the released data's, if there are any."""
+    """The settings of a task that could give a variant's accuracy; those on released data if there are any."""
     found = [each for each in accuracies if (each.task, each.variant) == (task, variant)]
     return [each for each in found if each.data == "released"] or found
 
 
 def summary(results: Results) -> list[list[str]]:
-    """The paper's table: a line a variant, with the speed-up and the accuracy of each task."""
+    """The paper's table, with one line for each variant and the speed-up and accuracy of each task."""
     tasks = [task for task in FIVE if any(task == row.task for row in [*results.times, *results.accuracies])]
     chosen = compared(results.times)
     table = [["", *tasks, "geometric mean"]]
@@ -97,7 +97,7 @@ def _speed(row: Row | None) -> str:
 def _accuracy(accuracies: Sequence[Accuracy], task: str, variant: str) -> str:
     found = matching(accuracies, task, variant)
     if len(found) > 1:
-        return f"{len(found)} settings below"  # which one counts is not for a program to say
+        return f"{len(found)} settings below"  # a program cannot decide which one counts
     return percent(found[0]) if found else ""
 
 
@@ -169,7 +169,7 @@ def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    """A table whose first line is its head."""
+    """A Markdown table whose first line is its header."""
     head, *lines = ("| " + " | ".join(cells) + " |" for cells in table)
     return "\n".join([head, "|" + "---|" * len(table[0]), *lines])
 
@@ -211,7 +211,7 @@ def _write_csv(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def read_times(out: Path) -> Results:
-    """What an earlier command measured; raises FileNotFoundError where there is nothing."""
+    """The results of an earlier command; raises FileNotFoundError if there are none."""
     path = out / "table.json"
     if not path.is_file():
         raise FileNotFoundError(f"there are no times to keep in {out}: table.json is missing")
@@ -220,5 +220,5 @@ def read_times(out: Path) -> Results:
 
 
 def all_right(times: Sequence[Row]) -> bool:
-    """Whether nothing was wrong and nothing failed, of ours or of standard attention; not having memory is neither."""
+    """Whether neither ours nor standard attention was wrong or failed; running out of memory is not a failure."""
     return not any(row.status in (WRONG, FAILED) for row in times if row.variant != "sdpa")

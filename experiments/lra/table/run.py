@@ -26,13 +26,13 @@ class Options:
     tasks: tuple[str, ...] = FIVE
     variants: tuple[str, ...] = tuple(VARIANTS)
     preset: str = "lra"
-    batch: int | None = None  # examples a step, instead of the preset's
+    batch: int | None = None  # examples per step, instead of the preset's
     block: int | None = None  # tokens along one side of the masks' tiles, likewise
     rounds: int = 5
-    steps: int = 8  # a round
-    minutes: float = 8.0  # no task begins later
-    compiled: bool = False  # what surrounds attention, by torch.compile
-    recorded: bool = True  # on a GPU, steps as CUDA graphs
+    steps: int = 8  # per round
+    minutes: float = 8.0  # no task begins after this many
+    compiled: bool = False  # compile the parts around attention with torch.compile
+    recorded: bool = True  # on a GPU, run steps as CUDA graphs
 
     def __post_init__(self) -> None:
         for name, allowed in (("tasks", FIVE), ("variants", tuple(VARIANTS)), ("preset", PRESETS)):
@@ -50,9 +50,9 @@ class Options:
 def run(
     options: Options | None, runs: Path, out: Path, command: str, commit: str | None, say: Callable[[str], None]
 ) -> report.Results:
-    """Measure, unless there are no options: then the times of an earlier command are kept. Collect, and write.
+    """Measure times (without options, keep those of an earlier command), collect accuracies, and write the table.
 
-    Files are written after every task, so that a command that is cut short keeps what it measured.
+    Files are written after every task, so that a command that is cut short keeps its measurements.
     """
     results = report.read_times(out) if options is None else report.Results()
     results.accuracies = accuracy.collect(runs)

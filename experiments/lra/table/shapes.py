@@ -1,4 +1,4 @@
-"""What is compared: the models of the five tasks by each implementation, and batches of their shapes."""
+"""What is compared: the models of the five tasks with each implementation, and batches of their shapes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from experiments.lra.data.batches import Batch, collate
 from experiments.lra.data.examples import Examples
 from experiments.lra.tasks import TASKS
 
-# The five tasks of the paper's mean. Path-X is a table of its own there, without times.
+# The five tasks of the paper's mean. Path-X has a separate table there, without times.
 FIVE = ("listops", "text", "retrieval", "image", "pathfinder32")
 
-# Name -> who computes the attention, and its mask.
+# The implementation of attention, and the mask, of each variant.
 VARIANTS = {
     "standard": ("standard", "dense"),
     "sdpa": ("sdpa", "dense"),
@@ -24,7 +24,7 @@ VARIANTS = {
 }
 REFERENCE = "standard"
 
-# Everything shrunk to what a CPU does in a second: a test of the benchmark, not a measurement.
+# Small enough for a CPU to take a second: a test of the benchmark, not a measurement.
 SMALL = {
     "max_tokens": 60, "block": 16, "window": 16, "batch": 2, "depth": 1, "width": 32, "head_dim": None, "mlp": 32,
     "precision": "fp32",
@@ -34,32 +34,32 @@ SMALL = {
 def settings(
     task: str, variant: str, preset: str, *, small: bool = False, batch: int | None = None, block: int | None = None
 ) -> Config:
-    """The preset's model for a task, with the attention of a variant; batch and block: instead of the preset's."""
+    """The preset's model for a task, with the attention of a variant. batch, block: replace those of the preset."""
     attention, mask = VARIANTS[variant]
     chosen = {name: value for name, value in (("batch", batch), ("block", block)) if value is not None}
     return configure(preset, {"task": task, "attention": attention, "mask": mask, **(SMALL if small else {}), **chosen})
 
 
 def full_batch(config: Config, examples: int) -> Batch:
-    """Examples of the task's full length, so that every implementation has all the work that the task can give."""
+    """Examples of the task's full length, so that every implementation does the most work that the task can require."""
     return _batch(config, [config.shape.max_tokens] * examples * TASKS[config.task].towers)
 
 
 def ragged_batch(config: Config) -> Batch:
-    """Two examples, one much shorter than the other, to see that padding takes no part."""
+    """Two examples, one much shorter than the other, to check that padding has no effect."""
     longest, towers = config.shape.max_tokens, TASKS[config.task].towers
     return _batch(config, [longest] * towers + [max(1, longest * 3 // 8)] * towers)
 
 
 def without_dropout(config: Config) -> Config:
-    """The same model with nothing random in it."""
+    """The same model without anything random."""
     return replace(config, dropout=0.0, attention_dropout=0.0)
 
 
 def _batch(config: Config, lengths: list[int]) -> Batch:
     """Random symbols, the same for every variant."""
     task, random = TASKS[config.task], np.random.default_rng(0)
-    # Neither padding, nor [CLS], nor a symbol that is black.
+    # Neither padding, nor [CLS], nor black pixels.
     symbols = random.integers(1, min(task.vocabulary - 1, 256), sum(lengths), dtype=np.uint8)
     edges = np.concatenate([[0], np.cumsum(lengths)])
     labels = random.integers(0, task.classes, len(lengths) // task.towers, dtype=np.uint8)

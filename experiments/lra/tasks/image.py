@@ -1,4 +1,4 @@
-"""Image: CIFAR-10 in grey, pixel by pixel in rows. The "binary" or the "python" files of the data set."""
+"""Image: CIFAR-10 in grey, pixel by pixel in rows, from the "binary" or the "python" files of the data set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADVICE = (
 
 
 def load(folder: Path) -> Data:
-    """50,000 images: the first nine tenths to train on, the last tenth to validate; 10,000 to test."""
+    """50,000 images, the first nine tenths for training and the last tenth for validation; 10,000 for testing."""
     need(folder, ADVICE)
     for form, (train_names, test_name) in FORMS.items():
         for place in (folder / form, folder):
@@ -51,7 +51,7 @@ def open_files(paths: list[Path], name: str) -> Examples:
 
 
 def read(paths: list[Path]) -> Iterator[Row]:
-    """A row for each image of some files of either form."""
+    """A row for each image of some files, in either form."""
     for path in paths:
         labels, colours = read_binary(path) if path.suffix == ".bin" else read_python(path)
         for label, image in zip(labels.tolist(), grey(colours), strict=True):
@@ -72,7 +72,7 @@ def read_python(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     try:
         batch = ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         labels, data = np.array(batch[b"labels"], np.int64), np.asarray(batch[b"data"])
-    # What unpickling raises on bytes that are no pickle is not documented.
+    # It is not documented what unpickling raises for bytes that are not a pickle.
     except Exception as error:
         raise ValueError(f"{path} is not a CIFAR-10 batch: {error}") from None
     if data.dtype != np.uint8 or data.shape != (labels.size, 3 * PIXELS) or labels.ndim != 1 or labels.size == 0:
@@ -87,7 +87,7 @@ def checked(path: Path, labels: NDArray[Any], data: NDArray[np.uint8]) -> tuple[
 
 
 class ArraysOnly(pickle.Unpickler):
-    """A pickle is a program; this one may make NumPy arrays and nothing else."""
+    """A pickle can run any code; this one may only create NumPy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module.split(".")[0], name) in {("numpy", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}:
@@ -98,7 +98,7 @@ class ArraysOnly(pickle.Unpickler):
 
 
 def grey(colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """`[n, 3, 1024]` to `[n, 1024]` as TensorFlow's `rgb_to_grayscale` does, which the Long Range Arena uses."""
+    """`[n, 3, 1024]` to `[n, 1024]` like TensorFlow's `rgb_to_grayscale`, which the Long Range Arena uses."""
     weights = np.array([0.2989, 0.5870, 0.1140], np.float32)
     bright = np.einsum("ncp,c->np", colours.astype(np.float32) / 255, weights)
     return (bright * np.float32(255.5)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""ListOps: nested expressions, the answer a digit. Files `basic_{train,val,test}.tsv`, or our generator's."""
+"""ListOps: nested expressions whose value is a digit, from `basic_{train,val,test}.tsv` or our generator's files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from experiments.lra.tasks.task import Data, Kinds, Task, has_all, need
 BRACKETS = Brackets(opening=tuple(range(1 + MIN, 1 + CLOSE)), closing=(1 + CLOSE,))
 TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000, brackets=BRACKETS)
 
-ROOTS = ("MIN", "MAX", "MED", "SM", "digit")  # what an expression begins with; a lone digit has no operator
+ROOTS = ("MIN", "MAX", "MED", "SM", "digit")  # the first token of an expression; a single digit has no operator
 
-# The released archive nests its folders; a user may point at any of them.
+# The released archive has nested folders, and a user may name any of them.
 FOLDERS = (".", "listops-1000", "lra_release/listops-1000")
 
 ADVICE = (
@@ -42,7 +42,7 @@ def load(folder: Path) -> Data:
 
 
 def by_root(train: Examples, test: Examples) -> Kinds:
-    """The expressions by their root operator, and how often its most frequent value in training is right."""
+    """The expressions grouped by root operator, and how often the operator's most frequent training value is right."""
     trained, groups = root_groups(train), root_groups(test)
     right = []
     for group in range(len(ROOTS)):
@@ -53,18 +53,18 @@ def by_root(train: Examples, test: Examples) -> Kinds:
 
 
 def root_groups(examples: Examples) -> NDArray[np.int64]:
-    """The number in ROOTS of each expression's root. int64 [n]"""
+    """The index in ROOTS of each expression's root, int64 [n]."""
     groups = examples.first_symbols.astype(np.int64) - BRACKETS.opening[0]
     return np.where(groups < 0, len(ROOTS) - 1, groups)
 
 
 def origin_of(place: Path) -> str:
-    """Which draws the generated examples were kept of; bounds on their lengths that overlap keep some of the same."""
+    """The draws that generated examples come from; overlapping bounds on lengths keep some of the same examples."""
     return f"ListOps, generated, seed {json.loads((place / LABEL).read_text())['seed']}"
 
 
 def find(folder: Path) -> tuple[Path, str]:
-    """The folder of the three files, and how their names begin: "basic" as released, or "generated"."""
+    """The folder of the three files, and the prefix of their names: "basic" if released, or "generated"."""
     need(folder, ADVICE)
     for place in (folder / name for name in FOLDERS):
         for prefix in ("basic", "generated"):

@@ -1,7 +1,7 @@
-"""Pathfinder, Path-X and Path-256: are two dots on one path, pixel by pixel.
+"""Pathfinder, Path-X and Path-256: whether two dots are on one path, from the pixels in rows.
 
-The images are those of the release's folders (pathfinder_files.py), or of a file that `python -m
-experiments.pathfinder generate` has written.
+The images come from the released folders (pathfinder_files.py), or from a file written by `python -m
+experiments.pathfinder generate`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ FOLDS = {
 }
 CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a path
 SPLITS = ("shuffled", "ordered")
-_SHUFFLE_SEED = 42  # of S4 and of those who took its loader
+_SHUFFLE_SEED = 42  # of S4, and of others who use its loader
 _RENDERED_AT_ONCE = 500
 _IMAGES_FOR_SHORTCUTS = 10_000
 
 
 def load(task: Task, folder: Path, options: Options) -> Data:
-    """Four fifths of the images to train on, a tenth each to validate and to test.
+    """Four fifths of the images for training, and a tenth each for validation and for testing.
 
     `split="shuffled"` is `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; `"ordered"` takes the
     files' order. Empty images (the release has one) are left out.
@@ -78,21 +78,21 @@ def load(task: Task, folder: Path, options: Options) -> Data:
 
 
 def generated_origin(parameters: Parameters, seed: int) -> str:
-    """Which images the generated ones are the first of."""
+    """The sequence of generated images that a file begins."""
     return f"{parameters.name}, generated, seed {seed}"
 
 
 def generated_in(folder: Path, task: Task, difficulty: str) -> list[Path]:
-    """The files in a folder that a generator has given the name of this task's images."""
+    """The files in a folder whose names are those of this task's generated images."""
     return sorted(folder.glob(f"{task.name}-cl{CONTOURS[difficulty]}-generated-*.safetensors"))
 
 
 def load_generated(task: Task, path: Path, options: Options) -> Data:
     """The images of a file of vectors, rendered into the cache once.
 
-    Their rules are those that answer without tracing, and a small 2-D CNN where its accuracy is stored.
+    The rules of these data are those that answer without tracing, and a small 2-D CNN if its accuracy is stored.
     """
-    # Only here: Numba, which renders, takes a second to import.
+    # Imported only here, because Numba, which renders, takes a second to import.
     from experiments.pathfinder.bins import marker_distances
     from experiments.pathfinder.cnn.results import stored
     from experiments.pathfinder.owners import marker_counts
@@ -147,7 +147,7 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
 
 
 def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[np.uint8]]) -> Iterator[Row]:
-    """A row for each image, of what `arrays` gives for some of them at a time, uint8 `[n, side, side]`."""
+    """A row for each image, from `arrays`, which renders some of them at a time, uint8 `[n, side, side]`."""
     for first in range(0, len(vectors), _RENDERED_AT_ONCE):
         images = arrays(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
         for label, image in zip(vectors.labels[first:].tolist(), images):
@@ -161,7 +161,7 @@ def split(everything: Examples, options: Options, place: Path) -> tuple[Examples
 
 
 def dealt_out(images: int, options: Options, place: Path) -> tuple[NDArray[np.int64], ...]:
-    """The numbers of the images of each split."""
+    """The indices of the images of each split."""
     tenth = images // 10
     if tenth == 0:
         raise ValueError(f"{place} must hold at least 10 images, for three splits; it has {images}")

@@ -18,7 +18,7 @@ from experiments.lra.data.examples import Row
 from experiments.lra.tasks.task import Task, need
 from experiments.pathfinder.parameters import LABEL, UNFINISHED
 
-RELEASE = Path("lra_release")  # the folder of the arena's archive, and of another one in it
+RELEASE = Path("lra_release")  # the folder in the arena's archive, which contains another of the same name
 
 
 class Sample(NamedTuple):
@@ -32,8 +32,8 @@ def find(task: Task, folder: Path, fold: str) -> Path:
     """The folder of one fold: in `folder`, or in the folders where the released archive keeps it.
 
     The archive holds two different folders pathfinder128, of which published results use the inner one, that of
-    lra_release/lra_release; the outer one is easier (Long Range Arena, issue 38). So of copies of the archive the
-    innermost counts. Raises ValueError where another folder lies beside them: nothing says which one is meant.
+    lra_release/lra_release; the outer one is easier (Long Range Arena, issue 38). So the innermost copy counts. Raises
+    ValueError if there is another such folder beside them, because it is not clear which one is meant.
     """
     advice = (
         f"place {task.name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
@@ -80,7 +80,7 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
         is_array = file.read(6) == b"\x93NUMPY"
     if is_array:
         try:
-            # Strings of bytes are what NumPy under Python 2 has written.
+            # NumPy under Python 2 wrote byte strings.
             lines = [" ".join(row) for row in np.load(path, allow_pickle=False).astype(str)]
         except ValueError as error:
             raise ValueError(f"{path} must be an array of strings: {error}") from None

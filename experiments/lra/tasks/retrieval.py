@@ -1,4 +1,4 @@
-"""Retrieval: does one paper cite the other, from both texts byte by byte. The release's pairs of AAN papers."""
+"""Retrieval: whether one paper cites the other, from the bytes of both texts. The released pairs of AAN papers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def open_file(path: Path) -> Examples:
 
 
 def read(path: Path) -> Iterator[Row]:
-    """A row for each line: label, two ids, two texts, of which the first 4,000 bytes count. There is no header."""
+    """A row for each line: a label, two ids, and two texts, of which the first 4,000 bytes are used. There is no
+    header.
+    """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             fields = line.rstrip(b"\r\n").split(b"\t")

@@ -1,4 +1,4 @@
-"""What a task is, and what its loader gives."""
+"""The description of a task, and of the data that its loader returns."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from experiments.lra.model.positions import Brackets
 
 @dataclass(frozen=True)
 class Task:
-    """What a model must know of a task. Id 0 is padding, and the last id is [CLS]."""
+    """What a model must know about a task. Id 0 is padding, and the last id is [CLS]."""
 
     name: str
-    vocabulary: int  # ids, with padding and [CLS]
+    vocabulary: int  # number of ids, including padding and [CLS]
     classes: int
-    towers: int = 1  # sequences an example; 2: both are encoded alike, and the head compares them
+    towers: int = 1  # sequences per example; 2: both are encoded in the same way, and the head compares them
     longest: int = 0  # tokens that the published models see of a sequence
-    side: int | None = None  # pixels along a side, of a square image in rows
-    brackets: Brackets | None = None  # of expressions
-    pixel_classes: int = 0  # of a drawn pixel, of images whose generator may know its class
+    side: int | None = None  # pixels along a side of a square image, which is stored in rows
+    brackets: Brackets | None = None  # the brackets of expressions
+    pixel_classes: int = 0  # classes of drawn pixels, for images whose generator may know them
 
     @property
     def cls(self) -> int:
@@ -33,12 +33,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The test examples in groups: what the answers of a model, or of a rule, may depend on."""
+    """The test examples in groups on which the answers of a model, or of a rule, may depend."""
 
     by: str
     names: tuple[str, ...]
     of_test: NDArray[np.integer]  # [n], the group of each test example
-    rules: dict[str, tuple[float, ...]]  # the accuracy in each group of rules that avoid the task
+    rules: dict[str, tuple[float, ...]]  # for rules that avoid the task, the accuracy in each group
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Data:
 
     task: Task
     folder: Path
-    origin: str  # whose examples these are, whatever their number and split
+    origin: str  # the source of the examples, whatever their number and split
     generated: bool  # written by our generator, not the released files
     train: Examples
     val: Examples
     test: Examples
-    shortcuts: Callable[[], list[tuple[str, float]]] = list  # rules that avoid the task, and their accuracies; slow
-    kinds: Callable[[], Kinds] | None = None  # slow, too; None: nothing is known of the examples
-    # The classes of the training images' pixels (pixel_labels.py) in the order of `train`; None: they are not known.
+    shortcuts: Callable[[], list[tuple[str, float]]] = list  # rules that avoid the task, with their accuracies; slow
+    kinds: Callable[[], Kinds] | None = None  # slow, too; None: nothing is known about the examples
+    # The classes of the training images' pixels (pixel_labels.py), in the order of `train`; None if they are not known.
     pixel_labels: Callable[[], Examples] | None = None
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may choose about a task's data; a task takes what concerns it."""
+    """A user's choices about the data of a task; each task uses those that apply to it."""
 
     difficulty: str = "hard"  # Pathfinder: easy, intermediate, hard
     split: str = "shuffled"  # Pathfinder: shuffled (S4, MEGA and most others) or ordered

@@ -1,4 +1,4 @@
-"""Text: is a film review positive, byte by byte. The files of the Large Movie Review Dataset (Maas et al., 2011)."""
+"""Text: whether a film review is positive, from its bytes. The Large Movie Review Dataset (Maas et al., 2011)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADVICE = (
 
 
 def load(folder: Path) -> Data:
-    """25,000 reviews to train on; the test split is the validation split, too, as in the Long Range Arena."""
+    """25,000 reviews for training; the test split is also the validation split, as in the Long Range Arena."""
     need(folder, ADVICE)
     place = (folder / "aclImdb" if (folder / "aclImdb").is_dir() else folder).resolve()
     missing = [
@@ -36,7 +36,7 @@ def open_split(place: Path, split: str) -> Examples:
 
 
 def read(folders: list[Path]) -> Iterator[Row]:
-    """A row for each review, the classes in turn, so that any first part is balanced."""
+    """A row for each review, with the classes in turn, so that the first rows of any number are balanced."""
     files = [(number_of(path), label, path) for label, folder in enumerate(folders) for path in folder.glob("*.txt")]
     for _, label, path in sorted(files):
         yield label, (path.read_bytes(),)

@@ -10,7 +10,9 @@ from experiments.training.settings import PRECISIONS, check_one_of
 
 @dataclass(frozen=True)
 class Config:
-    """What a network depends on beside its images. It ends by steps or minutes, whichever comes first."""
+    """Everything that a network depends on except its images. Training ends after steps or minutes, whichever comes
+    first.
+    """
 
     width: int = 16
     blocks: int = 1

@@ -1,4 +1,4 @@
-"""Batches of images: to train on, without end, fresh or those of a file again and again; and to test on."""
+"""Batches of images: endless ones for training, fresh or repeated from a file, and batches for testing."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Batch(NamedTuple):
 def fresh(
     parameters: Parameters, seed: int, size: int, prefetcher: Prefetcher, device: torch.device
 ) -> Generator[Batch, None, None]:
-    """Batches of `size` images that are drawn for them, by other processes, and seen once.
+    """Batches of `size` images that other processes draw and that are used once.
 
-    seed: of the run; its images are those of no other run, and of no test.
+    seed: that of the run; no other run and no test has its images.
     """
     calls = ((parameters, training_seed(seed), step, size) for step in count())
     everything = torch.arange(size)
@@ -47,10 +47,11 @@ def drawn_for(parameters: Parameters, seed: int, step: int, size: int) -> Vector
 
 
 def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Generator[Batch, None, None]:
-    """Batches of `size` of the same images, in another order each time; a rest that fills no batch is left out.
+    """Batches of `size` of the same images, in a new order each time; a remainder that does not fill a batch is left
+    out.
 
-    Each batch is turned or mirrored in one of the eight ways that leave a square a square: the answers are the same,
-    and the images are worth more.
+    Each batch is turned or mirrored in one of the eight ways that leave a square a square: the answers stay the same,
+    and the images vary more.
     """
     if len(vectors) < size:
         raise ValueError(f"a batch must not exceed the file's {len(vectors)} images; got {size}")
@@ -72,13 +73,13 @@ def turned(images: Tensor, way: int) -> Tensor:
 
 
 def batch(renderer: DeviceRenderer, vectors: Vectors, indices: Tensor) -> Batch:
-    """Some of the images, int64 [B] of their numbers."""
+    """Some of the images, by their indices, int64 [B]."""
     labels = torch.from_numpy(vectors.labels[indices.numpy()]).to(renderer.device).long()
     return Batch(renderer(indices), labels)
 
 
 def in_order(vectors: Vectors, size: int, device: torch.device) -> Iterator[Batch]:
-    """All images once, the last batch as small as it comes."""
+    """All images once; the last batch may be smaller."""
     renderer = DeviceRenderer(vectors, device)
     for indices in torch.arange(len(vectors)).split(size):
         yield batch(renderer, vectors, indices)
@@ -91,7 +92,7 @@ def test_file(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """The file of test images, from a seed that no training uses, written if it is missing.
+    """The file of test images from a seed that no training uses, which is written if it is missing.
 
     The whole test set of the Long Range Arena's parameters is the one that models are tested on, checked by its hash.
     """

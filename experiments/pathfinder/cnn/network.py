@@ -1,4 +1,4 @@
-"""The network: 3 x 3 convolutions, residual, that halve an image down to 2 x 2 places."""
+"""The network: residual 3 x 3 convolutions that halve an image repeatedly, down to 2 x 2 places."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALLEST = 2  # places along a side that the last convolution gives
-WIDEST = 4  # times the first stage's channels
+SMALLEST = 2  # places along a side after the last convolution
+WIDEST = 4  # relative to the first stage's channels
 
 
 class SmallCNN(nn.Module):
@@ -51,7 +51,7 @@ def widths(size: int, width: int) -> list[int]:
 
 
 class Block(nn.Module):
-    """Two convolutions, added to their input, which is brought to their shape."""
+    """Two convolutions, added to their input, which is converted to their shape."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, before, H, W]. [B, after, H / stride, W / stride], rounded up"""
-        # Thinned out before the 1 x 1 convolution, not by its stride, which would be the same: on the CPU, the backward
-        # pass of that in PyTorch 2.13 writes past its memory where fewer than eight channels come in.
+        # Subsampled before the 1 x 1 convolution, not by its stride, although that is equivalent: on the CPU, the
+        # backward of the latter in PyTorch 2.13 writes past its memory if there are fewer than eight input channels.
         return F.relu(self.convolutions(x) + self.shortcut(x[:, :, :: self.stride, :: self.stride]))
 
 
 def normed(before: int, after: int, *, kernel: int, stride: int) -> list[nn.Module]:
-    """A convolution and its normalisation, whose bias makes the convolution's idle."""
+    """A convolution and its normalisation, whose bias makes one in the convolution superfluous."""
     return [nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(after)]

@@ -1,4 +1,4 @@
-"""Figures of networks as Markdown, beside the rules that trace nothing."""
+"""The results of networks as Markdown, beside the rules that trace nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COST = ["images of", "weights", "trained on", "images seen", "minutes", "images/
 
 
 def report(figures: Sequence[Figure]) -> str:
-    """The page of some figures."""
+    """The page for some results."""
     answered = [row for figure in figures for row in rows(figure)]
     commands = "\n".join(f"- {figure['images_of']}: `{figure['command']}`\n  {made_with(figure)}" for figure in figures)
     return (
@@ -41,7 +41,7 @@ def rows(figure: Figure) -> list[list[str]]:
 
 
 def cost(figure: Figure) -> list[str]:
-    """What a network cost."""
+    """The cost of a network."""
     spent = figure["cost"]
     seen = f"{spent['images']:,}"
     if spent["different_images"] < spent["images"]:
@@ -59,5 +59,5 @@ def made_with(figure: Figure) -> str:
 
 
 def percent(part: Any) -> str:
-    """A part in percent; "-" where there is none."""
+    """A share in per cent; "-" for None."""
     return "-" if part is None else f"{100 * part:.1f}"

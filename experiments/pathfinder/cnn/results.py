@@ -1,4 +1,4 @@
-"""The stored figures of networks, one small file a kind of images: baselines to tell other results beside.
+"""The stored results of networks, one small file for each kind of images: baselines for other results.
 
 experiments/results/pathfinder/cnn-pathfinder32-cl14.json
 """
@@ -12,18 +12,18 @@ from typing import Any
 from experiments.training.atomic_files import write_json
 
 STORED = Path(__file__).parents[2] / "results" / "pathfinder"
-RULE = "small 2-D CNN"  # what tables of baselines call it
+RULE = "small 2-D CNN"  # its name in tables of baselines
 
 Figure = dict[str, Any]  # plain values, see run.py
 
 
 def path_of(name: str, folder: Path) -> Path:
-    """Where the figure for a kind of images lies; name: that of its parameters."""
+    """The path of the result for a kind of images; name: that of its parameters."""
     return folder / f"cnn-{name}.json"
 
 
 def write(figure: Figure, folder: Path) -> Path:
-    """Write a figure, in place of an earlier one of the same kind of images."""
+    """Write a result, replacing an earlier one for the same kind of images."""
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(figure["images_of"], folder)
     write_json(path, figure)
@@ -31,7 +31,7 @@ def write(figure: Figure, folder: Path) -> Path:
 
 
 def stored(name: str, folder: Path | None = None) -> Figure | None:
-    """The figure for a kind of images, by default the one that ships with the repository; None where there is none."""
+    """The result for a kind of images, by default the one in the repository; None if there is none."""
     path = path_of(name, STORED if folder is None else folder)
     if not path.is_file():
         return None
@@ -40,12 +40,12 @@ def stored(name: str, folder: Path | None = None) -> Figure | None:
 
 
 def as_rule(figure: Figure) -> Figure:
-    """What tables of rules tell of a figure; as `experiments.pathfinder.bins.by_distance` has its rules."""
+    """A result in the form of the rules of `experiments.pathfinder.bins.by_distance`."""
     kept = {name: figure[name] for name in ("rule", "accuracy", "error", "images")}
     return kept | {"by_distance": figure["by_distance"]["accuracy"]}
 
 
 def all_in(folder: Path) -> list[Figure]:
-    """All figures of a folder, by size, then contour length."""
+    """All results in a folder, by size, then contour length."""
     figures = [json.loads(path.read_text()) for path in folder.glob(path_of("*", folder).name)]
     return sorted(figures, key=lambda figure: (figure["size"], figure["contour"], figure["images_of"]))

@@ -1,4 +1,4 @@
-"""One kind of images: a network trained and tested, and its result with all that is needed to judge and repeat it."""
+"""Trains and tests a network on one kind of images. The result has all that is needed to judge and repeat it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from experiments.training.workers import available_cores
 
 @dataclass(frozen=True)
 class Source:
-    """What a network is trained on: the images of a file, or else fresh ones."""
+    """The training images of a network: those of a file, or else fresh ones."""
 
     parameters: Parameters
     vectors: Vectors | None = None
@@ -40,14 +40,14 @@ class Source:
 
     @classmethod
     def of_file(cls, path: Path) -> Source:
-        """Raises ValueError for a file of test images, and where `load` does."""
+        """The images of a file. Raises ValueError for a file of test images, and if `load` does."""
         vectors = load(path)
         if vectors.seed == TEST_SEED:
             raise ValueError(f"{path} must hold other images than a test set's; its seed, {TEST_SEED}, is theirs")
         return cls(vectors.parameters, vectors, path.name)
 
     def batches(self, config: Config, prefetcher: Prefetcher, device: torch.device) -> Generator[Batch, None, None]:
-        """What `Training.train` takes."""
+        """The batches for `Training.train`."""
         if self.vectors is None:
             return fresh(self.parameters, config.seed, config.batch, prefetcher, device)
         return repeated(self.vectors, config.seed, config.batch, device)
@@ -68,7 +68,8 @@ def train(
         closing(source.batches(training.config, prefetcher, training.device)) as batches,
     ):
         if training.device.type == "cpu":
-            # Threads that share a core with what draws wait for each other: twenty times slower, measured.
+            # Threads that share cores with the drawing processes wait for each other, which was measured to be twenty
+            # times slower.
             torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() - prefetcher.workers)))
         training.train(batches, report)
 
@@ -108,6 +109,6 @@ def tested(training: Training, source: Source, file: Path) -> Figure:
 
 
 def accuracy(right: NDArray[np.bool_]) -> dict[str, float | int]:
-    """The part of right answers, its standard error, and the number of images."""
+    """The share of right answers, its standard error, and the number of images."""
     part = float(right.mean())
     return {"accuracy": part, "error": math.sqrt(part * (1 - part) / len(right)), "images": len(right)}

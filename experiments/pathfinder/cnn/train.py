@@ -1,4 +1,4 @@
-"""Train the network, and test it on images that it was not trained on."""
+"""Trains the network, and tests it on images that it was not trained on."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ LOG_EVERY = 20  # steps; reading a loss waits for the device
 
 @dataclass
 class Training:
-    """A network under training. With a limit by steps alone, its weights depend on config and images only."""
+    """A network in training. If only its steps are limited, its weights depend on config and images alone."""
 
     config: Config
     size: int  # of the images, in pixels
     device: torch.device
     model: SmallCNN = field(init=False)
     step: int = field(default=0, init=False)
-    seconds: float = field(default=0.0, init=False)  # since the first batch was there
-    last: Record = field(default_factory=dict, init=False)  # the newest of the log
+    seconds: float = field(default=0.0, init=False)  # since the first batch arrived
+    last: Record = field(default_factory=dict, init=False)  # the newest record of the log
 
     def __post_init__(self) -> None:
         if self.size <= SMALLEST:
@@ -45,7 +45,7 @@ class Training:
 
     @property
     def progress(self) -> float:
-        """The part that is done, by steps or time, whichever is further."""
+        """The part that is done, by steps or time, whichever is larger."""
         by_step = 0.0 if self.config.steps is None else self.step / self.config.steps
         by_time = 0.0 if self.config.minutes is None else self.seconds / (60 * self.config.minutes)
         return max(by_step, by_time)
@@ -54,7 +54,7 @@ class Training:
         """Train to the end.
 
         report: called every LOG_EVERY steps and at the end with the means of the steps since. Raises
-        FloatingPointError where the loss is no number any more.
+        FloatingPointError if the loss is no longer a number.
         """
         config = self.config
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
@@ -64,7 +64,7 @@ class Training:
         while self.progress < 1:
             images, labels = next(batches)
             if begun is None:
-                begun = time.perf_counter()  # starting the processes that draw is no training
+                begun = time.perf_counter()  # starting the drawing processes does not count as training
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * factor("cosine", self.step, config.warmup, self.progress)
             outcomes.append(training_step(self.model, optimizer, images, labels, config.precision))
@@ -75,7 +75,9 @@ class Training:
                 outcomes, logged = [], self.seconds
 
     def _log(self, outcomes: list[Tensor], begun: float, logged: float, report: Callable[[Record], None]) -> None:
-        """Wait for the device, and say what it did since the last time, `logged` seconds after the beginning."""
+        """Wait for the device, and report the steps since the last report, which was `logged` seconds after the
+        beginning.
+        """
         loss, right = torch.stack(outcomes).mean(0).tolist()
         self.seconds = time.perf_counter() - begun
         if not math.isfinite(loss):
@@ -88,7 +90,7 @@ class Training:
 def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, precision: str
 ) -> Tensor:
-    """Change the weights by one step; the batch's mean loss and accuracy, [2], on the device."""
+    """Update the weights with one step; returns the batch's mean loss and accuracy, [2], on the device."""
     logits = logits_of(model, images, precision)
     loss = F.cross_entropy(logits, labels)
     optimizer.zero_grad(set_to_none=True)
@@ -108,7 +110,7 @@ def logits_of(model: nn.Module, images: Tensor, precision: str) -> Tensor:
 def answers(
     model: nn.Module, vectors: Vectors, config: Config, device: torch.device
 ) -> tuple[NDArray[np.bool_], float]:
-    """Which of the images the model answers rightly, bool [n], and the mean cross-entropy in nats."""
+    """Which of the images the model answers correctly, bool [n], and the mean cross-entropy in nats."""
     model.eval()
     right, losses = [], []
     for images, labels in in_order(vectors, max(config.batch, 128), device):

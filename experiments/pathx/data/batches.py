@@ -21,25 +21,25 @@ from experiments.pathx.data.masked_pixels import hide
 from experiments.pathx.data.packing import Packed, blocks_needed, pack, stack
 from experiments.pathx.masks.relations import Relation
 
-_FULLEST = 3300  # tokens that images of 128 and 256 pixels have at most, about
-_FEWEST = 256  # tokens of an image, on average over a batch; those of 32 pixels and 6 dashes have 284
+_FULLEST = 3300  # about the largest number of tokens of images of 128 and 256 pixels
+_FEWEST = 256  # tokens per image, averaged over a batch; images of 32 pixels with 6 dashes have 284
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the batches of a stage depend on, beside the step."""
+    """Everything that the batches of a stage depend on, except the step."""
 
-    number: int  # of the stage
+    number: int  # of the stage in the curriculum
     size: int
-    contours: tuple[int, ...]  # of the images in turns; those that are not trained on have the first
+    contours: tuple[int, ...]  # taken in turns by training images; other images have the first
     seed: int  # of the images
     background: str
     tokens: int
     layers: tuple[Relation, ...]
     block: int
     registers: int
-    pixel_labels: bool  # with the marker counts of the pixels
-    hidden: float = 0.0  # share of the drawn pixels, which are to be named
+    pixel_labels: bool  # with the marker counts of pixels
+    hidden: float = 0.0  # share of the drawn pixels that are hidden and to be named
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
@@ -53,20 +53,20 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
 
 
 def most_images(recipe: Recipe) -> int:
-    """How many images a batch may have."""
+    """The largest number of images in a batch."""
     least = blocks_of_whole(recipe) if recipe.background == "keep" else -(-_FEWEST // recipe.block)
     return max(1, recipe.tokens // recipe.block // least)
 
 
 def most_blocks(recipe: Recipe) -> int:
-    """How many blocks an image may be expected to have at most."""
+    """The largest number of blocks that an image is expected to have."""
     if recipe.background == "keep":
         return blocks_of_whole(recipe)
     return -(-(recipe.registers + most_tokens(recipe.size)) // recipe.block)
 
 
 def blocks_of_whole(recipe: Recipe) -> int:
-    """The blocks of an image all of whose pixels are tokens."""
+    """The number of blocks of an image if all pixels are tokens."""
     return recipe.size**2 // recipe.block + (recipe.registers > 0)
 
 
@@ -108,7 +108,7 @@ def make(recipe: Recipe, step: int) -> Packed:
 
 
 def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | None = None) -> Packed:
-    """Images first .. last - 1 as one batch, as long as it needs to be."""
+    """Images first .. last - 1 as one batch, as long as they need."""
     images = list(render(vectors, first, last))
     labels = vectors.labels[first:last].tolist()
     pixel_labels = list(marker_counts(vectors, first, last)) if recipe.pixel_labels else None
@@ -125,6 +125,6 @@ def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
 
 
 def images_at_once(recipe: Recipe) -> int:
-    """How many images make a batch of about the recipe's tokens, when all are to be seen."""
+    """The number of images in a batch of about the recipe's tokens, for going through a whole set."""
     most = recipe.size**2 if recipe.background == "keep" else min(recipe.size**2, _FULLEST)
     return max(1, recipe.tokens // most)

@@ -21,24 +21,24 @@ from sparseflash import BlockMask
 
 @dataclass(frozen=True)
 class Order:
-    """An order of the tokens beside the one that they are stored in."""
+    """An order of the tokens that differs from the stored one."""
 
-    order: Tensor  # int64 [N]: token t of it is token order[t] of the stored ones
-    inverse: Tensor  # int64 [N]: where each stored token is in it
+    order: Tensor  # int64 [N]: token t in this order is stored token order[t]
+    inverse: Tensor  # int64 [N]: the index of each stored token in this order
 
 
 @dataclass(frozen=True)
 class Batch:
-    """See packing.Packed; here with I images as tensors of one device."""
+    """I images as tensors on one device; see packing.Packed."""
 
     ids: Tensor  # int16 [B, N]; below 0: padding
     y: Tensor  # int16 [1, N]
     x: Tensor  # int16 [1, N]
-    labels: Tensor  # int64 [I]; NO_LABEL: this is no image
+    labels: Tensor  # int64 [I]; NO_LABEL for an entry that is not an image
     blocks: Tensor  # int64 [I, K]
     block: int
     orders: dict[str, Order]
-    masks: tuple[BlockMask, ...]  # one a layer, each in its layer's order
+    masks: tuple[BlockMask, ...]  # one for each layer, in the layer's order
     layer_orders: tuple[str, ...]
     pixel_labels: Tensor | None  # uint8 [B, N]
     tokens: int
@@ -46,12 +46,12 @@ class Batch:
 
     @property
     def live(self) -> Tensor:
-        """Which tokens are none of the padding: bool [B, N]."""
+        """Which tokens are not padding: bool [B, N]."""
         return self.ids >= 0
 
 
 def on_device(packed: Packed, layers: Sequence[Relation], device: torch.device, registers: int = 0) -> Batch:
-    """The batch of a packing, and its masks. The host does not wait for the device."""
+    """The batch of a packing, with its masks. The host does not wait for the device."""
     tensors = {name: moved(array, device) for name, array in arrays_of(packed).items()}
     return batch_of(tensors, layers, packed.block, registers, tokens=packed.tokens, images=packed.images)
 
@@ -63,7 +63,7 @@ def moved(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def arrays_of(packed: Packed) -> dict[str, NDArray[np.generic]]:
-    """What the device needs of a packing, by name."""
+    """The arrays of a packing that the device needs, by name."""
     arrays: dict[str, NDArray[np.generic]] = {
         "ids": packed.ids, "y": packed.y, "x": packed.x, "blocks": packed.blocks.astype(np.int64),
         "labels": packed.labels.astype(np.int64),
@@ -79,10 +79,10 @@ def arrays_of(packed: Packed) -> dict[str, NDArray[np.generic]]:
 def batch_of(
     tensors: dict[str, Tensor], layers: Sequence[Relation], block: int, registers: int, *, tokens: int, images: int
 ) -> Batch:
-    """The batch of what `arrays_of` names, on the tensors' device: all that is computed there.
+    """The batch from the tensors that `arrays_of` names: everything that is computed on their device.
 
-    The tensors may be larger than the batch (static_packing.py): then there are images without blocks whose labels are
-    `NO_LABEL`, and tiles that no row has.
+    The tensors may be larger than the batch (static_packing.py). Then there are images without blocks whose labels are
+    `NO_LABEL`, and tiles that belong to no row.
     """
     ids, y, x = tensors["ids"], tensors["y"], tensors["x"]
     orders = {name.removeprefix("order."): order.long() for name, order in tensors.items() if name.startswith("order.")}
@@ -113,7 +113,7 @@ _GRID_MASKS: dict[tuple[Relation, int, int, int, torch.device], BlockMask] = {}
 
 
 def moved_grid_mask(relation: Relation, side: int, block: int, registers: int, device: torch.device) -> BlockMask:
-    """The mask on the device, made once, and its plan with it."""
+    """The mask on the device, made once together with its plan."""
     key = (relation, side, block, registers, device)
     if key not in _GRID_MASKS:
         _GRID_MASKS[key] = grid_mask(relation, side, block, registers).to(device)
@@ -121,7 +121,7 @@ def moved_grid_mask(relation: Relation, side: int, block: int, registers: int, d
 
 
 def between(batch: Batch, now: str, then: str) -> Order:
-    """How tokens in one order become tokens in another."""
+    """The order that turns tokens in one order into tokens in another."""
     if now == BASE:
         return batch.orders[then]
     if then == BASE:

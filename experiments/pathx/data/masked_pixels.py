@@ -1,7 +1,7 @@
-"""Pixels hidden from the model, which it learns to name: self-pretraining (Amos, Berant and Gupta, 2024).
+"""Hidden pixels that the model learns to name: self-pretraining (Amos, Berant and Gupta, 2024).
 
-A hidden pixel looks black. Where black pixels are left out, no other token looks like it; where all pixels are tokens,
-the model also has to find out which of the black ones are hidden. The loss is over the hidden pixels alone.
+A hidden pixel looks black. If black pixels are left out, no other token looks like it; if all pixels are tokens, the
+model also has to find out which black pixels are hidden. The loss is over the hidden pixels only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 from experiments.pathx.data.packing import LEVELS, Packed
 
-HIDDEN = 0  # the grey level that takes its place
+HIDDEN = 0  # the grey level that replaces a hidden pixel
 
 
 def hide(packed: Packed, share: float, random: np.random.Generator) -> Packed:
-    """The packing with this share of its drawn pixels hidden, at least one, and all grey levels as what is asked for.
+    """The packing with this share of its drawn pixels hidden, at least one, and with all grey levels as labels.
 
     The masks stay as they are: they depend only on where pixels are.
     """

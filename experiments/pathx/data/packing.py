@@ -1,12 +1,13 @@
 """Images as the tokens of one batch.
 
-Two layouts share one form:
+There are two layouts with one data type:
 
 - **packed**: only pixels that are not black are tokens, and all images of a batch follow each other in one sequence of
-  fixed length, each beginning with a block of its own. Rows with lengths would be padded to the fullest image, 12 % of
-  a batch of Path-X (2,549 +- 221 tokens an image, 2,903 at most), and change their shape at every step; here the last
-  block of an image is padded, half a block on average, 1.3 % with blocks of 64, and every step has the same shape.
-- **whole**: all pixels are tokens, an image a row. The masks are then the same for all images and steps.
+  fixed length, each image beginning with a new block. Rows with lengths would be padded to the fullest image, 12 % of a
+  batch of Path-X (2,549 +- 221 tokens per image, 2,903 at most), and would change their shape at every step. Here only
+  the last block of an image is padded, by half a block on average, 1.3 % with blocks of 64, and every step has the same
+  shape.
+- **whole**: all pixels are tokens, with one image in each row. The masks are then the same for all images and steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class TileList(NamedTuple):
     indptr  int32 [M + 1]   the tiles of block row i are indptr[i] : indptr[i + 1]
     indices int32 [nnz]     their block columns
     tile    int32 [nnz]     0: all scores are live; t > 0: it is the t-th of `partial`
-    partial int32 [T, 2]    block row and column of the tiles whose bits are to be worked out
+    partial int32 [T, 2]    block row and column of the tiles whose bits must be computed
     """
 
     indptr: NDArray[np.int32]
@@ -48,13 +49,13 @@ class Packed:
     """I images as tokens [B, N], in blocks of `block` tokens; M = B * N / block blocks in all.
 
     ids      int16 [B, N]      grey level, LEVELS + r for register r, or PADDING
-    y, x     int16 [1, N]      the pixel's place; 0 for what is none
+    y, x     int16 [1, N]      the pixel's place; 0 for tokens that are not pixels
     labels   uint8 [I]         1: connected
-    blocks   int32 [I, K]      the blocks of every image; M where an image has fewer
+    blocks   int32 [I, K]      the blocks of every image; M if an image has fewer
     orders   name: int32 [N]   token t in that order is token orders[name][t] of the sequence
-    tiles    name: TileList    of each relation, for the packed layout; none for the whole one
+    tiles    name: TileList    those of each relation in the packed layout; empty for the whole one
     pixel_labels  uint8 [B, N]  markers on the curve through the pixel (pathfinder/owners.py), or None
-    tokens   int               live ones
+    tokens   int               the number of live tokens
     """
 
     ids: NDArray[np.int16]
@@ -78,7 +79,7 @@ class Packed:
 
 
 def blocks_needed(image: NDArray[np.uint8], registers: int, block: int) -> int:
-    """The blocks that a packed image takes. image: uint8 [size, size]"""
+    """The number of blocks that a packed image takes. image: uint8 [size, size]"""
     return -(-max(1, registers + int(np.count_nonzero(image))) // block)
 
 
@@ -94,7 +95,7 @@ def pack(
 ) -> Packed:
     """The pixels of images, uint8 [size, size], that are not black, in one sequence of `blocks` blocks.
 
-    blocks: by default as many as they need; raises ValueError where they need more.
+    blocks: by default as many as they need; raises ValueError if they need more.
     """
     needs = [blocks_needed(image, registers, block) for image in images]
     total = sum(needs) if blocks is None else blocks
@@ -108,7 +109,7 @@ def pack(
     of_image = np.full((len(images), max(needs)), total, np.int32)
     found: dict[Relation, list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]]] = {}
     begin = 0
-    place = np.empty(side * side, np.int64)  # where in the image's tokens a pixel went
+    place = np.empty(side * side, np.int64)  # the index of each pixel among the tokens of the image
     for number, (image, need) in enumerate(zip(images, needs)):
         of_image[number, :need] = begin + np.arange(need)
         first = begin * block
@@ -148,7 +149,7 @@ def stack(
     registers: int = 0,
     pixel_labels: Sequence[NDArray[np.uint8]] | None = None,
 ) -> Packed:
-    """All pixels of images, uint8 [size, size], an image a row; registers have a block of their own before them."""
+    """All pixels of images, uint8 [size, size], one image per row; registers have a block of their own before them."""
     side = images[0].shape[0]
     before = block if registers else 0
     length = before + side * side
@@ -178,7 +179,7 @@ def stack(
 
 
 def _live(grey: NDArray[np.uint8], name: str, side: int) -> NDArray[np.int64]:
-    """The pixels that are not black, in an order; of an image that is black all over, none."""
+    """The pixels that are not black, in an order; none for an image that is all black."""
     pixels = pixels_in(name, side)
     return pixels[np.flatnonzero(grey[pixels])]
 

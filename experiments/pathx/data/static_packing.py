@@ -1,10 +1,10 @@
-"""Tensors that packings are copied into, one after the other, at fixed addresses, as a CUDA graph needs it.
+"""Tensors at fixed addresses, as a CUDA graph needs them, into which packings are copied one after the other.
 
 Packings of a stage differ in three numbers: images, blocks of the fullest image, and tiles of the masks. So the tensors
-are larger than a packing needs, and what fills them up changes nothing: an image without blocks and without a label is
-in no loss, and tiles past the last row's belong to no row (sparseflash.blockmask.dynamic). There are as many images and
-blocks as any batch can have, so that the same sums are formed whatever was in the tensors before. Tiles change no sum:
-there are half as many again as in the first packing.
+are larger than a packing needs, and the filling changes nothing: an image without blocks and without a label is in no
+loss, and tiles after those of the last row belong to no row (sparseflash.blockmask.dynamic). There is room for as many
+images and blocks as any batch can have, so that the sums are formed in the same way whatever was in the tensors before.
+The number of tiles affects no sum: there is room for half as many again as in the first packing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from experiments.pathx.masks.relations import Relation
 from experiments.training.cuda_graphs import copy_into
 from experiments.training.steps import NO_LABEL
 
-_SPARE = 1.5  # times the tiles of the first packing
+_SPARE = 1.5  # room for tiles, relative to the first packing
 
 
 class StaticPacking:
@@ -48,13 +48,13 @@ class StaticPacking:
         self.fill(packed)
 
     def fits(self, packed: Packed) -> bool:
-        """Whether the tensors hold all its tiles."""
+        """Whether the tensors have room for all tiles of a packing."""
         return all(len(array) <= len(self.tensors[name]) for name, array in arrays_of(packed).items() if _varies(name))
 
     def fill(self, packed: Packed) -> None:
         """Copy a packing into the tensors; the host does not wait for it.
 
-        Raises ValueError where it has more images, or one of more blocks, than they can hold.
+        Raises ValueError if it has more images, or an image of more blocks, than they can hold.
         """
         for name, array in self._arrays(packed).items():
             copy_into(self.tensors[name][: len(array)], torch.from_numpy(np.ascontiguousarray(array)))
@@ -65,7 +65,7 @@ class StaticPacking:
         return batch_of(self.tensors, self.layers, block, self.registers, tokens=tokens, images=images)
 
     def _arrays(self, packed: Packed) -> dict[str, NDArray[np.generic]]:
-        """Its arrays, filled up with images that have no blocks and no label."""
+        """The arrays of a packing, filled up with images that have no blocks and no label."""
         images, blocks = packed.blocks.shape
         if images > self.images or blocks > self.blocks:
             raise ValueError(
@@ -81,5 +81,5 @@ class StaticPacking:
 
 
 def _varies(name: str) -> bool:
-    """Whether packings of a stage have arrays of different lengths by this name."""
+    """Whether the arrays with this name differ in length between packings of a stage."""
     return name.startswith("tiles.") and not name.endswith(".indptr")

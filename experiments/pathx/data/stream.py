@@ -13,17 +13,17 @@ from experiments.training.prefetch import Prefetcher
 
 
 class Stream(Prefetcher):
-    """Processes that make batches; 0 workers: this process makes each when it is asked for."""
+    """Processes that make batches; with 0 workers this process makes each batch when it is needed."""
 
     def __enter__(self) -> Stream:
         return self
 
     def batches(self, recipe: Recipe, first_step: int) -> Generator[Packed, None, None]:
-        """The batches of the steps from `first_step` on, without end. Closing it drops what is made ahead."""
+        """Endless batches for the steps from `first_step` on. Closing the generator drops those made ahead."""
         return self.in_order(make, ((recipe, step) for step in count(first_step)))
 
     def validation(self, recipe: Recipe, images: int) -> Callable[[], list[Packed]]:
-        """Begin to make the images that validate a recipe's stage; the function returned waits for them."""
+        """Start making the validation images of a recipe's stage; the returned function waits for them."""
         recipe = replace(recipe, seed=VALIDATION_SEED, pixel_labels=False, hidden=0.0)
         each = images_at_once(recipe)
         return self.begin_all(

@@ -1,4 +1,4 @@
-"""The masks of images whose pixels are all tokens: the library's, the same for all images and steps, bits shared."""
+"""The masks of images all of whose pixels are tokens. They are the library's, and the same for all images and steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sparseflash.blockmask import bitmask
 def grid_mask(relation: Relation, side: int, block: int, registers: int = 0) -> BlockMask:
     """The mask of an image of side x side pixels in the relation's order, on the CPU.
 
-    registers: so many come before the pixels, in a block of their own. Raises ValueError where the pixels are no whole
-    number of blocks.
+    registers: the number of register tokens before the pixels, in a block of their own. Raises ValueError if the pixels
+    are not a whole number of blocks.
     """
     if side * side % block:
         raise ValueError(f"an image must have a multiple of {block} pixels; got {side} x {side}")
@@ -43,7 +43,7 @@ def _of_pixels(relation: Relation, side: int, block: int) -> BlockMask:
         return masks.axial(shape, order=order, block=block)
     if relation.kind == "butterfly":
         return masks.butterfly_2d(side, side, cell=radius, block=block).permute(order)
-    # What the library has no name for, from the candidates that packed images have, too.
+    # For relations that the library does not have, from the same candidates as for packed images.
     pixels = pixels_in(relation.order, side)
     y, x = (part.reshape(-1, block) for part in (pixels // side, pixels % side))
     nothing = np.zeros(y.shape, np.bool_)
@@ -56,7 +56,9 @@ def _of_pixels(relation: Relation, side: int, block: int) -> BlockMask:
 
 
 def with_registers(mask: BlockMask, registers: int) -> BlockMask:
-    """A mask with a block before it, whose first `registers` tokens see and are seen by all, and whose rest is dead."""
+    """The mask with one more block in front. Its first `registers` tokens see and are seen by all; the rest of it is
+    dead.
+    """
     block, (rows, _) = mask.block_q, mask.blocks
     if not 0 < registers <= block:
         raise ValueError(f"registers must be from 1 to the block of {block}; got {registers}")

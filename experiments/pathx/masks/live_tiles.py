@@ -1,8 +1,8 @@
-"""Which tiles of the scores of one image hold a live score: the half of a mask that is made on the CPU.
+"""The tiles of one image that hold a live score, which is the part of a mask that is made on the CPU.
 
 The worker that draws an image knows its pixels before the GPU does, and an image has only some dozens of blocks. So the
 worker finds the tiles exactly: no memory is reserved on the GPU for a worst case, and the host knows every array's size
-without waiting for the device. Which scores are live inside the tiles, the device computes: see packed_masks.py.
+without waiting for the device. The device computes which scores are live inside the tiles; see packed_masks.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOWHERE = 1 << 14  # a coordinate farther from every image than any mask reaches
 
 
 class TokenBlocks(NamedTuple):
-    """The tokens of one image in blocks: coordinates int64 [n, block], what is no pixel marked as such."""
+    """The tokens of one image in blocks: coordinates int64 [n, block], and which tokens are pixels or registers."""
 
     y: NDArray[np.int64]
     x: NDArray[np.int64]
@@ -27,9 +27,9 @@ class TokenBlocks(NamedTuple):
 
 
 def live_tiles(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """`(may, full)`, bool [n, n] each: tiles that may have live scores, and those of them in which all are.
+    """`(may, full)`, bool [n, n] each: tiles that may have live scores, and tiles in which all scores are live.
 
-    Exact for full tiles. `may` goes by the boxes around the blocks' pixels, so a few tiles of it may be dead.
+    `full` is exact. `may` uses the bounding boxes of the blocks' pixels, so a few of its tiles may have no live score.
     """
     whole = (blocks.is_pixel | blocks.is_register).all(1)
     complete = whole[:, None] & whole
@@ -54,8 +54,8 @@ def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], 
     for along in (blocks.y, blocks.x):
         low = np.where(blocks.is_pixel, along, NOWHERE).min(1)
         high = np.where(blocks.is_pixel, along, -NOWHERE).max(1)
-        least = np.maximum(low[:, None] - high, low - high[:, None])  # the nearest two; 0 or less where boxes meet
-        most = np.maximum(high[:, None] - low, high - low[:, None])  # the farthest two
+        least = np.maximum(low[:, None] - high, low - high[:, None])  # between the nearest two; <= 0 if boxes meet
+        most = np.maximum(high[:, None] - low, high - low[:, None])  # between the farthest two
         near.append(least <= radius)
         inside.append(most <= radius)
     if relation.kind == "near":
@@ -70,7 +70,7 @@ def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], 
 
 
 def _cells(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """By the rows and the columns of cells that each block touches."""
+    """For butterflies, from the rows and columns of cells that each block touches."""
     may, full = True, True
     for along in (blocks.y, blocks.x):
         cell = along // relation.numbers[0]

@@ -1,4 +1,4 @@
-"""The orders in which an image's pixels become tokens, so that what a layer looks at shares blocks."""
+"""The orders in which an image's pixels become tokens, so that pixels that see each other share blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sparseflash.masks import order
 
-BASE = "hilbert"  # in which a batch is stored
+BASE = "hilbert"  # the order in which a batch is stored
 ORDERS = (BASE, "rows", "columns")
 
 
@@ -17,8 +17,8 @@ ORDERS = (BASE, "rows", "columns")
 def pixels_in(name: str, side: int) -> NDArray[np.int64]:
     """Pixel (row * side + column) t of the order, int64 [side * side].
 
-    "hilbert": along the Hilbert curve, so that any run of tokens is a compact piece of the image, also where many
-    pixels between them are left out; "rows" and "columns": line by line.
+    "hilbert": along the Hilbert curve, so that any run of tokens is a compact piece of the image, even if many pixels
+    in between are left out; "rows" and "columns": line by line.
 
     >>> pixels_in("columns", 2).tolist()
     [0, 2, 1, 3]

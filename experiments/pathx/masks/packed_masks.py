@@ -1,7 +1,7 @@
-"""The masks of a packed batch, completed on its device: which scores of the live tiles are live.
+"""The masks of a packed batch, completed on its device, which computes the live scores of the live tiles.
 
 The host does not wait for the device here. The masks are dynamic (sparseflash.blockmask.dynamic): they are made at
-every step, so equal tiles are not looked for.
+every step, so equal tiles are not deduplicated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from experiments.pathx.masks.relations import Relation
 from sparseflash import BlockMask
 from sparseflash.blockmask import bitmask
 
-_SCORES_AT_ONCE = 1 << 26  # 64 MB a temporary
+_SCORES_AT_ONCE = 1 << 26  # 64 MB for each temporary
 
 
 def packed_mask(
@@ -27,7 +27,7 @@ def packed_mask(
     is_register: Tensor | None,
     block: int,
 ) -> BlockMask:
-    """The mask of the tiles of a `packing.TileList`, whose tensors lie on the device.
+    """The mask with the tiles of a `packing.TileList`, whose tensors are on the device.
 
     places: y and x, int16 [N], and is_pixel, is_register bool [N], all in the relation's order; is_register None: there
         are none. Padding is dead.

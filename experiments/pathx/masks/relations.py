@@ -1,7 +1,7 @@
-"""Which pixels a layer lets see each other: by their places, whatever stands between them.
+"""Relations between pixels: which pixels see each other in a layer, by their places, whatever lies between them.
 
-A relation says of two pixels (y, x) and (y', x') of one image whether their score is live, with dy = |y - y'| and
-dx = |x - x'|:
+A relation decides whether the score of two pixels (y, x) and (y', x') of one image is live, with dy = |y - y'| and dx =
+|x - x'|:
 
     dense           always
     near:R          dy <= R and dx <= R                      a window, masks.neighborhood
@@ -11,7 +11,7 @@ dx = |x - x'|:
     factor:C:S      the same with a ~ b: equal, or differ in the bit S alone: one staged factor of it
     tiles:R         blocks of tokens whose boxes come within R pixels see each other whole: near:R, rounded up
 
-All but the last are relations of pixels alone, so that leaving out the background is exactly the same as masking it.
+All but the last are relations of pixels alone, so leaving out the background is exactly equivalent to masking it.
 `tiles:R` depends on how tokens fill blocks, but never on other images of a batch. It has no partial tiles.
 
 Register tokens see and are seen by all tokens of their image.
@@ -42,12 +42,12 @@ class Relation:
 
     @property
     def name(self) -> str:
-        """As `parse` reads it."""
+        """The name that `parse` reads."""
         return ":".join([self.kind, *map(str, self.numbers)])
 
     @property
     def order(self) -> str:
-        """The order of the tokens in which it has few live tiles."""
+        """The order of tokens in which the relation has few live tiles."""
         return self.kind if self.kind in ("rows", "columns") else BASE
 
     def live(self, y: Numbers, x: Numbers, other_y: Numbers, other_x: Numbers) -> Numbers:

@@ -1,6 +1,6 @@
-"""The classifier of images as tokens: encoder layers, each with a mask and an order of tokens of its own.
+"""The classifier of images as tokens: encoder layers, each with its own mask and order of tokens.
 
-Shapes: B rows of N tokens, I images, W width, H heads, D features a head, M blocks in all, K blocks an image.
+Shapes: B rows of N tokens, I images, W width, H heads, D features per head, M blocks in all, K blocks per image.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ CLASSES = 2
 
 
 class PathModel(nn.Module):
-    """Grey levels embedded, layers with 2D rotary positions and normalised queries and keys, mean and max, a head.
+    """An embedding of grey levels, layers with 2D rotary positions and normalised queries and keys, mean and max, a
+    head.
 
     Positions are distances in pixels, so the same weights read images of every size.
 
-    pixel_classes: the classes of a second head, for training, which says every pixel's class; 0: there is none.
+    pixel_classes: the number of classes of a second head for training, which predicts every pixel's class; 0: no such
+        head.
     """
 
     rates: Tensor
@@ -59,18 +61,18 @@ class PathModel(nn.Module):
         self.training_halves = Halves()
 
     def compile_layers(self) -> None:
-        """Let torch.compile fuse what surrounds attention in training. Evaluation is not compiled."""
+        """Compile the parts of the layers around attention for training. Evaluation is not compiled."""
         self.training_halves = compiled_halves()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Logits [I, 2], and of a model with a second head its classes' [B, N, pixel_classes]."""
+        """Logits [I, 2] and, if there is a second head, those of its classes [B, N, pixel_classes]."""
         x = self.norm(self.encoded(batch))
         pooled = pool(x, batch)  # [I, 2 W]
         logits: Tensor = self.head(pooled)
         return logits, None if self.tracer is None else self.tracer(x)
 
     def encoded(self, batch: Batch, listener: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
-        """The tokens after the last layer [B, N, W], in the order that they are stored in.
+        """The tokens after the last layer [B, N, W], in stored order.
 
         listener: called with the number of every layer and its q and k, [B, H, N, D], in the layer's order.
         """
@@ -103,8 +105,8 @@ def reordered(x: Tensor, batch: Batch, now: str, then: str) -> Tensor:
 def pool(x: Tensor, batch: Batch) -> Tensor:
     """Mean and maximum of each image's live tokens, [I, 2 W].
 
-    Over blocks first, then over the blocks of an image: sums in a fixed order, where adding tokens to their images
-    would have none.
+    First within blocks, then over the blocks of an image, which adds in a fixed order; adding tokens to their images by
+    index would not.
     """
     live = batch.live.reshape(-1, batch.block, 1)  # [M, block, 1]
     x = x.reshape(-1, batch.block, x.shape[-1])  # [M, block, W]
@@ -117,4 +119,4 @@ def pool(x: Tensor, batch: Batch) -> Tensor:
     counts = grouped(live.sum(1).to(x.dtype), 0.0).sum(1)  # [I, 1]
     means = grouped((x * live).sum(1), 0.0).sum(1) / counts.clamp(min=1)
     tops = grouped(x.masked_fill(~live, -math.inf).amax(1), -math.inf).amax(1)
-    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # an entry may be no image
+    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # an entry may not be an image

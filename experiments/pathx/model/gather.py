@@ -1,4 +1,4 @@
-"""Gathers whose gradients are gathered, too. Scattering them would add in no fixed order, and take longer."""
+"""Gathers whose gradients are gathers, too. Scattering them would add in no fixed order, and take longer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Permute(torch.autograd.Function):
 
 
 class GatherGroups(torch.autograd.Function):
-    """x[groups], and `filler` where a group has no more: each row of x is in one group at most.
+    """x[groups], with `filler` where a group is shorter. Each row of x is in at most one group.
 
     x: [M, W]; groups: int64 [I, K], M where there is none; place: `places_in_groups(groups, M)`. Gives [I, K, W].
     """
@@ -50,7 +50,7 @@ def inverse_permutation(order: Tensor) -> Tensor:
 
 
 def places_in_groups(groups: Tensor, count: int) -> Tensor:
-    """Where each of `count` rows is in groups [I, K], counted through them; I K where it is in none. int64 [count]"""
+    """The flat index in groups [I, K] of each of `count` rows, I K if it is in none. int64 [count]"""
     places = torch.full((count + 1,), groups.numel(), device=groups.device)
-    # Places that hold no row all write to entry `count`, in any order; it is cut off.
+    # Places without a row all write to entry `count`, in any order; it is cut off.
     return places.scatter_(0, groups.flatten(), torch.arange(groups.numel(), device=groups.device))[:count]

@@ -1,4 +1,4 @@
-"""Write ListOps data of one's own: the published distribution and file format, labelled as generated.
+"""Generate ListOps data with the published distribution and file format, labelled as generated.
 
 <folder>/listops-generated-500-2000-96000-2000-2000-seed0/
     generated_train.tsv  generated_val.tsv  generated_test.tsv
@@ -28,12 +28,12 @@ from experiments.training.workers import available_cores, worker_pool
 SPLITS = ("train", "val", "test")
 LABEL = "generator.json"
 DRAWS_PER_CHUNK = 4000  # about 350 expressions with the published bounds: 0.4 s of work, 2 MB to send
-FRUITLESS_CHUNKS = 50  # this many in a row without a new expression: the bounds allow no more of them
+FRUITLESS_CHUNKS = 50  # after this many in a row without a new expression, the bounds are taken to allow no more
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What generated data depends on. Lengths count tokens without parentheses; both bounds are exclusive."""
+    """The settings of generated data. Lengths count tokens without parentheses; both bounds are exclusive."""
 
     longer_than: int = 500
     shorter_than: int = 2000
@@ -62,7 +62,7 @@ class Settings:
 
 
 def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
-    """The kept expressions of one fixed number of draws, as (Source, Target), from the chunk's own seed."""
+    """The expressions kept from a fixed number of draws with the chunk's own seed, as (Source, Target)."""
     rng = random.Random(f"listops {settings.seed} {chunk}")
     rows = []
     for _ in range(DRAWS_PER_CHUNK):
@@ -73,7 +73,7 @@ def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
 
 
 def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, int]], None, None]:
-    """All chunks without end, in their order whatever the number of workers; a few are drawn ahead."""
+    """Endless chunks, in the same order for any number of workers; a few are drawn ahead."""
     if workers == 1:
         yield from (draw_chunk(settings, chunk) for chunk in count())
     with worker_pool(workers) as pool:
@@ -89,9 +89,9 @@ def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, i
 
 
 def draw_distinct(settings: Settings, workers: int) -> Generator[tuple[str, int], None, None]:
-    """Distinct expressions in the order of their chunks, without end; raises ValueError if there are no more.
+    """Distinct expressions in the order of their chunks; raises ValueError when there are no more.
 
-    The original walks a Python set for its splits, an arbitrary order. The draws are independent, so any
+    The original iterates over a Python set for its splits, so in arbitrary order. The draws are independent, so any
     fixed order gives the same distribution.
     """
     seen: set[bytes] = set()
@@ -100,7 +100,7 @@ def draw_distinct(settings: Settings, workers: int) -> Generator[tuple[str, int]
         for rows in chunks:
             found_before = len(seen)
             for source, value in rows:
-                digest = blake2b(source.encode(), digest_size=16).digest()  # the texts would fill 600 MB
+                digest = blake2b(source.encode(), digest_size=16).digest()  # the texts themselves would take 600 MB
                 if digest not in seen:
                     seen.add(digest)
                     yield source, value
@@ -120,9 +120,9 @@ def generate(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda written: None,
 ) -> Path:
-    """Write the three splits below `parent` and return their folder; one that is complete is left as it is.
+    """Write the three splits below `parent` and return their folder. A complete folder is left as it is.
 
-    workers: processes, by default one for each available core; the files do not depend on it.
+    workers: the number of processes, by default one for each available core; the files do not depend on it.
     progress: called with the number of expressions written so far.
     """
     folder = parent / settings.folder_name
@@ -135,7 +135,7 @@ def generate(
             write_splits(rows, settings, unfinished, progress)
         label = {"generated": True, "task": "listops", **asdict(settings)}
         (unfinished / LABEL).write_text(json.dumps(label, indent=2) + "\n")
-        unfinished.chmod(0o755)  # mkdtemp makes it private
+        unfinished.chmod(0o755)  # mkdtemp makes the folder private
         os.replace(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -148,7 +148,7 @@ def write_splits(
     """The three files, in the released format: a header, then expression, tab, value."""
     written = 0
     for split, size in zip(SPLITS, settings.sizes, strict=True):
-        # newline="" keeps the csv module's own line end, "\r\n", as in the released files.
+        # newline="" keeps the line end of the csv module, "\r\n", as in the released files.
         with open(folder / f"generated_{split}.tsv", "w", newline="") as file:
             writer = csv.writer(file, delimiter="\t")
             writer.writerow(["Source", "Target"])

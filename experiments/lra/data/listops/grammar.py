@@ -19,16 +19,16 @@ MIN, MAX, MED, SM = range(10, 14)
 CLOSE = 14
 NAMES = (*map(str, range(10)), *OPERATORS, "]")
 
-MAX_DEPTH = 10  # levels, the root counted as 1
+MAX_DEPTH = 10  # levels, of which the root is the first
 MAX_ARGS = 10  # arguments of an operator
-OPERATOR_CHANCE = 0.25  # at every level, the root included; at the last level there are only digits
+OPERATOR_CHANCE = 0.25  # at every level, including the root; at the last level there are only digits
 
 
 def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] | None:
-    """Draw one expression, or None where its length (in tokens) is not strictly between the two bounds.
+    """Draw one expression; None if its length (in tokens) is not strictly between the two bounds.
 
-    Most draws are rejected (92 % with the bounds 500 and 2000), so the drawing gives up as soon as the length
-    can no longer fit, and nothing is printed or evaluated here.
+    Most draws are rejected (92 % with the bounds 500 and 2000), so drawing stops as soon as the length can no longer
+    fit, and nothing is printed or evaluated here.
     """
     uniform = rng.random
     tokens: list[int] = []
@@ -90,8 +90,8 @@ def render(tokens: list[int]) -> str:
     '( ( ( [MAX 3 ) 4 ) ] )'
     """
     parts: list[str] = []
-    opened: list[int] = []  # where in `parts` each open operator stands
-    counts: list[int] = []  # its arguments so far
+    opened: list[int] = []  # the index in `parts` of each open operator
+    counts: list[int] = []  # the number of its arguments so far
     for token in tokens:
         if MIN <= token < CLOSE:
             opened.append(len(parts))
@@ -100,7 +100,7 @@ def render(tokens: list[int]) -> str:
             continue
         parts.append(NAMES[token])
         if token == CLOSE:
-            # One bracket for each argument and one for the closing token, known only now.
+            # One bracket for each argument and one for the closing token; their number is known only now.
             start, arguments = opened.pop(), counts.pop()
             parts[start] = "( " * (arguments + 1) + parts[start]
             parts.append(")")

@@ -2,7 +2,7 @@
 
 0      padding
 1..15  the digits, the four operators and "]", in the order of `listops.NAMES`
-16     [CLS], put first where the classifier reads its first position
+16     [CLS], put first if the classifier reads its first position
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IDS_BY_BYTE = _ids_by_byte()
 
 
 def encode(source: bytes) -> bytes:
-    """Token ids of one printed expression, a byte each; the parentheses are dropped, as all loaders do.
+    """Token ids of one printed expression, one byte each, without the parentheses, which all loaders drop.
 
     Works on whole lines (an operator becomes one letter, then one table lookup for every byte): 20 us for an
     expression of 1,000 tokens. Raises ValueError on anything that is not a token.
