@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from sparseflash.attention import attention as attention
 from sparseflash.blockmask import BlockMask as BlockMask
 from sparseflash.blockmask.cache import clear_caches as clear_caches
+from sparseflash.explain import explain as explain
 
 __version__ = "0.1.0"
-__all__ = ["BlockMask", "attention", "clear_caches"]
+__all__ = ["BlockMask", "attention", "clear_caches", "explain"]
 _MODULES = ("analysis", "draw", "huggingface", "interop", "masks", "testing")  # imported on first access
 
 if not TYPE_CHECKING:

@@ -19,7 +19,7 @@ from sparseflash.validation import check_mask, check_tensors, checked_scale
 BACKENDS = ("triton", "blockwise", "reference")
 Backend = Literal["triton", "blockwise", "reference"]
 # The kernels of the Triton backend that each choice of backend asks for; "" lets the Triton backend choose.
-_KERNELS = {None: "", "triton": "portable"}
+KERNELS = {None: "", "triton": "portable"}
 
 
 @overload
@@ -106,7 +106,7 @@ def attention(
     if others:
         refuse(others)
     place = None
-    kernels = _KERNELS.get(backend)
+    kernels = KERNELS.get(backend)
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
         if place is not None and (call := place[0].get(place[1])) is not None:
@@ -122,14 +122,11 @@ def attention(
     scale = checked_scale(scale, q.shape[-1])
     dropped = dropout.threshold(dropout_p)
     seeds = dropout.seed_tensor(seed, q.device) if dropped else None
-    if backend is None and q.device.type != "cuda":
-        backend = "blockwise"
-    if backend == "reference":
+    chosen, _ = chosen_backend(backend, q.device)
+    if chosen == "reference":
         out, lse = reference.attention(q, k, v, mask, scale, *((seeds, dropped) if dropped else ()))
         return (out, lse) if return_lse else out
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
-    if backend == "blockwise":
+    if chosen == "blockwise":
         problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped)
         out, lse = blockwise.attention(q, k, v, problem)
         return (out, lse) if return_lse else out
@@ -137,9 +134,7 @@ def attention(
 
     if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
         q, scale, place = -q, -scale, None
-    problem = Problem.of(
-        mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped, kernels=_KERNELS[backend] if backend else ""
-    )
+    problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped, kernels=KERNELS[backend])
     if place is not None and q.numel() and k.numel():
         api.check(q, k, v)
         call = place[0].put(place[1], api.Call(q, k, v, problem))
@@ -154,6 +149,16 @@ _signature = inspect.signature(attention)
 attention.__signature__ = _signature.replace(  # type: ignore[attr-defined]
     parameters=[p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
 )
+
+
+def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
+    """The backend that computes, and why; raises ValueError for one that does not exist."""
+    if backend is None:
+        name = "triton" if device.type == "cuda" else "blockwise"
+        return name, f"the default for tensors on {device.type}"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
+    return backend, "asked for"
 
 
 def _as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

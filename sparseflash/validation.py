@@ -77,8 +77,11 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
     )
 
 
-def check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    """Raises TypeError or ValueError unless this is a mask for these queries and keys."""
+def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = False) -> None:
+    """Raises TypeError or ValueError unless this is a mask for these queries and keys.
+
+    any_device: it may lie on another device than they do.
+    """
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"mask must be a sparseflash BlockMask or None; got {described(mask)} (BlockMask.from_dense takes boolean "
@@ -112,7 +115,7 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         raise ValueError(
             f"mask must have 1 or {q.shape[0]} lengths, as q has batch elements; it has {mask.lengths.shape[1]}."
         )
-    if mask.indices.device != q.device:
+    if mask.indices.device != q.device and not any_device:
         raise ValueError(
             f"mask must be on q's device {q.device}; it is on {mask.indices.device}. Move it once: mask.to(q.device)."
         )

@@ -59,6 +59,12 @@ class Imports(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
 
+    def visit_If(self, node):
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":  # never true at run time
+            self.visit_FunctionDef(node)
+        else:
+            self.generic_visit(node)
+
 
 def modules_below(folder, package):
     """`{module name: Imports}` of a package and its parts."""

@@ -240,7 +240,11 @@ def features_of_mask(recipe):
         yield "empty column"
     yield "no lengths" if recipe.lengths is None else "lengths"
     longest = max(mask.q_len, mask.k_len)
-    for length in recipe.lengths or ():
+    given = recipe.lengths or ()
+    if given and isinstance(given[0], tuple):
+        yield "lengths of queries and keys"
+        given = (*given[0], *given[1])
+    for length in given:
         yield (
             "length 0" if length == 0
             else "length beyond" if length > longest
@@ -257,7 +261,8 @@ def test_every_kind_of_mask_occurs():
         *(f"{what} {of}" for what in ("ragged", "whole blocks of", "less than a block of", "one of")
           for of in ("queries", "keys")),
         "several patterns", "one pattern", "shared pattern", "empty row", "empty column",
-        "no lengths", "lengths", "length 0", "length beyond", "length whole", "length ragged",
+        "no lengths", "lengths", "lengths of queries and keys", "length 0", "length beyond", "length whole",
+        "length ragged",
     ]  # fmt: skip
     assert_occur(recipes(128, (16, 32, 64), 2, 3), features_of_mask, wanted)
 
@@ -294,7 +299,7 @@ def test_problems_fit_together(problem):
         assert problem.mask is problem.mask
         assert (problem.mask.q_len, problem.mask.k_len) == (problem.q_len, problem.k_len)
         assert problem.mask.shape[0] in (1, problem.batch) and problem.mask.shape[1] in (1, problem.heads)
-        assert problem.mask.lengths is None or len(problem.mask.lengths) == problem.batch
+        assert problem.mask.lengths is None or problem.mask.lengths.shape == (2, problem.batch)
 
 
 @given(PROBLEMS)

@@ -17,7 +17,9 @@ from uninterpreted import ROOT, python
 def reports(*arguments):
     done = python("-m", "experiments.benchmarks.compile", "--json", *arguments)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(r["direct"] for r in found), found  # else every call pays for Triton's front
+    return found
 
 
 def test_on_hopper_nothing_is_spilled_or_serialised_at_head_dim_64():

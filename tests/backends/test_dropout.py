@@ -183,10 +183,11 @@ def test_a_compiled_step_draws_one_seed_for_forward_and_backward(backend):
     torch.testing.assert_close(v.grad, weights.detach().sum(2)[..., None].expand_as(v))
 
 
-def test_a_seed_at_an_odd_address_has_a_kernel_of_its_own():
+def test_a_seed_may_lie_at_any_address_and_needs_no_kernel_of_its_own():
     q, k, v = (x.detach() for x in tensors())
     mask = masks.local(40, window=9, block=16)
     for seed in torch.arange(4).split(1):
-        attention(q, k, v, mask, dropout_p=0.3, seed=seed, backend="triton")
-    (plan,) = (found for key, found in mask_cache(mask.indices).items() if key[0] == "plan")
-    assert len(plan.launches) == 2  # addresses that are multiples of 16, and others
+        out = attention(q, k, v, mask, dropout_p=0.3, seed=seed, backend="triton")
+        assert torch.equal(out, attention(q, k, v, mask, dropout_p=0.3, seed=seed.clone(), backend="triton"))
+    (plan,) = mask_cache(mask.indices)["plans"].values()
+    assert len(plan.launches) == 1

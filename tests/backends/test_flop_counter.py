@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparseflash import BlockMask, analysis, attention, masks
 from sparseflash.backends.flop_counter import scores
+from sparseflash.backends.problem import Problem
 from strategies import block_masks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,17 +77,19 @@ def test_every_head_is_counted_with_its_own_pattern(mask, batch):
     mask = mask.bake_lengths()
     size = batch if mask.shape[0] in (1, batch) else mask.shape[0]
     q, k, _ = qkv(mask, batch=size)
-    arrays = (mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, None, mask.block_q, mask.block_k)
     each = mask.to_layout().expand(size, 2, -1, -1).sum().item()
-    assert scores(q, k, *arrays) == each * mask.block_q * mask.block_k
+    assert scores(q, k, Problem.of(mask, scale=1.0)) == each * mask.block_q * mask.block_k
 
 
 def test_fake_tensors_are_counted_by_the_mean_of_the_patterns():
     mask = masks.butterfly(128, block=16)
     with FakeTensorMode() as fakes:
         q, k, _ = (fakes.from_tensor(x.detach()) for x in qkv(mask))
-        arrays = [fakes.from_tensor(x) for x in (mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern)]
-        found = scores(q, k, *arrays, None, mask.block_q, mask.block_k)
+        problem = Problem.of(mask, scale=1.0)
+        problem = problem._replace(**{
+            name: fakes.from_tensor(x) for name, x in problem._asdict().items() if isinstance(x, torch.Tensor)
+        })  # fmt: skip
+        found = scores(q, k, problem)
     assert found == analysis.density(mask).live_tiles * 2 * 16 * 16
 
 

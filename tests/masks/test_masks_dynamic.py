@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, masks
+from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.masks import chosen_keys, fused
 from strategies import SEEDS, blocks, lengths
@@ -605,9 +606,8 @@ def test_building_and_planning_wait_for_nothing(name):
     build(name, q, k)  # what depends on lengths only is made now
     with NoWaiting():
         mask = build(name, q, k).with_lengths(torch.full((1,), 40))
-        arrays = mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern
-        plan = plan_of(*arrays, (1, 4), 2, (N, N), (16, 16))
-        plan.rows(16), plan.columns(16)
+        plan = plan_of(Problem.of(mask, scale=1.0), (1, 4), 2, (N, N))
+        plan.worklist(0, 16), plan.worklist(1, 16)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def calls(
     import torch
 
     from experiments.benchmarks.calls import report
-    from experiments.benchmarks.calls.first_calls import FIRST_CALLS, seconds_of
+    from experiments.benchmarks.calls.first_calls import first_calls
     from experiments.benchmarks.calls.ways import IMPLEMENTATIONS_OF, WAYS, Shape, calls_of
-    from experiments.benchmarks.timing import Timed, Timing, of_single_calls
+    from experiments.benchmarks.timing import Timed, of_single_calls
     from experiments.training.environment import environment
 
     if not torch.cuda.is_available():
@@ -50,16 +50,14 @@ def calls(
     for way in WAYS:
         with console.status(way):
             in_turns = {name: Timed(calls[way], nullcontext) for name, calls in made.items() if way in calls}
-            timings: dict[str, Timing] = of_single_calls(in_turns, device, rounds=rounds, count=count)
-        rows += [report.Row(way, name, timing.ms * 1e3, timing.spread, timing.failure)
-                 for name, timing in timings.items()]  # fmt: skip
-    firsts: dict[str, dict[str, float]] = {}
-    if first:
-        for name in IMPLEMENTATIONS_OF:
-            with console.status(f"first calls: {name}"):
-                firsts[name] = seconds_of(name)
-    report.write(out, rows, firsts, FIRST_CALLS, shape, facts)
-    console.print(report.markdown(rows, firsts, FIRST_CALLS, shape, facts), markup=False, highlight=False)
+            timings = of_single_calls(in_turns, device, rounds=rounds, count=count)
+        rows += [report.Row.of(way, name, timing) for name, timing in timings.items()]
+        report.write(out, rows, shape, facts)
+    for name in IMPLEMENTATIONS_OF if first else ():
+        with console.status(f"first calls: {name}"):
+            rows += first_calls(name)
+        report.write(out, rows, shape, facts)
+    console.print(report.markdown(rows, shape, facts), markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,20 @@ import sys
 
 import torch
 
-from experiments.benchmarks.calls.ways import BOTH, IMPLEMENTATIONS_OF, INFERENCE, Shape, calls_of
+from experiments.benchmarks.calls.report import Row
+from experiments.benchmarks.calls.ways import BOTH, FIRST_CALLS, IMPLEMENTATIONS_OF, INFERENCE, Shape, calls_of
 from experiments.benchmarks.fresh_process import output_of
 from experiments.benchmarks.timing import first_call
 
-FIRST = "first forward and backward"
-VARIANT = "the same of another head dim"
-ONLY_FORWARD = "inference, a third head dim"
-FIRST_CALLS = (FIRST, VARIANT, ONLY_FORWARD)
 
-
-def seconds_of(name: str, limit: float = 240.0) -> dict[str, float]:
+def first_calls(name: str, *, limit: float = 240.0) -> list[Row]:
     """Seconds of FIRST_CALLS of one implementation, one after another, in a process of their own."""
-    answer = output_of("experiments.benchmarks.calls.first_calls", name, limit=limit)
-    found: dict[str, float] = json.loads(answer.splitlines()[-1])
-    return found
+    try:
+        answer = output_of(__name__, name, limit=limit)
+    except RuntimeError as failure:
+        return [Row(what, name, None, failure=str(failure)) for what in FIRST_CALLS]
+    seconds: dict[str, float] = json.loads(answer.splitlines()[-1])
+    return [Row(what, name, seconds[what]) for what in FIRST_CALLS]
 
 
 def main(name: str) -> None:

@@ -7,61 +7,69 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.benchmarks.calls.ways import IMPLEMENTATIONS, NOTES, WAYS, Shape
+from experiments.benchmarks.calls.ways import FIRST_CALLS, IMPLEMENTATIONS, NOTES, WAYS, Shape
+from experiments.benchmarks.timing import Timing
 
 
 class Row(NamedTuple):
-    """Host time of one way of calling one implementation."""
+    """Host time of one way of calling one implementation, or why there is none."""
 
-    way: str
+    way: str  # one of WAYS, in microseconds, or of FIRST_CALLS, in seconds
     implementation: str
-    us: float  # median of the turns
-    spread: float  # range of the turns over it
-    failure: Exception | None = None
+    value: float | None
+    spread: float | None = None  # range of the turns over the value, their median
+    failure: str = ""
+
+    @classmethod
+    def of(cls, way: str, implementation: str, timing: Timing) -> Row:
+        """What was timed."""
+        if timing.failure is None:
+            return cls(way, implementation, timing.ms * 1e3, timing.spread)
+        reason = f"{type(timing.failure).__name__}: {timing.failure}".splitlines()[0]
+        return cls(way, implementation, None, failure=reason[:200])
 
 
-def markdown(
-    rows: Sequence[Row], firsts: Mapping[str, Mapping[str, float]], first_calls: Sequence[str], shape: Shape,
-    facts: Mapping[str, str],
-) -> str:  # fmt: skip
+def markdown(rows: Sequence[Row], shape: Shape, facts: Mapping[str, str]) -> str:
     """The page."""
-    found = {(row.way, row.implementation): row for row in rows}
-    head = "| | " + " | ".join(IMPLEMENTATIONS) + " |"
-    rule = "|---" + "|---:" * len(IMPLEMENTATIONS) + "|"
     lines = ["# Calls: host time", "", *(f"- {name}: {value}" for name, value in facts.items())]
-    lines += ["- shape: " + ", ".join(f"{name} {value}" for name, value in shape._asdict().items()) + "; bf16", ""]
-    lines += ["Microseconds a call, median of the turns (± half their range):", "", head, rule]
-    for way in WAYS:
+    lines.append("- shape: " + ", ".join(f"{name} {value}" for name, value in shape._asdict().items()) + "; bf16")
+    lines += ["", "Microseconds a call, median of the turns (± half their range):", "", *_table(WAYS, rows)]
+    if any(row.way in FIRST_CALLS for row in rows):
+        title = "Seconds of the first calls of a new process, with empty caches of compiled kernels:"
+        lines += ["", title, "", *_table(FIRST_CALLS, rows)]
+    lines += ["", *(f"- {way}: {note}" for way, note in NOTES.items())]
+    failures = [f"- failed: {row.implementation}, {row.way}: {row.failure}" for row in rows if row.failure]
+    return "\n".join(lines + failures) + "\n"
+
+
+def _table(ways: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    found = {(row.way, row.implementation): row for row in rows}
+    lines = ["| | " + " | ".join(IMPLEMENTATIONS) + " |", "|---" + "|---:" * len(IMPLEMENTATIONS) + "|"]
+    for way in ways:
         cells = (_cell(found.get((way, name))) for name in IMPLEMENTATIONS)
         lines.append(f"| {way} | {' | '.join(cells)} |")
-    if firsts:
-        lines += ["", "Seconds of the first calls of a new process, with empty caches of kernels:", "", head, rule]
-        for what in first_calls:
-            cells = (f"{firsts[name][what]:.2f}" for name in IMPLEMENTATIONS)
-            lines.append(f"| {what} | {' | '.join(cells)} |")
-    lines += ["", *(f"- {way}: {note}" for way, note in NOTES.items())]
-    failures = [f"- {row.implementation}, {row.way}: {row.failure}" for row in rows if row.failure is not None]
-    return "\n".join(lines + failures) + "\n"
+    return lines
 
 
 def _cell(row: Row | None) -> str:
     if row is None:
         return "-"
-    return "failed" if row.failure is not None else f"{row.us:.0f} ± {row.us * row.spread / 2:.0f}"
+    if row.value is None:
+        return "failed"
+    if row.spread is None:
+        return f"{row.value:.2f}"
+    return f"{row.value:.0f} ± {row.value * row.spread / 2:.0f}"
 
 
-def write(
-    folder: Path, rows: Sequence[Row], firsts: Mapping[str, Mapping[str, float]], first_calls: Sequence[str],
-    shape: Shape, facts: Mapping[str, str],
-) -> None:  # fmt: skip
+def write(folder: Path, rows: Sequence[Row], shape: Shape, facts: Mapping[str, str]) -> None:
     """The page and the rows, as `calls.md` and `calls.csv`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "calls.md").write_text(markdown(rows, firsts, first_calls, shape, facts))
+    (folder / "calls.md").write_text(markdown(rows, shape, facts))
     with (folder / "calls.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["call", "implementation", "value", "unit", "spread"])
+        writer.writerow(["call", "implementation", "value", "unit", "spread", "failure"])
         for row in rows:
-            value = "" if row.failure is not None else f"{row.us:.1f}"
-            writer.writerow([row.way, row.implementation, value, "us", f"{row.spread:.3f}"])
-        for name, seconds in firsts.items():
-            writer.writerows([what, name, f"{seconds[what]:.2f}", "s", ""] for what in first_calls)
+            value = "" if row.value is None else f"{row.value:.4g}"
+            spread = "" if row.spread is None else f"{row.spread:.3f}"
+            unit = "us" if row.way in WAYS else "s"
+            writer.writerow([row.way, row.implementation, value, unit, spread, row.failure])

@@ -26,9 +26,11 @@ LENGTHS = "new lengths and a call"
 MASK = "new causal mask and a call"
 CHOICE = "top-k blocks and a call"
 WAYS = (INFERENCE, FORWARD, BOTH, LENGTHS, MASK, CHOICE)
+FIRST_CALLS = ("first forward and backward", "the same of another head dim", "inference, a third head dim")
 
 OURS, SDPA, FLEX = "sparseflash", "SDPA", "FlexAttention"
 IMPLEMENTATIONS = (OURS, SDPA, FLEX)
+FLEX_BLOCK = 128  # its kernels refuse smaller blocks unless their own tiles are made smaller by hand
 
 NOTES = {
     INFERENCE: "causal, the mask made before; so are the next two",
@@ -38,7 +40,7 @@ NOTES = {
     "`create_block_mask` of a rule that reads them",
     MASK: "ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`",
     CHOICE: "the best blocks of every block row by given scores; ours: `masks.top_k_blocks`; FlexAttention: `topk`, "
-    "`BlockMask.from_kv_blocks`; SDPA has no blocks",
+    "`BlockMask.from_kv_blocks`, in blocks of 128, as all its masks are here; SDPA has no blocks",
 }
 
 
@@ -146,8 +148,8 @@ def sdpa_calls(shape: Shape, device: torch.device) -> Implementation:
 
 
 def flex_calls(shape: Shape, device: torch.device) -> Implementation:
-    """FlexAttention, compiled; masks made eagerly, as its documentation does for masks that change."""
-    n, block = shape.tokens, shape.block
+    """FlexAttention, compiled, with its default block size; masks made eagerly, as its documentation does."""
+    n, block = shape.tokens, FLEX_BLOCK
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     blocks = -(-n // block)
 
@@ -171,6 +173,7 @@ def flex_calls(shape: Shape, device: torch.device) -> Implementation:
     own = torch.eye(blocks, dtype=torch.bool, device=device)
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
+        scores = scores[..., :blocks, :blocks]  # of larger blocks, of which there are fewer
         ranked = scores.masked_fill(~causal_blocks, -torch.inf).masked_fill(own, torch.inf)
         best = ranked.topk(min(shape.chosen, blocks)).indices.int()
         indices = torch.zeros(*scores.shape, dtype=torch.int32, device=device)

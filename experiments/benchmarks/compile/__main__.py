@@ -84,6 +84,7 @@ def main(
                                 *([f"over the limit of {limit}"] if too_much else []),
                                 *(["serialised wgmma"] if r.serialised else []),
                                 *(["two layouts at one address"] if r.two_layouts else []),
+                                *([] if r.direct else ["started by Triton's front"]),
                             ]
                             table.add_row(
                                 f"sm_{a}", kind, r.kernel, "descriptors" if r.descriptors else "pointers",

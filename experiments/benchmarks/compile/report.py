@@ -18,7 +18,8 @@ from sparseflash import masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.configs import Config, Kernel
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.direct_start import parameters_of_compiled
+from sparseflash.backends.triton.launcher import BoundLaunch, is_direct_version
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
 from sparseflash.backends.triton.portable.passes import Backward, BackwardLayout, Forward, ForwardLayout
 from sparseflash.backends.triton.schedule.tilings import Tiling
@@ -46,6 +47,7 @@ class Report:
     shared: int  # bytes of shared memory a program
     wgmma: int  # Hopper's asynchronous matrix instructions in the code
     serialised: bool  # ptxas could not keep those asynchronous
+    direct: bool  # launches need not pass through Triton's front, with this version of Triton
     two_layouts: bool  # some place in shared memory is read under two layouts, which ptxas 12.8 gets wrong
 
 
@@ -98,7 +100,7 @@ def _gathered(tilings: Sequence[Tiling]) -> Tiling:
 
 def launch_all(
     arch: int, arithmetic: str, dim: int, value_dim: int, block: int, *, lengths: bool, dropout: bool
-) -> list[Launch]:
+) -> list[BoundLaunch]:
     """Launches a forward and a backward, with a gradient of lse, and returns their launches."""
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
     q, k, v, dout = (torch.empty(1, 2, TOKENS, d, dtype=dtype) for d in (dim, dim, value_dim, value_dim))
@@ -131,6 +133,7 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
         shared=kernel.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         serialised=re.search(r"C75\d\d", output) is not None,
+        direct=is_direct_version() and parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None,
         two_layouts=has_two_layouts(ptx),
         **asked,
     )

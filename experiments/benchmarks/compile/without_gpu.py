@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from triton.runtime import driver
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.configs import Kernel
-from sparseflash.backends.triton.launcher import Variant
+from sparseflash.backends.triton.launcher import Launch
 
 
 class _NoDevice:
@@ -45,14 +45,14 @@ def compiling_for(arch: int, only: Kernel | None = None) -> Iterator[list[tuple[
     """
     compiled: list[tuple[str, Any]] = []
 
-    def compile_only(self: Variant, programs: int, arguments: Sequence[Any]) -> None:
-        name = self.function.__name__
+    def compile_only(self: Launch, programs: int, *given: Any) -> None:
+        name = self.variant.function.__name__
         if only is None or name == f"{only}_kernel":
-            compiled.append((name, self.compiled(arguments)))
+            compiled.append((name, self.variant.compiled(self.arguments(given))))
 
     with (
         mock.patch.object(driver, "_active", _NoDevice(arch)),
-        mock.patch.object(Variant, "launch", compile_only),
+        mock.patch.object(Launch, "start", compile_only),
         # Launches compile: what was compiled before them, side by side, would have to be loaded.
         mock.patch.object(api, "compile_side_by_side", lambda launches: None),
         mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),

@@ -7,17 +7,14 @@ writes the answers to standard output.
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from experiments.benchmarks.fresh_process import output_of
 from experiments.benchmarks.speed.candidate import Candidate, compare, prepare, verify
 from experiments.benchmarks.speed.cases import BACKWARD, FIRST, FORWARD, Case
 from experiments.benchmarks.speed.check import checked_heads
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
 PASS_OF = dict(zip(FIRST, (FORWARD, BACKWARD)))
 SECONDS = 240.0
-# Where Triton, torch.compile and CuTe keep what they compiled.
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 @dataclass(frozen=True)
@@ -50,26 +45,11 @@ class Answer:
 def in_new_process(case: Case, name: str, options: Options, *, limit: float = SECONDS) -> list[Answer]:
     """The answers of `case.passes`, each one of FIRST, for the implementation `name`: "ours" or one of PEERS."""
     question = pickle.dumps((case, name, options))
-    with tempfile.TemporaryDirectory() as empty:
-        done = None
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "experiments.benchmarks.speed.first_call"],
-                input=question,
-                capture_output=True,
-                timeout=limit,
-                check=True,
-                cwd=Path(__file__).parents[3],
-                env=os.environ | {cache: str(Path(empty, cache)) for cache in CACHES},
-            )
-        except subprocess.TimeoutExpired:
-            reason = f"no answer after {limit:g} s"
-        except subprocess.CalledProcessError as failure:
-            print(failure.stderr.decode(errors="replace")[-1500:], file=sys.stderr, flush=True)
-            reason = f"the process ended with {failure.returncode}"
-    if done is None:
-        return [Answer(FAILED, reason) for _ in case.passes]
-    return [Answer(**answer) for answer in json.loads(done.stdout.splitlines()[-1])]
+    try:
+        answer = output_of("experiments.benchmarks.speed.first_call", question=question, limit=limit)
+    except RuntimeError as failure:
+        return [Answer(FAILED, str(failure)) for _ in case.passes]
+    return [Answer(**answer) for answer in json.loads(answer.splitlines()[-1])]
 
 
 def answers(case: Case, name: str, options: Options) -> list[Answer]:

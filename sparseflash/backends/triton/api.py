@@ -22,7 +22,16 @@ from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.dispatch import BackwardPass, Family, ForwardPass, Request, Setting, decide
+from sparseflash.backends.triton.dispatch import (
+    BackwardPass,
+    Decision,
+    Family,
+    ForwardPass,
+    KernelChoice,
+    Request,
+    Setting,
+    decide,
+)
 from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.passes import empty_kept, like
 from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
@@ -101,12 +110,32 @@ def _decided(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Setting
     return setting, decide(Request.of(setting, q, v), problem.kernels).family
 
 
-def setting_of(q: Tensor, k: Tensor, problem: Problem, capability: tuple[int, int]) -> Setting:
-    """The plan of a problem, and everything else that determines its kernels."""
+def choices(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, capability: tuple[int, int]
+) -> tuple[Decision, list[KernelChoice]]:
+    """The kernels that such a GPU would run for a forward and a backward, and how."""
+    device = q.device if q.device.type != "meta" else torch.device("cpu")  # plans are made of numbers
+    setting = setting_of(q, k, problem, capability, device)
+    decision = decide(Request.of(setting, q, v), problem.kernels)
+    forward, backward = decision.family.passes()
+    key, numbers = _key(setting, problem, q, k, v), (problem.scale, problem.dropped)
+    out = empty_out(like(q), like(v))
+    found = forward(setting, (q.device, key), q, k, v, *numbers).choices()
+    return decision, [
+        *found, *backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False).choices(),
+    ]  # fmt: skip
+
+
+def setting_of(
+    q: Tensor, k: Tensor, problem: Problem, capability: tuple[int, int], device: torch.device | None = None
+) -> Setting:
+    """The plan of a problem, and everything else that determines its kernels. device: of a dense plan, by default
+    q's.
+    """
     heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     block = problem.block_q, problem.block_k
     if problem.indptr is None:
-        plan = dense_plan(heads, k.shape[1], tokens, block, q.device)
+        plan = dense_plan(heads, k.shape[1], tokens, block, device or q.device)
     else:
         plan = plan_of(problem, heads, k.shape[1], tokens)
     tf32 = q.dtype == torch.float32 and gpu.multiplies_in_tf32()
@@ -162,6 +191,21 @@ _INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises TypeError, ValueError or RuntimeError unless the kernels can read these tensors here."""
+    check_layout(q, k, v)
+    if _INTERPRETED:
+        if q.dtype == torch.bfloat16:
+            raise TypeError("Triton's interpreter silently computes bf16 wrongly; use fp16 or fp32 with it.")
+        return
+    if q.device.type != "cuda":
+        raise RuntimeError(
+            f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise', or set "
+            "TRITON_INTERPRET=1 before the first import to run the kernel slowly in Triton's interpreter."
+        )
+    gpu.check_device(q.device)
+
+
+def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises TypeError or ValueError unless the kernels can read such tensors on some GPU."""
     if q.dtype not in _DTYPES:
         raise TypeError(
             f"q must be fp16, bf16 or fp32 for the triton backend; got {q.dtype}. backend='blockwise' takes fp64, too."
@@ -179,13 +223,3 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"tokens of {name} must lie less than {_FAR:,} elements apart; its strides are {x.stride()}. Call "
                 ".contiguous()."
             )
-    if _INTERPRETED:
-        if q.dtype == torch.bfloat16:
-            raise TypeError("Triton's interpreter silently computes bf16 wrongly; use fp16 or fp32 with it.")
-        return
-    if q.device.type != "cuda":
-        raise RuntimeError(
-            f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise', or set "
-            "TRITON_INTERPRET=1 before the first import to run the kernel slowly in Triton's interpreter."
-        )
-    gpu.check_device(q.device)

@@ -28,9 +28,13 @@ def check_device(device: torch.device) -> None:
     """Raises RuntimeError if the kernels cannot run on the device."""
     if torch.version.hip is not None:
         raise RuntimeError("the triton backend is not tested on AMD GPUs; use backend='blockwise'.")
-    capability = torch.cuda.get_device_capability(device)
+    check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+
+
+def check_capability(capability: tuple[int, int], name: str) -> None:
+    """Raises RuntimeError if the kernels do not run on GPUs of that compute capability; name: the GPU's."""
     if capability < OLDEST:
         raise RuntimeError(
-            "the triton backend needs compute capability 8.0 (Ampere) or newer; "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. Use backend='blockwise'."
+            f"the triton backend needs compute capability 8.0 (Ampere) or newer; {name} has "
+            f"{capability[0]}.{capability[1]}. Use backend='blockwise'."
         )

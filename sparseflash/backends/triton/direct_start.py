@@ -16,6 +16,7 @@ import ctypes
 import re
 import struct
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -104,17 +105,45 @@ def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Paramete
     return parameters if parameters is not None and are_declared(parameters, compiled.asm["ptx"]) else None
 
 
+def loaded(compiled: Any, device: torch.device) -> int | None:
+    """The driver's handle of a compiled kernel on a GPU; None if it does not fit there, for lack of shared memory, say.
+
+    Triton would load the kernel together with a launcher, for which version 3.6 needs a C compiler and half a second.
+    """
+    functions = _loaded.setdefault(compiled, {})
+    if device.index not in functions:
+        from triton.runtime import driver
+
+        utils = driver.active.utils
+        if compiled.metadata.shared > utils.get_device_properties(device.index)["max_shared_mem"]:
+            return None
+        _, function, _, _, most_threads = utils.load_binary(
+            compiled.name, compiled.kernel, compiled.metadata.shared, device.index
+        )
+        if 32 * compiled.metadata.num_warps > most_threads:
+            return None
+        functions[device.index] = function
+    return functions[device.index]
+
+
+# By compiled kernel, which Triton keeps alive. Each is loaded once and, like Triton's own, never unloaded.
+_loaded: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
 class DirectStart:
     """A compiled kernel with the parameters of one launch, except for the arguments given at each call."""
 
     def __init__(
-        self, compiled: Any, parameters: Sequence[Parameter], arguments: Sequence[Any], given: Sequence[int],
-        device: torch.device,
+        self, function: int, metadata: Any, parameters: Sequence[Parameter], arguments: Sequence[Any],
+        given: Sequence[int], device: torch.device,
     ) -> None:  # fmt: skip
-        """arguments: all of some call. given: the indices of those that are given at each call, in that order."""
+        """arguments: all of some call. given: the indices of those that are given at each call, in that order.
+
+        function: the result of `loaded`. metadata: Triton's metadata of the compiled kernel.
+        """
         self._index, self._device = device.index, device
-        self._function, self._name = ctypes.c_void_p(compiled.function), compiled.metadata.name
-        self._threads, self._shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+        self._function, self._name = ctypes.c_void_p(function), metadata.name
+        self._threads, self._shared = 32 * metadata.num_warps, metadata.shared
         self._lock = threading.Lock()  # held from writing the parameters until the launch has copied them
         by_call = {number: place for place, number in enumerate(given)}
         descriptors = [each for each in parameters if each.code == DESCRIPTOR]
@@ -139,7 +168,7 @@ class DirectStart:
         self._descriptors = []
         for number, each in enumerate(descriptors):
             places[each] = start + _DESCRIPTOR_BYTES * number
-            _encode(places[each], arguments[each.argument], compiled.metadata.tensordesc_meta[number])
+            _encode(places[each], arguments[each.argument], metadata.tensordesc_meta[number])
             self._descriptors.append((places[each], differing.index(each)))
         end = start + first + self._packer.size + rest.size  # two null pointers: no scratch memory
         addresses = [*(places[each] for each in parameters), end, end + 8]

@@ -47,6 +47,23 @@ class Request(NamedTuple):
         )  # fmt: skip
 
 
+class KernelChoice(NamedTuple):
+    """How one kernel of a pass runs, and why so; `explain` shows it."""
+
+    kernel: str
+    block_m: int  # queries and keys of the tile of one step
+    block_n: int
+    num_warps: int
+    num_stages: int
+    arithmetic: str
+    loads: str  # how tiles get into shared memory or registers, and why so
+    walks: str  # whose tiles the lists have, and why so
+    programs: int
+    tiles: int  # of the lists that all programs walk
+    longest: int  # tiles of the program that walks most
+    chunks: int  # programs that share a list with others, and whose partial results another kernel merges
+
+
 class ForwardPass(Protocol):
     """A forward prepared for tensors of one layout."""
 
@@ -57,6 +74,9 @@ class ForwardPass(Protocol):
 
     def launches(self) -> list[BoundLaunch]:
         """All kernel launches of a call."""
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run, but for those that only prepare or merge."""
 
 
 class BackwardPass(Protocol):
@@ -70,6 +90,9 @@ class BackwardPass(Protocol):
 
     def launches(self) -> list[BoundLaunch]:
         """All kernel launches of a call."""
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run, but for those that only prepare or merge."""
 
 
 class Family(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.direct_start import DirectStart, Parameter, parameters_of_compiled
+from sparseflash.backends.triton.direct_start import DirectStart, Parameter, loaded, parameters_of_compiled
 
 # Fused multiply-adds: fewer instructions, smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
@@ -44,16 +44,17 @@ class Variant:
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, **OPTIONS}
         if registers:
             self.options["maxnreg"] = registers
-        self._compiled: Any = None  # compiled and loaded by Triton
+        self._compiled: Any = None  # compiled by Triton
         self._parameters: list[Parameter] | None = None  # None unless the kernel can be started directly
+        self._function = 0  # the driver's handle, if the kernel can be started directly
         self._hooks: Any = None  # of profilers, which Triton's launcher calls with information about each launch
         self._index = device.index
         self.compiling: Future[None] | None = None  # if another thread compiles it
-        self._launched = False
+        self._prepared = False
 
     def is_new(self) -> bool:
         """Whether it is neither compiled nor being compiled."""
-        return self._compiled is None and self.compiling is None and not self._launched
+        return self._compiled is None and self.compiling is None and not self._prepared
 
     def can_start_directly(self) -> bool:
         """Whether the kernel can be started without Triton's launcher now."""
@@ -66,32 +67,39 @@ class Variant:
         """The kernel bound to these arguments, except for those given at each call; `given` has their indices."""
         if self._parameters is None:
             raise RuntimeError(f"{self.function.__name__} cannot be started directly")
-        return DirectStart(self._compiled, self._parameters, arguments, given, self.device)
+        return DirectStart(self._function, self._compiled.metadata, self._parameters, arguments, given, self.device)
+
+    def prepare(self, arguments: Sequence[Any]) -> None:
+        """Compiles and loads the kernel, or waits for the thread that does, unless that is done."""
+        if self._prepared:
+            return
+        refuse_to_record(self.device)  # code is loaded
+        if self.compiling is None:
+            self.compile(arguments)
+        else:
+            self.compiling.result()
+        self.compiling, self._prepared = None, True
 
     def launch(self, programs: int, arguments: Sequence[Any]) -> None:
-        """Launches through Triton's own launcher, which compiles the kernel the first time."""
-        if not self._launched:
-            refuse_to_record(self.device)  # a first launch loads code
-        if self.compiling is not None:
-            self.compiling.result()
-            self.compiling = None
+        """Launches through Triton's own launcher."""
         with on_device(self.device):
-            compiled = self.function[(programs, 1, 1)](*arguments, **self.options)
-        self._launched = True
-        if self._compiled is None and compiled is not None:  # the interpreter compiles nothing
-            from triton import knobs
-
-            self._hooks, self._compiled = knobs.runtime, compiled
-            if is_direct_version():
-                self._parameters = parameters_of_compiled(compiled, self.names)
+            self.function[(programs, 1, 1)](*arguments, **self.options)
 
     def compile(self, arguments: Sequence[Any]) -> None:
         """Compiles and loads without launching; callable on any thread. Tensors may be on the meta device."""
-        if self._compiled is None and hasattr(self.function, "warmup"):
-            with on_device(self.device):
-                compiled = self.compiled(arguments)
-                if compiled is not None:
-                    compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles its launcher
+        if self._compiled is not None or not hasattr(self.function, "warmup"):  # the interpreter compiles nothing
+            return
+        from triton import knobs
+
+        with on_device(self.device):
+            compiled = self.compiled(arguments)
+            parameters = parameters_of_compiled(compiled, self.names) if is_direct_version() else None
+            function = loaded(compiled, self.device) if parameters is not None else None
+            if function is None:
+                compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles a launcher in C
+            else:
+                self._parameters, self._function = parameters, function
+        self._hooks, self._compiled = knobs.runtime, compiled
 
     def compiled(self, arguments: Sequence[Any]) -> Any:
         """The kernel that Triton compiles for such arguments on the current device, without loading it."""
@@ -133,8 +141,11 @@ class Launch:
     def start(self, programs: int, *given: Any) -> None:
         """Starts `programs` programs; `given` are the bound tensors, then the arguments of the call."""
         if not self.variant.can_start_directly():
-            self.variant.launch(programs, self.arguments(given))
-            return
+            arguments = self.arguments(given)
+            self.variant.prepare(arguments)
+            if not self.variant.can_start_directly():
+                self.variant.launch(programs, arguments)
+                return
         if self._direct is None:
             self._direct = self.variant.direct_start(self.arguments(given), [slot for slot, _ in self._slots])
         self._direct(programs, given)

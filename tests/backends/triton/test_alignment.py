@@ -35,14 +35,14 @@ def test_a_copy_is_made_where_a_row_begins_off_a_multiple_of_16_bytes(shape, lay
 def launched(monkeypatch):
     """The tensors of tokens that kernels are given to read."""
     given_tensors = []
-    call = launcher.Launch.__call__
+    call = launcher.BoundLaunch.__call__
     read = {"forward_kernel": 3, "dq_kernel": 4, "dk_dv_kernel": 4}  # q, k, v and dout
 
     def watched(self, *given):
-        given_tensors.extend(given[: read[self.variant.function.__name__]])
+        given_tensors.extend(given[: read[self.launch.variant.function.__name__]])
         return call(self, *given)
 
-    monkeypatch.setattr(launcher.Launch, "__call__", watched)
+    monkeypatch.setattr(launcher.BoundLaunch, "__call__", watched)
     return given_tensors
 
 

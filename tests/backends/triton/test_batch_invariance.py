@@ -55,7 +55,7 @@ def test_a_row_has_the_same_bits_in_a_batch_of_64(kind, dim, dtype):
         "butterfly": lambda: masks.butterfly(tokens, block=64),
         "small blocks": lambda: masks.local(tokens, window=100, block=16),
         "global rows": lambda: global_rows_and_columns(tokens),
-        "lengths": lambda: masks.causal(tokens).with_lengths(1000),
+        "lengths": lambda: masks.causal(tokens).with_lengths([1000]),
         "dense": lambda: None,
     }[kind]()
     mask = None if made is None else made.to("cuda")

@@ -66,8 +66,8 @@ def test_a_graph_that_chooses_stays_right_after_other_lengths_were_chosen(choose
             indices = (q.float() @ k.float().mT).topk(32).indices
             return masks.selected_keys(indices, k_len=tokens, block=64, causal=True)
         scores = masks.pooled_scores(q, k, block=64)
-        rule, number = {"top_k_blocks": (masks.top_k_blocks, 2), "mass_blocks": (masks.mass_blocks, 0.7)}[choose]
-        return rule(scores, number, q_len=tokens, block=64, causal=True)
+        how_many = {"top_k_blocks": {"k": 2}, "mass_blocks": {"mass": 0.7}}[choose]
+        return getattr(masks, choose)(scores, **how_many, q_len=tokens, block=64, causal=True)
 
     def step():
         return attention(q, k, v, chosen(256, q, k))
@@ -91,14 +91,15 @@ def test_a_graph_that_chooses_stays_right_after_other_lengths_were_chosen(choose
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [False, True])
 def test_a_graph_stays_right_after_its_mask_was_deleted_and_the_caches_were_emptied(training):
-    tensors = [x.requires_grad_(training) for x in inputs()]
+    tensors = inputs()
 
     def record():
         mask = masks.butterfly(256, block=64).to("cuda")
 
         def step():
-            out = attention(*tensors, mask)
-            return (out, *torch.autograd.grad(out.sum(), tensors)) if training else (out,)
+            leaves = [x.detach().requires_grad_(training) for x in tensors]  # of the stream that is captured
+            out = attention(*leaves, mask)
+            return (out, *torch.autograd.grad(out.sum(), leaves)) if training else (out,)
 
         return *recorded(step), [x.clone() for x in step()]
 

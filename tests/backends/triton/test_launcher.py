@@ -1,6 +1,5 @@
 """Launching what Triton has compiled: the same as Triton's own launch, hooks and all, in less time."""
 
-import inspect
 import weakref
 from concurrent.futures import Future
 from unittest import mock
@@ -8,54 +7,71 @@ from unittest import mock
 import pytest
 import torch
 from triton import knobs
-from triton.backends.nvidia.driver import CudaLauncher
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash import attention, masks
 from sparseflash.backends.triton import compile_ahead, launcher
-from sparseflash.backends.triton.launcher import Describe, Launch, Variant
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
 from sparseflash.blockmask import streams
 
 GPU = torch.device("cuda", 0)
 
 
 class Kernel:
-    """A Triton kernel that writes down how Triton's front is asked to launch it, and gives what it compiles."""
+    """A Triton kernel that writes down how Triton's front is asked to compile and to launch it."""
 
     __name__ = "kernel"
     arg_names = ("x_ptr", "work_ptr", "scale", "y_ptr", "SIZE")
+    metadata = "metadata"
 
     def __init__(self):
-        self.asked = []
-        self.compiled = Compiled()
+        self.warmed, self.asked, self.loaded = [], [], []
+
+    def warmup(self, *arguments, grid, **options):
+        self.warmed.append((arguments, options))
+        return self
+
+    @property
+    def run(self):
+        self.loaded.append("by Triton")
 
     def __getitem__(self, grid):
-        return lambda *arguments, **options: self.asked.append((grid, arguments, options)) or self.compiled
+        return lambda *arguments, **options: self.asked.append((grid, arguments, options))
 
 
-class Compiled:
-    """What Triton compiles; its launcher writes down what it is given."""
+class Started:
+    """Stands in for DirectStart: writes down what it is made of and called with."""
 
-    function, packed_metadata = "function", "metadata"
+    def __init__(self, function, metadata, parameters, arguments, given, device):
+        self.kernel, self.arguments, self.given = function, arguments, given
+        assert metadata == "metadata"
+        starts.append(self)
+        self.calls = []
 
-    def __init__(self):
-        self.launched = []
+    def __call__(self, programs, given):
+        arguments = list(self.arguments)
+        for place, x in zip(self.given, given, strict=True):
+            arguments[place] = x
+        self.calls.append((programs, arguments))
 
-    def run(
-        self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
-        launch_exit_hook, *args,
-    ):  # fmt: skip
-        hooks = launch_metadata, launch_enter_hook, launch_exit_hook
-        self.launched.append(((gridX, gridY, gridZ), stream, function, kernel_metadata, hooks, args))
+
+starts = []
+
+
+def calls_of(kernel):
+    return [call for start in starts if start.kernel is kernel for call in start.calls]
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 40 + device, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(launcher, "on_device", lambda device: mock.MagicMock())
         monkeypatch.setattr(streams, "is_capturing", lambda device: False)
+    monkeypatch.setattr(launcher, "parameters_of_compiled", lambda compiled, names: [])
+    monkeypatch.setattr(launcher, "loaded", lambda compiled, device: compiled.loaded.append("directly") or compiled)
+    monkeypatch.setattr(launcher, "DirectStart", Started)
+    starts.clear()
 
 
 def variant(kernel, **options):
@@ -64,48 +80,79 @@ def variant(kernel, **options):
 
 def launch_of(kernel, **described):
     examples = {name: torch.empty(2, 16, dtype=torch.float16, device="meta") for name in ("x_ptr", "y_ptr")}
-    return Launch(variant(kernel), {"work_ptr": None, "scale": 0.5}, examples, described)
+    return Launch(variant(kernel), {"scale": 0.5}, examples, described, bound=("work_ptr",))
 
 
-def test_this_triton_is_launched_directly_as_its_launcher_wants():
+def test_this_triton_is_one_whose_kernels_are_started_directly():
     assert launcher.triton_version() in launcher.DIRECT_VERSIONS
-    names = list(inspect.signature(CudaLauncher.__call__).parameters)[1:]
-    first = ["gridX", "gridY", "gridZ", "stream", "function"]
-    hooked = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
-    assert names in ([*first, "args"], [*first, *hooked, "args"])
 
 
-def test_the_first_launch_is_tritons_own_and_the_next_ones_give_its_launcher_addresses():
+def test_a_kernel_is_compiled_and_loaded_once_and_started_directly_from_the_first_launch_on():
     kernel = Kernel()
     x, y, work = (torch.ones(2, 16, dtype=torch.float16) for _ in range(3))
-    launch = launch_of(kernel).bound(7, work_ptr=work)
-    launch(x, y)
-    ((grid, arguments, options),) = kernel.asked
-    assert grid == (7, 1, 1) and options == {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    launch = launch_of(kernel).bind(7, work_ptr=work)
+    launch(x, y), launch(y, x)
+    ((arguments, options),) = kernel.warmed
+    assert options == {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
     assert arguments[0] is x and arguments[1] is work and arguments[3] is y and arguments[2::2] == (0.5, 8)
-    launch(y, x)
-    assert len(kernel.asked) == 1
-    stream = torch._C._cuda_getCurrentRawStream(0)
-    given = (y.data_ptr(), work.data_ptr(), 0.5, x.data_ptr(), 8)
-    assert kernel.compiled.launched == [((7, 1, 1), stream, "function", "metadata", (None,) * 3, given)]
+    assert kernel.loaded == ["directly"] and not kernel.asked
+    for (programs, arguments), first, second in zip(calls_of(kernel), (x, y), (y, x), strict=True):
+        assert programs == 7 and arguments[2::2] == [0.5, 8]
+        assert arguments[0] is first and arguments[1] is work and arguments[3] is second
 
 
 def test_launches_of_one_variant_have_work_of_their_own():
     kernel = Kernel()
     x, first, second = (torch.ones(2, 16, dtype=torch.float16) for _ in range(3))
     unbound = launch_of(kernel)
-    one, two = unbound.bound(1, work_ptr=first), unbound.bound(2, work_ptr=second)
+    one, two = unbound.bind(1, work_ptr=first), unbound.bind(2, work_ptr=second)
     one(x, x), two(x, x), one(x, x)
-    assert len(kernel.asked) == 1
-    assert [(grid[0], given[1]) for grid, *_, given in kernel.compiled.launched] == [
-        (2, second.data_ptr()), (1, first.data_ptr()),
+    assert len(kernel.warmed) == 1
+    assert [(programs, arguments[1] is first) for programs, arguments in calls_of(kernel)] == [
+        (1, True), (2, False), (1, True),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["parameters_of_compiled", "loaded"])
+def test_a_kernel_that_cannot_be_started_directly_is_left_to_triton(monkeypatch, name):
+    monkeypatch.setattr(launcher, name, lambda compiled, *more: None)
+    kernel, x, work = Kernel(), *(torch.ones(2, 16, dtype=torch.float16) for _ in range(2))
+    launch = launch_of(kernel).bind(3, work_ptr=work)
+    launch(x, x), launch(x, x)
+    assert kernel.loaded == ["by Triton"] and len(kernel.warmed) == 1 and not starts
+    for grid, arguments, options in kernel.asked:
+        assert grid == (3, 1, 1) and options == kernel.warmed[0][1]
+        assert arguments[0] is x and arguments[1] is work and arguments[2::2] == (0.5, 8)
+    assert len(kernel.asked) == 2
+    with pytest.raises(RuntimeError, match="cannot be started directly"):
+        launch.launch.variant.direct_start([], [])
+
+
+def test_all_arguments_may_be_given_at_each_start():
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    launch = Launch.of_all_arguments(kernel, GPU, num_warps=4, num_stages=2)
+    for programs, scale in ((3, 0.5), (4, 0.25)):
+        launch.start(programs, x, None, scale, x, 8)
+    assert [(programs, *arguments[1:3]) for programs, arguments in calls_of(kernel)] == [
+        (3, None, 0.5),
+        (4, None, 0.25),
+    ]
+
+
+def test_what_is_compiled_before_its_launch_is_not_compiled_again():
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    launch = launch_of(kernel).bind(1, work_ptr=x)
+    launch.compile()
+    ((arguments, _),) = kernel.warmed
+    assert arguments[0].is_meta and arguments[1] is x and arguments[3].is_meta
+    launch(x, x)
+    assert len(kernel.warmed) == len(kernel.loaded) == len(calls_of(kernel)) == 1
 
 
 def test_the_work_of_a_launch_lives_as_long_as_it():
     work = torch.ones(3)
     alive = weakref.ref(work)
-    launch = launch_of(Kernel()).bound(1, work_ptr=work)
+    launch = launch_of(Kernel()).bind(1, work_ptr=work)
     del work
     assert alive() is not None
     del launch
@@ -115,7 +162,7 @@ def test_the_work_of_a_launch_lives_as_long_as_it():
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_left_to_triton(name):
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
-    launch = launch_of(kernel).bound(1, work_ptr=x)
+    launch = launch_of(kernel).bind(1, work_ptr=x)
     launch(x, x)
     hooks = getattr(knobs.runtime, name)
 
@@ -127,24 +174,25 @@ def test_hooks_are_left_to_triton(name):
         launch(x, x)
     finally:
         hooks.remove(hook)
-    assert len(kernel.asked) == 2 and kernel.asked[1][1][0] is x and not kernel.compiled.launched
+    launch(x, x)
+    assert len(kernel.asked) == 1 and kernel.asked[0][1][0] is x and len(calls_of(kernel)) == 2
 
 
 def test_a_version_that_is_not_known_is_left_to_triton(monkeypatch):
     monkeypatch.setattr(launcher, "DIRECT_VERSIONS", ((3, 0),))
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
-    launch = launch_of(kernel).bound(1, work_ptr=x)
+    launch = launch_of(kernel).bind(1, work_ptr=x)
     launch(x, x), launch(x, x)
-    assert len(kernel.asked) == 2 and not kernel.compiled.launched
+    assert len(kernel.asked) == 2 and kernel.loaded == ["by Triton"] and not starts
 
 
 def test_another_current_gpu_is_left_to_triton(monkeypatch):
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
-    launch = launch_of(kernel).bound(1, work_ptr=x)
+    launch = launch_of(kernel).bind(1, work_ptr=x)
     launch(x, x)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     launch(x, x)
-    assert len(kernel.asked) == 2 and not kernel.compiled.launched
+    assert len(kernel.asked) == len(calls_of(kernel)) == 1
 
 
 def test_registers_are_limited_where_a_limit_is_given():
@@ -157,15 +205,16 @@ def test_arguments_must_be_those_of_the_kernel():
         Launch(variant(Kernel()), {"work_ptr": None, "size": 1}, {"x_ptr": None, "y_ptr": None}, {})
 
 
-def test_descriptors_are_made_of_each_tensor():
+def test_what_is_described_is_a_descriptor_to_the_compiler_and_when_a_start_is_prepared():
     kernel = Kernel()
     x = torch.ones(2, 16, dtype=torch.float16)
-    launch = launch_of(kernel, y_ptr=Describe(x, [2, 16], [16, 1], [1, 16])).bound(1, work_ptr=x)
-    for _ in range(2):
-        y = torch.zeros(2, 16, dtype=torch.float16)
-        launch(x, y)
-        described = (kernel.asked[-1][1] if not kernel.compiled.launched else kernel.compiled.launched[-1][-1])[3]
-        assert described == TensorDescriptor(y, [2, 16], [16, 1], [1, 16]) and described.base is y
+    launch = launch_of(kernel, y_ptr=Describe(x, [2, 16], [16, 1], [1, 16])).bind(1, work_ptr=x)
+    first, second = (torch.zeros(2, 16, dtype=torch.float16) for _ in range(2))
+    launch(x, first), launch(x, second)
+    ((to_compile, _),), (start,) = kernel.warmed, starts
+    for arguments in (to_compile, start.arguments):
+        assert arguments[3] == TensorDescriptor(first, [2, 16], [16, 1], [1, 16]) and arguments[3].base is first
+    assert [arguments[3] is y for (_, arguments), y in zip(calls_of(kernel), (first, second))] == [True, True]
 
 
 def test_descriptors_are_checked_when_they_are_prepared():
@@ -175,18 +224,18 @@ def test_descriptors_are_checked_when_they_are_prepared():
 
 def test_what_is_launched_while_it_is_compiled_waits_for_that():
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
-    launch = launch_of(kernel).bound(1, work_ptr=x)
+    launch = launch_of(kernel).bind(1, work_ptr=x)
     compiling = Future()
     compiling.set_exception(ValueError("does not compile"))
-    launch.variant.compiling = compiling
+    launch.launch.variant.compiling = compiling
     with pytest.raises(ValueError, match="does not compile"):
         launch(x, x)
-    assert not kernel.asked
+    assert not kernel.warmed and not starts
 
 
 def test_a_kernel_is_not_loaded_while_a_graph_is_recorded(monkeypatch):
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
-    launch = launch_of(kernel).bound(1, work_ptr=x)
+    launch = launch_of(kernel).bind(1, work_ptr=x)
     monkeypatch.setattr(streams, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="before the capture"):
         launch(x, x)
@@ -194,23 +243,24 @@ def test_a_kernel_is_not_loaded_while_a_graph_is_recorded(monkeypatch):
     launch(x, x)
     monkeypatch.setattr(streams, "is_capturing", lambda device: True)
     launch(x, x)
-    assert len(kernel.asked) == len(kernel.compiled.launched) == 1
+    assert len(kernel.warmed) == 1 and len(calls_of(kernel)) == 2
 
 
 def test_kernels_that_are_new_are_compiled_side_by_side():
-    launches = [launch_of(Kernel()) for _ in range(3)]
-    launches[0].variant._launched = True
-    with mock.patch.object(Launch, "compile") as compile_:
+    launches = [launch_of(Kernel()).bind(1, work_ptr=torch.ones(1)) for _ in range(3)]
+    variants = [launch.launch.variant for launch in launches]
+    variants[0].prepare(launches[0]._example())
+    with mock.patch.object(BoundLaunch, "compile") as compile_:
         compile_ahead.compile_side_by_side([*launches, launches[1]])
-        for launch in launches[1:]:
-            launch.variant.compiling.result()
-    assert compile_.call_count == 2 and launches[0].variant.compiling is None
+        for variant in variants[1:]:
+            variant.compiling.result()
+    assert compile_.call_count == 2 and variants[0].compiling is None
 
 
 def test_one_new_kernel_is_left_to_its_launch():
-    launch = launch_of(Kernel())
+    launch = launch_of(Kernel()).bind(1, work_ptr=torch.ones(1))
     compile_ahead.compile_side_by_side([launch])
-    assert launch.variant.compiling is None
+    assert launch.launch.variant.compiling is None
 
 
 @pytest.mark.gpu

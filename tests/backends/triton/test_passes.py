@@ -96,9 +96,9 @@ def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_byte
     mask = masks.local(40, window=9, block=block)
     attention(q, k, v, mask, backend="triton").sum().backward()
     kernel = kernels_of(mask)["dk_dv"]
-    launch = kernel.launch
-    examples = launch.arguments([torch.empty_like(x, device="cpu") for x in launch._examples])
-    numbers = dict(zip(launch.variant.names, examples, strict=True))["lse2"]
+    launch, _, work = kernel.launch
+    arguments = launch.arguments([*work, *(torch.empty_like(x, device="cpu") for x in launch.examples)])
+    numbers = dict(zip(launch.variant.names, arguments, strict=True))["lse2"]
     assert kernel.choice.descriptors and kernel.choice.config.block_m == block
     assert isinstance(numbers, TensorDescriptor) == (block >= 32)
     if block >= 32:

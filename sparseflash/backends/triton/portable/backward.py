@@ -34,6 +34,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def lse_gradients(pointers, inside, inverse, AXIS: tl.constexpr):
+    """The gradients of lse of a tile's queries, along the other axis of scores; 0, not NaN, of those without keys."""
+    return tl.where(inverse > 0.0, tl.expand_dims(tl.load(pointers, mask=inside, other=0.0), AXIS), 0.0)
+
+
+@triton.jit
 def dk_dv_step(
     dk, dv, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
     first_q, q_len, first_k, words_ptr, tile, seed_ptr, dropped, amplification,
@@ -80,7 +86,7 @@ def dk_dv_step(
         dp = tl.where(keep, dp * amplification, 0.0)
     if KEEP:
         if dlse_ptr is not None:
-            dlse = tl.where(inverse > 0.0, tl.load(dlse_ptr + at, mask=rows < q_len, other=0.0)[None, :], 0.0)
+            dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
     ds = score_gradients(p, dp, delta_row[None, :], dlse)
     return accumulate(ds, q_tile, dk, PRECISION), dv
 
@@ -103,7 +109,8 @@ def write_gradients(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
@@ -265,7 +272,8 @@ def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, i
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "row_tiles", "row_stride",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
 def dq_kernel(
     q, k, v,  # pointers, or descriptors if TMA
@@ -326,8 +334,7 @@ def dq_kernel(
         lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0)
         inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
         if dlse_ptr is not None:
-            dlse = tl.load(dlse_ptr + row + rows, mask=rows < q_len, other=0.0)
-            dlse = tl.where(inverse > 0.0, dlse, 0.0)[:, None]  # without a live key it may be NaN
+            dlse = lse_gradients(dlse_ptr + row + rows, rows < q_len, inverse[:, None], 1)
     else:
         at_q = tl.cast(batch_head, tl.int64) * q_len + rows
         lse = tl.load(lse_ptr + at_q, mask=rows < q_len, other=float("-inf"))

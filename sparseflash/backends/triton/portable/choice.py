@@ -38,6 +38,8 @@ class Choice(NamedTuple):
     arithmetic: Arithmetic
     pieces: bool  # tensors are stored in pieces, see fp32_split.py
     padded: tuple[int, int]  # padded head dims of queries and keys, and of values
+    why_descriptors: str  # or why not
+    why_tiling: str
 
 
 class Chooser:
@@ -57,37 +59,46 @@ class Chooser:
             # Matrix instructions read bf16 pieces also if tiles are split just before they are multiplied.
             itemsize = 2 if self._arithmetic == "fp32" else q.element_size()
             self._padded = padded_dims(*dims, setting.capability, itemsize)
-        self._may_describe = (
-            self._overrides.descriptors and setting.capability >= (9, 0) and all(map(can_describe, loaded))
-        )
+        self._why_not_described = ""
+        if setting.capability < (9, 0):
+            self._why_not_described = "GPUs before Hopper have no copy engine"
+        elif not all(map(can_describe, loaded)):
+            self._why_not_described = "a tensor has rows off multiples of 16 bytes, or is expanded"
+        elif not self._overrides.descriptors:
+            self._why_not_described = "overridden"
+        self._may_describe = not self._why_not_described
         self._block = setting.block
         self._products_a_tile = setting.block[0] * setting.block[1] * sum(dims)
-        self._choices: dict[Tiling, Choice] = {}
+        self._choices: dict[tuple[Tiling, str], Choice] = {}
 
     def choice(self, plan: Plan) -> Choice:
         """How the kernel runs with this plan."""
-        tiling = self._tiling(plan) or Tiling(*held_first(self._kernel, self._block))
-        chosen = self._choices.get(tiling)
+        tiling, why = self._tiling(plan)
+        key = tiling or Tiling(*held_first(self._kernel, self._block)), why
+        chosen = self._choices.get(key)
         if chosen is None:
-            chosen = self._choices[tiling] = self._choose(tiling)
+            chosen = self._choices[key] = self._choose(*key)
         return chosen
 
-    def _tiling(self, plan: Plan) -> Tiling | None:
-        """The tiling to walk; None for the tiles of the mask."""
+    def _tiling(self, plan: Plan) -> tuple[Tiling | None, str]:
+        """The tiling to walk, None for the tiles of the mask, and why."""
         retiling, axis, wanted = plan.lists.retiling, int(self._kernel == "dk_dv"), self._overrides.tiling
         few = plan.tiles_per_head * self._products_a_tile < self._overrides.products_for_tilings
-        if retiling is None or (wanted is None and few):
-            return None
+        if retiling is None:
+            why = "every score is live" if plan.lists.lasting else "a mask made on the GPU may be used just once"
+            return None, why
+        if wanted is None and few:
+            return None, "so little work that looking for others would take longer"
         whole, gathered = (
             held_first(self._kernel, self._config(_ANY_BLOCK, descriptors)[:2])
             for descriptors in (self._may_describe, False)
         )
         if wanted is not None:
-            return wanted(retiling.candidates(axis, whole, gathered))
+            return wanted(retiling.candidates(axis, whole, gathered)), "overridden"
         cost = FP32 if self._arithmetic == "fp32" else HALF
-        return plan.tiling(axis, whole, gathered, cost, self._warps)
+        return plan.tiling(axis, whole, gathered, cost, self._warps), "the cheapest by the model in configs.TILE_COSTS"
 
-    def _choose(self, tiling: Tiling) -> Choice:
+    def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
         block = held_first(self._kernel, (tiling.held, tiling.streamed))
         # Tiles too small for matrix instructions that read shared memory are multiplied from registers, as are all
         # tiles on GPUs without such instructions. With descriptors these tiles pass through shared memory first, which
@@ -97,11 +108,19 @@ class Chooser:
             held = held_first(self._kernel, self._config(block, True)[:2])[0]
             from_shared = self._capability[0] in (9, 10) and held >= 64
         few_registers = max(self._padded) <= 128 and self._arithmetic != "fp32"
-        descriptors = self._may_describe and tiling.gathered == 0 and (few_registers or from_shared)
+        why = self._why_not_described
+        if not why and tiling.gathered:
+            why = "the copy engine cannot gather blocks"
+        if not why and not (few_registers or from_shared):
+            why = "tiles that are multiplied from registers need not come through shared memory"
+        descriptors = not why
         config = roomier(self._config(block, descriptors), lengths=self._lengths, dropout=self._dropout)
         # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
-        return Choice(config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded)
+        return Choice(
+            config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded,
+            why or "the copy engine needs no registers for addresses", why_tiling,
+        )  # fmt: skip
 
     def _config(self, block: tuple[int, int], descriptors: bool) -> Config:
         config = self._overrides.configs.get(self._kernel)

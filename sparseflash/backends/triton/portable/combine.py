@@ -17,7 +17,10 @@ MERGED = tl.constexpr(4)  # numbers per item that was cut: see cut_items
 AHEAD = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize=["lengths_offset", "amplification", "scale", "qk_scale", "heads", "q_len", "row_tiles"])
+@triton.jit(
+    do_not_specialize=["lengths_offset", "amplification", "scale", "qk_scale", "heads", "q_len", "row_tiles"],
+    do_not_specialize_on_alignment=["lengths_ptr"],
+)
 def combine_rows_kernel(
     parts_ptr, merged_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], as in forward_kernel; [cut, MERGED]
     out_ptr, lse_ptr, maximum_ptr, inverse_ptr,  # as in forward_kernel
@@ -73,7 +76,10 @@ def sum_of_parts(
     return total
 
 
-@triton.jit(do_not_specialize=["lengths_offset", "amplification", "scale", "heads", "tokens", "tiles"])
+@triton.jit(
+    do_not_specialize=["lengths_offset", "amplification", "scale", "heads", "tokens", "tiles"],
+    do_not_specialize_on_alignment=["lengths_ptr"],
+)
 def combine_gradients_kernel(
     parts_ptr, merged_ptr,  # fp32 [parts, BLOCK * (PADDED_D + PADDED_DV)], or without PADDED_DV; [cut, MERGED]
     x_ptr, y_ptr,  # dk and dv, or dq and None

@@ -89,7 +89,8 @@ def write_rows(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len",
         "row_tiles",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
 def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA

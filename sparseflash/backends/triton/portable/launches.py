@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.configs import Kernel, resident_programs
-from sparseflash.backends.triton.dispatch import Setting
+from sparseflash.backends.triton.dispatch import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
 from sparseflash.backends.triton.portable.backward import dk_dv_kernel, dq_kernel
 from sparseflash.backends.triton.portable.choice import Choice, Chooser, describable_strides
@@ -60,6 +60,22 @@ class Bound(NamedTuple):
         if lengths is not None:
             given += [lengths, lengths.stride(0)]
         return given if seed is None else [*given, seed]
+
+    def described(self, kernel: str) -> KernelChoice:
+        """What `explain` says of it."""
+        choice, config = self.choice, self.choice.config
+        walked = self.work.work[..., 3].sum(1)
+        held, streamed, gathered = choice.tiling
+        tiles = f"tiles of {held} x {streamed}"
+        if gathered:
+            tiles += f", gathered from blocks of {gathered}"
+        return KernelChoice(
+            kernel, config.block_m, config.block_n, config.num_warps, config.num_stages,
+            choice.arithmetic + (" in pieces" if choice.pieces else ""),
+            f"{'descriptors' if choice.descriptors else 'pointers'}: {choice.why_descriptors}",
+            f"{tiles}: {choice.why_tiling}", len(walked), int(walked.sum()), int(walked.max()) if len(walked) else 0,
+            self.work.parts,
+        )  # fmt: skip
 
 
 class KernelLayout:

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
 from sparseflash.backends.triton.alignment import aligned, is_aligned, with_aligned_rows
 from sparseflash.backends.triton.configs import padded_dims
-from sparseflash.backends.triton.dispatch import Setting
+from sparseflash.backends.triton.dispatch import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces
@@ -113,6 +113,10 @@ class Forward:
         """All kernel launches of a call."""
         return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]
 
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run."""
+        return [self.kernel.described("forward")]
+
 
 class BackwardLayout(Layout):
     """A backward for any plan."""
@@ -200,6 +204,11 @@ class Backward:
         """All kernel launches of a call."""
         kernels = [self.means, self.queries, self.keys, self._combine_means, self._combine_queries, self._combine_keys]
         return [each.launch for each in kernels if each is not None]
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run."""
+        kernels = {"dq, for delta": self.means, "dq": self.queries, "dk_dv": self.keys}
+        return [kernel.described(name) for name, kernel in kernels.items() if kernel is not None]
 
 
 def run_kernel(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.configs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.overrides import overrides
@@ -171,7 +172,8 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
     # The lists are put into the cache, so they must hold neither it nor the tensor that it hangs on: the cycle would
     # keep all of them alive.
     indices, countable = indices.detach(), cache.countable
-    own_words = words if problem.words is None else problem.words  # on the device, where the kernels read them
+    # On the device, where the kernels read them.
+    own_words = aligned_start(words if problem.words is None else problem.words)
 
     def make(axis: int) -> TileLists:
         if countable:

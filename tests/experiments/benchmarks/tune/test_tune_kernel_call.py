@@ -28,7 +28,7 @@ def test_its_results_are_those_of_the_attention(kernel, dtype, split):
 
 
 def test_calls_have_choices_and_results_of_their_own():
-    mask = masks.local(64, 20, block=32)
+    mask = masks.local(64, window=20, block=32)
     q, k, v, dout = (torch.randn(1, 1, 64, 16).half() for _ in range(4))
     subject = KernelOfAttention("dq", mask, q, k, v, dout)
     shipped = subject.call()

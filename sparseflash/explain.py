@@ -1,0 +1,106 @@
+"""`explain()`: what `attention` would run for such tensors and such a mask, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparseflash import dropout
+from sparseflash.attention import KERNELS, Backend, chosen_backend
+from sparseflash.backends.problem import Problem
+from sparseflash.blockmask import BlockMask
+from sparseflash.validation import check_mask, check_tensors, checked_scale
+
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.dispatch import KernelChoice
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What runs, and why; `print` it, or read its fields."""
+
+    backend: str
+    why: str
+    capability: tuple[int, int] | None = None  # the GPU's, for which the kernels were chosen
+    family: str = ""  # of kernels
+    refusals: tuple[tuple[str, str], ...] = ()  # families that would be faster, and why they cannot serve this call
+    kernels: tuple[KernelChoice, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"backend {self.backend}: {self.why}"]
+        if self.capability is not None:
+            lines.append(f"{self.family} kernels, compute capability {self.capability[0]}.{self.capability[1]}")
+        lines += [f"  not {family}: {reason}" for family, reason in self.refusals]
+        for each in self.kernels:
+            shares = f", {each.chunks:,} of them chunks of lists that were cut" if each.chunks else ""
+            lines += [
+                f"  {each.kernel}: {each.block_m} x {each.block_n} (queries x keys) a step, {each.num_warps} warps, "
+                f"{each.num_stages} stages, {each.arithmetic} arithmetic",
+                f"    {each.programs:,} programs{shares}; {each.tiles:,} tiles, {each.longest:,} in the longest",
+                f"    walks {each.walks}",
+                f"    loads by {each.loads}",
+            ]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, dropout_p: float = 0.0,
+    backend: Backend | None = None, capability: tuple[int, int] | None = None,
+) -> Explanation:  # fmt: skip
+    """Which kernels `attention(q, k, v, mask)` runs forward and backward, in which tiles, and why.
+
+    >>> from sparseflash import explain, masks
+    >>> q = k = v = torch.empty(1, 8, 4096, 64, dtype=torch.bfloat16)
+    >>> print(explain(q, k, v, masks.local(4096, window=512), capability=(9, 0)))  # doctest: +ELLIPSIS
+    backend triton: asked for by its compute capability
+    portable kernels, compute capability 9.0
+      forward: ... x 128 (queries x keys) a step, ... warps, ... stages, half arithmetic
+        ... programs; ... tiles, 5 in the longest
+        walks tiles of 128 x 128: ...
+        loads by descriptors: the copy engine needs no registers for addresses
+      dq: ...
+
+    Args:
+        q, k, v, mask, dropout_p, backend: as for `attention`. Nothing is computed, so the tensors may be empty ones,
+            and with `capability` they and the mask may lie on any device, "meta" included.
+        capability: a GPU's compute capability, such as (9, 0) for an H100; by default that of the GPU that q is on.
+
+    Returns:
+        An `Explanation`, with a `KernelChoice` for each kernel.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: where `attention` would.
+    """
+    check_tensors(q, k, v)
+    if mask is not None:
+        check_mask(mask, q, k, any_device=capability is not None)
+    if capability is not None and backend not in (None, "triton"):
+        raise ValueError(f"capability goes with backend='triton'; got backend={backend!r}.")
+    if capability is None:
+        name, why = chosen_backend(backend, q.device)
+    else:
+        name, why = "triton", "asked for by its compute capability"
+    if name != "triton":
+        return Explanation(name, why)
+    from sparseflash.backends.triton import api
+    from sparseflash.backends.triton import device as gpu
+
+    if capability is None:
+        api.check(q, k, v)
+        capability = gpu.capability_of(q.device)
+    else:
+        gpu.check_capability(capability, "the one that explain was asked about")
+        api.check_layout(q, k, v)
+    dropped = dropout.threshold(dropout_p)
+    seed = torch.empty(1, dtype=torch.int64, device="meta") if dropped else None
+    problem = Problem.of(
+        mask, scale=checked_scale(None, q.shape[-1]), batch=q.shape[0], seed=seed, dropped=dropped,
+        kernels=KERNELS[backend],
+    )  # fmt: skip
+    if q.numel() == 0 or k.numel() == 0:
+        return Explanation(name, f"{why}; there is nothing to compute", capability)
+    decision, kernels = api.choices(q, k, v, problem, capability)
+    return Explanation(name, why, capability, decision.family.name, tuple(decision.refusals.items()), tuple(kernels))

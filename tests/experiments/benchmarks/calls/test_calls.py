@@ -1,0 +1,122 @@
+"""The benchmark of short calls: what it calls is right, and its table says what was measured and what failed."""
+
+import csv
+import json
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from typer.testing import CliRunner
+
+from experiments.benchmarks.calls import first_calls, report
+from experiments.benchmarks.calls.__main__ import app
+from experiments.benchmarks.calls.ways import (
+    CHOICE,
+    FIRST_CALLS,
+    FLEX,
+    IMPLEMENTATIONS_OF,
+    OURS,
+    SDPA,
+    WAYS,
+    Shape,
+    calls_of,
+)
+from experiments.benchmarks.timing import Timing
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+CPU = torch.device("cpu")
+SHAPE = Shape(batch=2, heads=2, tokens=256, dim=16, block=64)
+CLOSE = {"atol": 2e-2, "rtol": 2e-2}  # bf16
+
+
+def causal_attention(q, k, v, live=True):
+    lower = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return scaled_dot_product_attention(q.float(), k.float(), v.float(), lower & live).to(q.dtype)
+
+
+@pytest.fixture
+def implementations():
+    with mock.patch.object(torch, "compile", lambda function, **options: function):
+        yield {name: implementation(SHAPE, CPU) for name, implementation in IMPLEMENTATIONS_OF.items()}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS_OF)
+def test_every_implementation_computes_the_same_attention(implementations, name):
+    torch.manual_seed(0)
+    implementation = implementations[name]
+    q, k, v = (SHAPE.tensor(CPU) for _ in range(3))
+    torch.testing.assert_close(implementation.causal(q, k, v), causal_attention(q, k, v), **CLOSE)
+    torch.testing.assert_close(implementation.newly_causal(q, k, v), causal_attention(q, k, v), **CLOSE)
+    lengths = torch.tensor([100, 256], dtype=torch.int32)
+    live = (torch.arange(SHAPE.tokens) < lengths[:, None])[:, None, None, :]
+    got, want = implementation.with_lengths(q, k, v, lengths), causal_attention(q, k, v, live)
+    for element, length in enumerate(lengths.tolist()):
+        torch.testing.assert_close(got[element, :, :length], want[element, :, :length], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "block"), [(OURS, 64), (FLEX, 128)])
+def test_chosen_blocks_are_a_rows_own_and_the_best_of_those_before_it(implementations, name, block):
+    torch.manual_seed(0)
+    q, k, v = (SHAPE.tensor(CPU) for _ in range(3))
+    scores = SHAPE.scores(CPU)
+    blocks = SHAPE.tokens // block
+    live = torch.zeros(SHAPE.batch, SHAPE.heads, blocks, blocks, dtype=torch.bool)
+    for element in range(SHAPE.batch):
+        for head in range(SHAPE.heads):
+            for row in range(blocks):
+                best = scores[element, head, row, :row].sort(descending=True).indices[: SHAPE.chosen - 1]
+                live[element, head, row, [row, *best.tolist()]] = True
+    live = live.repeat_interleave(block, 2).repeat_interleave(block, 3)
+    got = implementations[name].chosen(q, k, v, scores)
+    torch.testing.assert_close(got, causal_attention(q, k, v, live), **CLOSE)
+
+
+@pytest.mark.parametrize("name", [OURS, SDPA])  # FlexAttention has no backward on CPUs
+def test_every_way_of_calling_runs(implementations, name):
+    calls = calls_of(implementations[name], SHAPE, CPU)
+    assert set(WAYS) - calls.keys() == ({CHOICE} if name == SDPA else set())
+    for call in calls.values():
+        call()
+
+
+ROWS = [
+    report.Row(WAYS[0], OURS, 12.3, 0.1),
+    report.Row(WAYS[0], SDPA, 20.0, 0.0),
+    report.Row.of(WAYS[0], FLEX, Timing(failure=ValueError("no such\nthing"))),
+    report.Row(FIRST_CALLS[0], OURS, 1.234),
+    report.Row(FIRST_CALLS[0], FLEX, None, failure="no answer after 240 s"),
+]
+
+
+def test_the_table_has_every_value_and_every_failure(tmp_path):
+    report.write(tmp_path, ROWS, Shape(), {"device": "H200"})
+    page = (tmp_path / "calls.md").read_text()
+    assert page.startswith("# Calls: host time\n\n- device: H200\n- shape: batch 1, heads 4, tokens 256")
+    assert f"| {WAYS[0]} | 12 ± 1 | 20 ± 0 | failed |" in page
+    assert f"| {FIRST_CALLS[0]} | 1.23 | - | failed |" in page
+    assert f"- failed: {FLEX}, {WAYS[0]}: ValueError: no such\n" in page
+    with (tmp_path / "calls.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert [(row["value"], row["unit"], row["spread"]) for row in found] == [
+        ("12.3", "us", "0.100"), ("20", "us", "0.000"), ("", "us", ""), ("1.234", "s", ""), ("", "s", ""),
+    ]  # fmt: skip
+
+
+def test_first_calls_are_left_out_where_none_were_made():
+    assert "first calls" not in report.markdown(ROWS[:2], Shape(), {})
+
+
+def test_first_calls_are_those_of_a_process_of_their_own():
+    answer = "a warning\n" + json.dumps(dict.fromkeys(FIRST_CALLS, 0.5)) + "\n"
+    with mock.patch.object(first_calls, "output_of", return_value=answer) as run:
+        assert first_calls.first_calls(OURS) == [report.Row(what, OURS, 0.5) for what in FIRST_CALLS]
+    assert run.call_args.args == ("experiments.benchmarks.calls.first_calls", OURS)
+    with mock.patch.object(first_calls, "output_of", side_effect=RuntimeError("the process ended with 1")):
+        assert {row.failure for row in first_calls.first_calls(OURS)} == {"the process ended with 1"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so():
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2 and "there is none here" in result.output

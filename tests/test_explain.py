@@ -1,0 +1,125 @@
+"""`explain` says what attention runs: the same kernels, tiles and work, for the GPU at hand or another."""
+
+import pytest
+import torch
+
+import sparseflash
+from plans import kernels_of
+from sparseflash import attention, explain, masks
+from sparseflash.backends.triton.overrides import always_split, override
+
+HOPPER = {"capability": (9, 0)}  # which Triton's interpreter stands for
+
+
+def empty(heads=4, tokens=4096, dim=64, dtype=torch.bfloat16, device="meta"):
+    return [torch.empty(1, heads, tokens, dim, dtype=dtype, device=device) for _ in range(3)]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: masks.local(200, window=40, block=32),
+        lambda: masks.butterfly(256, block=16),
+        lambda: masks.causal(160).with_lengths([100]),
+    ],
+)
+def test_it_tells_what_an_attention_has_run(make, split):
+    mask = make()
+    q, k, v = (torch.randn(1, 2, mask.q_len, 16).half().requires_grad_() for _ in range(3))
+    with override(**({"splits": always_split(16)} if split else {})):
+        attention(q, k, v, mask, backend="triton").sum().backward()
+        ran = kernels_of(mask)
+        told = {each.kernel: each for each in explain(q, k, v, mask, **HOPPER).kernels}
+    assert told.keys() == ran.keys() == {"forward", "dq", "dk_dv"}
+    for name, each in told.items():
+        kernel = ran[name]
+        assert (each.block_m, each.block_n, each.num_warps, each.num_stages) == kernel.choice.config[:4]
+        assert each.programs == len(kernel.work.work) and each.chunks == kernel.work.parts
+        assert each.tiles == kernel.work.work[..., 3].sum() and each.longest == kernel.work.work[..., 3].sum(1).max()
+        assert each.loads.startswith("descriptors") == kernel.choice.descriptors
+    assert split == any(each.chunks for each in told.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "loads"),
+    [
+        (dict(capability=(8, 0)), "pointers: GPUs before Hopper"),
+        (dict(capability=(9, 0)), "descriptors: the copy engine needs no registers"),
+    ],
+)
+def test_the_gpu_decides_how_tiles_are_loaded(change, loads):
+    for each in explain(*empty(), masks.causal(4096), **change).kernels:
+        assert each.loads.startswith(loads)
+
+
+def test_each_choice_has_its_reason():
+    def reasons(q, k, v, mask=None, **more):
+        found = explain(q, k, v, mask, **HOPPER, **more).kernels
+        return {each.loads.partition(": ")[2] for each in found}, {each.walks for each in found}
+
+    unaligned = [x[..., 1:] for x in empty(dim=65)]
+    aligned_copies = explain(*unaligned, **HOPPER).kernels
+    assert all(each.loads.startswith("descriptors") for each in aligned_copies)  # of copies with aligned rows
+    loads, _ = reasons(empty()[0], *(x.expand(1, 4, 4096, 64) for x in empty(heads=1)[1:]))
+    assert loads == {"a tensor has rows off multiples of 16 bytes, or is expanded"}
+    loads, walks = reasons(*empty(), masks.butterfly(4096, block=16))
+    assert any("the cheapest by the model" in each for each in walks)
+    with override(tiling=lambda tilings: next(each for each in tilings if each.gathered)):
+        loads, walks = reasons(*empty(), masks.butterfly(4096, block=16))
+    assert loads == {"the copy engine cannot gather blocks"}
+    assert all("gathered from blocks of 16: overridden" in each for each in walks)
+    with override(descriptors=False):
+        assert reasons(*empty())[0] == {"overridden"}
+    _, walks = reasons(*empty(tokens=64), masks.causal(64))
+    assert walks == {"tiles of 128 x 128: so little work that looking for others would take longer"}
+    _, walks = reasons(*empty())
+    assert all(each.endswith("every score is live") for each in walks)
+    scores = torch.randn(1, 4, 32, 32)
+    _, walks = reasons(*empty(), masks.top_k_blocks(scores, k=2, q_len=4096, block=128))
+    assert all(each.endswith("a mask made on the GPU may be used just once") for each in walks)
+    loads, _ = reasons(*empty(dtype=torch.float32, tokens=32), masks.causal(32, block=16))
+    assert loads == {"tiles that are multiplied from registers need not come through shared memory"}
+
+
+def test_the_arithmetic_of_each_dtype_is_told():
+    assert {each.arithmetic for each in explain(*empty(), **HOPPER).kernels} == {"half"}
+    found = explain(*empty(dtype=torch.float32), **HOPPER).kernels
+    assert [each.kernel for each in found] == ["forward", "dq, for delta", "dq", "dk_dv"]
+    assert {each.arithmetic for each in found} == {"fp32 in pieces"}
+
+
+def test_other_backends_have_no_kernels_to_tell_of():
+    q, k, v = empty(device="cpu", tokens=64)
+    assert str(explain(q, k, v)) == "backend blockwise: the default for tensors on cpu"
+    assert str(explain(q, k, v, backend="reference")) == "backend reference: asked for"
+    assert not explain(q, k, v).kernels
+
+
+def test_nothing_to_compute_is_said():
+    assert "there is nothing to compute" in str(explain(*empty(tokens=0), **HOPPER))
+
+
+def test_dropout_and_lengths_are_explained_too():
+    mask = masks.causal(4096).with_lengths([1000])
+    assert len(explain(*empty(), mask, dropout_p=0.1, **HOPPER).kernels) == 3
+
+
+def test_what_attention_refuses_is_refused():
+    q, k, v = empty(tokens=64)
+    with pytest.raises(ValueError, match="capability goes with backend='triton'; got backend='reference'"):
+        explain(q, k, v, backend="reference", **HOPPER)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        explain(q, k, v, backend="cuda")
+    with pytest.raises(RuntimeError, match=r"needs compute capability 8\.0 .* asked about has 7\.5"):
+        explain(q, k, v, capability=(7, 5))
+    with pytest.raises(TypeError, match="takes fp16, bf16 and fp32"):
+        explain(*(x.double() for x in (q, k, v)), **HOPPER)
+    with pytest.raises(ValueError, match="mask must be for the lengths"):
+        explain(q, k, v, masks.causal(32), **HOPPER)
+    with pytest.raises(ValueError, match="mask must be on q's device"):
+        explain(q, k, v, masks.causal(64))
+
+
+def test_it_is_public():
+    assert "explain" in sparseflash.__all__ and "explain" in dir(sparseflash)
