@@ -1,6 +1,7 @@
 """The pattern library: pure functions from lengths and a few numbers to a `BlockMask`, one family a file.
 
-In the repository this folder stands at the top; it is imported as `sparseflash.masks`.
+In the repository this folder stands at the top; it is imported as `sparseflash.masks`. May import `blockmask` of the
+library, and the helpers in `tiling` and `fused`. In the library only the command line imports it.
 """
 
 if __name__ != "sparseflash.masks":

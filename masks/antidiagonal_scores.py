@@ -23,7 +23,12 @@ def antidiagonal_scores(
     q: Tensor, k: Tensor, *, block: Block = 128, stride: int = 16, causal: bool = False, scale: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Block scores `[B, Hq, Mq, Mk]` from sums along antidiagonals (XAttention), to choose blocks by.
+    """Block scores `[B, Hq, Mq, Mk]` from sums along antidiagonals (XAttention), a basis for choosing blocks.
+
+    >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
+    >>> scores = antidiagonal_scores(q, k, block=64, stride=8, causal=True)
+    >>> scores.shape, torch.allclose(scores.exp().sum(-1), torch.tensor(1.0))
+    (torch.Size([1, 4, 16, 16]), True)
 
     Tokens are taken in groups of `stride` (S). The score of two groups is the mean over the antidiagonal of their S x S
     tile, so that every query and every key counts:
@@ -32,27 +37,24 @@ def antidiagonal_scores(
         p(a, c) = softmax over c of s(a, c)
         score(i, j) = log( mean over the groups a of block i of the sum of p(a, c) over the groups c of block j )
 
-    So `score.exp()` sums to 1 over j: it is the estimated share of attention that each block gets, for which
-    `mass_blocks` keeps the fewest blocks that hold enough. With `causal`, group a sees the groups that start at or
-    before its last query (aligned at the bottom right, as in `masks.causal`), as the softmax must know.
-    On antidiagonals of an even S, `q + k` is odd, so a slash of even distance `q - k` shows only in its neighbours.
+    So `score.exp()` sums to 1 over j: it estimates the share of attention that each block gets, and `mass_blocks` keeps
+    the fewest blocks that hold enough of it. With `causal`, group a sees the groups that start at or before its last
+    query (aligned at the bottom right, as in `masks.causal`); the softmax runs over those only. On the antidiagonals of
+    an even S, `q + k` is odd, so a diagonal at an even distance `q - k` shows only in its neighbours.
 
     `q [B, Hq, Nq, D]`, `k [B, Hkv, Nk, D]`, with Hq a multiple of Hkv (query head h reads key head `h // (Hq // Hkv)`);
     `block` and `stride` in tokens, which must divide the block; `scale` is `1 / sqrt(D)` by default. `lengths`: int
     `[B]`, tokens of each sequence. Tokens that do not exist, at a ragged end or past a length, add 0 to the sum of
-    their group; groups of none are no part of softmax or mean, and blocks of none score -inf. Products are made in the
-    dtype of q and k, the rest in fp32 (fp64 for fp64), under autocast as well; the scores carry no gradient. Time goes
-    with `Nq Nk D / S`, memory is bounded. Nothing here waits for the device.
+    their group; groups without tokens take no part in the softmax or the mean, and blocks without tokens score -inf.
+    Products are computed in the dtype of q and k, everything else in fp32 (fp64 for fp64), under autocast as well; the
+    scores carry no gradient. Time is proportional to `Nq Nk D / S`; memory is bounded. Nothing here waits for the
+    device.
 
     Source: XAttention (Xu et al., 2025, section 2.1 and algorithm 1) with strides of 8 and 16, `select_mode="inverse"`
-    of its code, which pads the ends with zeros and lets them take part if not causal.
+    of its code. That code pads the ends with zeros, which take part if the mask is not causal.
 
     Raises TypeError or ValueError for tensors or lengths of other shapes, or a stride that does not divide the block.
 
-    >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
-    >>> scores = antidiagonal_scores(q, k, block=64, stride=8, causal=True)
-    >>> scores.shape, torch.allclose(scores.exp().sum(-1), torch.tensor(1.0))
-    (torch.Size([1, 4, 16, 16]), True)
     >>> from sparseflash.masks import mass_blocks
     >>> mass_blocks(scores, mass=0.9, q_len=1000, block=64, causal=True, sink_blocks=1, local_blocks=1).shape
     (1, 4, 1000, 1000)
@@ -81,7 +83,7 @@ def antidiagonal_scores(
         with torch.autocast(q.device.type, enabled=False):
             s = (grouped @ keys.mT).to(dtype).view(batch, heads, len(last), -1) * factor
         dead = no_key | (first_k > last[:, None]) if causal else no_key
-        p = s.masked_fill_(dead, -torch.inf).softmax(-1).nan_to_num_(0.0)  # NaN: the group sees nothing
+        p = s.masked_fill_(dead, -torch.inf).softmax(-1).nan_to_num_(0.0)  # NaN where the group sees nothing
         p = p.masked_fill_(none, 0.0).unflatten(3, (-1, block_k // stride)).sum(4)
         count = (~none).unflatten(-2, (-1, in_block)).sum(-2).clamp(min=1)  # groups in a block: [.., blocks, 1]
         found.append(p.unflatten(2, (-1, in_block)).sum(3) / count)
@@ -89,7 +91,9 @@ def antidiagonal_scores(
 
 
 def _groups(x: Tensor, block: int, stride: int, lengths: Tensor | None) -> Tensor:
-    """Tokens in groups, those that do not exist 0: `[B, H, N, D]` to `[B, H, G, stride, D]`, G for whole blocks."""
+    """Tokens in groups, `[B, H, N, D]` to `[B, H, G, stride, D]`, with 0 for tokens that do not exist; G fills whole
+    blocks.
+    """
     if lengths is not None:
         past = torch.arange(x.shape[2], device=x.device) >= lengths.view(-1, 1)
         x = x.masked_fill(past[:, None, :, None], 0.0)

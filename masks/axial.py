@@ -20,19 +20,22 @@ from sparseflash.masks.tiling.signatures import pattern
 def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block = 128) -> BlockMask:
     """Every token of a grid sees its own row and its own column: the tokens that differ from it on one axis at most.
 
+    >>> axial((64, 64))
+    BlockMask(4096 x 4096, blocks of 128, 1024 tiles: 0 full + 1024 partial (2 distinct), density 3.1 %)
+
     Score (q, k) is live iff the coordinates of q and k
 
         differ on at most one axis
 
-    so a token sees `sum(shape) - axes + 1` keys, itself included, and two layers reach everything on an image.
+    so a token sees `sum(shape) - axes + 1` keys, itself included. On an image, two layers connect every pair of tokens.
 
     Source: xformers' `axial_nd_pattern`, in one softmax. Axial attention as published (Ho et al., 2019; Axial-DeepLab,
     Wang et al., 2020) alternates the axes between layers or heads, or adds their outputs; each axis alone is `swin`
     with a window of one line, as `swin((height, width), window=(1, width))` for the rows.
 
     `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `order`: token t of the mask is
-    token `order[t]` of the grid in row-major order. `block` in tokens. Columns cross every line: in row-major order
-    the live tiles grow as N^1.5, and any order of compact blocks has several times fewer.
+    token `order[t]` of the grid in row-major order. `block` in tokens. In row-major order a column crosses every line,
+    so the number of live tiles grows as N^1.5; an order in compact blocks has several times fewer.
 
         3 x 3
         X X X X . . X . .
@@ -45,8 +48,6 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
         . X . . X . X X X
         . . X . . X X X X
 
-    >>> axial((64, 64))
-    BlockMask(4096 x 4096, blocks of 128, 1024 tiles: 0 full + 1024 partial (2 distinct), density 3.1 %)
     >>> from sparseflash.masks import order
     >>> axial((64, 64), order=order.tiles((64, 64), (8, 16)))
     BlockMask(4096 x 4096, blocks of 128, 352 tiles: 0 full + 352 partial (3 distinct), density 3.1 %)

@@ -1,4 +1,4 @@
-"""BigBird: a window, global blocks and random blocks; the published pattern, and DeepSpeed's of the same name."""
+"""BigBird: a window, global blocks and random blocks; the published pattern, and DeepSpeed's pattern of that name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from sparseflash.masks.tiling.signatures import pattern
 def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
     """BigBird's block pattern: first and last block global, a window of three blocks, `random_blocks` random ones.
 
+    >>> bigbird(4096, block=64)
+    BlockMask(4096 x 4096, blocks of 64, 622 tiles: 622 full + 0 partial, density 15.2 %)
+
     Score (q, k) with `i = q // block`, `j = k // block` and `nb` blocks is live iff
 
         i in {0, nb - 1}  or  j in {0, nb - 1}  or  |i - j| <= 1  or  j in R(i)
@@ -23,10 +26,10 @@ def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0
     head. Block 1 never draws block nb - 2, nor the reverse, so that every block draws from nb - 5.
 
     Source: BigBird (Zaheer et al., 2020), appendix D, and its code (google-research/bigbird, core/attention.py,
-    `get_single_block_row_attention`; its defaults are 3 random blocks, of 64 tokens). Here every allowed block is as
-    likely. That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from the first
-    `2 * random_blocks + 5` blocks, or as a plan of the caller says. Hugging Face runs full attention where there are at
-    most that many blocks. DeepSpeed's pattern of the same name is another one: `deepspeed_bigbird`.
+    `get_single_block_row_attention`; its defaults are 3 random blocks, of 64 tokens). Here every allowed block is
+    equally likely. That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from
+    the first `2 * random_blocks + 5` blocks, or as the caller's plan says. Hugging Face runs full attention if there
+    are at most that many blocks. DeepSpeed's pattern of the same name is different: `deepspeed_bigbird`.
 
     `q_len` and `block` in tokens, `random_blocks` in blocks; with `heads` above 1 the mask is for that many query
     heads. The same seed gives the same mask on every machine. Raises ValueError if `random_blocks` is negative or
@@ -42,9 +45,6 @@ def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0
         X X . . . X X X X
         X . X . . . X X X
         X X X X X X X X X
-
-    >>> bigbird(4096, block=64)
-    BlockMask(4096 x 4096, blocks of 64, 622 tiles: 622 full + 0 partial, density 15.2 %)
     """
     q_len, block, blocks = square_blocks(q_len, block, "BigBird")
     most = max(blocks - 5, 0)
@@ -58,7 +58,7 @@ def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0
     draw = generator(seed)
     i = np.arange(blocks)
     inner = i[1:-1]
-    # What each inner row may draw: from `first` on, without the window; as many for every row.
+    # Inner rows may draw the blocks from `first` on, without the window. Every row has as many.
     first = np.where(inner == blocks - 2, 2, 1)
     window = np.maximum(inner - 1, first)
     wide = np.where((inner == 1) | (inner == blocks - 2), 2, 3)
@@ -78,19 +78,22 @@ def deepspeed_bigbird(
 ) -> BlockMask:  # fmt: skip
     """DeepSpeed's `BigBirdSparsityConfig`: a window, the first blocks global, random blocks that may fall anywhere.
 
+    >>> deepspeed_bigbird(4096, block=64)
+    BlockMask(4096 x 4096, blocks of 64, 372 tiles: 372 full + 0 partial, density 9.08 %)
+
     Score (q, k) with `i = q // block`, `j = k // block` is live iff
 
         |i - j| <= window_blocks // 2  or  i < global_blocks  or  j < global_blocks  or  j in R(i)
 
-    and `k <= q` besides, if causal. The window is of 2 * (window_blocks // 2) + 1 blocks, i itself included. R(i) are
-    `random_blocks` distinct blocks, drawn from all, or from those up to i if causal; they may lie in the window or be
-    global. Unlike in BigBird as published (`bigbird`) the last block is not global, random blocks may overlap the rest,
-    and the window and the number of global blocks are parameters.
+    and, if causal, also `k <= q`. The window has 2 * (window_blocks // 2) + 1 blocks, i itself included. R(i) are
+    `random_blocks` distinct blocks, drawn from all blocks, or from those up to i if causal; they may lie in the window
+    or be global. Unlike in BigBird as published (`bigbird`) the last block is not global, random blocks may overlap the
+    rest, and the window and the number of global blocks are parameters.
 
     Where we differ from DeepSpeed: its `attention="unidirectional"` is causal by blocks only, and leaves the triangle
-    in the diagonal blocks to another mask; ours is causal to the token. It fails where a block row has fewer than
-    `random_blocks` to draw from (the first rows); ours takes those there are. It needs lengths that are a multiple of
-    the block. `heads=H` is its `different_layout_per_head`; without it all heads share one layout.
+    in the diagonal blocks to another mask; ours is causal to the token. It fails if a block row has fewer than
+    `random_blocks` blocks to draw from, as the first rows do; ours takes all there are. It needs lengths that are
+    multiples of the block. `heads=H` is its `different_layout_per_head`; without it all heads share one layout.
 
     Source: DeepSpeed, ops/sparse_attention/sparsity_config.py (0.12 to 0.16). The arguments are its
     `num_random_blocks`, `num_sliding_window_blocks` and `num_global_blocks`, all in blocks; its block is 16.
@@ -107,9 +110,6 @@ def deepspeed_bigbird(
         X . . . X X X .                      X X . . X \\ . .
         X . . . . X X X                      X . . . . X \\ .
         X . . . . . X X                      X . . . . . X \\
-
-    >>> deepspeed_bigbird(4096, block=64)
-    BlockMask(4096 x 4096, blocks of 64, 372 tiles: 372 full + 0 partial, density 9.08 %)
     """
     q_len, block, blocks = square_blocks(q_len, block, "BigBird")
     given = {"random_blocks": random_blocks, "window_blocks": window_blocks, "global_blocks": global_blocks}
@@ -129,7 +129,7 @@ def deepspeed_bigbird(
 def _with_window_and_global(
     blocks: int, rows: Integers, cols: Integers, reach: int, ends: tuple[Integers, ...]
 ) -> tuple[Integers, Integers]:
-    """Tiles and those of a window and of the rows and columns in `ends`; some more than once."""
+    """The given tiles, and those of a window and of the rows and columns in `ends`; some of them more than once."""
     i = np.arange(blocks)
     all_rows, all_cols = [rows], [cols]
     for step in range(-reach, reach + 1):

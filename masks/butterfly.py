@@ -1,4 +1,4 @@
-"""Butterfly attention: block i sees the blocks one butterfly factor away, so log many blocks reach all."""
+"""Butterfly attention: block i sees the blocks one butterfly factor away; log many layers connect all blocks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ def butterfly(
 ) -> BlockMask:  # fmt: skip
     """The flat block butterfly over the `nb = ceil(q_len / block)` blocks of a sequence.
 
+    >>> butterfly(16_384)
+    BlockMask(16384 x 16384, blocks of 128, 1024 tiles: 1024 full + 0 partial, density 6.25 %)
+
     Score (q, k) with `i = q // block`, `j = k // block` is live iff, for radix 2,
 
         bidirectional:  i == j  or  i XOR j is in {1, 2, 4, ..., 2^(factors - 1)}
@@ -31,19 +34,19 @@ def butterfly(
         bidirectional:  i == j  or, for some s, i and j written in base r differ in the digit of s only
         causal:         (i == j and k <= q)  or, for some s, i - j is in {s, 2 s, ..., (r - 1) s}
 
-    Partners past the end are dropped, so any length goes; the graph of blocks stays connected, and `ceil(log_r nb)`
-    layers reach everything (causal: everything past). The causal form is the shift butterfly, because the lower
-    triangle of the XOR form can never reach most of the past: block i would reach only the blocks whose bits are a
-    subset of i's, at any depth.
+    Partners past the end are dropped, so any length is allowed; the graph of blocks stays connected, and after
+    `ceil(log_r nb)` layers every block has been reached (causal: every earlier one). The causal form is the shift
+    butterfly, because the lower triangle of the XOR form can never reach most of the past: block i would reach only the
+    blocks whose bits are a subset of i's, at any depth.
 
-    - `factors` keeps the smallest strides only; by default there are all `ceil(log_r nb)` of them. `strides` names
-      them instead, in blocks.
-    - `global_blocks`: the first so many block rows and columns are live too (causal: as far as `k <= q`), which stands
-      in for Pixelated Butterfly's low-rank term.
-    - `layer`: the staged form, one stride a layer: layer l has the blocks themselves and the stride number
-      `l % len(strides)`, in the order given: r blocks a row. Causal, or with nb a power of the radix, one round of
-      layers reaches everything; otherwise dropped partners may take it a second one. Without `layer`, every layer has
-      all strides.
+    - `factors` keeps that many of the smallest strides; the default is all `ceil(log_r nb)`. `strides` gives them
+      explicitly instead, in blocks.
+    - `global_blocks`: that many block rows and columns, from the first on, are live too (causal: where `k <= q`). They
+      take the place of Pixelated Butterfly's low-rank term.
+    - `layer`: the staged form, with one stride for each layer: in layer l a block sees itself and its partners at
+      stride number `l % len(strides)`, in the order given, so a row has r blocks. One round of layers reaches
+      everything if the mask is causal or nb is a power of the radix; otherwise dropped partners may make a second round
+      necessary. Without `layer`, every layer has all strides.
 
     Source: the union of butterfly factors is Pixelated Butterfly's flat block butterfly (Chen et al., 2021, section
     3.2), which FlashAttention (Dao et al., 2022, section 3.3) uses for its block-sparse attention. Neither publishes
@@ -53,8 +56,8 @@ def butterfly(
     algorithms for linear transforms"), as in the butterfly attention of Dimension Mixer (2023).
 
     `q_len` and `block` in tokens, `strides` and `global_blocks` in blocks. Raises ValueError if `factors` is not
-    between 0 and `ceil(log_r nb)`, a stride is not one of that many powers of the radix, both are given, `radix` is
-    below 2, or `global_blocks` or `layer` is negative.
+    between 0 and `ceil(log_r nb)`, a stride is not one of those powers of the radix, both are given, `radix` is below
+    2, or `global_blocks` or `layer` is negative.
 
         8 blocks           causal             radix 3            1 global block     layer 1
         X X X . X . . .    \\ . . . . . . .    X X X X . . X .    X X X X X X X X    X . X . . . . .
@@ -66,8 +69,6 @@ def butterfly(
         . . X . X . X X    . . X . X X \\ .    X . . X . . X X    X . X . X . X X    . . . . X . X .
         . . . X . X X X    . . . X . X X \\    . X . . X . X X    X . . X . X X X    . . . . . X . X
 
-    >>> butterfly(16_384)
-    BlockMask(16384 x 16384, blocks of 128, 1024 tiles: 1024 full + 0 partial, density 6.25 %)
     >>> butterfly(1024, factors=1).density
     0.25
     >>> butterfly(1000, block=64, causal=True).to_dense().triu(1).any().item()
@@ -107,7 +108,8 @@ def powers(count: int, radix: int) -> list[int]:
 
 def partners(count: int, strides: Sequence[int], radix: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Edges `(i, j)` between `count` nodes: each with itself and with its partners at each stride, powers of `radix`;
-    an edge of two strides comes twice."""
+    an edge that two strides share comes twice.
+    """
     i = torch.arange(count, device="cpu")
     rows, cols = [i], [i]
     for stride in strides:

@@ -22,25 +22,29 @@ def butterfly_2d(
 ) -> BlockMask:
     """A butterfly over the rows of an image and one over its columns: a query sees what both see.
 
-    The tokens are the pixels, row by row: token q is pixel `(q // width, q % width)`. With `a ~ b` iff a and b, written
-    in base `radix`, are equal or differ in one digit, and that among the lowest `factors`, score (q, k) is live iff
+    >>> butterfly_2d(128, 128, cell=(1, 128)) == butterfly_2d(128, 128, factors=(7, 0), cell=(1, 128))
+    True
+
+    The tokens are the pixels, row by row: token q is pixel `(q // width, q % width)`. Let `a ~ b` iff a and b, written
+    in base `radix`, are equal or differ in a single digit, which is one of the lowest `factors`. Then score (q, k) is
+    live iff
 
         q // width // cell_h ~ k // width // cell_h   and   q % width // cell_w ~ k % width // cell_w
 
-    `cell` pixels, one number or `(cell_h, cell_w)`, are one node of the butterfly and see the same; a query sees
-    `(1 + log2(height / cell_h)) (1 + log2(width / cell_w)) cell_h cell_w` pixels. Sides that are no powers of the radix
-    drop partners past the edge. `factors`, one number or `(rows, columns)`, counts the lowest strides kept; by default
-    all are.
+    The pixels of a cell (`cell`: one number or `(cell_h, cell_w)`) are one node of the butterfly and see the same keys;
+    a query sees `(1 + log2(height / cell_h)) (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power
+    of the radix, partners past the edge are dropped. `factors`, one number or `(rows, columns)`, is how many of the
+    lowest strides are kept; all by default.
 
-    Not to be taken for `butterfly(height * width)`, which in this order of tokens changes one coordinate at a time
-    (the Kronecker sum, for sides that are powers of two); the product is the 2D form of Pixelated Butterfly's code
-    (HazyResearch/fly, mlp.py: `kron` of two flat butterflies). No causal form.
+    This is not `butterfly(height * width)`, which in this order of tokens changes one coordinate at a time (the
+    Kronecker sum, for sides that are powers of two); the product is the 2D form of Pixelated Butterfly's code
+    (HazyResearch/fly, mlp.py: `kron` of two flat butterflies). There is no causal form.
 
-    In this order of tokens a tile lies in few rows of the image, so it is mostly partial unless a cell is as wide as a
-    block: `cell=(1, block)`. With the tokens in the order of cells (`permute`) the tiles are those of the product.
+    In this order of tokens a tile covers few rows of the image, so most tiles are partial unless a cell is as wide as a
+    block: `cell=(1, block)`. If the tokens are ordered by cells (`permute`), the tiles are those of the product.
 
     `height`, `width`, `cell` in pixels, `block` in tokens. Raises ValueError if a side or cell is not positive, `radix`
-    is below 2, or `factors` is not between 0 and what the sides have.
+    is below 2, or `factors` is negative or larger than the number of strides of a side.
 
         2 x 4 pixels       4 x 2 pixels, 1 factor
         X X X . X X X .    X X X X . . . .
@@ -52,8 +56,6 @@ def butterfly_2d(
         X . X X X . X X    . . . . X X X X
         . X X X . X X X    . . . . X X X X
 
-    >>> butterfly_2d(128, 128, cell=(1, 128)) == butterfly_2d(128, 128, factors=(7, 0), cell=(1, 128))
-    True
     >>> butterfly_2d(128, 128)
     BlockMask(16384 x 16384, blocks of 128, 1024 tiles: 0 full + 1024 partial (1 distinct), density 0.391 %)
     """
@@ -72,7 +74,7 @@ def butterfly_2d(
     def cols_related(a: Tensor, b: Tensor) -> Tensor:
         return _related(a // cell_w, b // cell_w, col_strides, radix)
 
-    # Candidates: related rows of the image, and in them related runs of at most a block of pixels.
+    # Candidates: pairs of related rows of the image, and in those, pairs of related runs of at most a block of pixels.
     r, r_other = _expanded(*partners(-(-height // cell_h), row_strides, radix, False), height, cell_h)
     c, c_other = _expanded(*partners(-(-width // cell_w), col_strides, radix, False), width, cell_w)
     runs_k = -(-width // block_k)
@@ -91,8 +93,8 @@ def butterfly_2d(
     key = distinct(torch.cat(keys))[0]
     rows, cols = key // col_blocks, key % col_blocks
 
-    # What a tile holds depends on where in a row of the image it starts, for queries and keys, and on which of the rows
-    # that it lies in are related.
+    # The bits of a tile depend on where in a row of the image its queries and keys start, and on which of the rows that
+    # it covers are related.
     row_q, row_k = rows * block_q // width, cols * block_k // width
     rows_q, rows_k = ((b + width - 2) // width + 1 for b in (block_q, block_k))
     codes = [rows * block_q % width, cols * block_k % width]
@@ -131,7 +133,7 @@ def _lowest(count: int, radix: int, factors: int | None, side: str) -> list[int]
 
 def _related(a: Tensor, b: Tensor, strides: list[int], radix: int) -> Tensor:
     """Whether nodes are equal or differ in the digit of one of the strides, the lowest powers of the radix."""
-    if radix == 2:  # what the loop finds, in far fewer steps
+    if radix == 2:  # the same as the loop, in far fewer steps
         differ = a ^ b
         return (differ & (differ - 1) == 0) & (differ < 1 << len(strides))
     found = a == b

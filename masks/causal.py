@@ -13,14 +13,17 @@ from sparseflash.masks.tiling.signatures import pattern
 def causal(q_len: int, k_len: int | None = None, *, offset: int | None = None, block: Block = 128) -> BlockMask:
     """Every query sees the keys up to its own position, by default aligned at the bottom right.
 
+    >>> causal(4096)
+    BlockMask(4096 x 4096, blocks of 128, 528 tiles: 496 full + 32 partial (1 distinct), density 50 %)
+
     Score (q, k) is live iff
 
         k <= q + offset        (offset = k_len - q_len by default)
 
     `offset` is the position of query 0 among the keys. By default the last query sees the last key: with a cache of
     earlier keys (`k_len > q_len`) the new queries see all of it, and with `k_len < q_len` the first `q_len - k_len`
-    queries see nothing. FlashAttention and xformers align the same way; FlexAttention examples and PyTorch's
-    `is_causal` align at the top left, which is `offset=0` and differs if the lengths do. A negative offset leaves the
+    queries see nothing. FlashAttention and xformers align the same way; FlexAttention's examples and PyTorch's
+    `is_causal` align at the top left, which is `offset=0`; it differs if the lengths do. A negative offset leaves the
     first queries without keys; `offset=-1` hides a query's own position.
 
     `q_len`, `k_len` in tokens (`k_len` defaults to `q_len`), `offset` and `block` in tokens.
@@ -31,8 +34,6 @@ def causal(q_len: int, k_len: int | None = None, *, offset: int | None = None, b
         X X X .
         X X X X
 
-    >>> causal(4096)
-    BlockMask(4096 x 4096, blocks of 128, 528 tiles: 496 full + 32 partial (1 distinct), density 50 %)
     >>> causal(2, 4, block=16).to_dense()[0, 0].int().tolist()
     [[1, 1, 1, 0], [1, 1, 1, 1]]
     >>> causal(2, 4, offset=0, block=16).to_dense()[0, 0].int().tolist()

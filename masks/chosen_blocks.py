@@ -1,4 +1,4 @@
-"""Blocks chosen by their scores, at every step if need be: the best k of a row, or as many as hold a share of it."""
+"""Blocks chosen by their scores, at every step if needed: the best k of a row, or the fewest that hold a share."""
 
 from __future__ import annotations
 
@@ -23,33 +23,40 @@ def top_k_blocks(
 ) -> BlockMask:  # fmt: skip
     """The k blocks of keys with the highest scores, for every block of queries.
 
+    >>> from sparseflash.masks import pooled_scores
+    >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
+    >>> mask = top_k_blocks(pooled_scores(q, k, block=64), k=4, q_len=1000, block=64, causal=True, local_blocks=1)
+    >>> mask.shape, len(mask.indices), bool(mask.to_dense().triu(1).any())
+    ((1, 4, 1000, 1000), 232, False)
+
     Score (q, t) of head h with `i = q // block_q`, `j = t // block_k` is live iff
 
         scores[b, h, i, j] is among the k highest of row i   (and, if causal, t <= q + k_len - q_len)
 
-    where, if causal, only tiles with a score at or before the diagonal count. A row that has fewer than k keeps them
-    all. Of equal scores the first block wins. A block that scores -inf or NaN is never chosen.
+    where, if causal, only tiles with a score at or before the diagonal are candidates. A row with fewer than k
+    candidates keeps them all. Of equal scores the first block wins. A block that scores -inf or NaN is never chosen.
 
-    `sink_blocks` first blocks, and the blocks nearer than `local_blocks` to the diagonal (1: those that cross it), are
-    always among the k, whatever they score: MoBA and NSA count them in like this. The diagonal runs from the bottom
-    right, as in `masks.causal`.
+    The first `sink_blocks` blocks, and the blocks nearer than `local_blocks` to the diagonal (1: those that cross it),
+    are always among the k, whatever their scores; MoBA and NSA count them in the same way. The diagonal runs from the
+    bottom right, as in `masks.causal`.
 
-    `scores`: floating `[Mq, Mk]`, `[H, Mq, Mk]` or `[B, H, Mq, Mk]`, one a tile, as `pooled_scores` gives them; `group`
-    query heads share what one head of `scores` chooses. `q_len`, `k_len` (by default `q_len`) and `block` in tokens,
-    `k`, `sink_blocks` and `local_blocks` in blocks. The choice passes no gradient on.
+    `scores`: floating `[Mq, Mk]`, `[H, Mq, Mk]` or `[B, H, Mq, Mk]`, one for each tile, as `pooled_scores` returns
+    them; `group` query heads share the choice of one head of `scores`. `q_len`, `k_len` (by default `q_len`) and
+    `block` in tokens, `k`, `sink_blocks` and `local_blocks` in blocks. No gradient flows through the choice.
 
-    The mask is dynamic (see `BlockMask`) and lies on the device of `scores`, with room for k tiles a row: nothing waits
-    for the device, so it can be made at every step. The same scores give the same mask, also when activation
-    checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call, and kept.
-    `torch.compile(fullgraph=True)` traces scores, choice and attention as one graph, for each length anew (but not with
-    `dynamic=True`, which PyTorch refuses).
+    The mask is dynamic (see `BlockMask`) and lies on the device of `scores`, with room for k tiles in each row. Nothing
+    waits for the device, so it can be made at every step. The same scores give the same mask, also when activation
+    checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call and cached.
+    `torch.compile(fullgraph=True)` traces scores, choice and attention as one graph, and compiles again for each length
+    (`dynamic=True` does not work; PyTorch refuses it).
 
     Source: top-k over pooled scores in MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025)
-    and, with learned scores, SeerAttention (Gao et al., 2024); SpargeAttn has it beside `mass_blocks`. MoBA (Lu et al.,
-    2025), NSA (Yuan et al., 2025) and Quest (Tang et al., 2024) let every query choose for itself:
-    `top_k_keys(span=...)`.
+    and, with learned scores, SeerAttention (Gao et al., 2024); SpargeAttn offers it beside its threshold
+    (`mass_blocks`). MoBA (Lu et al., 2025), NSA (Yuan et al., 2025) and Quest (Tang et al., 2024) let every query
+    choose for itself: `top_k_keys(span=...)`.
 
-    Raises ValueError if the scores are not one a tile, or k is less than 1 or than the blocks that a row always keeps.
+    Raises ValueError if there is not one score for each tile, or k is less than 1 or than the number of blocks that a
+    row always keeps.
 
         k = 2, causal, local_blocks = 1
         scores         mask
@@ -57,12 +64,6 @@ def top_k_blocks(
         .2 .8 .7 .4    X \\ . .
         .1 .6 .2 .9    . X \\ .
         .5 .3 .4 .0    X . . \\
-
-    >>> from sparseflash.masks import pooled_scores
-    >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
-    >>> mask = top_k_blocks(pooled_scores(q, k, block=64), k=4, q_len=1000, block=64, causal=True, local_blocks=1)
-    >>> mask.shape, len(mask.indices), bool(mask.to_dense().triu(1).any())
-    ((1, 4, 1000, 1000), 232, False)
     """
     scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)
     return _mask_of(scores, of, _enough(k, "k", of), None, at_least(1, group, "group", "query heads"))
@@ -76,28 +77,28 @@ def mass_blocks(
 ) -> BlockMask:  # fmt: skip
     """The fewest blocks of keys that hold a share `mass` of the softmax of each row of scores.
 
+    >>> p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    >>> [mass_blocks(p.log(), mass=m, q_len=16, k_len=64, block=16).density for m in (0.4, 0.7, 0.9, 1.0)]
+    [0.25, 0.5, 0.75, 1.0]
+
     With p = softmax of row i over the blocks that may be chosen (if causal, those with a score at or before the
-    diagonal), in descending order, blocks are kept as long as those before them hold less than `mass`:
+    diagonal), in descending order, blocks are kept for as long as those before them hold less than `mass`:
 
         block r of the order is live iff  p_1 + ... + p_(r-1) < mass
 
-    `sink_blocks` and `local_blocks`, as in `top_k_blocks`, come first in that order, and what they hold counts, as in
-    XAttention; other systems add such blocks afterwards. Of equal blocks the first comes first. A row keeps at most
-    `most` blocks (default: all there are), which is also the room that the mask has: a smaller one takes less memory
+    `sink_blocks` and `local_blocks`, as in `top_k_blocks`, come first in that order, and their share counts, as in
+    XAttention; other systems add such blocks afterwards. Of equal blocks the earlier comes first. A row keeps at most
+    `most` blocks (default: all there are). The mask reserves room for that many, so a smaller `most` takes less memory
     and time, and bounds the work of a step. `mass=1` keeps every block that does not score -inf or NaN.
 
-    `scores` are logits, as `pooled_scores` and `antidiagonal_scores` give them, shaped as for `top_k_blocks`; of
-    probabilities take the `log()`. Shares are added in units of 2^-40, exactly, so the choice is the same at every run.
-    For the rest see `top_k_blocks`.
+    `scores` are logits, as `pooled_scores` and `antidiagonal_scores` return them, shaped as for `top_k_blocks`; of
+    probabilities pass the `log()`. Shares are added exactly, in units of 2^-40, so every run makes the same choice. For
+    everything else see `top_k_blocks`.
 
     Source: the threshold tau of XAttention (Xu et al., 2025, section 2.2; over `antidiagonal_scores`), tau of
     SpargeAttn (Zhang et al., 2025; over pooled scores), gamma of FlexPrefill (Lai et al., 2025).
 
     Raises ValueError unless `0 < mass <= 1`, and if `most` is less than the blocks that a row always keeps.
-
-    >>> p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    >>> [mass_blocks(p.log(), mass=m, q_len=16, k_len=64, block=16).density for m in (0.4, 0.7, 0.9, 1.0)]
-    [0.25, 0.5, 0.75, 1.0]
     """
     scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)
     mass = _share(mass)
@@ -156,8 +157,10 @@ def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: in
 
 
 def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
-    """The columns of each row, forced ones first, then by score; the scores, -inf where none; which may be kept."""
-    scored = of.open & (scores > -torch.inf)  # not so NaN
+    """Three tensors: the columns of each row, forced ones first, then by score; the scores, -inf where there is none;
+    and which of them may be kept.
+    """
+    scored = of.open & (scores > -torch.inf)  # False for NaN
     # Finite, so that no score is as high as a forced block, and the softmax has no inf - inf.
     clean = torch.where(scored, scores.clamp(max=torch.finfo(scores.dtype).max), -torch.inf)
     order = clean.masked_fill(of.forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -166,7 +169,7 @@ def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
 
 def _holding(clean: Tensor, order: Tensor, mass: float) -> Tensor:
     """Whether each block of the order is needed to hold the share, bool like the order."""
-    if mass == 1.0:  # blocks of weight 0, too
+    if mass == 1.0:  # including blocks of weight 0
         return torch.ones_like(order, dtype=torch.bool)
     weights = torch.softmax(clean, -1, dtype=torch.promote_types(clean.dtype, torch.float32))
     # NaN: no block of the row may be chosen by its score.

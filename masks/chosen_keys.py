@@ -23,36 +23,37 @@ def selected_keys(
     indices: Tensor, *, k_len: int, block: Block = 128, span: int = 1, causal: bool = False, most: int | None = None,
     group: int = 1,
 ) -> BlockMask:  # fmt: skip
-    """Every query sees the keys whose numbers it is given.
+    """Every query sees the keys whose indices are given for it.
+
+    >>> mask = selected_keys(torch.tensor([[0, 2], [1, -1], [2, 0], [3, 3]]), k_len=4, block=16)
+    >>> mask.to_dense()[0, 0].int().tolist()
+    [[1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]
 
     Score (q, t) of head h is live iff
 
         t // span is in indices[b, h, q]   (and, if causal, t <= q + k_len - q_len)
 
-    `indices`: int `[Nq, K]`, `[H, Nq, K]` or `[B, H, Nq, K]`, in any order, with repetitions or not. A number that
-    names no key, such as -1, chooses nothing: fill up with it where a query has fewer than K. (A number too large is
-    no error either: asking the GPU would take longer than making the mask.) `span`: keys that one number stands for, a
-    power of two; 1 for keys, 64 for NSA's selected blocks, the chunk of MoBA. `group` query heads share what one head
-    of `indices` chooses. `k_len`, `block` in tokens. The choice passes no gradient on.
+    `indices`: int `[Nq, K]`, `[H, Nq, K]` or `[B, H, Nq, K]`, in any order, with or without repetitions. An index that
+    names no key, such as -1, chooses nothing: use it as padding where a query has fewer than K. (An index that is too
+    large is not an error either: asking the GPU would take longer than making the mask.) `span`: how many keys one
+    index stands for, a power of two; 1 for single keys, 64 for NSA's selected blocks, the chunk size for MoBA. `group`
+    query heads share the choice of one head of `indices`. `k_len`, `block` in tokens. No gradient flows through the
+    choice.
 
     **The kernel still walks tiles**: a tile in which one score is live costs as much as a full one. Per-query choices
     save time only where neighbouring queries agree, or where K and `span` are such that the K runs of `block_q` queries
-    meet few tiles. `mask.density` against live tiles says which (`repr(mask)` shows both).
+    fall into few tiles. Compare `mask.density` with the share of live tiles to see (`repr(mask)` shows both).
 
-    The mask is dynamic and made without waiting for the device, in memory for the tiles that there may be: a block row
-    meets at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; 17 MB a head at 16,384 tokens
-    if causal. `most` bounds the tiles of a row, which bounds memory and work; a row that meets more **loses** those
-    with the fewest chosen keys (of equals, the later ones). Working memory is bounded, too: choices are packed about 16
-    million at a time.
+    The mask is dynamic and made without waiting for the device, so memory is reserved for the largest possible number
+    of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; at 16,384
+    tokens that is 17 MB a head if causal. `most` bounds the tiles of a row, and with them memory and work; a row with
+    more **loses** those with the fewest chosen keys (of equals, the later ones). Working memory is bounded, too:
+    choices are packed about 16 million at a time.
 
     Source: DeepSeek-V3.2's sparse attention (2025; K = 2048 keys a query), NSA (Yuan et al., 2025, section 3.3.2), MoBA
     (Lu et al., 2025, section 2.2).
 
     Raises ValueError if `span` is no power of two or `most` is less than 1.
-
-    >>> mask = selected_keys(torch.tensor([[0, 2], [1, -1], [2, 0], [3, 3]]), k_len=4, block=16)
-    >>> mask.to_dense()[0, 0].int().tolist()
-    [[1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]
     """
     indices = as_heads("indices", indices, "Nq, K", floating=False)
     of = _checked(indices.shape[2], k_len, block, causal, indices.device)
@@ -65,27 +66,27 @@ def top_k_keys(
     scores: Tensor, *, k: int, k_len: int, block: Block = 128, span: int = 1, causal: bool = False,
     most: int | None = None, group: int = 1,
 ) -> BlockMask:  # fmt: skip
-    """Every query sees the k keys, or the k runs of `span` keys, that score highest for it.
-
-    Score (q, t) of head h is live iff
-
-        scores[b, h, q, t // span] is among the k highest of row q   (and, if causal, t <= q + k_len - q_len)
-
-    where, if causal, only runs that begin at or before the query count. A query with fewer than k keeps them all. Of
-    equal scores the first wins; -inf and NaN are never chosen. What must be chosen, such as the query's own run in
-    MoBA, gets the score +inf.
-
-    `scores`: floating `[Nq, R]`, `[H, Nq, R]` or `[B, H, Nq, R]`, with `R = ceil(k_len / span)`. With `span=1` they are
-    `Nq x Nk` numbers, and sorting those may take longer than dense attention: where something cheaper has chosen
-    already, give its choice to `selected_keys`, whose docstring says the rest, what such masks cost above all.
-
-    Raises ValueError if the scores do not have R columns or k is less than 1.
+    """Every query sees the k keys, or the k runs of `span` keys, with its highest scores.
 
     >>> q, k = torch.randn(2, 256, 16), torch.randn(2, 256, 16)
     >>> runs = k.unflatten(1, (-1, 32)).mean(2)  # MoBA: the means of chunks of 32 keys
     >>> mask = top_k_keys(q @ runs.transpose(1, 2), k=2, k_len=256, block=64, span=32)
     >>> mask.density
     0.25
+
+    Score (q, t) of head h is live iff
+
+        scores[b, h, q, t // span] is among the k highest of row q   (and, if causal, t <= q + k_len - q_len)
+
+    where, if causal, only runs that begin at or before the query are candidates. A query with fewer than k keeps them
+    all. Of equal scores the first wins; -inf and NaN are never chosen. Give the score +inf to what must be chosen, such
+    as the query's own run in MoBA.
+
+    `scores`: floating `[Nq, R]`, `[H, Nq, R]` or `[B, H, Nq, R]`, with `R = ceil(k_len / span)`. With `span=1` they are
+    `Nq x Nk` numbers, and sorting those may take longer than dense attention: if something cheaper has already chosen,
+    pass its choice to `selected_keys`, whose docstring has the rest, above all what such masks cost.
+
+    Raises ValueError if the scores do not have R columns or k is less than 1.
     """
     scores = as_heads("scores", scores, "Nq, R", floating=True)
     k, span = at_least(1, k, "k", "keys"), _span(span)
@@ -159,7 +160,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
     found = compact(kept, room)
     bits = torch.zeros(room * block_q * width, dtype=torch.int32, device=indices.device)
     for tile, word, value in once or words():
-        # Distinct bits never carry, so the sum is their union. What is not kept adds 0, somewhere.
+        # The bits are distinct, so adding them never carries and the sum is their union. Keys that are not kept add 0.
         value = value * kept_flat[tile]
         bits.scatter_add_(0, (found.running[tile] - 1).clamp_(min=0) * (block_q * width) + word, value)
     bits = bits.view(room, block_q, width)
@@ -167,18 +168,20 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
 
 
 def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> BlockMask:
-    """What `_selected` does, for runs of whole words, few enough for a bool for each: in a third of the steps."""
+    """The same as `_selected` in a third of the steps, for runs of whole words, if there are few enough for a bool
+    each.
+    """
     batch, heads, q_len, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
     runs, runs_in_tile = -(-of.k_len // span), block_k // span
-    # A column before and one behind for numbers that name no key.
+    # One column before and one after for indices that name no key.
     last = cols * runs_in_tile
-    column = indices.to(torch.int64)  # a narrow type may not hold the bounds
+    column = indices.to(torch.int64)  # a narrow type may be too small for the bounds
     column = column.masked_fill(column >= runs, last).clamp_(min=-1) + 1
     table = torch.zeros(batch, heads, rows * block_q, last + 2, dtype=torch.bool, device=indices.device)
     table[:, :, :q_len].scatter_(-1, column, True)
     live = table[..., 1:-1]
-    if of.causal:  # a run that has begun has a live key, and one that has not has none
+    if of.causal:  # a run that has begun has a live key; one that has not begun has none
         last_key = torch.arange(of.k_len - q_len, of.k_len - q_len + rows * block_q, device=indices.device)
         live = live & (torch.arange(0, cols * block_k, span, device=indices.device) <= last_key[:, None])
     live = live.unflatten(3, (cols, runs_in_tile)).unflatten(2, (rows, block_q))  # [B, H, Mq, block_q, Mk, ...]
@@ -193,14 +196,16 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
 
 
 def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
-    """The mask of found tiles with these bits; where neighbours agree tiles are full, and no kernel looks at those."""
+    """The mask of the tiles that were found, with these bits. Where neighbouring queries agree a tile is full, and
+    kernels do not read its bits.
+    """
     full = (bits == bitmask.full_word(of.block[1])).flatten(1).all(1)
     number = torch.arange(1, len(bits) + 1, dtype=torch.int32, device=bits.device)
     return dynamic_mask(of, found.indptr, found.indices, number.masked_fill_(full, 0), bits, heads, group)
 
 
 def _without_repetitions(indices: Tensor) -> Tensor:
-    """The numbers of each query in order, with -1 for those that came before."""
+    """The indices of each query in ascending order, with -1 in place of repetitions."""
     if not indices.dtype.is_signed:  # it has no -1
         indices = indices.to(torch.int64)
     indices = indices.sort(-1).values
@@ -239,7 +244,7 @@ def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tens
         value = value.masked_fill(col >= cols, 0)
         place = (q // block_q).unsqueeze(-1) * cols + col.clamp_(max=cols - 1)
         word = (q % block_q).unsqueeze(-1) * width + word % width
-        # Live is what the frame lets live: past the ends and the diagonal, nothing.
+        # Only what the frame allows is live: nothing past the ends or the diagonal.
         value = value & kinds[of.kind[place].long() * (block_q * width) + word]
         value = value.masked_fill_(~of.open.view(-1)[place], 0)
         tile = pattern.unsqueeze(-1) * (rows * cols) + place

@@ -15,13 +15,16 @@ from sparseflash.masks.tiling.spans import spans
 def chunked(q_len: int, *, chunk: int, causal: bool = False, block: Block = 128) -> BlockMask:
     """Chunks of `chunk` tokens that do not see one another (block-local attention).
 
+    >>> chunked(4096, chunk=512)
+    BlockMask(4096 x 4096, blocks of 128, 128 tiles: 128 full + 0 partial, density 12.5 %)
+
     Score (q, k) is live iff
 
         q // chunk == k // chunk            (causal: and k <= q)
 
-    The last chunk may be short. Whatever the depth, nothing crosses the border of a chunk: combine it with another
-    pattern, in the same layer or another. Source: blockwise attention of BlockBERT (Qiu et al., 2020) and the local
-    layers of Llama 4 (causal, which calls it chunked attention; its borders lie at multiples of the chunk, as here).
+    The last chunk may be short. At no depth does anything cross the border of a chunk: combine it with another pattern,
+    in the same layer or in another. Source: blockwise attention of BlockBERT (Qiu et al., 2020) and the local layers of
+    Llama 4 (causal; there it is called chunked attention, and its borders lie at multiples of the chunk, as here).
 
     `q_len`, `chunk`, `block` in tokens; `chunk` need not be a multiple of the block, but then most tiles are partial.
     Raises ValueError if `chunk` is not positive.
@@ -32,9 +35,6 @@ def chunked(q_len: int, *, chunk: int, causal: bool = False, block: Block = 128)
         . . X X .            . . X . .
         . . X X .            . . X X .
         . . . . X            . . . . X
-
-    >>> chunked(4096, chunk=512)
-    BlockMask(4096 x 4096, blocks of 128, 128 tiles: 128 full + 0 partial, density 12.5 %)
     """
     q_len, _ = token_counts(q_len, q_len)
     chunk = at_least(1, chunk, "chunk", "tokens")

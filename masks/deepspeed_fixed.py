@@ -18,6 +18,9 @@ def deepspeed_fixed(
 ) -> BlockMask:  # fmt: skip
     """Chunks of `local_blocks` blocks, and the last blocks of every chunk as columns (DeepSpeed's "fixed").
 
+    >>> deepspeed_fixed(4096)
+    BlockMask(4096 x 4096, blocks of 128, 352 tiles: 352 full + 0 partial, density 34.4 %)
+
     With `i = q // block`, `j = k // block`, L local and g global blocks and nb blocks in all, score (q, k) of head h is
     live iff
 
@@ -26,19 +29,19 @@ def deepspeed_fixed(
         or  i in G(h), if horizontal                                (and seeing every key)
 
     and, if `causal`, `k <= q`. G(h) has g blocks of each chunk, from `L - (1 + h % P) * g` on, where P is
-    `global_patterns`; of a last chunk with fewer than L blocks, the g blocks that start there or, if that lies past the
-    end, the last g blocks of the sequence.
+    `global_patterns`; if the last chunk has fewer than L blocks, they are the g blocks that start at that position or,
+    if it lies past the end, the last g blocks of the sequence.
 
     Differences from `FixedSparsityConfig.make_layout` of DeepSpeed (deepspeed/ops/sparse_attention/sparsity_config.py,
-    the source): lengths need not be multiples of the block; `causal` cuts the diagonal tiles to the triangle, which
-    there needs a mask of its own (`attention="unidirectional"` is causal in blocks only), and drops global blocks ahead
-    of the query, which there are seen when `num_global_blocks > 1`. From the Sparse Transformer's `fixed` it differs in
-    that it is made of blocks, and also bidirectional.
+    the source): lengths need not be multiples of the block; `causal` cuts the diagonal tiles to the triangle, for which
+    DeepSpeed needs a separate mask (`attention="unidirectional"` is causal in blocks only), and drops global blocks
+    ahead of the query, which DeepSpeed's queries see when `num_global_blocks > 1`. Unlike the Sparse Transformer's
+    `fixed`, it is made of blocks and exists in a bidirectional form.
 
     `q_len`, `block` in tokens, the rest in blocks and heads. DeepSpeed's names are `num_local_blocks`,
     `num_global_blocks`, `horizontal_global_attention` and `num_different_global_patterns`; the defaults are its own,
-    but for its block of 16. The mask has `heads` heads if P > 1. Raises ValueError unless g divides L and
-    `P <= L // g`, if a number is not positive, or for `horizontal` with `causal`.
+    except that its block is 16. The mask has `heads` heads if P > 1. Raises ValueError unless g divides L and `P <= L
+    // g`, if a number is not positive, or for `horizontal` with `causal`.
 
         L 3, 7 blocks     horizontal          causal
         X X X . . X X     X X X . . X X       \\ . . . . . .
@@ -49,8 +52,6 @@ def deepspeed_fixed(
         . . X X X X X     X X X X X X X       . . X X X \\ .
         . . X . . X X     X X X X X X X       . . X . . X \\
 
-    >>> deepspeed_fixed(4096)
-    BlockMask(4096 x 4096, blocks of 128, 352 tiles: 352 full + 0 partial, density 34.4 %)
     >>> deepspeed_fixed(4096, heads=8, global_patterns=4).shape
     (1, 8, 4096, 4096)
     """

@@ -9,16 +9,16 @@ from sparseflash.masks.tiling.signatures import pattern
 
 @pattern
 def dense(q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
-    """Every score is live: the mask to compare others with, and to combine with them.
+    """Every score is live. Use it to compare other masks with, or to combine with them.
 
-    `attention(q, k, v)` without a mask computes the same with nothing stored.
+    >>> dense(256, 512)
+    BlockMask(256 x 512, blocks of 128, 8 tiles: 8 full + 0 partial, density 100 %)
+
+    `attention(q, k, v)` without a mask computes the same and stores nothing.
 
     `q_len`, `k_len` in tokens (`k_len` defaults to `q_len`), `block` in tokens.
 
         X X X X
         X X X X
-
-    >>> dense(256, 512)
-    BlockMask(256 x 512, blocks of 128, 8 tiles: 8 full + 0 partial, density 100 %)
     """
     return BlockMask.dense(q_len, k_len, block=block)

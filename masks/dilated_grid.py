@@ -20,13 +20,17 @@ from sparseflash.masks.tiling.signatures import pattern
 def dilated_grid(
     shape: Sequence[int], *, dilation: int | Sequence[int], order: Integers | None = None, block: Block = 128
 ) -> BlockMask:
-    """Every token of a grid sees the grid from its own place on, taken every `dilation` tokens on each axis.
+    """Every token of a grid sees every `dilation`-th token on each axis, counted from its own place in both directions.
+
+    >>> from sparseflash.masks import order
+    >>> dilated_grid((64, 64), dilation=4)
+    BlockMask(4096 x 4096, blocks of 128, 512 tiles: 0 full + 512 partial (1 distinct), density 6.25 %)
 
     Score (q, k) is live iff on every axis, with the coordinates q and k there,
 
         (q - k) % dilation == 0
 
-    near or far: 1 / dilation^axes of all scores. With a window as well it is `neighborhood(..., dilation=)`.
+    however far away, so 1 / dilation^axes of all scores. For a dilated window use `neighborhood(..., dilation=)`.
 
     Source: xformers' `dilated_2d_pattern`. In row-major order nearly all live tiles are partial; with
     `order=order.residues(shape, dilation)` tokens that see one another are neighbours, and the mask is block-diagonal.
@@ -45,9 +49,6 @@ def dilated_grid(
         . . . . X . X .
         . . . . . X . X
 
-    >>> from sparseflash.masks import order
-    >>> dilated_grid((64, 64), dilation=4)
-    BlockMask(4096 x 4096, blocks of 128, 512 tiles: 0 full + 512 partial (1 distinct), density 6.25 %)
     >>> dilated_grid((64, 64), dilation=4, order=order.residues((64, 64), 4))
     BlockMask(4096 x 4096, blocks of 128, 64 tiles: 64 full + 0 partial, density 6.25 %)
     """

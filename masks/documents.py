@@ -1,4 +1,4 @@
-"""Packed documents: several sequences in one, that must not see one another."""
+"""Packed documents: several sequences in one that must not see one another."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from sparseflash.masks.tiling.spans import spans
 def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, block: Block = 128) -> BlockMask:
     """Documents packed one behind the other: a query sees the keys of its own document (block-diagonal attention).
 
+    >>> documents([1000, 3000, 96])
+    BlockMask(4096 x 4096, blocks of 128, 688 tiles: 578 full + 110 partial (10 distinct), density 59.7 %)
+
     Score (q, k), with d the document of query q and of key k, is live iff
 
         d(q) == d(k)                                                   (bidirectional)
@@ -29,10 +32,11 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
 
     `lengths`: tokens of each document, in order (list of ints or 1-D integer tensor or array); an empty document is
     allowed. The mask is over `sum(lengths)` queries and `sum(k_lengths)` keys (`k_lengths` defaults to `lengths`).
-    `block` in tokens. Running sums are no lengths: of `cu_seqlens` give the differences, `cu_seqlens.diff()`; and of
-    every token's document number, as FlexAttention's examples have it, `ids.unique_consecutive(return_counts=True)[1]`.
-    (Documents whose tokens do not lie together: `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) Padding
-    up to a fixed number of tokens is a last document, to be cut off: `documents([100, 150, 50]).with_lengths([250])`.
+    `block` in tokens. Running sums are not lengths: from `cu_seqlens` take the differences, `cu_seqlens.diff()`. From a
+    document number for every token, as in FlexAttention's examples, take
+    `ids.unique_consecutive(return_counts=True)[1]`. (If the tokens of a document do not lie together:
+    `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) To pad up to a fixed number of tokens, add a last
+    document and cut it off: `documents([100, 150, 50]).with_lengths([250])`.
 
     Raises TypeError or ValueError if lengths are not integers, one is negative, or all are 0.
 
@@ -44,8 +48,6 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
         . . . . X X         . . . . X .
         . . . . X X         . . . . X X
 
-    >>> documents([1000, 3000, 96])
-    BlockMask(4096 x 4096, blocks of 128, 688 tiles: 578 full + 110 partial (10 distinct), density 59.7 %)
     >>> documents([1, 2], causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
     >>> documents(torch.tensor([0, 1000, 4000, 4096]).diff()) == documents([1000, 3000, 96])

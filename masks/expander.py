@@ -1,4 +1,4 @@
-"""Expander graphs: every block sees the few that random cycles through all blocks make its neighbours."""
+"""Expander graphs: every block sees its neighbours on a few random cycles through all blocks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from sparseflash.masks.tiling.signatures import pattern
 
 @pattern
 def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
-    """A random regular graph of blocks, made of `degree / 2` random Hamiltonian cycles, for each head its own.
+    """A random regular graph of blocks, made of `degree / 2` random Hamiltonian cycles, drawn separately for each head.
+
+    >>> expander(16_384, degree=6)
+    BlockMask(16384 x 16384, blocks of 128, 886 tiles: 886 full + 0 partial, density 5.41 %)
 
     Score (q, k) with `i = q // block`, `j = k // block` is live iff
 
         i == j  or  i and j are neighbours on one of the cycles
 
     The mask is symmetric, and connected for any degree of 2 or more. A block sees `degree` others, fewer where two
-    cycles share an edge (two in expectation, for each pair of cycles and any length) and where there are no more.
-    The graph is an expander with high probability: the second largest eigenvalue of its adjacency matrix comes close
-    to `2 * sqrt(degree - 1)`, the least that a regular graph can have (Friedman, 2008), so that a random walk forgets
-    where it began, and some `log(blocks) / log(degree - 1)` layers reach everything. The gap is not computed here.
+    cycles share an edge (two edges in expectation for each pair of cycles, at any length) and where there are not that
+    many blocks. The graph is an expander with high probability: the second largest eigenvalue of its adjacency matrix
+    comes close to `2 * sqrt(degree - 1)`, the least that a regular graph can have (Friedman, 2008), so a random walk
+    soon becomes independent of its start, and about `log(blocks) / log(degree - 1)` layers connect all blocks. The
+    spectral gap is not computed here.
 
     Source: Exphormer (Shirzad et al., 2023), section 3.1, there over the nodes of a graph. Its code draws permutations
     or Hamiltonian cycles, counts `degree` by cycles (half of ours), draws again up to 100 times until the spectral gap
@@ -42,9 +46,6 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
         X . . . . X X .
         . . . X . X X .
         . X X . . . . X
-
-    >>> expander(16_384, degree=6)
-    BlockMask(16384 x 16384, blocks of 128, 886 tiles: 886 full + 0 partial, density 5.41 %)
     """
     q_len, block, blocks = square_blocks(q_len, block, "expander")
     degree = at_least(0, degree, "degree", "blocks")

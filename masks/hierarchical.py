@@ -1,4 +1,4 @@
-"""Hierarchical attention: near blocks in full, and of ever larger cells far away one block each."""
+"""Hierarchical attention: near blocks in full, and one block for each of the ever larger cells farther away."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from sparseflash.masks.tiling.signatures import pattern
 def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False, block: int = 128) -> BlockMask:
     """The H-matrix partition of the score matrix, in which every far cell is represented by its last block.
 
+    >>> hierarchical(16_384)
+    BlockMask(16384 x 16384, blocks of 128, 2308 tiles: 2308 full + 0 partial, density 14.1 %)
+
     Cell a of level m holds the 2^m blocks from `a * 2^m` on. Block j, with `i = q // block` and `j = k // block`, lies
     in the far field of level m of block i iff
 
@@ -26,14 +29,14 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
         |i - j| <= 1   or   j is in the far field of a level m < levels and is the last block of its cell
         and, if `causal`, k <= q
 
-    The last block of a cell that the end of the sequence cuts is the sequence's last. A block sees at most 3 blocks
-    near by and 3 of each level, so `O(log nb)`; `levels` keeps the lowest levels only, by default all are there.
+    If the end of the sequence cuts a cell, the cell's last block is that of the sequence. A block sees at most 3 blocks
+    near by and 3 of each level, so `O(log nb)`; `levels` keeps that many of the lowest levels, all by default.
 
     Source: the partition is that of H-Transformer-1D (Zhu & Soricut, 2021, section 4) and of Hackbusch's H-matrices;
-    the far field of a level is the interaction list of the fast multipole method. What this is not: H-Transformer-1D
-    averages the keys and values of a far cell, which no mask of scores can; here a cell is represented by tokens that
-    exist, as a chunk is by its summary in the Sparse Transformer's `fixed`. Over layers that block can gather the cell,
-    also in the causal form, where it is the one that sees all of it.
+    the far field of a level is the interaction list of the fast multipole method. The difference: H-Transformer-1D
+    averages the keys and values of a far cell, which a mask cannot express; here a cell is represented by tokens of its
+    own, as a chunk is by its summary in the Sparse Transformer's `fixed`. Over several layers that block can collect
+    what the cell holds, also in the causal form, in which it is the only one that sees the whole cell.
 
     `q_len`, `block` in tokens. Raises ValueError if `levels` is negative or more than there are.
 
@@ -47,13 +50,11 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
         . X . X X X X X      . X . X X X \\ .
         . X . X X X X X      . X . X X X X \\
 
-    >>> hierarchical(16_384)
-    BlockMask(16384 x 16384, blocks of 128, 2308 tiles: 2308 full + 0 partial, density 14.1 %)
     >>> hierarchical(16_384, levels=0).density < 0.03
     True
     """
     q_len, block, count = square_blocks(q_len, block, "hierarchical")
-    most = max((count - 1).bit_length() - 1, 0)  # level m exists if there are three cells of it
+    most = max((count - 1).bit_length() - 1, 0)  # a level exists if it has at least three cells
     levels = most if levels is None else integer(levels, "levels", "levels")
     if not 0 <= levels <= most:
         raise ValueError(f"levels must lie between 0 and {most} for {count} blocks of {block}; got {levels}.")

@@ -1,4 +1,4 @@
-"""Sliding windows: every query sees the keys near its own position, all of them or every so-manieth."""
+"""Sliding windows: every query sees the keys near its own position, all of them or one in every few."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def local(
     q_len: int, k_len: int | None = None, *, window: int | None = None, causal: bool = False,
     left: int | None = None, right: int | None = None, offset: int | None = None, block: Block = 128,
 ) -> BlockMask:  # fmt: skip
-    """A sliding window over a sequence of `q_len` tokens, of `window` keys or of so many to the left and right.
+    """A sliding window over a sequence of `q_len` tokens: `window` keys, or `left` keys before and `right` keys after.
+
+    >>> local(4096, window=256, block=64)
+    BlockMask(4096 x 4096, blocks of 64, 314 tiles: 190 full + 124 partial (2 distinct), density 6.18 %)
 
     Score (q, k), with p = q + offset the position of query q among the keys, is live iff
 
@@ -25,17 +28,17 @@ def local(
         bidirectional:  |p - k| <= window // 2        (2 * (window // 2) + 1 keys, the query's own included)
         left, right:    p - left <= k <= p + right    (left + 1 + right keys)
 
-    cropped at the ends of the sequence. So a bidirectional window of 255 keys and one of 254 are the same, 127 keys to
-    each side and the query's own, and one of 256 has 257 keys: an even number has no middle. Conventions differ between
-    systems: Hugging Face, Sparse Transformer and this function count `window` keys in the causal form; FlashAttention's
-    `window_size=(w, 0)`, Splash and attention-gym see `w + 1`. `left` and `right` are FlashAttention's
-    `window_size=(left, right)`; its -1, no limit, is `k_len` here. With a cache of earlier keys (`k_len > q_len`) the
-    last query is the last key, as in `causal`: `offset` is `k_len - q_len` by default. Source: Longformer (Beltagy et
-    al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
+    cropped at the ends of the sequence. A bidirectional window is symmetric, so it has an odd number of keys:
+    `window=254` and `window=255` both give 127 keys to each side and the query's own, and `window=256` gives 257.
+    Conventions differ between systems: Hugging Face, Sparse Transformer and this function count `window` keys in the
+    causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym see `w + 1`. `left` and `right` are
+    FlashAttention's `window_size=(left, right)`; its -1 (no limit) is `k_len` here. With a cache of earlier keys
+    (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is `k_len - q_len` by default. Source:
+    Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
 
     `q_len`, `k_len` (`q_len` by default), `window`, `left`, `right`, `offset`, `block` in tokens. Raises ValueError if
-    `window` is not positive, if `left` or `right` is negative, or if `left` or `right` is given alone, with `window` or
-    with `causal`; TypeError if there is neither a window nor both of them.
+    `window` is not positive, if `left` or `right` is negative, or if `left` or `right` is given alone, or together with
+    `window` or `causal`; TypeError if neither `window` nor both of them are given.
 
         causal, window 2     bidirectional, window 3     left 2, right 1
         X . . .              X X . .                     X X . .
@@ -43,8 +46,6 @@ def local(
         . X X .              . X X X                     X X X X
         . . X X              . . X X                     . X X X
 
-    >>> local(4096, window=256, block=64)
-    BlockMask(4096 x 4096, blocks of 64, 314 tiles: 190 full + 124 partial (2 distinct), density 6.18 %)
     >>> local(4, window=2, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     >>> local(4096, left=255, right=0) == local(4096, window=256, causal=True)
@@ -79,15 +80,19 @@ def local(
 def dilated(q_len: int, *, window: int, dilation: int, causal: bool = False, block: Block = 128) -> BlockMask:
     """A sliding window of `window` keys that are `dilation` apart, so that it reaches `dilation` times as far.
 
+    >>> dilated(4096, window=65, dilation=4)
+    BlockMask(4096 x 4096, blocks of 128, 94 tiles: 0 full + 94 partial (3 distinct), density 1.56 %)
+
     Score (q, k) is live iff `(q - k) % dilation == 0` and
 
         causal:         q - window * dilation < k <= q          (window keys, the query's own included)
         bidirectional:  |q - k| <= (window // 2) * dilation     (2 * (window // 2) + 1 keys, the query's own included)
 
     With `dilation=1` it is `local`. `window` counts keys, as in Longformer; attention-gym's dilated window counts the
-    tokens that it spans. Tokens of different residues never meet, at any depth: combine dilations over the heads
-    (`masks.per_head`) or layers. Every tile is partial unless `dilation` is 1: a permutation of the tokens by their
-    residue makes it a window again. Source: Longformer (Beltagy et al., 2020), section 3.1.
+    tokens that it spans. Tokens with different remainders modulo `dilation` never see one another, at any depth:
+    combine dilations over the heads (`masks.per_head`) or layers. Every tile is partial unless `dilation` is 1; sorting
+    the tokens by their remainder turns the pattern into a window again. Source: Longformer (Beltagy et al., 2020),
+    section 3.1.
 
     `q_len`, `window` (keys), `dilation`, `block` in tokens. Raises ValueError if `window` or `dilation` is not
     positive.
@@ -99,15 +104,13 @@ def dilated(q_len: int, *, window: int, dilation: int, causal: bool = False, blo
         . X . X .               X . . X .
         . . X . X               . X . . X
 
-    >>> dilated(4096, window=65, dilation=4)
-    BlockMask(4096 x 4096, blocks of 128, 94 tiles: 0 full + 94 partial (3 distinct), density 1.56 %)
     >>> dilated(4096, window=65, dilation=1) == local(4096, window=65)
     True
     """
     q_len, _ = token_counts(q_len, q_len)
     window, dilation = at_least(1, window, "window", "keys"), at_least(1, dilation, "dilation", "tokens")
     causal = flag(causal, "causal")
-    within = (q_len - 1) // dilation  # steps that stay in the sequence
+    within = (q_len - 1) // dilation  # steps that stay inside the sequence
     farthest = min(window - 1 if causal else window // 2, within)
     steps = torch.arange(0 if causal else -farthest, farthest + 1, device="cpu")
     return diagonals(steps * dilation, q_len, block=block)

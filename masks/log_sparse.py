@@ -15,20 +15,23 @@ from sparseflash.masks.tiling.signatures import pattern
 def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block: Block = 128) -> BlockMask:
     """The `window` latest keys, and those 1, 2, 4, 8, ... tokens before them: about log2(q_len) keys a query.
 
+    >>> log_sparse(1_048_576)
+    BlockMask(1048576 x 1048576, blocks of 128, 106497 tiles: 0 full + 106497 partial (3 distinct), density 0.00191 %)
+
     Score (q, k), with the distance `d = q - k`, or `d = (q - k) % restart` if there is a `restart`, is live iff
 
         k <= q  and  (d < window  or  d - window + 1 is a power of two)
 
-    With the defaults that is `q - k` zero or a power of two, and any query hears of any earlier key within
-    `ceil(log2 q_len)` layers. `window` is the paper's local attention (it takes about log2 of the length), `restart`
-    its restart attention: the pattern begins again every `restart` tokens back, which adds keys far away.
+    With the defaults `q - k` is zero or a power of two, and every query is influenced by every earlier key after
+    `ceil(log2 q_len)` layers. `window` is the paper's local attention (the paper uses about log2 of the length),
+    `restart` its restart attention: the pattern begins again every `restart` tokens, which adds keys far away.
 
-    Source: LogSparse Transformer (Li et al., 2019), section 4.2 and figure 3. Its re-implementations let the first
-    queries see all of their past, which is no part of the rule and is left out here.
+    Source: LogSparse Transformer (Li et al., 2019), section 4.2 and figure 3. Reimplementations let the first queries
+    see all of their past, which is not part of the rule and is left out here.
 
-    `q_len`, `window`, `restart`, `block` in tokens. Each distance makes two tiles a block row (of one kind, whatever
-    the length), so with `restart` far below the length most tiles are live. Raises ValueError if `window` is not
-    positive or `restart` is below `window`.
+    `q_len`, `window`, `restart`, `block` in tokens. Each distance adds two tiles to a block row (the same two at any
+    length), so if `restart` is far below the length most tiles are live. Raises ValueError if `window` is not positive
+    or `restart` is below `window`.
 
         default              window 2             restart 4
         X . . . . . .        X . . . . . .        X . . . . . .
@@ -38,9 +41,6 @@ def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block
         X . X X X . .        . X X X X . .        X . X X X . .
         . X . X X X .        X . X X X X .        X X . X X X .
         . . X . X X X        . X . X X X X        X X X . X X X
-
-    >>> log_sparse(1_048_576)
-    BlockMask(1048576 x 1048576, blocks of 128, 106497 tiles: 0 full + 106497 partial (3 distinct), density 0.00191 %)
     """
     q_len, _ = token_counts(q_len, q_len)
     window = at_least(1, window, "window", "keys")

@@ -1,4 +1,4 @@
-"""Longformer: a sliding window, and a few global tokens that see all and are seen by all."""
+"""Longformer: a sliding window, and a few global tokens that see every token and are seen by every token."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from sparseflash.masks.tiling.spans import spans
 def longformer(q_len: int, *, window: int, global_tokens: Any, causal: bool = False, block: Block = 128) -> BlockMask:
     """A sliding window of `window` keys, and global tokens that see everything and are seen by everything.
 
+    >>> longformer(4096, window=512, global_tokens=1)
+    BlockMask(4096 x 4096, blocks of 128, 212 tiles: 94 full + 118 partial (6 distinct), density 12.2 %)
+
     Score (q, k), with G the set of global tokens, is live iff
 
         |q - k| <= window // 2  or  q in G  or  k in G                       (bidirectional)
         k <= q  and  (q - window < k  or  q in G  or  k in G)                (causal)
 
-    `window` is that of `local`: bidirectional, a query sees `2 * (window // 2) + 1` keys of it, its own included, and
-    causal `window`. Hugging Face's `attention_window` is the same number, an even one (so window + 1 keys).
-    Longformer's own code projects q, k and v of global tokens with separate weights, which is no matter of the mask.
-    Source: Longformer (Beltagy et al., 2020), section 3.1; ETC (Ainslie et al., 2020) puts the global tokens first.
+    `window` is that of `local`: a query sees `2 * (window // 2) + 1` keys of it, its own included, or `window` keys if
+    causal. Hugging Face's `attention_window` is the same number and must be even (so window + 1 keys). Longformer's own
+    code projects q, k and v of global tokens with separate weights, which does not concern the mask. Source: Longformer
+    (Beltagy et al., 2020), section 3.1; ETC (Ainslie et al., 2020) puts the global tokens first.
 
     `q_len`, `window` (keys), `block` in tokens. `global_tokens`: a number g (the first g tokens), or a list (or 1-D
-    tensor, array) of positions. Every global token costs a row and a column of scores, and its block a row and a column
-    of tiles. Raises ValueError if `window` is not positive or a position lies outside of the sequence.
+    tensor or array) of positions. Every global token adds a row and a column of scores, and its block a row and a
+    column of tiles. Raises ValueError if `window` is not positive or a position lies outside of the sequence.
 
         window 3, global_tokens 1     causal, window 2, global_tokens [2]
         X X X X X                     X . . . .
@@ -37,9 +40,6 @@ def longformer(q_len: int, *, window: int, global_tokens: Any, causal: bool = Fa
         X X X X .                     X X X . .
         X . X X X                     . . X X .
         X . . X X                     . . X X X
-
-    >>> longformer(4096, window=512, global_tokens=1)
-    BlockMask(4096 x 4096, blocks of 128, 212 tiles: 94 full + 118 partial (6 distinct), density 12.2 %)
     """
     q_len, _ = token_counts(q_len, q_len)
     window, causal = at_least(1, window, "window", "keys"), flag(causal, "causal")

@@ -25,30 +25,35 @@ def neighborhood(
     order: Integers | None = None,
     block: Block = 128,
 ) -> BlockMask:
-    """Every token of a grid sees the `window` tokens nearest to it on each axis: an image, a video, any number of axes.
+    """Every token of a grid (an image, a video, any number of axes) sees the `window` tokens nearest to it on each
+    axis.
+
+    >>> neighborhood((128, 128), window=13)
+    BlockMask(16384 x 16384, blocks of 128, 1664 tiles: 0 full + 1664 partial (1 distinct), density 1.03 %)
 
     A query at x sees a key iff on every axis the key lies in the query's window there. On an axis of n tokens with
-    dilation 1, and with L = window // 2 keys before and R = (window - 1) // 2 after the leader c:
+    dilation 1, with L = window // 2 keys before the leader c and R = (window - 1) // 2 after it:
 
         c = min(x // stride * stride + stride // 2, n - 1)
         edges="shift":   s <= k < s + window  with  s = min(max(c - L, 0), n - window)
         edges="crop":    c - L <= k <= c + R
         causal:          max(c' - window + 1, 0) <= k <= x  with  c' = min(x // stride * stride + stride - 1, n - 1)
 
-    So with `"shift"`, NATTEN's rule, the window moves inwards at an edge and every query sees exactly `window` keys an
-    axis; with `"crop"` the part past the edge is lost, as a convolution with zero padding has it. Queries of one group
-    of `stride` share the window of their leader; `stride=window` gives blocked attention. With `dilation` d each of the
-    d residues of an axis is a grid of its own: a query sees keys of its own residue, by the rule above on x // d.
+    With `"shift"`, NATTEN's rule, the window moves inwards at an edge, so every query sees exactly `window` keys on
+    each axis; with `"crop"` the part past the edge is lost, as in a convolution with zero padding. The `stride` queries
+    of a group share the window of their leader; `stride=window` gives blocked attention. With dilation d the tokens of
+    an axis with the same remainder modulo d form a grid of their own: a query sees keys with its own remainder, by the
+    rule above on x // d.
 
     Source: Neighborhood Attention (Hassani et al., 2023), dilated (Hassani and Shi, 2022), with stride and causal axes
     (Hassani et al., 2025); the rule is that of NATTEN's reference kernel (csrc/include/natten/cuda/reference/mask.hpp),
     which also needs a window of at least 2. Conventions differ: xformers' `local_nd_pattern` is cropped, with a ball
     instead of a box; attention-gym's `generate_natten` has the same rule on square images with odd windows only.
 
-    `shape`: side lengths of the grid in tokens, as (height, width) or (frames, height, width). `window`, `stride`
-    (tokens of one residue), `dilation` (tokens) and `causal` are one value, or one for each axis. `order`: token t of
-    the mask is token `order[t]` of the grid in row-major order (`sparseflash.masks.order`); in the order of tiles the
-    mask has far fewer live tiles. `block` in tokens.
+    `shape`: side lengths of the grid in tokens, as (height, width) or (frames, height, width). `window`, `stride` (both
+    in tokens of one remainder), `dilation` (tokens) and `causal` are one value, or one for each axis. `order`: token t
+    of the mask is token `order[t]` of the grid in row-major order (`sparseflash.masks.order`); in the order of tiles
+    the mask has far fewer live tiles. `block` in tokens.
 
     Raises ValueError if `stride` exceeds `window`, or with `edges="shift"` if `window * dilation` exceeds the side.
 
@@ -61,8 +66,6 @@ def neighborhood(
         . . . X X X    . . . X X X    . . X X X .    . . . X X X    . . X . X .
         . . . X X X    . . . . X X    . . . X X X    . . . X X X    . . . X . X
 
-    >>> neighborhood((128, 128), window=13)
-    BlockMask(16384 x 16384, blocks of 128, 1664 tiles: 0 full + 1664 partial (1 distinct), density 1.03 %)
     >>> neighborhood((6,), window=3, block=16).to_dense()[0, 0, 0].int().tolist()
     [1, 1, 1, 0, 0, 0]
     """
@@ -91,10 +94,10 @@ def neighborhood(
 
 
 def _range(side: int, window: int, stride: int, dilation: int, causal: bool, shift: bool) -> Range:
-    """What each coordinate of one axis sees."""
+    """The range that each coordinate of one axis sees."""
     place = torch.arange(side, device="cpu")
     residue, x = place % dilation, place // dilation
-    n = (side - 1 - residue) // dilation + 1  # tokens of this residue
+    n = (side - 1 - residue) // dilation + 1  # tokens with this remainder
     if causal:
         leader = torch.minimum(x // stride * stride + stride - 1, n - 1)
         first, last = (leader - window + 1).clamp(min=0), x

@@ -1,12 +1,13 @@
 """Orders of the tokens of a grid (image, video): row-major, by tiles, Morton, Hilbert, by residue.
 
 An order is a permutation, int64 `[N]`: token t of the new sequence is token `order[t]` of the grid in row-major order.
-The drawings show at each place of a grid its number in the new sequence.
+The drawings show, at each place of a grid, the place's number in the new sequence.
 
-Attention does not care how tokens are ordered, if q, k, v and the mask are ordered alike; its cost does. In row-major
-order a block of tokens is a piece of a line, and its window reaches into blocks of many lines. Where a block is a
-compact piece of the image, the same scores lie in fewer tiles, so there is less to compute. The live tiles (share of
-live scores in them) of a window of 13 x 13 on an image of 128 x 128 tokens, the same 1.03 % of all scores each time:
+The result of attention does not depend on the order of the tokens, as long as q, k, v and the mask have the same order;
+its cost does. In row-major order a block of tokens is a piece of a line, and its window reaches into blocks of many
+lines. If a block is a compact piece of the image, the same scores lie in fewer tiles, so there is less to compute.
+These are the live tiles, and the share of their scores that is live, of a window of 13 x 13 on an image of 128 x 128
+tokens. In each case 1.03 % of all scores are live:
 
 >>> from sparseflash.masks import neighborhood
 >>> image = (128, 128)
@@ -26,8 +27,8 @@ block  64  tiles       2116 tiles   32% live
 block  64  Morton      2116 tiles   32% live
 block  64  Hilbert     2116 tiles   32% live
 
-The patterns over grids take an order and build the mask in it. The tensors are permuted once, at the model's input, and
-back at its end; here, attention in the order of tiles is the reordered attention in row-major order:
+The patterns over grids take an order and build the mask in it. A model permutes its tokens once at its input and back
+at its output. Attention in the order of tiles gives the same result as in row-major order, reordered:
 
 >>> from sparseflash import attention
 >>> order = tiles((8, 8), 4)
@@ -50,7 +51,7 @@ from sparseflash.masks.tiling.grid import checked_order, coordinates, grid_shape
 
 
 def row_major(shape: Sequence[int]) -> Tensor:
-    """The tokens as the patterns over grids take them by default, the last axis fastest: `0, 1, ..., N - 1`.
+    """The default order of the patterns over grids, with the last axis fastest: `0, 1, ..., N - 1`.
 
     >>> row_major((2, 3)).tolist()
     [0, 1, 2, 3, 4, 5]
@@ -60,18 +61,18 @@ def row_major(shape: Sequence[int]) -> Tensor:
 
 
 def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
-    """Tile after tile, both the tiles and the tokens of each in row-major order.
+    """Tile after tile. The tiles are in row-major order, and so are the tokens of each tile.
 
-    `tile`: tokens a side, one number or one for each axis. Where a side of the grid is no multiple of it, the last
-    tiles are smaller; then tiles of `block` tokens do not stay aligned with the blocks of a mask.
+    >>> tiles((4, 4), 2).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+
+    `tile`: its side in tokens, one number or one for each axis. If a side of the grid is not a multiple of it, the last
+    tiles are smaller, and tiles of `block` tokens are then no longer aligned with the blocks of a mask.
 
         4 x 4 in tiles of 2       0  1  4  5
                                   2  3  6  7
                                   8  9 12 13
                                  10 11 14 15
-
-    >>> tiles((4, 4), 2).tolist()
-    [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
     """
     sides = grid_shape(shape)
     sizes = per_axis(tile, sides, "tile", "tokens")
@@ -82,22 +83,24 @@ def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
 
 
 def morton(shape: Sequence[int]) -> Tensor:
-    """The Z-order curve: tokens by the bits of their coordinates in turns, the last axis lowest.
+    """The Z-order curve: tokens sorted by the interleaved bits of their coordinates, with the last axis lowest.
 
-    On any side lengths: the order of the tokens on the curve through the enclosing powers of two. Source: Morton, 1966.
+    >>> morton((3, 3)).tolist()
+    [0, 1, 3, 4, 2, 5, 6, 7, 8]
+
+    For any side lengths, it is the order of the tokens on the curve through the enclosing powers of two. Source:
+    Morton, 1966.
 
         4 x 4       0  1  4  5
                     2  3  6  7
                     8  9 12 13
                    10 11 14 15
-
-    >>> morton((3, 3)).tolist()
-    [0, 1, 3, 4, 2, 5, 6, 7, 8]
     """
     sides = grid_shape(shape)
     places = coordinates(sides).long()
     key, at = torch.zeros(len(places), dtype=torch.int64, device="cpu"), 0
-    # A bit that no coordinate of an axis has is left out: N tokens need few more than log2(N) bits, whatever the shape.
+    # A bit that no coordinate of an axis uses is left out: N tokens need few more than log2(N) bits, whatever the
+    # shape.
     for bit in range(max(sides).bit_length()):
         for axis in reversed(range(len(sides))):
             if (sides[axis] - 1) >> bit:
@@ -107,10 +110,14 @@ def morton(shape: Sequence[int]) -> Tensor:
 
 
 def hilbert(shape: Sequence[int]) -> Tensor:
-    """The Hilbert curve: consecutive tokens are neighbours, where both sides are the same power of two.
+    """The Hilbert curve: consecutive tokens are neighbours if both sides are the same power of two.
 
-    On other side lengths: the order of the tokens on the curve through the enclosing cube of a power of two; it then
-    jumps where the curve leaves the grid. Any number of axes. Source: Skilling, Programming the Hilbert curve, 2004.
+    >>> hilbert((4, 4)).tolist()
+    [0, 4, 5, 1, 2, 3, 7, 6, 10, 11, 15, 14, 13, 9, 8, 12]
+
+    For other side lengths, it is the order of the tokens on the curve through the enclosing cube of a power of two,
+    which jumps where the curve leaves the grid. Any number of axes is allowed. Source: Skilling, Programming the
+    Hilbert curve, 2004.
 
         4 x 4       0  3  4  5
                     1  2  7  6
@@ -118,9 +125,6 @@ def hilbert(shape: Sequence[int]) -> Tensor:
                    15 12 11 10
 
     Raises ValueError if the curve through the enclosing cube has more than 2^62 places.
-
-    >>> hilbert((4, 4)).tolist()
-    [0, 4, 5, 1, 2, 3, 7, 6, 10, 11, 15, 14, 13, 9, 8, 12]
     """
     sides = grid_shape(shape)
     bits, axes = (max(sides) - 1).bit_length(), len(sides)
@@ -148,12 +152,12 @@ def hilbert(shape: Sequence[int]) -> Tensor:
 
 
 def residues(shape: Sequence[int], step: int | Sequence[int]) -> Tensor:
-    """Tokens whose coordinates leave the same remainders after division by `step` together; row-major among them.
-
-    What a dilated pattern asks for: in this order a dilated window is a plain one on each of the smaller grids.
+    """Groups of tokens whose coordinates have the same remainders modulo `step`; row-major order within a group.
 
     >>> residues((4, 4), 2).tolist()
     [0, 2, 8, 10, 1, 3, 9, 11, 4, 6, 12, 14, 5, 7, 13, 15]
+
+    Use it for dilated patterns: in this order a dilated window is a plain window on each of the smaller grids.
     """
     sides = grid_shape(shape)
     sizes = per_axis(step, sides, "step", "tokens")
@@ -163,12 +167,12 @@ def residues(shape: Sequence[int], step: int | Sequence[int]) -> Tensor:
 
 
 def inverse(order: Integers) -> Tensor:
-    """Where each token went: `inverse(order)[order[t]] == t`. `x[:, :, order][:, :, inverse(order)]` is x.
-
-    `order`: an integer tensor, array or list `[N]`. Raises TypeError or ValueError if it is no permutation.
+    """The inverse permutation: `inverse(order)[order[t]] == t`, so `x[:, :, order][:, :, inverse(order)]` is x.
 
     >>> inverse(torch.tensor([2, 0, 1])).tolist()
     [1, 2, 0]
+
+    `order`: an integer tensor, array or list `[N]`. Raises TypeError or ValueError if it is no permutation.
     """
     order = integer_tensor(order, "order", torch.device("cpu"))
     if order.ndim != 1:

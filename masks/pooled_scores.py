@@ -23,30 +23,30 @@ def pooled_scores(
     scale: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """Block scores `[B, Hq, Mq, Mk]` from mean-pooled queries and keys, to choose blocks by.
+    """Block scores `[B, Hq, Mq, Mk]` from mean-pooled queries and keys, a basis for choosing blocks.
+
+    >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
+    >>> pooled_scores(q, k, block=64).shape
+    torch.Size([1, 4, 16, 16])
 
         score(i, j) = scale * mean(q[t] for t in block i) . mean(k[t] for t in block j)
 
-    which is the mean of the raw scores of the tile. `softmax` over j is the usual estimate of the attention that each
-    block gets; it is a good one where the tokens of a block resemble one another, and says little where they do not.
-    A ragged last block is the mean of the tokens that it has.
+    which is the mean of the scores of the tile. A softmax over j is the usual estimate of the attention that each block
+    gets; it is good if the tokens of a block resemble one another, and says little if they do not. For a ragged last
+    block the mean is over the tokens that it has.
 
     `q [B, Hq, Nq, D]`, `k [B, Hkv, Nk, D]`, with Hq a multiple of Hkv (query head h reads key head `h // (Hq // Hkv)`);
     `block` in tokens; `scale` is `1 / sqrt(D)` by default. `lengths`: int `[B]`, tokens of each sequence: only those
-    are averaged, and blocks of keys with none of them score -inf, so they are never chosen (give the mask the lengths,
-    too: `mask.with_lengths`). The scores are fp32 (fp64 for fp64), under autocast as well, and carry no gradient: a
-    choice has none. Nothing here waits for the device.
+    are averaged, and blocks of keys without any score -inf, so they are never chosen (pass the lengths to the mask as
+    well: `mask.with_lengths`). The scores are fp32 (fp64 for fp64), under autocast as well, and carry no gradient.
+    Nothing here waits for the device.
 
     Source: MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025), SpargeAttn (Zhang et al.,
     2025; it keeps blocks whose tokens do not resemble one another dense). SeerAttention (Gao et al., 2024) learns the
     pooling; Quest (Tang et al., 2024) bounds the scores by minima and maxima instead. XAttention's are
     `antidiagonal_scores`.
 
-    Raises ValueError for tensors or lengths of other shapes, TypeError for lengths that are no integers.
-
-    >>> q, k = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32)
-    >>> pooled_scores(q, k, block=64).shape
-    torch.Size([1, 4, 16, 16])
+    Raises ValueError for tensors or lengths of other shapes, TypeError for lengths that are not integers.
     """
     block_q, block_k = block_pair(block)
     lengths = check_queries_and_keys(q, k, lengths)
@@ -76,6 +76,6 @@ def _means(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
     x = x.masked_fill((tokens >= lengths.view(-1, 1))[:, None, :, None], 0.0)
     x = torch.nn.functional.pad(x, (0, 0, 0, -length % block)).unflatten(2, (-1, block)).sum(3, dtype=dtype)
     starts = torch.arange(x.shape[2], device=x.device) * block
-    # The end of x cuts the last block, as the sequence's length does.
+    # The end of x cuts the last block, as a sequence's length does.
     count = (lengths.clamp(max=length).view(-1, 1) - starts).clamp(1, block)
     return x / count[:, None, :, None]

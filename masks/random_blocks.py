@@ -1,4 +1,4 @@
-"""Random blocks: a few drawn for each block of queries."""
+"""Random blocks: every block of queries sees a few blocks of keys drawn at random."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from sparseflash.masks.tiling.signatures import pattern
 def random_blocks(
     q_len: int, *, count: int, heads: int = 1, causal: bool = False, seed: int = 0, block: int = 128
 ) -> BlockMask:
-    """Every block sees itself and `count` others, drawn at random without replacement, for each head anew.
+    """Every block sees itself and `count` others, drawn at random without replacement and separately for each head.
+
+    >>> random_blocks(16_384, count=3)
+    BlockMask(16384 x 16384, blocks of 128, 512 tiles: 512 full + 0 partial, density 3.12 %)
 
     Score (q, k) with `i = q // block`, `j = k // block` is live iff
 
         bidirectional:  i == j  or  j in R(i),   R(i) drawn from all blocks but i
         causal:         (i == j and k <= q)  or  j in R(i),   R(i) drawn from the blocks before i
 
-    Where there are fewer than `count` others, all are seen: the causal form is dense in its first `count + 1` blocks.
-    The seed decides: the same numbers give the same mask on every machine.
+    If there are fewer than `count` others, all are seen: the causal form is dense in its first `count + 1` blocks. The
+    same arguments give the same mask on every machine.
 
-    Source: the random part of BigBird (Zaheer et al., 2020, section 2) and of DeepSpeed's Variable pattern, whose draw
-    may return the block itself, or one of the window, or of the future, `attention="unidirectional"` or not.
+    Source: the random part of BigBird (Zaheer et al., 2020, section 2) and of DeepSpeed's Variable pattern, which may
+    also draw the block itself, a block of the window or, even with `attention="unidirectional"`, a later block.
 
     `q_len` and `block` in tokens, `count` in blocks; with `heads` above 1 the mask is for that many query heads.
     Raises ValueError if `count` or `seed` is negative or `heads` not positive.
@@ -41,8 +44,6 @@ def random_blocks(
         X . . . . . X X               . X . . X . \\ .
         X . . . . X . X               . X . . X . . \\
 
-    >>> random_blocks(16_384, count=3)
-    BlockMask(16384 x 16384, blocks of 128, 512 tiles: 512 full + 0 partial, density 3.12 %)
     >>> random_blocks(16_384, count=3, heads=4).shape
     (1, 4, 16384, 16384)
     """

@@ -22,20 +22,27 @@ def sliding_tiles(
     order: Integers | None = None,
     block: Block = 128,
 ) -> BlockMask:
-    """Every token of a grid sees the whole tiles around its own tile: `window` tokens an axis, in steps of `tile`.
+    """Every token of a grid sees whole tiles around its own tile: a window of `window` tokens on each axis that moves
+    in steps of `tile`.
+
+    >>> from sparseflash.masks import order
+    >>> video, tile = (16, 32, 32), (4, 4, 8)
+    >>> sliding_tiles(video, window=(12, 12, 24), tile=tile, order=order.tiles(video, tile))
+    BlockMask(16384 x 16384, blocks of 128, 3456 tiles: 3456 full + 0 partial, density 21.1 %)
 
     Score (q, k) is live iff on every axis, with n = side / tile, w = window / tile, the tile coordinates i = q // tile
     and j = k // tile there,
 
         c - w // 2 <= j <= c + (w - 1) // 2    with    c = min(max(i, w // 2), n - 1 - (w - 1) // 2)
 
-    so the window is moved inwards at an edge, never cropped. It is `neighborhood` on the grid of tiles. With
-    `order=order.tiles(shape, tile)` and tiles of `block` tokens every live tile of the mask is full: there is no
-    partial tile to evaluate, which is the point of the pattern.
+    so the window moves inwards at an edge and is never cropped. It is `neighborhood` on the grid of tiles. With
+    `order=order.tiles(shape, tile)` and tiles of `block` tokens every live tile of the mask is full, which is the point
+    of the pattern.
 
     Source: Fast Video Generation with Sliding Tile Attention (Zhang et al., 2025), section 3. attention-gym's
     `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid; FastVideo's kernel
-    counts windows in tiles and takes odd ones. Here windows count tokens, as in the paper, and there is no text.
+    counts windows in tiles and takes only odd numbers of them. Here windows count tokens, as in the paper, and there is
+    no text.
 
     `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `window` and `tile` in tokens, one
     value or one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block`
@@ -49,11 +56,6 @@ def sliding_tiles(
         . X X X .
         . . X X X
         . . X X X
-
-    >>> from sparseflash.masks import order
-    >>> video, tile = (16, 32, 32), (4, 4, 8)
-    >>> sliding_tiles(video, window=(12, 12, 24), tile=tile, order=order.tiles(video, tile))
-    BlockMask(16384 x 16384, blocks of 128, 3456 tiles: 3456 full + 0 partial, density 21.1 %)
     """
     sides = grid_shape(shape)
     sizes = per_axis(tile, sides, "tile", "tokens")

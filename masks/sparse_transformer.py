@@ -15,7 +15,10 @@ from sparseflash.masks.tiling.spans import spans
 
 @pattern
 def strided(q_len: int, *, stride: int, attend: str = "both", block: Block = 128) -> BlockMask:
-    """The `stride` latest keys, and every `stride`-th one before: for data with a period, such as rows of pixels.
+    """The `stride` latest keys, and every `stride`-th one before them: for data with a period, such as rows of pixels.
+
+    >>> strided(16_384, stride=128)
+    BlockMask(16384 x 16384, blocks of 128, 8256 tiles: 0 full + 8256 partial (3 distinct), density 1.17 %)
 
     Score (q, k) is live iff `k <= q` and
 
@@ -24,11 +27,11 @@ def strided(q_len: int, *, stride: int, attend: str = "both", block: Block = 128
         attend="both":     one or the other
 
     The paper gives the first two to different layers or heads, or merges them ("both"); two layers connect every pair.
-    The tiles of "strided" are all partial and, for a stride below two blocks, all live: OpenAI's code sorts the tokens
-    by `position % stride` first, which makes it block-diagonal and causal (`permute` does that to a mask), and for its
-    dense form takes the same sets. Source: Sparse Transformer (Child et al., 2019), section 4.3.
+    The tiles of "strided" are all partial and, for a stride below two blocks, all live. OpenAI's code first sorts the
+    tokens by `position % stride`, which makes the mask block-diagonal and causal (`permute` does that to a mask); its
+    dense form has the same sets of keys. Source: Sparse Transformer (Child et al., 2019), section 4.3.
 
-    `q_len`, `stride`, `block` in tokens. Raises ValueError if `stride` is not positive or `attend` another word.
+    `q_len`, `stride`, `block` in tokens. Raises ValueError if `stride` is not positive or `attend` is another word.
 
         stride 3, local     strided         both
         X . . . . .         X . . . . .     X . . . . .
@@ -38,8 +41,6 @@ def strided(q_len: int, *, stride: int, attend: str = "both", block: Block = 128
         . . X X X .         . X . . X .     . X X X X .
         . . . X X X         . . X . . X     . . X X X X
 
-    >>> strided(16_384, stride=128)
-    BlockMask(16384 x 16384, blocks of 128, 8256 tiles: 0 full + 8256 partial (3 distinct), density 1.17 %)
     >>> strided(4096, stride=64, attend="strided").density < strided(4096, stride=64).density
     True
     """
@@ -56,7 +57,10 @@ def fixed(
     q_len: int, *, stride: int, summary: int, attend: str = "both", heads: int = 1, num_verts: int = 1,
     block: Block = 128,
 ) -> BlockMask:  # fmt: skip
-    """The query's own chunk of `stride` tokens, and `summary` tokens of every chunk, which speak for it.
+    """The query's own chunk of `stride` tokens, and `summary` tokens of every chunk, which represent the chunk.
+
+    >>> fixed(4096, stride=512, summary=128)
+    BlockMask(4096 x 4096, blocks of 128, 192 tiles: 160 full + 32 partial (1 distinct), density 17.2 %)
 
     Score (q, k) of head h, with v = h % num_verts, is live iff `k <= q` and
 
@@ -64,14 +68,14 @@ def fixed(
         attend="summary":  stride - (v + 1) * summary <= k % stride < stride - v * summary
         attend="both":     one or the other
 
-    so with `num_verts=1` the summary is the end of each chunk, the query's own included. With more, heads take turns at
-    that many sub-blocks of the chunk, from its end on, as the paper advises; the mask then has `heads` heads (otherwise
-    one pattern for all, whatever `heads`). Source: Sparse Transformer (Child et al., 2019), section 4.3; `num_verts`
-    is OpenAI's name. Their code knows whole blocks only (stride and summary multiples of the block), and there is the
-    same set as here; DeepSpeed's "fixed" is another pattern, `deepspeed_fixed`.
+    so with `num_verts=1` the summary is the end of each chunk, the query's own included. If `num_verts` is larger, the
+    heads take turns at that many sub-blocks of the chunk, counted from its end, as the paper advises. The mask then has
+    `heads` heads; otherwise it is one pattern for all heads. Source: Sparse Transformer (Child et al., 2019), section
+    4.3; `num_verts` is OpenAI's name. Their code handles whole blocks only (stride and summary must be multiples of the
+    block), and gives the same set of keys for those. DeepSpeed's "fixed" is another pattern, `deepspeed_fixed`.
 
     `q_len`, `stride`, `summary`, `block` in tokens. Raises ValueError unless `1 <= num_verts * summary <= stride`, if
-    `heads` is not positive, or `attend` another word.
+    `heads` is not positive, or if `attend` is another word.
 
         stride 3, summary 1, local     summary         both
         X . . . . .                    . . . . . .     X . . . . .
@@ -81,8 +85,6 @@ def fixed(
         . . . X X .                    . . X . . .     . . X X X .
         . . . X X X                    . . X . . X     . . X X X X
 
-    >>> fixed(4096, stride=512, summary=128)
-    BlockMask(4096 x 4096, blocks of 128, 192 tiles: 160 full + 32 partial (1 distinct), density 17.2 %)
     >>> fixed(4096, stride=128, summary=8, heads=8, num_verts=4)
     BlockMask(4096 x 4096, blocks of 128, 2112 tiles: 0 full + 2112 partial (5 distinct), density 4.6 %,
     4 patterns for 1 x 8 (batch x heads))

@@ -17,17 +17,20 @@ def streaming(
 ) -> BlockMask:
     """A causal window of `window` keys, and the first `sink` keys, which every query sees (attention sinks).
 
+    >>> streaming(4096, window=512, sink=4)
+    BlockMask(4096 x 4096, blocks of 128, 177 tiles: 90 full + 87 partial (4 distinct), density 11.8 %)
+
     Score (q, k), with p = q + offset the position of query q among the keys, is live iff
 
         k <= p  and  (p - window < k  or  k < sink)
 
-    so a query sees `window` keys, its own included, and as many as `sink` before these; fewer near the start.
-    With a cache of earlier keys (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is
-    `k_len - q_len` by default.
+    so a query sees `window` keys, its own included, and up to `sink` keys before these; fewer near the start. With a
+    cache of earlier keys (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is `k_len - q_len`
+    by default.
 
     Source: StreamingLLM (Xiao et al., 2024, section 3.2). Its rolling cache holds `window + sink` keys, as a row of
-    this mask does; what it does to positions (it counts them within the cache) is no matter of the mask. MIT's
-    Block-Sparse-Attention has the same rule for tokens (`exact_streaming`) and one rounded to blocks.
+    this mask does; its positions, which it counts within the cache, do not concern the mask. MIT's
+    Block-Sparse-Attention has the same rule for tokens (`exact_streaming`) and another that is rounded to blocks.
 
     `q_len`, `k_len` (`q_len` by default), `window` and `sink` (keys), `offset`, `block` in tokens. Raises ValueError if
     `window` is not positive or `sink` negative.
@@ -39,8 +42,6 @@ def streaming(
         X . X X .
         X . . X X
 
-    >>> streaming(4096, window=512, sink=4)
-    BlockMask(4096 x 4096, blocks of 128, 177 tiles: 90 full + 87 partial (4 distinct), density 11.8 %)
     >>> streaming(1, 5, window=2, sink=1, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 1, 1]]
     """
@@ -51,7 +52,10 @@ def streaming(
 
 @pattern
 def a_shape(q_len: int, *, sink: int, local: int, block: Block = 128) -> BlockMask:
-    """MInference's A-shape: the first `sink` keys, and the `local` keys before the query besides its own.
+    """MInference's A-shape: the first `sink` keys, the query's own, and the `local` keys before it.
+
+    >>> a_shape(4096, sink=128, local=1023) == streaming(4096, window=1024, sink=128)
+    True
 
     Score (q, k) is live iff
 
@@ -69,9 +73,6 @@ def a_shape(q_len: int, *, sink: int, local: int, block: Block = 128) -> BlockMa
         X X X . .
         X . X X .
         X . . X X
-
-    >>> a_shape(4096, sink=128, local=1023) == streaming(4096, window=1024, sink=128)
-    True
     """
     q_len, _ = token_counts(q_len, q_len)
     sink, local = at_least(0, sink, "sink", "keys"), at_least(0, local, "local", "keys")
@@ -80,13 +81,16 @@ def a_shape(q_len: int, *, sink: int, local: int, block: Block = 128) -> BlockMa
 
 @pattern
 def tri_shape(q_len: int, *, sink: int, local: int, last: int, block: Block = 128) -> BlockMask:
-    """`a_shape` whose last `last` queries see all that came before them: a triangle with a foot.
+    """`a_shape`, in which the last `last` queries also see every earlier key.
+
+    >>> tri_shape(4096, sink=128, local=1024, last=0) == a_shape(4096, sink=128, local=1024)
+    True
 
     Score (q, k) is live iff
 
         k <= q  and  (q - k <= local  or  k < sink  or  q >= q_len - last)
 
-    The last queries of a prompt are its question, which must find what it asks for wherever it is. Source: SCBench
+    The last queries of a prompt are usually its question, whose answer may be anywhere in the prompt. Source: SCBench
     (Li et al., 2025) and its kernel `tri_shape_kernel` in MInference.
 
     `q_len`, `sink` and `local` (keys), `last` (queries), `block` in tokens. Raises ValueError if one of `sink`,
@@ -98,9 +102,6 @@ def tri_shape(q_len: int, *, sink: int, local: int, last: int, block: Block = 12
         X X X . .
         X . X X .
         X X X X X
-
-    >>> tri_shape(4096, sink=128, local=1024, last=0) == a_shape(4096, sink=128, local=1024)
-    True
     """
     q_len, _ = token_counts(q_len, q_len)
     sink, local = at_least(0, sink, "sink", "keys"), at_least(0, local, "local", "keys")

@@ -1,4 +1,4 @@
-"""Swin attention: a grid cut into windows, dense within each, and the same with the cuts shifted."""
+"""Swin attention: a grid cut into windows with dense attention within each, and the same with shifted cuts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ def swin(
     order: Integers | None = None,
     block: Block = 128,
 ) -> BlockMask:
-    """Tokens of a grid see the tokens of their own window; the grid is cut at `shift` and every `window`.
+    """Tokens of a grid see the tokens of their own window; each axis is cut at `shift` and every `window` tokens from
+    there.
+
+    >>> from sparseflash.masks import order
+    >>> swin((64, 64), window=8, order=order.tiles((64, 64), 8), block=64)
+    BlockMask(4096 x 4096, blocks of 64, 64 tiles: 64 full + 0 partial, density 1.56 %)
 
     Score (q, k) is live iff on every axis, with the coordinates q and k there,
 
         (q - shift) // window == (k - shift) // window          (rounded down, so the first window has shift tokens)
 
-    That is what Swin computes with a cyclic shift: it rolls the image by -shift, attends in windows, and masks pairs
-    of tokens in a window that the roll brought together (its regions 0 to 8, of the slices [0, -window), [-window,
-    -shift), [-shift, end) of each axis). Those left together are just the tokens between two cuts, so that
-    here nothing needs to be rolled, masked again, or rolled back. Swin alternates layers of shift 0 and window // 2.
+    That is what Swin computes with a cyclic shift: it rolls the image by -shift, attends in windows, and masks the
+    pairs of tokens that only the roll brought into one window (its regions 0 to 8, of the slices [0, -window),
+    [-window, -shift), [-shift, end) of each axis). What remains together are the tokens between two cuts, so here
+    nothing needs to be rolled, masked again, or rolled back. Swin alternates layers of shift 0 and window // 2.
 
     Where `window` does not divide a side (less the shift) the last windows are smaller. Swin pads such images, and its
-    padding takes part in the softmax; here there is none. Nor is a window as large as the grid set unshifted, as
-    Swin's configuration does; pass `shift=0` there.
+    padding takes part in the softmax; here there is none. Swin's configuration also drops the shift if a window is as
+    large as the grid; here, pass `shift=0` in that case.
 
     Source: Swin Transformer (Liu et al., 2021), section 3.2; for video, Video Swin (Liu et al., 2022). xformers'
     `swin_attention_pattern` is the same for windows that divide the sides.
@@ -56,9 +61,6 @@ def swin(
         . . . . X X X X         . . . . . . X X
         . . . . X X X X         . . . . . . X X
 
-    >>> from sparseflash.masks import order
-    >>> swin((64, 64), window=8, order=order.tiles((64, 64), 8), block=64)
-    BlockMask(4096 x 4096, blocks of 64, 64 tiles: 64 full + 0 partial, density 1.56 %)
     >>> swin((64, 64), window=8, shift=4, order=order.tiles((64, 64), 8), block=64)
     BlockMask(4096 x 4096, blocks of 64, 484 tiles: 0 full + 484 partial (9 distinct), density 1.37 %)
     """

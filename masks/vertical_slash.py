@@ -23,23 +23,27 @@ from sparseflash.masks.tiling.spans import WORDS_AT_ONCE, below
 
 @pattern
 def vertical_slash(q_len: int, *, vertical: Any, slash: Any, block: Block = 128) -> BlockMask:
-    """The keys of `vertical` (columns) and the distances of `slash` (diagonals), given for all heads or for each.
+    """The keys in `vertical` (columns) and the distances in `slash` (diagonals), given once for all heads or for each
+    head.
+
+    >>> vertical_slash(4096, vertical=range(30), slash=range(100))
+    BlockMask(4096 x 4096, blocks of 128, 93 tiles: 0 full + 93 partial (5 distinct), density 3.12 %)
 
     Score (q, k), in a head with the columns V and the distances S, is live iff
 
         k <= q  and  (k in V  or  q - k in S)
 
-    `vertical`: positions of keys; `slash`: distances in tokens, 0 the main diagonal; each a list (or 1-D tensor, array)
-    of integers from 0 to `q_len - 1`, in any order; or a list of one such list for each head (or a 2-D tensor). Both
-    for each head, or one of them, or neither. `q_len`, `block` in tokens.
+    `vertical`: positions of keys; `slash`: distances in tokens, 0 the main diagonal; each a list (or 1-D tensor or
+    array) of integers from 0 to `q_len - 1`, in any order; or one such list for each head (or a 2-D tensor). Either,
+    both or neither may be given for each head. `q_len`, `block` in tokens.
 
     Source: MInference (Jiang et al., 2024, section 3.2), which takes both from the attention of the last 64 queries and
-    always has the first 30 columns and the nearest diagonals among them. Its kernel widens every diagonal to whole
-    blocks of 64; this mask does not. Without distance 0 the queries before the first column see nothing.
+    always includes the first 30 columns and the nearest diagonals. Its kernel widens every diagonal to whole blocks of
+    64; this mask does not. Without distance 0 the queries before the first column see nothing.
 
-    A tile crossed by both stores its own bits (2 KiB at block 128), so many columns with many scattered diagonals make
-    a large mask; near one another, each kind costs little. Raises TypeError or ValueError if an index is no integer or
-    out of range, or if the numbers of heads differ.
+    A tile that both a column and a diagonal cross stores bits of its own (2 KiB at block 128), so many columns with
+    many scattered diagonals make a large mask; neighbouring columns, or neighbouring diagonals, cost little. Raises
+    TypeError or ValueError if an index is not an integer or out of range, or if the numbers of heads differ.
 
         vertical [0], slash [0, 3]
         X . . . .
@@ -48,8 +52,6 @@ def vertical_slash(q_len: int, *, vertical: Any, slash: Any, block: Block = 128)
         X . . X .
         X X . . X
 
-    >>> vertical_slash(4096, vertical=range(30), slash=range(100))
-    BlockMask(4096 x 4096, blocks of 128, 93 tiles: 0 full + 93 partial (5 distinct), density 3.12 %)
     >>> vertical_slash(4096, vertical=[[0], [1000]], slash=[0, 64]).shape
     (1, 2, 4096, 4096)
     """
@@ -91,7 +93,7 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     column = i * col_blocks + marked[at]
     crossed = tiles_at(offsets, q_len, block_q, block_k)
     slashed = crossed[0] * col_blocks + crossed[1]
-    # Both lists ascend, and are merged without sorting.
+    # Both lists are in ascending order, so they can be merged without sorting.
     place = torch.searchsorted(slashed, column)
     alone = torch.cat([slashed, slashed.new_full((1,), -1)])[place] != column
     has_slash = torch.ones(len(slashed) + int(alone.sum()), dtype=torch.bool, device="cpu")
@@ -101,10 +103,11 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     i, j = key // col_blocks, key % col_blocks
     corner = i * block_q - j * block_k
 
-    # Tiles of diagonals only recur along them; those of columns only, down them; the rest are made one by one.
+    # A tile with diagonals only recurs along them, and one with columns only recurs down them; the others are made one
+    # by one.
     corners, which = distinct(corner[has_slash])
     of_corner = words_at(offsets, corners, block_q, block_k)
-    slash = torch.full_like(key, len(corners))  # number in `slashed_words`, whose last is empty
+    slash = torch.full_like(key, len(corners))  # index into `slashed_words`, whose last entry is empty
     slash[has_slash] = which
     below_diagonal = corner >= block_k - 1
     kind = torch.where(has_slash, slash, torch.searchsorted(marked, j) + len(corners)) + 1

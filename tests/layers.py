@@ -1,72 +1,210 @@
-"""The modules of the library and what each of them imports."""
+"""Who may import whom, and what each module of the repository does import."""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# What experiments import as any other user does.
+PUBLIC = (
+    "sparseflash/__init__.py",
+    "sparseflash/attention.py",
+    "sparseflash/analysis",
+    "sparseflash/draw",
+    "sparseflash/interop",
+    "sparseflash/testing",
+    "masks",
+)
+_BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/triton", "experiments/benchmarks"
 
-CORE = ("sparseflash.blockmask", "sparseflash.blockmask.bitmask", "sparseflash.blockmask.ops")
+# For each folder, what its modules may import beside one another: whatever lies below these paths. Imports inside
+# functions and for types count. Every folder has a row, and a file with a rule of its own has one, too; a module falls
+# under the longest path that it lies below.
+MAY_IMPORT = {
+    "sparseflash": ("sparseflash/attention.py", "sparseflash/blockmask"),
+    "sparseflash/__main__.py": ("sparseflash/cli",),
+    "sparseflash/cuda_driver.py": (),
+    "sparseflash/dropout.py": (),
+    "sparseflash/remedies.py": (),
+    "sparseflash/validation.py": ("sparseflash/blockmask",),
+    "sparseflash/attention.py": (
+        "sparseflash/blockmask",
+        "sparseflash/backends",
+        "sparseflash/dropout.py",
+        "sparseflash/remedies.py",
+        "sparseflash/validation.py",
+    ),
+    "sparseflash/huggingface.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/interop"),
+    "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py"),
+    "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw"),
+    "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
+    _BACKENDS: (),
+    f"{_BACKENDS}/problem.py": ("sparseflash/blockmask",),
+    f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/problem.py",),
+    f"{_BACKENDS}/registration.py": (f"{_BACKENDS}/problem.py", f"{_BACKENDS}/flop_counter.py"),
+    f"{_BACKENDS}/reference.py": ("sparseflash/blockmask", "sparseflash/dropout.py"),
+    f"{_BACKENDS}/blockwise.py": (
+        "sparseflash/blockmask",
+        "sparseflash/dropout.py",
+        f"{_BACKENDS}/problem.py",
+        f"{_BACKENDS}/registration.py",
+    ),
+    _TRITON: (_TRITON, "sparseflash/blockmask", f"{_BACKENDS}/problem.py", f"{_BACKENDS}/registration.py"),
+    f"{_TRITON}/direct_start.py": ("sparseflash/cuda_driver.py",),
+    f"{_TRITON}/cuda_graphs.py": ("sparseflash/blockmask/streams.py",),
+    f"{_TRITON}/launcher.py": (f"{_TRITON}/cuda_graphs.py", f"{_TRITON}/direct_start.py"),
+    f"{_TRITON}/configs.py": (f"{_TRITON}/launcher.py",),
+    f"{_TRITON}/schedule": (
+        "sparseflash/blockmask",
+        f"{_BACKENDS}/problem.py",
+        f"{_TRITON}/configs.py",
+        f"{_TRITON}/cuda_graphs.py",
+        f"{_TRITON}/overrides.py",
+    ),
+    f"{_TRITON}/portable": (
+        "sparseflash/blockmask/cache.py",
+        "sparseflash/dropout.py",
+        f"{_BACKENDS}/registration.py",
+        f"{_TRITON}/alignment.py",
+        f"{_TRITON}/configs.py",
+        f"{_TRITON}/cuda_graphs.py",
+        f"{_TRITON}/family.py",
+        f"{_TRITON}/launcher.py",
+        f"{_TRITON}/overrides.py",
+        f"{_TRITON}/schedule",
+    ),
+    "sparseflash/interop": ("sparseflash/blockmask",),
+    "sparseflash/analysis": ("sparseflash/blockmask",),
+    "sparseflash/draw": ("sparseflash/blockmask",),
+    "sparseflash/testing": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),
+    "sparseflash/cli": (
+        "sparseflash/__init__.py",
+        "sparseflash/analysis",
+        "sparseflash/attention.py",
+        "sparseflash/interop",
+        "sparseflash/testing",
+        "masks",
+    ),
+    "masks": ("masks/tiling", "masks/fused", "sparseflash/blockmask"),
+    "masks/tiling": ("sparseflash/blockmask",),
+    "masks/fused": ("masks/tiling", "sparseflash/blockmask", f"{_TRITON}/launcher.py"),
+    "experiments": (),
+    "experiments/training": PUBLIC,
+    "experiments/training/layers": PUBLIC,
+    "experiments/pathfinder": ("experiments/pathfinder/cnn", "experiments/training"),
+    "experiments/pathfinder/cnn": ("experiments/pathfinder", "experiments/training"),
+    "experiments/lra": ("experiments/lra", "experiments/training", *PUBLIC),
+    "experiments/lra/data": ("experiments/lra/tasks/task.py", "experiments/training"),
+    "experiments/lra/data/listops": ("experiments/training",),
+    "experiments/lra/tasks": (
+        "experiments/lra/data",
+        "experiments/lra/model/positions.py",
+        "experiments/pathfinder",
+    ),
+    "experiments/lra/model": ("experiments/lra", "experiments/training", "sparseflash/cli/sources.py", *PUBLIC),
+    "experiments/lra/table": ("experiments/lra", "experiments/training", f"{_BENCHMARKS}/timing.py"),
+    "experiments/pathx": ("experiments/pathx", "experiments/training", "experiments/pathfinder", *PUBLIC),
+    "experiments/pathx/data": (
+        "experiments/pathx/config.py",
+        "experiments/pathx/masks",
+        "experiments/pathx/model/gather.py",
+        "experiments/training",
+        "experiments/pathfinder",
+        *PUBLIC,
+    ),
+    "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
+    "experiments/pathx/model": ("experiments/pathx/data", "experiments/pathx/masks", "experiments/training/layers"),
+    _BENCHMARKS: (),
+    f"{_BENCHMARKS}/timing.py": ("experiments/training/clock.py",),
+    f"{_BENCHMARKS}/calls": (
+        f"{_BENCHMARKS}/timing.py",
+        f"{_BENCHMARKS}/fresh_process.py",
+        "experiments/training",
+        *PUBLIC,
+    ),
+    f"{_BENCHMARKS}/speed": (
+        f"{_BENCHMARKS}/speed",
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/training",
+        "sparseflash/blockmask/arguments.py",
+        *PUBLIC,
+    ),
+    f"{_BENCHMARKS}/speed/peers": (f"{_BENCHMARKS}/speed", *PUBLIC),
+    f"{_BENCHMARKS}/io": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/compile": ("sparseflash/blockmask/arguments.py", _BACKENDS, *PUBLIC),
+    f"{_BENCHMARKS}/tune": (
+        f"{_BENCHMARKS}/compile",
+        f"{_BENCHMARKS}/speed",
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/training",
+        _BACKENDS,
+        *PUBLIC,
+    ),
+    f"{_BENCHMARKS}/blocks": (
+        f"{_BENCHMARKS}/speed",
+        f"{_BENCHMARKS}/timing.py",
+        f"{_BENCHMARKS}/tune",
+        _BACKENDS,
+        *PUBLIC,
+    ),
+    f"{_BENCHMARKS}/exactness": (),
+    f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
+    f"{_BENCHMARKS}/patterns/entries": PUBLIC,
+}
 
+# The one deliberate circle: `BlockMask` has the operations on masks as methods, and these import it.
+FACADE = "sparseflash.blockmask.mask"
 
-# Where Triton is needed; who imports these does so in a function.
-KERNELS = ("sparseflash.backends.triton", "sparseflash.masks.fused.rows", "sparseflash.masks.fused.runs")
-
-
-COMMANDS = ("sparseflash.cli", "sparseflash.__main__")
-
-
-BACKENDS = ("sparseflash.backends.reference", "sparseflash.backends.blockwise", "sparseflash.backends.triton")
-
-
-def belongs(module, package):
-    return module == package or module.startswith(package + ".")
-
-
-def belongs_to_any(module, packages):
-    return any(belongs(module, package) for package in packages)
+# Where Triton is needed to import them; who imports these does so in a function.
+KERNELS = (_TRITON, "masks/fused/rows.py", "masks/fused/runs.py")
 
 
 class Imports(ast.NodeVisitor):
-    """All modules that a source names in its imports; apart, those imported as soon as the source is."""
+    """What a source imports: `(package, name)` of `from package import name`, `(module, "")` of `import module`.
+
+    `at_import` are the imports that run as soon as the source does, `in_functions` those that run when a function is
+    called, `for_types` those under `if TYPE_CHECKING`, which never run.
+    """
 
     def __init__(self, source, module, is_package=False):
-        self.everywhere, self.at_import = set(), set()
+        self.at_import, self.in_functions, self.for_types = set(), set(), set()
         self.package = module if is_package else module.rpartition(".")[0]
-        self.in_function = False
+        self.found = self.at_import
         self.visit(ast.parse(source))
 
-    def add(self, *names):
-        self.everywhere.update(names)
-        if not self.in_function:
-            self.at_import.update(names)
-
     def visit_Import(self, node):
-        self.add(*(alias.name for alias in node.names))
+        self.found.update((alias.name, "") for alias in node.names)
 
     def visit_ImportFrom(self, node):
         base = node.module or ""
         if node.level:
             parents = self.package.split(".")[: len(self.package.split(".")) - node.level + 1]
             base = ".".join([*parents, base] if base else parents)
-        # `from package import name`: the name may be a module. Where it is none, the name harms nothing.
-        self.add(base, *(f"{base}.{alias.name}" for alias in node.names))
+        self.found.update((base, alias.name) for alias in node.names)
 
     def visit_FunctionDef(self, node):
-        outside, self.in_function = self.in_function, True
-        self.generic_visit(node)
-        self.in_function = outside
+        self.visit_all(ast.iter_child_nodes(node), self.in_functions)
 
     visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
 
     def visit_If(self, node):
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":  # never true at run time
-            self.visit_FunctionDef(node)
-        else:
-            self.generic_visit(node)
+        for_types = ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        self.visit_all(node.body, self.for_types if for_types else self.found)
+        self.visit_all([node.test, *node.orelse], self.found)
+
+    def visit_all(self, nodes, found):
+        outside = self.found
+        self.found = outside if outside is self.for_types else found
+        for node in nodes:
+            self.visit(node)
+        self.found = outside
+
+    @property
+    def everywhere(self):
+        return self.at_import | self.in_functions | self.for_types
 
 
-def modules_below(folder, package):
+def read(folder, package):
     """`{module name: Imports}` of a package and its parts."""
     modules = {}
     for file in sorted(folder.rglob("*.py")):
@@ -77,36 +215,42 @@ def modules_below(folder, package):
     return modules
 
 
-def library():
-    """`{module name: Imports}` of sparseflash and masks."""
-    masks = modules_below(ROOT / "masks", "sparseflash.masks")
-    own = modules_below(ROOT / "sparseflash", "sparseflash")
-    # sparseflash/masks is a symlink to masks, which is read above.
-    return {name: imports for name, imports in own.items() if not belongs(name, "sparseflash.masks")} | masks
+def read_all():
+    """`{module name: Imports}` of sparseflash, masks and experiments."""
+    library = read(ROOT / "sparseflash", "sparseflash")
+    # sparseflash/masks is a symlink to masks; whether a search follows it depends on the version of Python.
+    library = {name: imports for name, imports in library.items() if not below(name, "sparseflash.masks")}
+    return library | read(ROOT / "masks", "sparseflash.masks") | read(ROOT / "experiments", "experiments")
 
 
-LIBRARY = library()
+def below(name, *parents, separator="."):
+    """Whether a dotted name, or a path, is one of `parents` or lies below one."""
+    return any(name == parent or name.startswith(parent + separator) for parent in parents)
 
 
-def reached_from(module):
-    """Modules of the library that `module` imports, itself or through others, inside functions too.
-
-    Only what is named counts: that Python runs `sparseflash/__init__.py` first couples nothing.
-    """
-    found, waiting = set(), [module]
-    while waiting:
-        for name in LIBRARY[waiting.pop()].everywhere & LIBRARY.keys():
-            if name not in found and name != "sparseflash":
-                found.add(name)
-                waiting.append(name)
-    return found - {module}
+def modules_of(names):
+    """The modules of the repository among what a source imports. `from package import name` is the module `name` if
+    there is one, and otherwise the package."""
+    found = {f"{base}.{name}" if f"{base}.{name}" in MODULES else base for base, name in names}
+    return found & MODULES.keys()
 
 
-def loaded_by(module):
-    """Modules of the library that importing `module` imports, with itself."""
-    found, waiting = {module}, [module]
-    while waiting:
-        new = (LIBRARY[waiting.pop()].at_import & LIBRARY.keys()) - found - {"sparseflash"}
-        found |= new
-        waiting += new
-    return found
+def path_of(module):
+    """`masks/local.py` of `sparseflash.masks.local`."""
+    path = module.replace(".", "/")
+    path = path.removeprefix("sparseflash/") if below(module, "sparseflash.masks") else path
+    return f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"
+
+
+def row_of(path):
+    """The row of the table that a path falls under: the longest one that it lies below."""
+    return max((row for row in MAY_IMPORT if below(path, row, separator="/")), key=len)
+
+
+def allowed(path, imported):
+    """Whether the module at `path` may import the one at `imported`."""
+    row = row_of(path)
+    return row_of(imported) == row or below(imported, *MAY_IMPORT[row], separator="/")
+
+
+MODULES = read_all()

@@ -1,107 +1,207 @@
 """Who imports whom, and what `import sparseflash` does not need."""
 
+import ast
+import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
 from layers import (
-    BACKENDS,
-    COMMANDS,
-    CORE,
+    FACADE,
     KERNELS,
-    LIBRARY,
+    MAY_IMPORT,
+    MODULES,
+    PUBLIC,
     ROOT,
     Imports,
-    belongs,
-    belongs_to_any,
-    loaded_by,
-    reached_from,
+    allowed,
+    below,
+    modules_of,
+    path_of,
+    read,
+    row_of,
 )
+
+FOLDERS = [row for row in MAY_IMPORT if not row.endswith(".py")]
+TESTS = read(ROOT / "tests", "tests")
+
+
+def modules_in(row):
+    return [module for module in MODULES if row_of(path_of(module)) == row]
+
+
+def refused(module, imports):
+    return sorted(name for name in modules_of(imports) if not allowed(path_of(module), path_of(name)))
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("import a.b as c", {"a.b"}),
-        ("from a import b", {"a", "a.b"}),
-        ("from . import x", {"p.q", "p.q.x"}),
-        ("from .x import y", {"p.q.x", "p.q.x.y"}),
-        ("from .. import x", {"p", "p.x"}),
-        ("from ..x import y", {"p.x", "p.x.y"}),
+        ("import a.b as c", ("a.b", "")),
+        ("from a import b", ("a", "b")),
+        ("from . import x", ("p.q", "x")),
+        ("from .x import y", ("p.q.x", "y")),
+        ("from .. import x", ("p", "x")),
+        ("from ..x import y", ("p.x", "y")),
     ],
 )
 def test_imports_are_read_with_their_full_names(source, expected):
-    assert Imports(source, "p.q.module").everywhere == expected
-    assert Imports(source, "p.q", is_package=True).everywhere == expected
+    assert Imports(source, "p.q.module").everywhere == {expected}
+    assert Imports(source, "p.q", is_package=True).everywhere == {expected}
 
 
-def test_an_import_in_a_function_is_told_from_one_at_import_time():
-    source = "if True:\n    import a\nclass C:\n    import b\n    def f(self):\n        import c\n"
-    imports = Imports(source, "m")
-    assert imports.at_import == {"a", "b"}
-    assert imports.everywhere == {"a", "b", "c"}
+def test_imports_are_told_apart_by_when_they_run():
+    imports = Imports(
+        """
+if True:
+    import a
+class C:
+    import b
+    def f(self):
+        import c
+if TYPE_CHECKING:
+    import d
+    def g():
+        import e
+else:
+    import f
+""",
+        "m",
+    )
+    assert imports.at_import == {("a", ""), ("b", ""), ("f", "")}
+    assert imports.in_functions == {("c", "")}
+    assert imports.for_types == {("d", ""), ("e", "")}
 
 
-def test_the_library_is_read_whole():
-    assert {
-        *CORE[:1],
-        *BACKENDS,
-        "sparseflash",
-        "sparseflash.attention",
-        "sparseflash.masks",
-    } <= LIBRARY.keys()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_do_not_import_one_another(backend):
-    others = ("sparseflash.attention", *(b for b in BACKENDS if b != backend))
-    for module in (m for m in LIBRARY if belongs(m, backend)):
-        assert [m for m in reached_from(module) if belongs_to_any(m, others)] == [], module
-
-
-@pytest.mark.parametrize("module", [m for m in LIBRARY if belongs_to_any(m, CORE)])
-def test_the_mask_type_knows_no_backend_and_no_pattern(module):
-    others = (*BACKENDS, "sparseflash.attention", "sparseflash.backends.registration", "sparseflash.masks")
-    assert [m for m in reached_from(module) if belongs_to_any(m, others)] == []
-
-
-@pytest.mark.parametrize("module", [m for m in LIBRARY if belongs(m, "sparseflash.masks")])
-def test_patterns_import_the_mask_type_only(module):
-    parts_of_core = set(CORE).union(*(reached_from(m) for m in CORE if m in LIBRARY))
-    allowed = {m for m in LIBRARY if m in parts_of_core or belongs_to_any(m, (*CORE, "sparseflash.masks"))} | {
-        "sparseflash",
-        "sparseflash.backends.triton.launcher",  # how Triton's kernels are launched, theirs too
+def test_a_name_of_a_package_is_the_module_if_there_is_one():
+    names = {
+        ("sparseflash", "masks"),
+        ("sparseflash.blockmask", "BlockMask"),
+        ("experiments.lra.table.run", ""),
+        ("re", ""),
     }
-    assert (LIBRARY[module].everywhere & LIBRARY.keys()) - allowed == set()
+    assert modules_of(names) == {"sparseflash.masks", "sparseflash.blockmask", "experiments.lra.table.run"}
 
 
-@pytest.mark.parametrize("module", [m for m in LIBRARY if belongs(m, "sparseflash.analysis")])
-def test_analysis_runs_nothing(module):
-    others = (*BACKENDS, "sparseflash.attention", "sparseflash.backends.registration", "sparseflash.masks")
-    assert [m for m in reached_from(module) if belongs_to_any(m, others)] == []
+def test_every_folder_has_a_row_and_every_row_a_folder_or_file():
+    assert {str(Path(path_of(module)).parent) for module in MODULES} == set(FOLDERS)
+    assert [row for row in MAY_IMPORT if modules_in(row) == []] == []
 
 
-@pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs_to_any(m, ("sparseflash.masks", *COMMANDS))])
-def test_the_library_does_not_import_the_patterns(module):
-    assert [m for m in LIBRARY[module].everywhere if belongs_to_any(m, ("sparseflash.masks", "masks"))] == []
+@pytest.mark.parametrize("row", MAY_IMPORT)
+def test_a_folder_imports_only_what_it_may(row):
+    found = {module: refused(module, MODULES[module].everywhere) for module in modules_in(row)}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs_to_any(m, COMMANDS)])
-def test_nothing_imports_the_command_line(module):
-    assert [m for m in LIBRARY[module].everywhere if belongs_to_any(m, COMMANDS)] == []
+@pytest.mark.parametrize("row", MAY_IMPORT)
+def test_a_folder_may_import_only_what_it_does(row):
+    used = {path_of(name) for module in modules_in(row) for name in modules_of(MODULES[module].everywhere)}
+    public = set(PUBLIC) if set(PUBLIC) <= set(MAY_IMPORT[row]) else set()  # one of them is enough
+    assert not public or any(below(path, *public, separator="/") for path in used)
+    others = set(MAY_IMPORT[row]) - public
+    assert [other for other in others if not any(below(path, other, separator="/") for path in used)] == []
 
 
-@pytest.mark.parametrize("module", LIBRARY)
-def test_the_library_imports_neither_experiments_nor_tests(module):
-    assert [m for m in LIBRARY[module].everywhere if belongs_to_any(m, ("experiments", "tests"))] == []
+@pytest.mark.parametrize("row", FOLDERS)
+def test_the_docstring_of_a_folder_says_what_it_may_import(row):
+    """By the last part of each path; "the library" is what every user may import."""
+    source = (ROOT / row / "__init__.py").read_text(encoding="utf-8")
+    docstring = " ".join((ast.get_docstring(ast.parse(source)) or "").lower().split())
+    _, found, rule = docstring.partition("may import")
+    assert found
+    others = set(MAY_IMPORT[row]) - {row}
+    if others >= set(PUBLIC):
+        assert "the library" in rule
+        others -= set(PUBLIC)
+    names = {path.removesuffix("/__init__.py").removesuffix(".py").rpartition("/")[2] for path in others}
+    assert {name for name in names if not re.search(rf"\b{name}\b", rule)} == set()
 
 
-@pytest.mark.parametrize("module", [m for m in LIBRARY if not belongs_to_any(m, KERNELS)])
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("sparseflash.backends.blockwise", "from sparseflash.backends import reference"),
+        ("sparseflash.backends.reference", "from sparseflash.backends.triton.configs import TILES"),
+        ("sparseflash.backends.triton.api", "from sparseflash import attention"),
+        ("sparseflash.backends.triton.portable.forward", "from sparseflash.blockmask.ops.tilelist import TileList"),
+        ("sparseflash.backends.triton.schedule.plan", "from sparseflash.backends.triton.portable import forward"),
+        ("sparseflash.blockmask.build", "def f():\n    from sparseflash.draw.text import to_string"),
+        ("sparseflash.blockmask.ops.crop", "from sparseflash.backends.problem import Problem"),
+        ("sparseflash.blockmask.mask", "from sparseflash.masks import causal"),
+        ("sparseflash.analysis.flops", "from sparseflash.attention import attention"),
+        ("sparseflash.interop.flex", "if TYPE_CHECKING:\n    from sparseflash import masks"),
+        ("sparseflash.attention", "import sparseflash.cli"),
+        ("sparseflash.attention", "import experiments.training.clock"),
+        ("sparseflash.masks.local", "from sparseflash.attention import attention"),
+        ("sparseflash.masks.tiling.band", "from sparseflash.masks import causal"),
+        ("experiments.training.trainer", "from experiments.lra import config"),
+        ("experiments.lra.train", "def f():\n    from experiments.pathx.data import packing"),
+        ("experiments.lra.train", "from sparseflash.blockmask import bitmask"),
+        ("experiments.pathx.train", "from experiments.benchmarks.speed import cases"),
+        ("experiments.benchmarks.io.model", "from experiments.benchmarks.speed import cases"),
+    ],
+)
+def test_a_wrong_import_is_refused(module, source):
+    assert module in MODULES
+    assert len(refused(module, Imports(source, module).everywhere)) == 1
+
+
+def test_no_two_modules_need_each_other_to_be_imported():
+    assert circle({module: modules_of(imports.at_import) for module, imports in MODULES.items()}) == []
+
+
+def test_every_circle_of_imports_passes_through_the_methods_of_the_mask():
+    """Imports inside functions count, imports for types do not: they never run."""
+    graph = {module: modules_of(imports.at_import | imports.in_functions) for module, imports in MODULES.items()}
+    assert circle({module: others - {FACADE} for module, others in graph.items()}) == []
+    assert FACADE in circle(graph)
+
+
+def circle(graph):
+    """The modules of one circle, if there is one."""
+    try:
+        TopologicalSorter({module: others - {module} for module, others in graph.items()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if not below(path_of(m), "experiments", *KERNELS, separator="/")]
+)
 def test_only_the_kernels_import_triton(module):
     """Themselves, or by what they import: `backends.triton` has modules that work without Triton, too."""
-    loaded = loaded_by(module)
-    assert [m for m in loaded if "triton" in {name.partition(".")[0] for name in LIBRARY[m].at_import}] == []
+    loaded, waiting = {module}, [module]
+    while waiting:
+        new = modules_of(MODULES[waiting.pop()].at_import) - loaded
+        loaded |= new
+        waiting += new
+    assert [m for m in loaded if "triton" in {base.partition(".")[0] for base, _ in MODULES[m].at_import}] == []
+
+
+@pytest.mark.parametrize(
+    "package", ["experiments.training", "experiments.lra", "experiments.lra.data", "experiments.pathfinder"]
+)
+def test_packages_of_worker_processes_import_nothing(package):
+    assert MODULES[package].everywhere == set()
+
+
+def test_nothing_imports_the_tests():
+    names = {"tests", *(file.stem for file in (ROOT / "tests").glob("*.py"))}
+    found = {m: {base.partition(".")[0] for base, _ in imports.everywhere} & names for m, imports in MODULES.items()}
+    assert {module: imported for module, imported in found.items() if imported} == {}
+
+
+def test_test_files_do_not_import_one_another():
+    names = [name.rpartition(".")[2] for name in TESTS]
+    files = {name for name in names if name.startswith("test_")}
+    assert len(files) == sum(name.startswith("test_") for name in names)  # pytest needs their names to be unique
+    found = {name: {base.split(".")[0] for base, _ in imports.everywhere} & files for name, imports in TESTS.items()}
+    assert {name: imported for name, imported in found.items() if imported} == {}
 
 
 def test_import_works_without_triton_needs_no_scipy_and_asks_no_device():

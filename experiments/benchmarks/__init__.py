@@ -1,4 +1,5 @@
-"""Measurements of the library, beside others' and by model: speed, io, tune, blocks, compile, exactness, patterns.
+"""Measurements of the library, one folder each: calls, speed, io, tune, blocks, compile, exactness, patterns.
 
-They may import one another, `experiments.training` and no other folder of experiments. Others import `timing` alone.
+A folder may import the library and `experiments.training`, and another measurement only where its docstring says so.
+Of benchmarks, other folders import `timing` alone.
 """

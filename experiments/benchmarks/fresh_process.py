@@ -1,4 +1,4 @@
-"""A module run in a new process whose compiled kernels are not cached: what users meet on their first call."""
+"""Runs a module in a new process with empty caches of compiled kernels, as on a user's first call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Where Triton, torch.compile and CuTe keep what they compiled.
+# The variables that name the caches of Triton, torch.compile and CuTe.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 ROOT = Path(__file__).parents[2]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def output_of(module: str, *arguments: str, question: bytes = b"", limit: float) -> str:
     """What `python -m module arguments` prints, given `question` on standard input, with empty caches.
 
-    Raises RuntimeError with the last words of the process if it fails, or takes longer than `limit` seconds.
+    Raises RuntimeError with the end of the process's output if it fails or takes longer than `limit` seconds.
     """
     with tempfile.TemporaryDirectory() as empty:
         try:

@@ -1,8 +1,8 @@
-"""Milliseconds of a call: medians over CUDA events, implementations taking turns.
+"""Milliseconds of a call: medians of times between CUDA events, with implementations in turns.
 
-Turns: each implementation runs a short series, then the next one does, and so on for some rounds, so that a
-change of clocks meets all of them. Every measured launch finds the L2 cache flushed, and finds the GPU still
-busy with a short sleep, so that the time between the events is the GPU's alone and not the host's.
+In turns: each implementation runs a short series, then the next one does, for some rounds, so that a change of clock
+rates affects all of them. Before every measured launch the L2 cache is flushed and the GPU is kept busy with a short
+sleep, so that the time between the events is that of the GPU and not of the host.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from experiments.training.clock import synchronize
 T = TypeVar("T")
 
 FLUSH_BYTES = 256 * 2**20  # five times the L2 cache of an H100
-SLEEP_CYCLES = 1_200_000  # about 0.6 ms: longer than the host takes over a forward and a backward
+SLEEP_CYCLES = 1_200_000  # about 0.6 ms, longer than the host takes for a forward and a backward
 LAUNCHES_A_ROUND = (4, 40)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call without arguments, and the context to hold around a series of it."""
+    """A call without arguments, and the context to enter around a series of calls."""
 
     call: Callable[[], object]
     context: Callable[[], AbstractContextManager[object]]
@@ -36,7 +36,7 @@ class Timed:
 
 @dataclass
 class Timing:
-    """Median milliseconds; `spread` is the range of the rounds' medians over it; or the failure."""
+    """The median in milliseconds, and in `spread` the range of the rounds' medians over it; or the failure."""
 
     ms: float = float("nan")
     spread: float = float("nan")
@@ -51,7 +51,7 @@ class Timing:
 
 
 def first_call(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds of one call by the host's clock, compilation included, and what it returned."""
+    """The seconds of one call by the host's clock, including compilation, and what it returned."""
     synchronize(device)
     begin = time.perf_counter()
     result = call()
@@ -87,7 +87,7 @@ def in_turns(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, r
 
 
 def of_single_calls(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, count: int) -> dict[str, Timing]:
-    """Host time of a call, in turns: loops of `count` calls, then a synchronisation, over their number."""
+    """Host time of a call, in turns: the time of a loop of `count` calls and a synchronisation, divided by `count`."""
 
     def series(call: Callable[[], object]) -> list[float]:
         for _ in range(3):

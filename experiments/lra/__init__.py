@@ -3,6 +3,6 @@
     python -m experiments.lra train --mask butterfly --preset modern
     python -m experiments.lra generate --help
 
-Imports experiments.training, the images of experiments.pathfinder and experiments.benchmarks.timing; no other folder
-imports it. This file imports nothing, so that the generator's worker processes start without PyTorch.
+May import the library and `training`; its tasks import the images of pathfinder. No other folder imports it. This file
+imports nothing, so that the generator's worker processes start without PyTorch.
 """

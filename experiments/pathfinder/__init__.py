@@ -3,6 +3,6 @@
     python -m experiments.pathfinder generate --size 128 --contour 14
     python -m experiments.pathfinder --help
 
-For lra and pathx, which train on the images; imports experiments.training alone. This file imports nothing, so that the
-generator's worker processes start quickly.
+May import `training` and its own `cnn`. For lra and pathx, which train on the images. This file imports nothing, so
+that the generator's worker processes start quickly.
 """

@@ -3,5 +3,5 @@
     python -m experiments.pathx train --help
 
 The images have the Long Range Arena's parameters and are generated: results are of "LRA-parameter generated Path-X".
-Imports experiments.training and the images of experiments.pathfinder; no other folder imports it.
+May import the library, `training` and the images of `pathfinder`. No other folder imports it.
 """

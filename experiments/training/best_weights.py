@@ -1,4 +1,4 @@
-"""The weights of the best validation so far, for runs that are to be tested with them."""
+"""The weights with the best validation so far, for runs that are tested with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.training.weight_average import Weights, copied, exchanged
 
 
 class BestWeights:
-    """A copy of a model's parameters as they were at its best validation. Of several equal ones the first counts."""
+    """A copy of a model's parameters as they were at its best validation; the first of several equal ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -28,7 +28,7 @@ class BestWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the best weights."""
+        """Inside the context, the model has the best weights."""
         with exchanged(self.model, self.weights):
             yield
 
@@ -38,7 +38,7 @@ class BestWeights:
         return {"step": self.step, "accuracy": self.accuracy, "offered": self.offered} if self.weights else None
 
     def load(self, state: dict[str, Any] | None, weights: Weights) -> None:
-        """Go on from what a checkpoint has stored."""
+        """Restore the state that a checkpoint has stored."""
         if state is None:
             return
         self.step, self.accuracy, self.offered = state["step"], state["accuracy"], state["offered"]

@@ -3,11 +3,11 @@
     <run>/checkpoint-00000500/
         part-01-of-03.safetensors ...   tensors named model.*, average.*, best.*, optimizer.<parameter>.*, random.*,
                                         and random.<rank>.* of other processes that train with the first one
-        state.json                      step, seconds of training, the format, the number of processes, and what else
-                                        the kind of run needs
+        state.json                      step, seconds of training, the format, the number of processes, and what
+                                        else the kind of run needs
 
-A checkpoint is written under another name and renamed when it is complete. A copy of one may still lack a file, and
-is then ignored.
+A checkpoint is written under another name and renamed when it is complete. A copy of a checkpoint may still lack a
+file; it is then ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Progress:
 
     step: int  # steps done
     seconds: float  # of training, over all its sessions
-    details: dict[str, Any] = field(default_factory=dict)  # further plain values that the trainer needs to go on
+    details: dict[str, Any] = field(default_factory=dict)  # further plain values that the trainer needs to resume
 
 
 RandomState = dict[str, Tensor]  # of one process: cpu, and cuda if it trains there
@@ -57,8 +57,10 @@ def save(
 ) -> Path:
     """Write a checkpoint into the run's folder, then remove the others.
 
-    random: the states of all processes; None: of this one alone. A checkpoint of the same step has the same tensors
-    already, but its state.json is written again: at the end of a stage, the stage differs.
+    random: the states of all processes; None: only that of this one.
+
+    If a checkpoint of the same step exists it has the same tensors, but its state.json is written again, because at the
+    end of a stage the stage differs.
     """
     target = run / f"checkpoint-{progress.step:08}"
     random = random or [random_state(next(model.parameters()).device)]
@@ -100,8 +102,9 @@ def load(
 ) -> Progress:
     """Put a checkpoint's state into a model and its optimiser, and set the random states of this process.
 
-    A process that the run did not have before gets new random states, other than those with which it would have begun.
-    Raises ValueError where the checkpoint lacks a file, or the state of a parameter or of a process.
+    A process that the run did not have before gets new random states, different from those with which it would have
+    begun.
+    Raises ValueError if the checkpoint lacks a file, or the state of a parameter or of a process.
     """
     lacking = missing(checkpoint)
     if lacking:
@@ -110,7 +113,7 @@ def load(
     if state.pop("format") != FORMAT:
         raise ValueError(f"{checkpoint} must have the checkpoint format {FORMAT}; written by another version")
     of_best = state.pop("best", None)
-    processes = state.pop("processes", 1)  # older checkpoints do not say it
+    processes = state.pop("processes", 1)  # missing in older checkpoints
     tensors: dict[str, Tensor] = {}
     for part in sorted(checkpoint.glob("part-*.safetensors")):
         tensors |= load_file(part)
@@ -123,7 +126,7 @@ def load(
     optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
     kept = set().union(*optimizer_state.values())
     for index, name in names.items():
-        # Without it the optimiser would silently begin anew for this parameter.
+        # Without this check the optimiser would silently start afresh for this parameter.
         if not kept or optimizer_state[index].keys() != kept:
             raise ValueError(f"{checkpoint} must have the optimiser's state of every parameter; {name} has none")
     groups = optimizer.state_dict()["param_groups"]
@@ -150,7 +153,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def folders(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, those that lack a file among them."""
+    """The checkpoints of a run, oldest first, including those that lack a file."""
     return sorted(run.glob("checkpoint-*"))
 
 
@@ -160,9 +163,9 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> Path | None:
-    """The newest complete checkpoint; None where the run has saved nothing.
+    """The newest complete checkpoint; None if the run has saved nothing.
 
-    Raises ValueError where there are checkpoints, but none is complete: to begin anew would lose the run.
+    Raises ValueError if there are checkpoints but none is complete: starting afresh would lose the run.
     """
     found, whole = folders(run), checkpoints(run)
     if found and not whole:
@@ -182,7 +185,7 @@ def missing(checkpoint: Path) -> list[str]:
 
 
 def part_name(number: int, count: int) -> str:
-    """What a part's file is called; numbers are from 1."""
+    """The name of a part's file; numbers start at 1."""
     return f"part-{number:02}-of-{count:02}.safetensors"
 
 
@@ -218,13 +221,13 @@ def collect(
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """The optimiser's number of each parameter -> the model's name for it."""
+    """Maps the optimiser's number of each parameter to the model's name for it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: names[parameter] for index, parameter in enumerate(parameters)}
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with the prefix, without it."""
+    """The tensors whose names begin with the prefix, under their names without it."""
     start = f"{prefix}."
     return {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}

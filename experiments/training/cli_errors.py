@@ -13,11 +13,11 @@ from rich.text import Text
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Show what the user can correct as one line, and anything else with its traceback."""
+    """Show errors that the user can correct in one line, and all others with their traceback."""
     try:
         yield
     except (ValueError, FileNotFoundError, FileExistsError, FloatingPointError) as error:
-        rank = os.environ.get("RANK", "0")  # of processes that torchrun has started, the first one is the one to read
+        rank = os.environ.get("RANK", "0")  # of the processes that torchrun started, only the first reports
         who = "" if rank == "0" else f"process {rank}: "
         Console(stderr=True).print(Text.assemble((f"{who}Error: ", "red"), str(error)), soft_wrap=True)
         raise typer.Exit(1) from error

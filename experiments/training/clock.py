@@ -8,27 +8,27 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given; on the CPU there is nothing to wait for."""
+    """Wait until a GPU has finished its queued work; on the CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Clock:
-    """Runs from when it is made."""
+    """Measures the seconds since it was created."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.started = time.perf_counter()
 
     def elapsed(self) -> float:
-        """Seconds until now, by the host."""
+        """Seconds until now, without waiting for the device."""
         return time.perf_counter() - self.started
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count so many of the seconds until now."""
+        """Subtract this many seconds from the time until now."""
         self.started += seconds
 
     def finish(self) -> float:
-        """Seconds until the device has done what it was given."""
+        """Seconds until the device has finished its queued work, which this waits for."""
         synchronize(self.device)
         return self.elapsed()

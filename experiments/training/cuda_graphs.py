@@ -1,7 +1,7 @@
-"""Training steps as CUDA graphs: what a GPU has to do for the gradients of a batch, launched with one call.
+"""Training steps as CUDA graphs: all GPU work for the gradients of a batch, launched with one call.
 
-A small model's step is about a thousand kernels, and the host takes longer to launch them than the GPU to run them. A
-graph reads the same addresses at every replay, so a batch is first copied into static tensors.
+A small model's step is about a thousand kernels, and the host takes longer to launch them than the GPU takes to run
+them. A graph reads the same addresses at every replay, so a batch is first copied into static tensors.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ class StaticInputs(Protocol[Inner, Outer]):
         ...
 
     def on_device(self) -> Outer:
-        """What the losses take, made of these tensors; its operations become a part of the graph."""
+        """The argument of the losses, made from these tensors; the operations that make it become part of the graph."""
         ...
 
 
 @dataclass(frozen=True)
 class GraphInputs(Generic[Batch, OnDevice]):
-    """Which graphs a trainer needs.
+    """Which graphs a trainer captures.
 
     static: makes the static tensors of a graph, large enough for the batch and filled with it.
-    key: batches of one key share a graph. Once there are graphs of `most` keys, batches of other keys do without.
-    first: makes of the first batch the one that is captured before all others, which should need the most memory.
+    key: batches with one key share a graph. Once there are graphs for `most` keys, batches with other keys run without
+        one.
+    first: makes, from the first batch, the batch that is captured before all others; it should need the most memory.
     """
 
     static: Callable[[Batch], StaticInputs[Batch, OnDevice]]
@@ -53,14 +54,14 @@ class GraphInputs(Generic[Batch, OnDevice]):
 
 @dataclass(frozen=True)
 class CapturedStep(Generic[Batch, OnDevice]):
-    """A step up to its gradients, and the tensors that it reads."""
+    """A captured step up to its gradients, and the tensors that it reads."""
 
     inputs: StaticInputs[Batch, OnDevice]
     graph: GradientGraph
 
 
 class GraphSteps(Steps[Batch, OnDevice]):
-    """Like Steps, on one GPU, with a graph for each kind of batch. An outcome's tensors are overwritten by the next.
+    """Like Steps, on one GPU, with a graph for each kind of batch. The next step overwrites an outcome's tensors.
 
     pool: memory that the graphs share, by `torch.cuda.graph_pool_handle()`; None: each has its own.
     """
@@ -77,10 +78,10 @@ class GraphSteps(Steps[Batch, OnDevice]):
         super().__init__(model, optimizer, objective, device)
         self.inputs, self.pool = inputs, pool
         self.captured: dict[Hashable, CapturedStep[Batch, OnDevice]] = {}
-        self.gradients: list[Tensor] | None = None  # of all graphs that share memory, one a parameter
+        self.gradients: list[Tensor] | None = None  # one for each parameter, for all graphs that share memory
 
     def _prepare(self, batch: Batch) -> None:
-        """Capture a step on batches like this one."""
+        """Capture a step for batches like this one."""
         if not self.captured:
             if self.pool is not None:
                 self.gradients = [torch.empty_like(parameter) for parameter in self.model.parameters()]
@@ -95,7 +96,7 @@ class GraphSteps(Steps[Batch, OnDevice]):
 
     def _capture(self, batch: Batch) -> None:
         key = self.inputs.key(batch)
-        self.captured.pop(key, None)  # gives back the memory of the graph that this one replaces
+        self.captured.pop(key, None)  # frees the memory of the graph that this one replaces
         inputs = self.inputs.static(batch)
 
         def warm_up() -> None:
@@ -122,12 +123,12 @@ class GraphSteps(Steps[Batch, OnDevice]):
 
 
 class GradientGraph:
-    """What `compute` does on a GPU, which is to leave a gradient with every parameter of the model.
+    """A CUDA graph of `compute`, which must leave a gradient with every parameter of the model.
 
-    warm_up: runs once before the capture: all that has to be compiled, and libraries that initialise themselves.
+    warm_up: runs once before the capture, so that everything is compiled and libraries are initialised.
     pool: memory that graphs share, by `torch.cuda.graph_pool_handle()`. Each replay overwrites what the others have
-        left there, results too. The graph that is captured first should need the most: the others then fit in.
-    gradients: where every graph leaves the gradients, one tensor a parameter; by default each has its own.
+        left there, including results. Capture the graph that needs the most memory first; the others then fit into it.
+    gradients: where every graph leaves the gradients, one tensor for each parameter; by default each graph has its own.
     """
 
     def __init__(
@@ -152,14 +153,14 @@ class GradientGraph:
                 if gradients is not None:
                     move_gradients(model, gradients)
         finally:
-            torch.cuda.set_stream(current)  # a capture that fails may have left another one current
+            torch.cuda.set_stream(current)  # a failed capture may have left another stream current
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def replay(self) -> Outcome:
-        """Launch it; the result's tensors, and the gradients, are the same ones every time."""
+        """Launch the graph. The tensors of the result, and the gradients, are the same objects every time."""
         self._graph.replay()
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient  # another graph may have left its own
+            parameter.grad = gradient  # another graph may have set its own
         return self._result
 
 
@@ -170,7 +171,7 @@ def copy_into(static: Tensor, tensor: Tensor) -> None:
 
 
 def move_gradients(model: nn.Module, places: Sequence[Tensor]) -> None:
-    """Let the gradients of a model lie in these tensors, one a parameter."""
+    """Make these tensors, one for each parameter, the gradients of a model."""
     found = [
         (parameter, place, parameter.grad)
         for parameter, place in zip(model.parameters(), places, strict=True)

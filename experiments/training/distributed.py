@@ -1,8 +1,8 @@
-"""Data-parallel training: processes started by torchrun, one a GPU, each with its share of every batch.
+"""Data-parallel training: processes started by torchrun, one for each GPU, each with its share of every batch.
 
     torchrun --nproc-per-node=2 -m experiments.lra train ...
 
-The first process decides whatever depends on the clock or on files, and writes all files; the others follow it.
+The first process makes all decisions that depend on the clock or on files, and writes all files; the others follow it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
-# The others wait while the first process reads data for the first time. torchrun ends them if it dies.
+# How long the others wait while the first process reads data for the first time. If it dies, torchrun ends them.
 _TIMEOUT = timedelta(hours=12)
 
 
@@ -35,7 +35,7 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
-    # For decisions and small objects, through the CPU: no GPU waits for them.
+    # For decisions and small objects; it goes through the CPU, so that no GPU waits.
     control: dist.ProcessGroup | None = None
 
     @property
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def share(self) -> slice:
-        """Which of a batch's examples are this process's."""
+        """The examples of a batch that belong to this process."""
         return slice(self.rank, None, self.count)
 
     def broadcast(self, value: float) -> float:
@@ -56,7 +56,7 @@ class Ranks:
         return received.item()
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """What the function returns in the first process, which alone calls it; what it raises there is raised here."""
+        """Call the function in the first process only. All processes return its result, or raise its exception."""
         if self.count == 1:
             return function()
         sent: list[Any] = [None, None]
@@ -72,7 +72,7 @@ class Ranks:
         return result
 
     def first_before_others(self, function: Callable[[], T]) -> T:
-        """Call the function in every process, but in the first one before the others: it may write files for them."""
+        """Call the function in the first process, then in all others: the first may write files for them."""
         kept: list[T] = []
 
         def call() -> None:
@@ -96,15 +96,15 @@ class Ranks:
         return tensor
 
     def data_parallel(self, model: nn.Module) -> nn.Module:
-        """The model, such that a backward pass leaves the mean of all processes' gradients."""
+        """The model, wrapped so that a backward pass leaves the mean of all processes' gradients."""
         if self.count == 1:
             return model
         device = next(model.parameters()).device
         places = [device] if device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)  # they are constants
+        return DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)  # buffers are constants
 
     def seed_by_rank(self, seed: int) -> None:
-        """Give every process but the first its own random numbers: no two drop the same features."""
+        """Give every process but the first its own random numbers, so that no two drop the same features."""
         if not self.first:
             torch.manual_seed(int(np.random.SeedSequence([seed, self.rank]).generate_state(1)[0]))
 
@@ -118,35 +118,37 @@ def world_size() -> int:
 
 
 def require_single_process(what: str) -> None:
-    """Raises ValueError where torchrun has started several processes for what one does."""
+    """Raises ValueError if torchrun has started several processes for a command that runs in one."""
     if world_size() > 1:
         raise ValueError(f"{what} runs in one process; start it without torchrun")
 
 
 @contextmanager
 def process_group(name: str) -> Iterator[Ranks]:
-    """Inside, the processes that torchrun has started know each other; name: of the device, as in the settings."""
+    """Inside the context, the processes that torchrun has started can communicate. name: the device, as in the
+    settings.
+    """
     if world_size() == 1:
         yield Ranks()
         return
     device = find_device(name)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where Triton launches its kernels, too
+        torch.cuda.set_device(device)  # Triton launches its kernels on the current device
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_TIMEOUT))
     yield ranks
-    dist.destroy_process_group()  # not after an error: others may still be waiting, and torchrun ends them
-    # A group's threads end with the last reference to it, which a run may hold for long. A thread that still releases a
-    # tensor when Python ends is killed while it waits for Python's lock, and C++ then aborts the process.
+    dist.destroy_process_group()  # not after an error: other processes may still be waiting, and torchrun ends them
+    # A group's threads end with the last reference to the group, which a run may hold for long. A thread that is
+    # releasing a tensor when Python ends is killed while it waits for Python's lock, and C++ then aborts the process.
     object.__setattr__(ranks, "control", None)
 
 
 def find_device(name: str) -> torch.device:
-    """The device behind a name; "auto" is a GPU if PyTorch sees one; among several processes each has its own.
+    """The device with a name; "auto" is a GPU if PyTorch finds one. If there are several processes, each gets its own.
 
-    Raises ValueError if it is missing.
+    Raises ValueError if the device is missing.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,7 +158,7 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}")
-    index: int | None = device.index  # PyTorch's annotation leaves out the None of "cuda"
+    index: int | None = device.index  # PyTorch's annotation omits None, the index of "cuda"
     if device.type == "cuda" and (index or 0) >= torch.cuda.device_count():
         raise ValueError(f"PyTorch sees {torch.cuda.device_count()} GPUs here; got the device {name!r}")
     if device.type == "cuda" and world_size() > 1:

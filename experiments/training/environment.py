@@ -13,7 +13,7 @@ import torch
 
 import sparseflash
 
-# The columns of the CSV file that name a run. `run`, the time it began, tells runs apart and puts them in order.
+# The columns of the CSV file that identify a run. `run`, the time when it began, tells runs apart and orders them.
 FACTS = (
     "run", "device", "driver", "cuDNN", "torch", "triton", "flash-attn-4", "python", "date", "commit", "command",
 )  # fmt: skip
@@ -21,20 +21,20 @@ NONE = "-"
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's and how many threads were used."""
+    """The name of the GPU, or that of the processor and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes a result."""
+    """The versions of Python and of the packages that compute a result."""
     return {
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": str(torch.__version__),
         "sparseflash": sparseflash.__version__,
-        "triton": _version("triton", missing="none"),  # there is none for some platforms
+        "triton": _version("triton", missing="none"),  # some platforms have none
     }
 
 

@@ -1,4 +1,4 @@
-"""Hashes that tell files and data apart, and the checks that a run sees the data that it should see."""
+"""Hashes of files and data, and checks that a run uses the data that it should use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sha256(*paths: Path) -> str:
 
 
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError where a run is to go on with other data than it began with.
+    """Raises ValueError if a run would continue with other data than it began with.
 
     saved, now: with "examples", the number of examples of each split; "folder"; "origin" and "hash", as in
         `check_disjoint`.
@@ -27,7 +27,7 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"a resumed run must see the same data: it began with {saved['examples']} examples (train, val, "
             f"test) from {saved['folder']}; got {now['examples']}"
         )
-    if saved.get("hash", now["hash"]) != now["hash"]:  # runs from before hashes were saved have none
+    if saved.get("hash", now["hash"]) != now["hash"]:  # older runs have no hash
         raise ValueError(
             f"a resumed run must see the same data: it began with {saved['origin']}, from {saved['folder']}; those in "
             f"{now['folder']} ({now['origin']}) are others"
@@ -35,12 +35,12 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_disjoint(path: object, seen: Sequence[Mapping[str, str]] | None, here: Mapping[str, str]) -> None:
-    """Raises ValueError where weights have seen other splits of the examples that they are to be tested on.
+    """Raises ValueError if weights were trained on other splits of the examples that they would be tested on.
 
-    seen: the fingerprints of all data that the weights of `path` were trained on; None for weights from before
-        fingerprints were saved, of which nothing is known.
-    here: the fingerprint of the data of the test. Data of one "origin" may share examples; of one "hash", they are the
-        same examples in the same splits.
+    seen: the fingerprints of all data that the weights of `path` were trained on; None for older weights, whose data
+        are not known.
+    here: the fingerprint of the test data. Data with the same "origin" may share examples; with the same "hash", they
+        are the same examples in the same splits.
     """
     for there in seen or ():
         if there["origin"] == here["origin"] and there["hash"] != here["hash"]:

@@ -10,11 +10,11 @@ import torch
 
 @contextmanager
 def single_host_thread(device: torch.device) -> Iterator[None]:
-    """Inside, PyTorch uses one thread of the host if `device` is a GPU; on the CPU nothing changes.
+    """Inside the context, PyTorch uses one host thread if `device` is a GPU; on the CPU nothing changes.
 
-    The host only copies arrays then. Further threads spin while they wait for the next copy, and take the cores from
-    the processes that make the batches and from other runs: four runs on a host of 64 cores had a load of 300 and a
-    fifth of their speed or less (results/pathx/notes.md).
+    With a GPU the host only copies arrays. More threads would spin while they wait for the next copy, and take cores
+    away from the processes that make the batches and from other runs: four runs on a host of 64 cores had a load of 300
+    and a fifth of their speed or less (results/pathx/notes.md).
     """
     if device.type != "cuda":
         yield

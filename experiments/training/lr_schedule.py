@@ -14,8 +14,8 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
     [0.5, 1.0, 0.5]
 
     All schedules rise linearly to 1 over `warmup` steps. Then "constant" stays at 1; "cosine" and "linear" fall to 0 as
-    progress, the part of the run that is done, goes to 1; "rsqrt" falls as sqrt(warmup / step), the Long Range Arena's
-    own. Raises ValueError for another schedule.
+    `progress`, the part of the run that is done, approaches 1; "rsqrt" falls as sqrt(warmup / step), which is the Long
+    Range Arena's schedule. Raises ValueError for any other.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"the schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
@@ -32,10 +32,10 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
 
 
 def decay_progress(step: int, warmup: int, progress: float) -> float:
-    """The part that is done of what follows the warm-up, for a step after it.
+    """How much of the run after the warm-up is done, for a step after the warm-up.
 
-    A run may end by its time, so the progress at which the warm-up ended is estimated from its share of the steps so
-    far.
+    A run may be limited by time, so the progress at the end of the warm-up is estimated from the warm-up's share of the
+    steps so far.
     """
     progress = min(1.0, progress)
     at_warmup = progress * warmup / max(1, step)

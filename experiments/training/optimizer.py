@@ -7,7 +7,7 @@ from torch import nn
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW. Only the matrices of linear layers decay, not norms, biases, embeddings and positions."""
+    """AdamW with weight decay on the matrices of linear layers only, not on norms, biases, embeddings or positions."""
     matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     chosen = set(matrices)
     others = [parameter for parameter in model.parameters() if parameter not in chosen]
@@ -19,7 +19,7 @@ def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW
 
 
 def apply_gradients(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Change the weights by the gradients that the parameters have, at this learning rate."""
+    """Update the weights with the parameters' gradients, at this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def option(settings: type, name: str) -> Any:
-    """The option that sets a field. Leaving it out is not the same as its default, which a preset may change."""
+    """The option that sets a field. Leaving it out is not the same as giving its default, which a preset may change."""
     (found,) = (each for each in fields(settings) if each.name == name)
     return typer.Option(help=found.metadata["help"], show_default=found.metadata["shown"])
 
@@ -38,7 +38,7 @@ TensorBoard = Annotated[
 
 
 def command_group(text: str) -> typer.Typer:
-    """A command line with several commands."""
+    """A command line that has several commands."""
     return typer.Typer(help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -79,5 +79,5 @@ def settings_as_options(settings: type, *names: str) -> Callable[[Callable[..., 
 
 
 def deadline(pause_after: float | None) -> float:
-    """When a session is to pause, by time.monotonic(): after so many minutes from now; never for None."""
+    """When a session must pause, by time.monotonic(): this many minutes from now, or never for None."""
     return inf if pause_after is None else time.monotonic() + 60 * pause_after

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Prefetcher:
-    """Processes that compute ahead; 0 workers: this process computes each result when it is asked for.
+    """Processes that compute results ahead; with 0 workers this process computes each result when it is needed.
 
     waited: seconds that the loop has waited for results.
     """
@@ -43,9 +43,9 @@ class Prefetcher:
     def in_order(
         self, function: Callable[..., Result], calls: Iterator[tuple[Any, ...]]
     ) -> Generator[Result, None, None]:
-        """What the function returns for each tuple of arguments, in their order; a bounded number is computed ahead.
+        """The function's results for the tuples of arguments, in order; a bounded number of them is computed ahead.
 
-        Closing the iterator drops what is still to be computed.
+        Closing the iterator cancels the results that are not computed yet.
         """
         if self._pool is None:
             for arguments in calls:
@@ -69,7 +69,7 @@ class Prefetcher:
     def begin_all(
         self, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Result]]:
-        """Begin to compute the results for all arguments; the function that this returns waits for them."""
+        """Start computing the results for all arguments; the returned function waits for them."""
         if self._pool is None:
             return lambda: [function(*arguments) for arguments in calls]
         futures = [self._pool.submit(function, *arguments) for arguments in calls]
@@ -77,7 +77,7 @@ class Prefetcher:
 
 
 def _use_one_thread() -> None:
-    """Each process has one core, and leaves signals to its parent."""
+    """Use one core in each process, and leave signals to its parent."""
     import torch
 
     torch.set_num_threads(1)

@@ -13,15 +13,15 @@ from experiments.training.clock import synchronize
 
 
 class KernelCost(NamedTuple):
-    """Of one kernel, or on a CPU of one operation."""
+    """The cost of one kernel or, on a CPU, of one operation."""
 
     name: str
-    ms: float  # a step, all calls together
-    calls: float  # a step
+    ms: float  # per step, all calls together
+    calls: float  # per step
 
 
 def costs_of(step: Callable[[int], object], steps: int, device: torch.device) -> list[KernelCost]:
-    """What `step(number)` runs on the device for steps 0, 1, ...: the longest first.
+    """The cost of everything that `step(number)` runs on the device, for steps 0, 1, ..., the longest first.
 
     On a GPU the times are those of its kernels; the time that it waits between them is not counted.
     """
@@ -34,7 +34,7 @@ def costs_of(step: Callable[[int], object], steps: int, device: torch.device) ->
     found = []
     for event in record.key_averages():
         if on_gpu and event.device_type != DeviceType.CUDA:
-            continue  # the times of operations contain those of their kernels
+            continue  # the times of operations include those of their kernels
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         found.append(KernelCost(event.key, us / 1000 / steps, event.count / steps))
     return sorted(found, key=lambda cost: -cost.ms)

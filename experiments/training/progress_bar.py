@@ -1,4 +1,4 @@
-"""Progress on the terminal: bars where there is one, plain lines where the output goes to a file."""
+"""Progress: bars on a terminal, plain lines if the output goes to a file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from experiments.training.run_log import Record
 
-RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first that a record has is shown
+RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first of these that a record has is shown
 
 
 class TrainingBar:
-    """A bar for one run, fed with the records of its log: loss, accuracy, tokens/s or images/s, time left."""
+    """A bar for one run that shows the records of its log: loss, accuracy, tokens/s or images/s, time left."""
 
     def __init__(self, console: Console, name: str, progress: Callable[[], float]) -> None:
         """progress: the part of the run that is done, 0 to 1."""
@@ -38,7 +38,7 @@ class TrainingBar:
         self._bar.stop()
 
     def show(self, record: Record) -> None:
-        """Take in one record."""
+        """Update the bar with one record."""
         numbers = f"loss {record['loss']:.3f} acc {record['accuracy']:.3f}"
         if record["kind"] != "train":
             self.console.print(f"{self.name} step {record['step']}  {record['kind']:5}  {numbers}")
@@ -52,7 +52,7 @@ class TrainingBar:
 
 @contextmanager
 def counting_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar for a known number of items; yields the function that takes how many are done."""
+    """A bar for a known number of items; yields a function to call with the number of items done."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

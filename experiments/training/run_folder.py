@@ -1,4 +1,4 @@
-"""The folder of a run: what it holds of a run, and what of that a resumed run must keep.
+"""The folder of a run: the files it holds, and the settings that a resumed run must keep.
 
 <run>/config.json         the settings
 <run>/log.jsonl           loss, accuracy and speed over the steps; see run_log.py
@@ -24,7 +24,7 @@ Settings = TypeVar("Settings")
 
 
 def saved_settings(path: Path) -> dict[str, Any]:
-    """What a run has written into its file of settings; raises FileNotFoundError where there is none."""
+    """The settings that a run has written to its folder; raises FileNotFoundError if there are none."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {path.parent}")
     saved: dict[str, Any] = json.loads(path.read_text())
@@ -32,9 +32,9 @@ def saved_settings(path: Path) -> dict[str, Any]:
 
 
 def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> Settings:
-    """A saved run's settings, a dataclass, with what was chosen now; raises ValueError where that changes the run.
+    """A saved run's settings, a dataclass, with those chosen now; raises ValueError if they would change the run.
 
-    free: the settings that may be chosen anew.
+    free: the settings that may change.
     """
     for name, value in chosen.items():
         if value != getattr(saved, name) and name not in free:
@@ -46,13 +46,13 @@ def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> S
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether the folder holds a run, or something of one."""
+    """Whether the folder holds a run, or part of one."""
     files = any((folder / name).exists() for name in (SETTINGS, LOG)) or any(folder.glob("model*.safetensors"))
     return files or bool(checkpoint.folders(folder))
 
 
 def check_unused(folder: Path) -> None:
-    """Raises FileExistsError where the folder holds a run, or something of one."""
+    """Raises FileExistsError if the folder holds a run, or part of one."""
     if holds_run(folder):
         raise FileExistsError(
             f"{folder} holds a run; go on with it by --resume, replace it by --overwrite, or "
@@ -61,12 +61,12 @@ def check_unused(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete the run in a folder, so that nothing of it can be taken for a part of the next one."""
+    """Delete the run in a folder, so that nothing of it can be mistaken for part of the next run."""
     if not holds_run(folder):
-        return  # --out may be any folder, and its files of the names below are not a run's
+        return  # --out may be any folder, whose files with the names below do not belong to a run
     for name in ("tests", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     checkpoint.remove(folder)
     tensor_files.remove(folder / "model.safetensors")
-    for name in ("metrics.json", "model.json", LOG, SETTINGS):  # the last one, by which the rest is found to be a run's
+    for name in ("metrics.json", "model.json", LOG, SETTINGS):  # settings last, because they mark the folder as a run's
         (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A run's log: one JSON object a line, on disk as soon as it is written, so that a killed run has its log."""
+"""A run's log: one JSON object on each line, written to disk at once, so that a killed run keeps its log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from experiments.training.atomic_files import write_text
 
 Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the numbers of that kind
 
-MOST_TRAINING = 200  # training records that a thinned log has at most
-LAST = 20  # of these, so many are the last ones of the run, of which tables take the mean
+MOST_TRAINING = 200  # the largest number of training records in a thinned log
+LAST = 20  # how many of these are the last ones of the run, which tables average
 
 
 class RunLog:
-    """Appends records; a resumed run first drops those that lie after its checkpoint and will come again.
+    """Appends records. A resumed run first drops the records after its checkpoint, which will be written again.
 
-    path: None keeps the records in memory alone.
+    path: None keeps the records in memory only.
     """
 
     def __init__(self, path: Path | None, resumed_at: int | None) -> None:
@@ -40,15 +40,15 @@ class RunLog:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a log; a last line that a kill cut short is left out."""
+    """The records of a log, without a last line that was cut short when the process was killed."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]  # what follows the last line end is incomplete
+    lines = path.read_text().split("\n")[:-1]  # what follows the last line break is incomplete
     return [json.loads(line) for line in lines]
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Write a whole log in place of the old one."""
+    """Replace a log by these records."""
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -59,8 +59,8 @@ def thinned(records: Sequence[Record], most: int = MOST_TRAINING) -> list[Record
     >>> [record["step"] for record in thinned(log, most=25)][:7], len(thinned(log, most=25))
     ([0, 245, 490, 734, 979, 980, 981], 26)
 
-    All validations and tests are kept, and of the training records at most `most`: the last 20, of which tables take
-    the mean, and others evenly spaced from the first on. A thinned log is not changed by thinning it again.
+    All validations and tests are kept, and of the training records at most `most`: the last 20, which tables average,
+    and others evenly spaced from the first on. Thinning a thinned log changes nothing.
     """
     if most <= LAST:
         raise ValueError(f"most must be more than the {LAST} last training records, which are kept; got {most}")

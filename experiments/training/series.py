@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone, in folders of their own: how much of a result is chance.
+"""Runs that differ only in their seed, each in its own folder, to show how much of a result is chance.
 
 <out>/seeds.json    the seeds, the settings and the data of all runs
 <out>/seed0/        a run
@@ -21,7 +21,7 @@ from experiments.training.run_folder import SETTINGS, check_unused, discard
 SERIES = "seeds.json"
 SUMMARY = "summary.json"
 
-Metrics = dict[str, Any]  # of one run
+Metrics = dict[str, Any]  # the metrics of one run
 
 
 def parsed(text: str) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def parsed(text: str) -> tuple[int, ...]:
 
 
 def saved(folder: Path) -> tuple[int, ...] | None:
-    """The seeds of the series in a folder; None where there is none."""
+    """The seeds of the series in a folder; None if there is none."""
     path = folder / SERIES
     return tuple(json.loads(path.read_text())["seeds"]) if path.is_file() else None
 
@@ -54,10 +54,10 @@ def begin(
     resume: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write down what the series is, so that --resume needs its folder alone.
+    """Record the series in its folder, so that --resume needs nothing but the folder.
 
-    settings: plain values that say what all runs have in common; initial: the weights that they begin with. Raises
-    FileExistsError where the folder holds runs and neither `resume` nor `overwrite` is set, and ValueError where
+    settings: plain values that all runs have in common; initial: the weights that they begin with. Raises
+    FileExistsError if the folder holds runs and neither `resume` nor `overwrite` is set, and ValueError if
     overwriting would delete those weights.
     """
     held = [name for name in (SERIES, SETTINGS) if (folder / name).exists()]
@@ -68,7 +68,7 @@ def begin(
         )
     if SETTINGS in held:
         raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
-    if not resume:  # a later --resume would take what is left of older runs for this series'
+    if not resume:  # otherwise a later --resume would take remains of older runs for runs of this series
         older = [place for place in folder.glob("seed*") if place.name.removeprefix("seed").isdecimal()]
         if overwrite and initial is not None and folder.resolve() in Path(initial).resolve().parents:
             raise ValueError(f"--initial {initial} lies in {folder}, which --overwrite deletes: move it away")
@@ -93,10 +93,10 @@ def run(
 ) -> Metrics | None:
     """Train with each seed that is not done yet, and write and return the summary.
 
-    train: trains with this seed in this folder, going on with the run there if the last argument says so; returns its
-        metrics, or None where it was paused. Then the series is paused too.
-    state: the metrics of the run with this seed in this folder, None where it is not complete; and whether there is a
-        run at all.
+    train: trains with a seed in a folder, and continues the run there if its last argument is True; returns the
+        metrics, or None if the run was paused. Then the series is paused, too.
+    state: for a seed and a folder, the metrics of the run there, None if it is not complete; and whether there is a run
+        at all.
     """
     done = []
     for seed in seeds:
@@ -113,6 +113,6 @@ def run(
 
 
 def check_none(folder: Path) -> None:
-    """Raises FileExistsError where the folder holds a series, which a single run in it would hide."""
+    """Raises FileExistsError if the folder holds a series, which a single run in it would hide."""
     if (folder / SERIES).exists():
         raise FileExistsError(f"{folder} holds runs with several seeds; choose another folder with --out")

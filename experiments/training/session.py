@@ -1,4 +1,4 @@
-"""A training run on the terminal: a progress bar, TensorBoard, and when the session ends."""
+"""A training run on the terminal: its progress bar, TensorBoard, and the end of the session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def pausing(deadline: float) -> Iterator[Pause]:
-    """Inside, runs are to be paused at a deadline, by time.monotonic(), or when SIGTERM has come."""
+    """Yields the condition for pausing runs: a deadline, by time.monotonic(), has passed or SIGTERM was received."""
     with sigterm_caught() as received:
         yield lambda step: received() or time.monotonic() > deadline
 
@@ -27,7 +27,7 @@ def pausing(deadline: float) -> Iterator[Pause]:
 def train_shown(
     run: Trainer[Any], train: Callable[[], Result], console: Console, name: str, *, tensorboard: bool, resumed: bool
 ) -> Result:
-    """Call `train` of a run under a bar of this name, and with its log in TensorBoard's files, too, if wanted."""
+    """Call `train` of a run, with a progress bar of this name and, if wanted, with its log in TensorBoard's files."""
     with ExitStack() as stack:
         run.listeners.append(stack.enter_context(TrainingBar(console, name, run.progress)).show)
         if tensorboard and run.ranks.first:

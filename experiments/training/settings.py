@@ -1,4 +1,4 @@
-"""Settings of runs as fields of a dataclass, with what the command line says of them; those that all trainers have."""
+"""Settings of runs as fields of a dataclass with their help texts, and the settings that all trainers have."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def setting(default: Any, text: str, shown: str | None = None) -> Any:
-    """A field with the help text that the command line shows, and what it calls the default."""
+    """A field with its help text for the command line, and the words shown there for the default."""
     return field(default=default, metadata={"help": text, "shown": shown or str(default)})
 
 
 def changed(settings: type, name: str, *, default: Any = ..., text: str | None = None) -> Any:
-    """A field of a class of settings with another default, or another help text, for a class derived from it."""
+    """A field of a class of settings, changed in its default or its help text, for a derived class."""
     (known,) = (each for each in fields(settings) if each.name == name)
     if default is ...:
         return setting(known.default, text or known.metadata["help"], known.metadata["shown"])
@@ -23,12 +23,12 @@ def changed(settings: type, name: str, *, default: Any = ..., text: str | None =
 
 
 def help_texts(settings: type) -> dict[str, str]:
-    """The help texts of a class by field; a field that is no `setting` has none."""
+    """The help texts of a class by field; a field that is not a `setting` has none."""
     return {each.name: each.metadata["help"] for each in fields(settings) if each.metadata}
 
 
 def check_at_least(settings: object, least: float, names: Sequence[str]) -> None:
-    """Raises ValueError where a setting is below `least`; None is allowed."""
+    """Raises ValueError if a setting is below `least`; None is allowed."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value >= least:
@@ -36,21 +36,21 @@ def check_at_least(settings: object, least: float, names: Sequence[str]) -> None
 
 
 def check_fractions(settings: object, names: Sequence[str]) -> None:
-    """Raises ValueError where a setting is not at least 0 and below 1."""
+    """Raises ValueError unless each setting is at least 0 and below 1."""
     for name in names:
         if not 0 <= getattr(settings, name) < 1:
             raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(settings, name)}")
 
 
 def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    """Raises ValueError where a value is none of those allowed."""
+    """Raises ValueError if a value is not one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The settings that all trainers have; each adds its own, and may have other defaults."""
+    """The settings that all trainers have; each trainer adds its own and may change defaults."""
 
     block: int = setting(128, "Tokens along one side of a mask's tiles.")
     width: int = setting(128, "Features of each token.")

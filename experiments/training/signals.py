@@ -1,4 +1,4 @@
-"""SIGTERM, by which schedulers and `kill` end a process, as a question that a training run can ask."""
+"""SIGTERM, with which schedulers and `kill` end a process, as a condition that a training run can check."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 
 @contextmanager
 def sigterm_caught() -> Iterator[Callable[[], bool]]:
-    """Inside, SIGTERM does not end the process: the function that this yields says whether it has come.
+    """Inside the context, SIGTERM does not end the process; the function that this yields says whether it was received.
 
-    Only the main thread receives signals. In another one nothing changes, and the answer is always no.
+    Only the main thread receives signals. In any other thread nothing changes and the answer is always False.
     """
     received = threading.Event()
     if threading.current_thread() is not threading.main_thread():

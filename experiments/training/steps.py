@@ -1,4 +1,4 @@
-"""One training step: gradients of a loss, and the change of the weights. What a loss is, each trainer says."""
+"""One training step: the gradients of a loss, and the update of the weights. Each trainer defines its loss."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from experiments.training.clock import Clock, synchronize
 from experiments.training.optimizer import apply_gradients
 
-NO_LABEL = -100  # of what fills up a batch to its shape; F.cross_entropy leaves it out by default
+NO_LABEL = -100  # the label of padding; F.cross_entropy ignores it by default
 
 
 class BatchSize(NamedTuple):
-    """What of a batch is counted."""
+    """The size of a batch."""
 
     answers: int  # labels
     tokens: int  # without padding
@@ -24,7 +24,7 @@ class BatchSize(NamedTuple):
 
 
 class Sized(Protocol):
-    """A batch that says how large it is, without asking the device."""
+    """A batch that knows its size without asking the device."""
 
     @property
     def size(self) -> BatchSize: ...
@@ -35,35 +35,35 @@ OnDevice = TypeVar("OnDevice")
 
 
 class Outcome(NamedTuple):
-    """Of one step, on the device."""
+    """The result of one step, on the device."""
 
     loss: Tensor  # mean cross-entropy of the answers, nats
-    auxiliary: Tensor  # that of a second loss, over pixels; 0 without one
+    auxiliary: Tensor  # the mean of a second loss, over pixels; 0 if there is none
     right: Tensor  # number of right answers
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, loss: Tensor, auxiliary: Tensor) -> Outcome:
-        """logits: [M, classes]; labels: [M]; the two losses of them."""
+        """logits: [M, classes]; labels: [M]; loss and auxiliary: the two losses."""
         return cls(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == labels).sum())
 
 
-Losses = Callable[[nn.Module, OnDevice], tuple[Tensor, Outcome]]  # the loss to be minimised, and what is logged
+Losses = Callable[[nn.Module, OnDevice], tuple[Tensor, Outcome]]  # the loss to be minimised, and what is to be logged
 
 
 @dataclass(frozen=True)
 class Objective(Generic[Batch, OnDevice]):
-    """What a trainer minimises."""
+    """The loss that a trainer minimises, and how."""
 
     on_device: Callable[[Batch], OnDevice]
     losses: Losses[OnDevice]
-    clip: float  # largest norm of all gradients together; 0 clips nothing
+    clip: float  # the largest norm of all gradients together; 0: no clipping
 
 
 class Steps(Generic[Batch, OnDevice]):
-    """Training steps whose operations the host gives to the device one by one.
+    """Training steps whose operations the host launches one by one.
 
-    model: whose operations are compiled in a dry run; data_parallel: what is trained, where that is not the model
-        itself (see `Ranks.data_parallel`).
+    model: the module whose operations a dry run compiles; data_parallel: the module that is trained, if it is not the
+        model itself (see `Ranks.data_parallel`).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Steps(Generic[Batch, OnDevice]):
         self.preparing = 0.0  # seconds that `prepare` has taken
 
     def prepare(self, batch: Batch) -> None:
-        """What steps on batches like this one need only once, such as compiling; no weight changes."""
+        """Do what steps on batches like this one need only once, such as compiling; no weight changes."""
         synchronize(self.device)
         clock = Clock(self.device)
         self._prepare(batch)
@@ -89,7 +89,7 @@ class Steps(Generic[Batch, OnDevice]):
         dry_run(self.model, self.objective.losses, self.objective.on_device(batch), self.device)
 
     def __call__(self, batch: Batch, lr: float) -> Outcome:
-        """Change the weights by one step on a batch, which may lie on the host."""
+        """Update the weights with one step on a batch, which may lie on the host."""
         return training_step(self.data_parallel, self.optimizer, self.objective, self.objective.on_device(batch), lr)
 
 
@@ -100,14 +100,14 @@ def training_step(
     batch: OnDevice,
     lr: float,
 ) -> Outcome:
-    """Change the weights by one step. The outcome is of this process's share of the batch."""
+    """Update the weights with one step. The outcome is that of this process's share of the batch."""
     outcome = compute_gradients(model, objective, batch)
     apply_gradients(optimizer, lr)
     return outcome
 
 
 def compute_gradients(model: nn.Module, objective: Objective[Batch, OnDevice], batch: OnDevice) -> Outcome:
-    """The part of a step that leaves every parameter its gradient."""
+    """The part of a step that computes the gradient of every parameter."""
     model.train()
     loss, outcome = objective.losses(model, batch)
     model.zero_grad(set_to_none=True)
@@ -118,9 +118,9 @@ def compute_gradients(model: nn.Module, objective: Objective[Batch, OnDevice], b
 
 
 def dry_run(model: nn.Module, losses: Losses[OnDevice], batch: OnDevice, device: torch.device) -> None:
-    """Compute a loss and its gradients and drop them: weights, gradients and random states stay as they are.
+    """Compute a loss and its gradients and discard them: weights, gradients and random states stay as they are.
 
-    Kernels are compiled and memory is reserved then, so that the steps that follow take the time that steps take.
+    This compiles kernels and reserves memory, so that the times of the steps that follow are representative.
     """
     model.train()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -129,5 +129,5 @@ def dry_run(model: nn.Module, losses: Losses[OnDevice], batch: OnDevice, device:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Where matrix products run in bfloat16, if the setting `precision` is bf16."""
+    """A context in which matrix products run in bfloat16 if the setting `precision` is bf16."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

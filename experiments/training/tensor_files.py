@@ -1,4 +1,4 @@
-"""A model's tensors in safetensors files, with plain values that say what they are.
+"""A model's tensors in safetensors files, with plain values that describe them.
 
 <folder>/model.safetensors                      in one file, or
 <folder>/model-00001-of-00003.safetensors ...   in several of bounded size, named as Hugging Face's are
@@ -17,16 +17,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 SUFFIX = ".safetensors"
-# Below the 16 MiB that some stores allow a file. A tensor that is larger still has a file of its own.
+# Below the limit of 16 MiB that some stores set for a file. A larger tensor gets a file of its own.
 PART_BYTES = 15 * 2**20
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
 
 def write(path: Path, model: nn.Module, about: dict[str, Any], *, limit: int | None = None) -> None:
-    """Write a model's weights; other files of that name, whole or in parts, are removed.
+    """Write a model's weights. Other files with that name, whole or in parts, are removed.
 
-    about: plain values, among them the file's "kind", by which `read` tells it from other files.
-    limit: bytes of a file, above which there are several. A tensor that is larger still has a file of its own.
+    about: plain values, among them the file's "kind", which `read` checks.
+    limit: the largest file in bytes; larger models are written in parts. A larger tensor gets a file of its own.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     header = json.dumps(about, sort_keys=True)
@@ -35,19 +35,19 @@ def write(path: Path, model: nn.Module, about: dict[str, Any], *, limit: int | N
     paths = [path] if count == 1 else [part_of(path, number, count) for number in range(1, count + 1)]
     unfinished = [each.with_name(f".{each.name}.unfinished") for each in paths]
     for part, place in zip(parts, unfinished, strict=True):
-        # One entry of metadata: several would be written in varying order, and the file's hash would vary with them.
+        # One entry of metadata: several would be written in varying order, and the file's hash would vary.
         save_file(part, place, metadata={"about": header})
-        place.chmod(0o644)  # safetensors makes it private
+        place.chmod(0o644)  # safetensors makes the file private
     for place, each in zip(unfinished, paths, strict=True):
         place.replace(each)
     remove(path, but=paths)
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a model, and the plain values written with them. path: as `files` takes it.
+    """The tensors of a model, and the plain values written with them. path: as in `files`.
 
-    Raises FileNotFoundError where a file is missing, and ValueError where one holds no tensors, those of another kind,
-    or those of another model than the first.
+    Raises FileNotFoundError if a file is missing, and ValueError if one holds no tensors, tensors of another kind, or
+    tensors of another model than the first.
     """
     tensors: dict[str, Tensor] = {}
     headers: list[dict[str, Any]] = []
@@ -55,7 +55,7 @@ def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         try:
             with safe_open(each, framework="pt") as file:
                 headers.append(json.loads((file.metadata() or {}).get("about", "{}")))
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"{each} must hold an {kind}: {error}") from None
         if headers[-1].get("kind") != kind:
@@ -68,10 +68,9 @@ def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def files(path: Path) -> list[Path]:
     """The files of a model, in their order.
 
-    path: its only file, one of its parts, the name that its parts are derived from, or the folder with its
+    path: its only file, one of its parts, the name from which those of its parts are derived, or the folder that holds
         model.safetensors.
-    Raises FileNotFoundError where there is no file, or a part is missing, and ValueError where parts of two models lie
-    there.
+    Raises FileNotFoundError if there is no file or a part is missing, and ValueError if there are parts of two models.
     """
     if path.is_dir():
         path = path / f"model{SUFFIX}"
@@ -99,17 +98,17 @@ def remove(path: Path, but: Sequence[Path] = ()) -> None:
 
 
 def part_of(path: Path, number: int, count: int) -> Path:
-    """Where a part of a model lies; numbers are from 1."""
+    """The path of a part of a model; numbers start at 1."""
     return path.with_name(f"{path.stem}-{number:05}-of-{count:05}{SUFFIX}")
 
 
 def parts_beside(path: Path) -> list[Path]:
-    """The parts of a model that there are."""
+    """The parts of a model that exist."""
     return sorted(path.parent.glob(f"{path.stem}-[0-9]*-of-[0-9]*{SUFFIX}"))
 
 
 def split(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Consecutive groups of tensors of at most `limit` bytes, their names counted."""
+    """Consecutive groups of tensors of at most `limit` bytes, including their names."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():

@@ -16,8 +16,8 @@ FOLDER = "tensorboard"
 
 
 def writer_class() -> type[SummaryWriter]:
-    """What writes TensorBoard's files; raises ValueError where the package is missing."""
-    try:  # imported only here: most runs do without it
+    """The class that writes TensorBoard's files; raises ValueError if the package is missing."""
+    try:  # imported only here, because most runs do not need it
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
@@ -29,8 +29,8 @@ def writer_class() -> type[SummaryWriter]:
 class TensorBoardLog:
     """Writes records of the log as TensorBoard's scalars.
 
-    resumed_at: the step from which a run goes on; TensorBoard then ignores what was written of later ones. None: the
-        run is new, and the files of an older one are removed.
+    resumed_at: the step from which a run continues; TensorBoard then ignores what was written for later steps. None:
+        the run is new, and the files of an older one are removed.
     """
 
     def __init__(self, run: Path, resumed_at: int | None) -> None:

@@ -1,7 +1,7 @@
-"""A training run in a folder, from its first step or from its newest checkpoint: the loop around its steps.
+"""The training loop: a run in a folder, from its first step or from its newest checkpoint.
 
-What is trained, on what, and what a result is, each trainer adds in a class derived from `Trainer`. The files of a run
-are listed in run_folder.py.
+Each trainer derives a class from `Trainer` that defines the model, the data and the result. The files of a run are
+listed in run_folder.py.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from experiments.training.steps import Batch, Steps
 from experiments.training.weight_average import WeightAverage
 from experiments.training.window import Means, Window
 
-Pause = Callable[[int], bool]  # asked after every step, with the steps done: whether to save and stop
+Pause = Callable[[int], bool]  # called after every step with the number of steps done; whether to save and stop
 
 
 def never(step: int) -> bool:
-    """A run is not paused."""
+    """Never pause a run."""
     return False
 
 
 class Plan(Protocol):
-    """The learning rate of a stage of training, and when it ends: by its steps or its minutes, whichever is first."""
+    """The learning rate of a stage of training, and its end: after its steps or its minutes, whichever comes first."""
 
     @property
     def lr(self) -> float: ...  # the peak
@@ -53,7 +53,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often a run logs, validates and saves, in steps; and the most minutes between two checkpoints."""
+    """How often a run logs, validates and saves, in steps, and the most minutes between two checkpoints."""
 
     log_every: int
     validate_every: int
@@ -66,20 +66,20 @@ class State:
     """How far a run has come, over all its sessions."""
 
     step: int = 0
-    seconds: float = 0.0  # of training, waiting for batches included, validation not
-    startup_seconds: float = 0.0  # until the first batch is there and a step is compiled, in every session
-    stage_step: int = 0  # of the stage that the run is in
+    seconds: float = 0.0  # of training, including waiting for batches, without validation
+    startup_seconds: float = 0.0  # until the first batch has arrived and a step is compiled, over all sessions
+    stage_step: int = 0  # within the current stage
     stage_seconds: float = 0.0
 
 
 class Trainer(ABC, Generic[Batch]):
-    """What every training run does around its steps.
+    """What every training run does, apart from the steps themselves.
 
-    A derived class sets what its methods need, then calls `__init__`, which begins the run or goes on with it.
+    A derived class sets the attributes that its methods need, then calls `__init__`, which begins or continues the run.
 
-    seed, average_decay: of the settings; initial: the weights to begin with, or None.
-    ranks: the processes that train together; the first one writes, and reports.
-    Raises FileExistsError where the folder holds a run and neither `resume` nor `overwrite` is set.
+    seed, average_decay: as in the settings; initial: the weights to begin with, or None.
+    ranks: the processes that train together; the first one writes and reports.
+    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Trainer(ABC, Generic[Batch]):
     ) -> None:
         self.folder, self.model, self.optimizer, self.device, self.cadence = folder, model, optimizer, device, cadence
         self.ranks = ranks
-        self.listeners: list[Callable[[Record], None]] = []  # called with every record of the log as it is written
-        # Asked by the first process, which may be writing one: the others wait for it, and see the same.
+        self.listeners: list[Callable[[Record], None]] = []  # called with every record of the log when it is written
+        # The first process looks, because it may be writing one; the others wait for it and get the same answer.
         found = ranks.on_first(lambda: checkpoint.newest(folder)) if resume else None
-        self.before: dict[str, Any] | None = None  # what the result says of the weights that this run began with
+        self.before: dict[str, Any] | None = None  # what the result reports about the weights that this run began with
         if initial is not None:
             if found is not None:
                 self.before = run_folder.saved_settings(folder / run_folder.SETTINGS)["initial"]
@@ -123,12 +123,12 @@ class Trainer(ABC, Generic[Batch]):
         self.window = Window(device)
         self._since_saved = Clock(device)
 
-    # What a derived class adds.
+    # For derived classes to define.
 
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """The stage of training that the run is in."""
+        """The current stage of training."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -136,44 +136,44 @@ class Trainer(ABC, Generic[Batch]):
 
     @abstractmethod
     def begin_from(self, path: Path) -> dict[str, Any]:
-        """Load the weights that the run begins with; returns what the run's result is to say of them."""
+        """Load the weights that the run begins with; returns what the run's result should report about them."""
 
     @abstractmethod
     def details(self) -> dict[str, Any]:
-        """Plain values that a checkpoint stores beside the step and the seconds."""
+        """Plain values that a checkpoint stores in addition to the step and the seconds."""
 
     @abstractmethod
     def restored(self, progress: checkpoint.Progress) -> State:
-        """The state from what a checkpoint has stored, or that of a new run, without details."""
+        """The state from a checkpoint; of a new run, which has no details, the first state."""
 
     @abstractmethod
     def training_record(self, means: Means, seconds: float, lr: float) -> Record:
-        """A line of the log, of steps that took so many seconds."""
+        """A line of the log for steps that took this many seconds."""
 
     @abstractmethod
     def validate(self) -> None:
-        """Score the validation images or examples, and log it."""
+        """Score the validation images or examples, and log the result."""
 
     @abstractmethod
     def remedy(self) -> str:
-        """What to change where the loss is no number."""
+        """What the user can change if the loss is not a number."""
 
     def check_resumable(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError where the run cannot go on from these saved `settings`."""
+        """Raises ValueError if the run cannot continue from these saved `settings`."""
         return
 
     def is_reached(self) -> bool:
-        """Whether the stage is to end before its steps and its minutes."""
+        """Whether the stage should end before its steps and its minutes are over."""
         return False
 
     def startup_ends(self) -> None:
-        """Called when the first batch of a stage is there and steps are prepared: time counts from now on."""
+        """Called when the first batch of a stage has arrived and steps are prepared: time counts from here."""
         return
 
     # The loop.
 
     def train_stage(self, batches: Iterator[Batch], steps: Steps[Batch, Any], pause: Pause) -> bool:
-        """Train until the stage ends; False where the run was paused before, after it was saved."""
+        """Train until the stage ends. Returns False if the run was paused before; it is saved then."""
         state, plan, cadence = self.state, self.plan, self.cadence
         self.window = Window(self.device)
         if self._stage_progress() < 1 and not self.is_reached():
@@ -183,7 +183,8 @@ class Trainer(ABC, Generic[Batch]):
             batch = next(batches)
             before = steps.preparing
             self.window.add(steps(batch, lr), batch.size)
-            # Steps on batches of a new shape may have to be prepared in the middle of a run, which is no training.
+            # Steps on batches of a new shape may have to be prepared in the middle of a run, which does not count as
+            # training.
             self.state.startup_seconds += steps.preparing - before
             self.window.clock.leave_out(steps.preparing - before)
             if self.average is not None:
@@ -202,16 +203,16 @@ class Trainer(ABC, Generic[Batch]):
             if paused:
                 return False
             if validates or saves:
-                self.window = Window(self.device)  # neither counts as training
+                self.window = Window(self.device)  # neither of them counts as training
         if self.window.steps:
             self._close_window(lr)
         return True
 
     def _started(self, batches: Iterator[Batch], steps: Steps[Batch, Any]) -> Iterator[Batch]:
-        """The batches, as soon as the first one is there and steps like it are prepared; then time counts.
+        """The batches, once the first has arrived and steps like it are prepared; only then time counts.
 
-        Otherwise a stage of so many minutes would spend some of them on starting processes and on compiling, in every
-        session, and with some masks more than with others.
+        Otherwise a stage that is limited in minutes would spend some of them on starting processes and on compiling, in
+        every session, and more with some masks than with others.
         """
         clock = Clock(self.device)
         first = next(batches)
@@ -222,7 +223,7 @@ class Trainer(ABC, Generic[Batch]):
         return chain([first], batches)
 
     def stage_progress(self) -> float:
-        """The part of the stage that is done, by its steps or its time, whichever is further."""
+        """The part of the stage that is done, by its steps or its time, whichever is larger."""
         plan, state = self.plan, self.state
         by_step = state.stage_step / plan.steps if plan.steps is not None else 0.0
         if plan.minutes is None:
@@ -234,12 +235,12 @@ class Trainer(ABC, Generic[Batch]):
         return self.stage_progress()
 
     def _stage_progress(self) -> float:
-        """Agreed on by all processes: the steps are the same in each of them, the time is not."""
+        """All processes must agree on it: the steps are the same in each of them, the time is not."""
         progress = self.stage_progress()
         return progress if self.plan.minutes is None else self.ranks.broadcast(progress)
 
     def _is_overdue(self) -> bool:
-        """Whether the last checkpoint is so old that the run must be saved; agreed on by all processes."""
+        """Whether the last checkpoint is so old that the run must be saved; all processes agree on it."""
         minutes = self.cadence.checkpoint_minutes
         return minutes < math.inf and bool(self.ranks.broadcast(self._since_saved.elapsed() >= 60 * minutes))
 
@@ -254,18 +255,18 @@ class Trainer(ABC, Generic[Batch]):
         self.window = Window(self.device)
 
     def record(self, record: Record) -> None:
-        """Write a record into the log, and tell the listeners of the first process."""
+        """Write a record to the log, and pass it to the listeners of the first process."""
         self.log.write(record)
         if self.ranks.first:
             for listener in self.listeners:
                 listener(record)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that would be the run's result if it ended now."""
+        """Inside the context, the model has the weights that would be the run's result if it ended now."""
         return self.average.in_place() if self.average is not None else nullcontext()
 
     def save(self) -> None:
-        """Write a checkpoint in place of the last one."""
+        """Replace the last checkpoint by a new one."""
         random = self.ranks.gather(checkpoint.random_state(self.device))
         if self.ranks.first:
             progress = checkpoint.Progress(self.state.step, self.state.seconds, self.details())

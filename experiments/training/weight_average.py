@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-Weights = dict[str, Tensor]  # of every parameter, by its name
+Weights = dict[str, Tensor]  # every parameter, by its name
 
 
 class WeightAverage:
     """The average of a model's parameters: `average += (1 - decay) * (weights - average)` after every step.
 
-    warms_up: the decay begins low, at `(1 + step) / (10 + step)`, so that the first weights are soon forgotten.
+    warms_up: the decay starts low, at `(1 + step) / (10 + step)`, so that the average soon forgets the first weights.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, warms_up: bool = False) -> None:
@@ -23,18 +23,18 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int = 0) -> None:
-        """Take in the model's weights after step `step` (from 0)."""
+        """Add the model's weights after step `step` (from 0) to the average."""
         decay = min(self.decay, (1 + step) / (10 + step)) if self.warms_up else self.decay
         torch._foreach_lerp_(list(self.weights.values()), list(self.model.parameters()), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights."""
+        """Inside the context, the model has the averaged weights."""
         with exchanged(self.model, self.weights):
             yield
 
     def load(self, weights: Weights) -> None:
-        """Go on from a saved average."""
+        """Restore a saved average."""
         for name, average in self.weights.items():
             average.copy_(weights[name])
 
@@ -46,9 +46,9 @@ def copied(model: nn.Module) -> Weights:
 
 @contextmanager
 def exchanged(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Inside, the model has these weights, and the dictionary has the model's own, which stay where they are in memory.
+    """Inside the context, the model has these weights and the dictionary has the model's own, swapped in place.
 
-    CUDA graphs read the model's own weights at fixed addresses.
+    The model's parameters keep their memory, because CUDA graphs read them at fixed addresses.
     """
     _exchange(model, weights)
     try:

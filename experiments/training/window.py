@@ -1,4 +1,4 @@
-"""What the training steps between two lines of the log have in common: sums, means and their time."""
+"""Statistics over the training steps between two lines of the log: sums, means and their time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from experiments.training.steps import BatchSize, Outcome
 
 
 class Means(NamedTuple):
-    """Over the steps since the last line of the log, of all processes together."""
+    """Statistics over the steps since the last line of the log, of all processes together."""
 
     loss: float
     auxiliary: float
-    right: float  # a sum, as what follows
+    right: float  # a sum, as are the following
     answers: int
     tokens: int
     places: int

@@ -1,4 +1,4 @@
-"""Worker processes, which end when the process that started them does, even if that was killed."""
+"""Worker processes that end when the process that started them ends, even if it was killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from threading import Thread
 
-GRACE = 20  # seconds that a worker works on after a SIGTERM, so that its parent can save
+GRACE = 20  # seconds that a worker continues after a SIGTERM, so that its parent can save
 
 
 def available_cores() -> int:
@@ -19,8 +19,8 @@ def available_cores() -> int:
 
 
 def worker_pool(workers: int, initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
-    """Processes that work until the pool is shut down. initializer: called in each of them first."""
-    # Spawned, not forked: the parent may hold PyTorch's threads, and maybe a GPU, which do not survive a fork.
+    """A pool of processes that work until it is shut down. initializer: called first in each of them."""
+    # Spawned, not forked: the parent may have PyTorch's threads and a GPU, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(initializer,))
 
@@ -40,9 +40,9 @@ def _end_with_parent() -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Work on when an interrupt or SIGTERM reaches all processes at once: the parent needs batches until it stops.
+    """Keep working when an interrupt or SIGTERM reaches all processes at once: the parent needs batches until it stops.
 
-    SIGTERM still ends the process, but later: when another worker has died, the pool waits for this one to end.
+    SIGTERM still ends the process, but later: if another worker has died, the pool waits for this one to end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))

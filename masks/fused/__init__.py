@@ -1,12 +1,14 @@
-"""Choices at every step in a few launches: the rules of `chosen_blocks` and `chosen_keys` as Triton kernels.
+"""The choices of `chosen_blocks` and `chosen_keys` as Triton kernels, for masks that are made at every step.
 
-Written in PyTorch's operations, as those two modules have them, a choice is thirty to sixty calls, and on a GPU all of
-its time is the host's, 10 to 30 us for each; together that is more than attention itself takes. Here it is two to four
-launches. What they keep is the same; `serves` says when they are used. CPU tensors, fp64, very long rows and what
-torch.compile traces (which fuses the operations itself) go the other way.
+Those two modules make a choice with PyTorch's operations: thirty to sixty calls, each of which costs the host 10 to 30
+us on a GPU, more in all than attention takes. Here it is two to four launches with the same result. `serves` says when
+they are used. CPU tensors, fp64, very long rows and code that torch.compile traces (which fuses the operations itself)
+use PyTorch's operations.
 
-- `rows`: the blocks of a row of scores by rank or by mass, and the arrays of the mask of what is kept.
-- `runs`: the tiles with a chosen run of keys in them, and their bits.
+- `rows`: chooses the blocks of a row of scores by rank or by mass, and makes the arrays of the mask.
+- `runs`: finds the tiles that hold a chosen run of keys, and makes their bits.
+
+May import `tiling`, `sparseflash.blockmask` and the `launcher` of the Triton backend. For the families that choose.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from sparseflash.backends.triton.launcher import OLDEST
 from sparseflash.blockmask.cache import bounded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# A row is ranked by comparing each block with each other one; longer ones are sorted faster than that.
+# A row is ranked by comparing each block with every other; longer rows are faster to sort.
 LONGEST_ROW = 1024
-_DEVICES = ["cuda"]  # tests add the CPU, where the interpreter runs
+_DEVICES = ["cuda"]  # tests add the CPU, for the interpreter
 
 
 def serves(x: Tensor, row_blocks: int, col_blocks: int) -> bool:
-    """Whether the choice by `x` among this many tiles is made here."""
+    """Whether the kernels here make the choice by `x` among this many tiles."""
     return (
         not torch.compiler.is_compiling()
         and x.device.type in _DEVICES
         and col_blocks <= LONGEST_ROW
         and x.numel() < 2**31
         and row_blocks * col_blocks * x.shape[0] * x.shape[1] < 2**31
-        and type(x) is Tensor  # no fake one, nor one that is being traced
+        and type(x) is Tensor  # neither a fake tensor nor one that is being traced
         and _runs_triton(x.device)
     )
 

@@ -1,4 +1,4 @@
-"""Blocks chosen by their scores, in two launches: one program a row chooses, then one a row lists what it has kept."""
+"""Blocks chosen by their scores, in two launches with one program for each row: the first chooses, the second lists."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SHARE_UNITS = tl.constexpr(SHARE_UNITS)
 
 
 def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The arrays of the mask of what `chosen_blocks` keeps of scores `[B, H, Mq, Mk]`: `(indptr, indices, tile)`.
+    """The arrays `(indptr, indices, tile)` of the mask that `chosen_blocks` makes of scores `[B, H, Mq, Mk]`.
 
-    mass: None for the `most` best of each row, else the share that they hold.
+    mass: None for the `most` best of each row, otherwise the share that they must hold.
     """
     if mass == 1.0:
-        mass = None  # then all that may be kept are, as far as `most` goes, and those of weight 0 too
+        mass = None  # then up to `most` blocks are kept, including those of weight 0
     scores = scores.contiguous()
     device, (rows, cols) = scores.device, of.open.shape
     lists = scores.numel() // cols
@@ -45,9 +45,10 @@ def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> t
 
 
 def _bits_of(mass: float | None) -> int:
-    """The bits of an fp64 number, as an int64: of a number itself Triton would make an fp32 one.
+    """The bits of an fp64 number, as an int64: Triton would pass the number itself in fp32.
 
-    Bits that fit into 32 would be passed as such. No share as small as theirs is told from the smallest other one.
+    Subnormal shares are raised to the smallest normal number, because Triton would pass an int64 that fits into 32 bits
+    as an int32. Both are far below the unit in which shares are added.
     """
     return int(struct.unpack("<q", struct.pack("<d", max(mass or 0.0, sys.float_info.min)))[0])
 
@@ -64,14 +65,15 @@ def _kernels(
 
 @triton.jit
 def _read(scores_ptr, open_ptr, forced_ptr, col, cols, LARGEST: tl.constexpr):
-    """Of some blocks of a row: what they are ranked by, their score or -inf, whether forced, whether one may keep them.
+    """For some blocks of a row: the value they are ranked by, the score or -inf, whether forced, whether they may be
+    kept.
 
     Scores are made finite, so that none is as high as that of a forced block and the softmax has no inf - inf.
     """
     inside = col < cols
     score = tl.load(scores_ptr + col, mask=inside, other=float("-inf")).to(tl.float32)
     forced = tl.load(forced_ptr + col, mask=inside, other=0).to(tl.int1)
-    scored = tl.load(open_ptr + col, mask=inside, other=0).to(tl.int1) & (score > float("-inf"))  # not so NaN
+    scored = tl.load(open_ptr + col, mask=inside, other=0).to(tl.int1) & (score > float("-inf"))  # False for NaN
     clean = tl.where(scored, tl.where(score > LARGEST, LARGEST, score), float("-inf"))
     return tl.where(forced, float("inf"), clean), clean, forced, scored | forced
 
@@ -83,7 +85,9 @@ def choose_kernel(
     rows, cols, most, mass_bits,  # of the fp64 number
     COLS: tl.constexpr, CHUNK: tl.constexpr, LARGEST: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Keeps blocks of one row. Of equal ones the first comes first; shares are summed in units, so in any order."""
+    """Chooses the blocks of one row. Of equal blocks the first comes first; shares are integers, so they add up in any
+    order.
+    """
     program = tl.program_id(0).to(tl.int64)
     row = program % rows
     scores_ptr += program * cols
@@ -94,7 +98,7 @@ def choose_kernel(
     top = tl.max(clean, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.sum(tl.exp(clean - top), 0)
-    weights = tl.where(weights == 0.0, 1.0, weights)  # no block of the row may be chosen by its score
+    weights = tl.where(weights == 0.0, 1.0, weights)  # where no block of the row may be chosen by its score
 
     rank = tl.zeros([COLS], tl.int32)
     before = tl.zeros([COLS], tl.int64)
@@ -124,10 +128,10 @@ def choose_kernel(
 def list_kernel(
     kept_ptr, kind_ptr, indptr_ptr,  # uint8 [P, rows, cols], int32 [rows, cols] and [P * rows + 1]
     indices_ptr, tile_ptr,  # int32 [room]
-    rows, cols, room, share,  # of the room, which a program looks after
+    rows, cols, room, share,  # the part of the room that a program fills
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the tiles of one row, and zeros into a share of the room that is not used."""
+    """Writes the tiles of one row, and zeros into a part of the unused room."""
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLS)
     kept = tl.load(kept_ptr + program * cols + col, mask=col < cols, other=0).to(tl.int32)

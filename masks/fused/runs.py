@@ -19,8 +19,8 @@ _CHOICES = tl.constexpr(32)
 def tiles_of_runs(indices: Tensor, of: Frame, span: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The arrays of the mask of `indices [B, H, Nq, K]`: `(indptr, indices, tile, bits)`, for `room` tiles.
 
-    One number stands for `span` keys, whole words of a tile's bits and no more than a tile. A number that names no run
-    chooses nothing.
+    One index stands for `span` keys, which are whole words of a tile's bits and at most one tile. An index that names
+    no run chooses nothing.
     """
     indices = indices.contiguous()
     patterns, (q_len, choices) = indices.shape[0] * indices.shape[1], indices.shape[2:]
@@ -66,7 +66,7 @@ def mark_kernel(
     queries, q_len, choices, padded_q, width, runs, shift,
     SPAN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Marks the runs that some queries name. Named twice they are written twice, with the same number."""
+    """Marks the runs that some queries name. A run that is named twice is written twice with the same value."""
     query = tl.program_id(0).to(tl.int64) * _QUERIES + tl.arange(0, _QUERIES)
     pattern, q = query // q_len, query % q_len
     row_ptr = table_ptr + (pattern * padded_q + q) * width
@@ -75,7 +75,7 @@ def mark_kernel(
         here = (query[:, None] < queries) & (choice[None, :] < choices)
         run = tl.load(indices_ptr + query[:, None] * choices + choice[None, :], mask=here, other=-1).to(tl.int64)
         named = here & (run >= 0) & (run < runs)
-        if CAUSAL:  # a run that has begun has a live key, and one that has not has none
+        if CAUSAL:  # a run that has begun has a live key; one that has not begun has none
             named = named & (run * SPAN <= q[:, None] + shift)
         tl.store(row_ptr[:, None] + run, tl.full([_QUERIES, _CHOICES], 1, tl.uint8), mask=named)
 
@@ -86,7 +86,7 @@ def find_kernel(
     kept_ptr, counts_ptr,  # uint8 [P * Mq, cols], int32 [1 + P * Mq], the first one 0
     cols, BLOCK_Q: tl.constexpr, IN_TILE: tl.constexpr, COLS: tl.constexpr,  # at once
 ):  # fmt: skip
-    """Says of each tile of one row whether a run in it is marked, and counts those."""
+    """Finds the tiles of one row in which a run is marked, and counts them."""
     program = tl.program_id(0).to(tl.int64)
     width = cols * IN_TILE
     table_ptr += (program * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None] * width
@@ -110,7 +110,7 @@ def write_kernel(
     rows, cols, lists, room, share,
     BLOCK_Q: tl.constexpr, IN_TILE: tl.constexpr, WORDS: tl.constexpr, FULL: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile if it is kept; where neighbours agree it is full, and no kernel looks at its bits."""
+    """Writes one tile if it is kept. If neighbouring queries agree it is full, and kernels do not read its bits."""
     program = tl.program_id(0).to(tl.int64)
     row, col = program // cols, program % cols
     every = tl.arange(0, COLS)

@@ -1,6 +1,6 @@
-"""What the patterns are built with: helpers that list tiles and make their bits, never an `N x N` matrix.
+"""Helpers that the patterns are built with: they list tiles and make their bits, never an `N x N` matrix.
 
-A family checks its arguments, then hands the rule to the first of these that can say it:
+A family checks its arguments, then passes its rule to the first of these helpers that can express it:
 
 - **full tiles only, from a graph of blocks** (butterfly, BigBird, random): `listing.of_blocks`, edges in any order,
   one list a head, whole or cut to the causal triangle.
@@ -11,19 +11,21 @@ A family checks its arguments, then hands the rule to the first of these that ca
 - **on every axis of a grid a range of coordinates for each query** (neighbourhoods, Swin, sliding tiles), in any order
   of tokens: `ranges.within_ranges`.
 - **anything else whose tiles are of few kinds**, if the pattern can list the tiles and name the kinds: `kinds.by_kind`
-  asks about one tile of each kind.
+  evaluates one tile of each kind.
 - **chosen at every step, on the device, without waiting for it**: `chosen.frame` and `chosen.dynamic_mask`.
 
-Where tiles are listed but all differ, `BlockMask.from_function(candidates=(rows, cols))` asks about each one.
-Heads of different patterns are put together by `sparseflash.masks.per_head`.
+If the tiles can be listed but all differ, `BlockMask.from_function(candidates=(rows, cols))` evaluates each one.
+`sparseflash.masks.per_head` combines heads of different patterns.
 
-What these and the families share:
+These and the families share:
 
-- `signatures.pattern`: decorates every family: lengths by position, everything else by name; a constant in what
-  torch.compile compiles.
+- `signatures.pattern`: decorates every family, so that lengths are given by position and everything else by name, and a
+  mask that is built inside a function compiled by torch.compile is a constant.
 - `arguments`: checks of numbers, lists, positions, square blocks; each raises "X must ...; got ...".
-- `grid`: shapes, coordinates and orders of the tokens of images and video; blocks of them that are translates.
-- `listing.between`: the tiles from a first to a last column of each block row.
+- `grid`: shapes, coordinates and orders of the tokens of images and video; blocks that are translates of one another.
+- `listing.between`: the tiles of each block row from a first to a last column.
 - `draws`: random choices that are the same on every machine.
-- `sparseflash.blockmask`: `unique`, numbers for equal keys; `bitmask`, packing and deduplicating of bits.
+- `sparseflash.blockmask`: `unique` numbers equal keys; `bitmask` packs and deduplicates bits.
+
+May import `sparseflash.blockmask`. For the families and for `fused`.
 """

@@ -1,4 +1,4 @@
-"""Checks of what a caller gives to a pattern: numbers with a lower bound, positions, square blocks."""
+"""Checks of the arguments of patterns: numbers with a lower bound, positions, square blocks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def at_least(least: int, value: Any, name: str, unit: str) -> int:
 
 
 def with_cache(q_len: int, k_len: int | None, offset: int | None) -> tuple[int, int, int]:
-    """`(q_len, k_len, offset)`: as many keys as queries by default, and the last query at the last key."""
+    """`(q_len, k_len, offset)`: by default there are as many keys as queries, and the last query is at the last key."""
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     return q_len, k_len, k_len - q_len if offset is None else integer(offset, "offset", "tokens")
 
 
 def is_list(value: Any) -> bool:
-    """Whether `value` is a list, tensor or array of things, not one number."""
+    """Whether `value` is a list, tensor or array, not a single number."""
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
 
 
 def positions(values: Any, name: str, stop: int) -> Tensor:
-    """Integers of `0 .. stop - 1` in any order, some perhaps twice, as a sorted int64 tensor `[E]` on the CPU."""
+    """Integers from 0 to `stop - 1`, in any order and possibly repeated, as a sorted int64 tensor `[E]` on the CPU."""
     distinct: Tensor = torch.unique(integers(values, name))
     if len(distinct) and not (int(distinct[0]) >= 0 and int(distinct[-1]) < stop):
         raise ValueError(f"{name} must lie in 0..{stop - 1}; got {int(distinct[0])}..{int(distinct[-1])}.")
@@ -41,7 +41,7 @@ def positions(values: Any, name: str, stop: int) -> Tensor:
 
 
 def square_blocks(q_len: Any, block: Any, pattern: str) -> tuple[int, int, int]:
-    """`(q_len, block, nb)` of a pattern that is defined on blocks, which are then square; nb of them."""
+    """`(q_len, block, nb)` of a pattern that is defined on blocks, which must be square; nb is their number."""
     if not isinstance(block, int | SupportsIndex):
         raise TypeError(f"block must be an int ({pattern} blocks are square); got {block!r}.")
     block, _ = block_pair(operator.index(block))

@@ -1,7 +1,7 @@
-"""Bands: masks that depend on the distance between query and key only, and on that through an interval.
+"""Bands: masks in which a score is live iff the distance between query and key lies in an interval.
 
-What causal and sliding-window patterns share. Tiles are listed, never scanned, and bits are made once a distinct
-distance, so time and memory go with the live tiles.
+Causal and sliding-window patterns are bands. Tiles are listed, never scanned, and bits are made once for each distinct
+distance, so time and memory are proportional to the live tiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     """Score (q, k) is live iff `lowest <= q + shift - k <= highest`; `highest=None` has no upper bound. In tokens."""
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, k_len)
-    # A distance that no query and key have is as good as one far beyond it.
+    # Limits beyond the distances that occur are clamped, which changes nothing.
     reach = q_len + k_len + abs(shift)
     lowest = max(lowest, -reach)
     highest = reach if highest is None else min(highest, reach)

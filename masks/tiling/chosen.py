@@ -1,7 +1,7 @@
-"""What every choice at run time shares: the tiles there are to choose from, and the dynamic mask of those kept.
+"""What all choices at run time share: the tiles that can be chosen, and the dynamic mask of those that are kept.
 
 Nothing here waits for the device: what depends on lengths and blocks alone is made on the CPU once, and what depends on
-the choice lies in arrays whose size is known beforehand.
+the choice is stored in arrays whose size is known beforehand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparseflash.blockmask.cache import bounded
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.streams import ReadyEvent
 
-# Shares are added up in units of 2^-40, because whole numbers add up to the same in any order.
+# Shares are added up in units of 2^-40, because a sum of integers does not depend on the order.
 SHARE_UNITS = float(1 << 40)
 
 
@@ -31,26 +31,27 @@ class Frame(NamedTuple):
     causal: bool
     open: Tensor  # bool [Mq, Mk]: the tile may be chosen
     forced: Tensor  # bool [Mq, Mk]: it always is
-    kind: Tensor  # int32 [Mq * Mk]: what is live in it if it is, as `BlockMask.tile`
+    kind: Tensor  # int32 [Mq * Mk]: what is live in it if chosen, as `BlockMask.tile`
     bits: Tensor  # int32 [T, block_q, words]
-    rooms: tuple[int, ...]  # tiles of a pattern if every row keeps as many as it can: 0, 1, ..., Mk at most
-    forced_in_row: int  # the most of any row
+    rooms: tuple[int, ...]  # tiles of a pattern if every row keeps as many as it can of at most 0, 1, ..., Mk
+    forced_in_row: int  # the largest number in any row
 
 
 def frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
 ) -> Frame:
-    """All tiles or those of `masks.causal`. Forced: `sink` first ones, and those nearer than `local` to the diagonal.
+    """All tiles, or those of `masks.causal`. Forced are the first `sink`, and those nearer than `local` to the
+    diagonal.
 
     The diagonal is aligned at the bottom right; a block row may cross it in several tiles, which are all at distance 0.
-    Made once and kept; a constant to torch.compile, which need not, and could not, trace how it is made.
+    A frame is made once and cached. To torch.compile it is a constant, because how it is made cannot be traced.
     """
     made, when = _frame(q_len, k_len, block, causal, sink, local, device)
     when.wait()
     return made
 
 
-# The mark of `torch.compiler.assume_constant_result`, without the second that importing the compiler costs.
+# What `torch.compiler.assume_constant_result` sets, without the second that importing the compiler takes.
 frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -77,7 +78,7 @@ def _frame(
     forced = open_ & ((j < sink) | (near & (local > 0)))
 
     def there(x: Tensor) -> Tensor:
-        # The copy need not be finished when this returns: the kernels that read it are queued behind it.
+        # The copy need not have finished when this returns: the kernels that read it are queued after it.
         return x.to(device, non_blocking=True)
 
     made = Frame(
@@ -93,12 +94,12 @@ def _longer_than(counts: Tensor, stop: int) -> Tensor:
 
 
 class Kept(NamedTuple):
-    """The kept tiles of all patterns in CSR, with room."""
+    """The kept tiles of all patterns in CSR form, with room for as many as there may be."""
 
     indptr: Tensor  # int32 [P * Mq + 1]
     indices: Tensor  # int32 [room]
-    place: Tensor  # int64 [room], number of the tile in [P, Mq, Mk]; the last one's in the room that is not used
-    running: Tensor  # int64 [P * Mq * Mk], how many tiles are kept up to each and with it
+    place: Tensor  # int64 [room], index of the tile in [P, Mq, Mk]; in unused room that of the last tile
+    running: Tensor  # int64 [P * Mq * Mk], how many tiles are kept up to and including each
 
 
 def compact(kept: Tensor, room: int) -> Kept:
@@ -106,7 +107,7 @@ def compact(kept: Tensor, room: int) -> Kept:
     cols = kept.shape[-1]
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, cols)[:, -1], (1, 0)).to(torch.int32)
-    # Looked up, not written: then the unused room is the same at every run, too.
+    # Looked up instead of written, so that the unused room is the same in every run, too.
     wanted = torch.arange(1, room + 1, device=kept.device)
     place = torch.searchsorted(running, wanted).clamp_(max=len(running) - 1)
     return Kept(indptr, (place % cols).to(torch.int32), place, running)
@@ -115,16 +116,16 @@ def compact(kept: Tensor, room: int) -> Kept:
 def dynamic_mask(
     frame: Frame, indptr: Tensor, indices: Tensor, tile: Tensor, bits: Tensor, heads: tuple[int, int], group: int
 ) -> BlockMask:
-    """The mask of kept tiles: pattern b * H + h is that of `group` query heads, for `heads = (B, H)`."""
+    """The mask of kept tiles, with `heads = (B, H)`: `group` query heads use pattern b * H + h."""
     pattern = pattern_of(*heads, group, tile.device)
-    # Detached, constants are values of a graph that torch.compile traces, and it can return the mask made of them.
+    # Once detached, constants are values of the graph that torch.compile traces, and it can return a mask made of them.
     return BlockMask(
         frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits.detach(), pattern.detach(), dynamic=True
     )
 
 
 def pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tensor:
-    """`BlockMask.pattern` where each of `heads` choices is that of `group` query heads."""
+    """`BlockMask.pattern` if `group` query heads share each of `heads` choices."""
     made, when = _pattern_of(batch, heads, group, device)
     when.wait()
     return made
@@ -141,7 +142,9 @@ def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> tup
 
 
 def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:
-    """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` a row, each with what the frame lets live."""
+    """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` in a row; what is live inside a tile is as in
+    the frame.
+    """
     batch, heads = kept.shape[:2]
     found = compact(kept, batch * heads * frame.rooms[most])
     return dynamic_mask(frame, found.indptr, found.indices, kind_of(frame, found), frame.bits, (batch, heads), group)
@@ -154,7 +157,7 @@ def kind_of(frame: Frame, kept: Kept) -> Tensor:
 
 
 def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
-    """What is chosen by, as `[B, H, *axes]` and without a gradient."""
+    """The values to choose by, as `[B, H, *axes]` and without a gradient."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(values).__name__}.")
     is_integer = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
@@ -168,7 +171,7 @@ def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
 
 
 def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | Sequence[int] | None) -> Tensor | None:
-    """The shapes of what block scores are made of; returns the lengths as int64 `[B]`."""
+    """Checks the arguments of functions that compute block scores; returns the lengths as int64 `[B]`."""
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -181,7 +184,8 @@ def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | Sequence[int]
         )
     if lengths is None:
         return None
-    lengths = integer_tensor(lengths, "lengths", q.device)  # int64: a narrow type may not hold the number of tokens
+    # In int64, because a narrow type may be too small for the number of tokens.
+    lengths = integer_tensor(lengths, "lengths", q.device)
     if lengths.shape != (batch,):
         raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")
     return lengths

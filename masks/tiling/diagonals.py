@@ -1,7 +1,7 @@
 """Diagonals: masks of a set of distances between query and key.
 
-What dilated windows, strides, logarithmic patterns and slashes share. Tiles are listed, never scanned; bits are made a
-word at a time, once a distinct distance of tiles.
+Dilated windows, strides, logarithmic patterns and slashes are such masks. Tiles are listed, never scanned; bits are
+made a word at a time, once for each distinct distance between tiles.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ def diagonals(offsets: Tensor, q_len: int, *, block: Block = 128) -> BlockMask:
 
 
 def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """`(rows, cols)` of the tiles that one of the diagonals crosses, sorted (and perhaps some past its ends)."""
+    """`(rows, cols)` of the tiles that one of the diagonals crosses, sorted; some may lie past the ends of the
+    diagonal.
+    """
     offsets = offsets[(offsets > -q_len) & (offsets < q_len)]
     row_blocks, col_blocks = -(-q_len // block_q), -(-q_len // block_k)
     if len(offsets) == 0:
         return offsets, offsets
     # A tile holds block_q + block_k - 1 successive distances. So no tile lies between two diagonals that are at most
-    # that far apart, which makes one band of them, and no tile is crossed by two bands.
+    # that far apart: they form one band, and no tile is crossed by two bands.
     gap = (offsets.diff() > block_q + block_k - 1).nonzero()[:, 0]
     nearest = offsets[torch.cat([gap.new_zeros(1), gap + 1])].flip(0)  # the farthest band first: by columns
     farthest = offsets[torch.cat([gap, gap.new_full((1,), len(offsets) - 1)])].flip(0)
@@ -46,7 +48,7 @@ def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[T
 
 
 def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Tensor:
-    """Words `[C, block_q, W]` of the tiles whose first scores are `corners` `[C]` apart."""
+    """Words `[C, block_q, W]` of the tiles in whose first score the distance is `corners` `[C]`."""
     words_per_row, bits = bitmask.words_per_row(block_k), min(bitmask.WORD, block_k)
     if len(corners) == 0:
         return torch.zeros(0, block_q, words_per_row, dtype=torch.int32, device="cpu")
@@ -57,7 +59,7 @@ def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Te
     backwards[high - inside] = True
     windows = backwards.unfold(0, bits, 1)
     word_from = torch.cat([bitmask.pack(some)[:, 0] for some in windows.split(1 << 16)])  # its first bit: high - index
-    # In portions, because the numbers that are looked up take twice the memory of the words.
+    # In portions, because the indices that are looked up take twice the memory of the words.
     row = torch.arange(block_q, device="cpu")[:, None] - torch.arange(words_per_row, device="cpu") * bits
     words = [word_from[high - (some[:, None, None] + row)] for some in corners.split(1 << 10)]
     return torch.cat(words)

@@ -1,4 +1,4 @@
-"""Grids of tokens, for patterns over images and video: shapes, the coordinates of tokens, blocks that are alike.
+"""Grids of tokens, for patterns over images and video: shapes, coordinates of tokens, blocks of equal shape.
 
 A grid `(height, width)` or `(frames, height, width)`, or of any number of axes, holds its tokens in row-major order,
 the last axis fastest, or in a given order (`sparseflash.masks.order`).
@@ -29,7 +29,7 @@ def grid_shape(shape: Any) -> tuple[int, ...]:
 
 
 def per_axis(value: Any, shape: tuple[int, ...], name: str, unit: str, least: int = 1) -> tuple[int, ...]:
-    """One integer for each axis of the grid, of one for all of them or one for each."""
+    """One integer for each axis of the grid, from one for all of them or one for each."""
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * len(shape)
     if len(values) != len(shape):
         raise ValueError(f"{name} must be an integer, or one for each of the {len(shape)} axes; got {value!r}.")
@@ -55,12 +55,12 @@ def checked_order(order: Integers | None, count: int) -> Tensor | None:
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart in row-major order two tokens are that are neighbours on each axis."""
+    """For each axis, how far apart in row-major order two neighbours on it are."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def coordinates(shape: tuple[int, ...], order: Tensor | None = None) -> Tensor:
-    """int32 `[N, axes]`: where on the grid each token is.
+    """int32 `[N, axes]`: the place of each token on the grid.
 
     >>> coordinates((2, 3)).tolist()
     [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
@@ -71,7 +71,7 @@ def coordinates(shape: tuple[int, ...], order: Tensor | None = None) -> Tensor:
 
 
 def cut(values: Tensor, block: int) -> Tensor:
-    """`[N, ...]` in blocks, `[M, block, ...]`; a ragged last block repeats the last token, which nobody sees."""
+    """`[N, ...]` in blocks, `[M, block, ...]`; a ragged last block is filled up with copies of its last token."""
     missing = -len(values) % block
     if missing:
         values = torch.cat([values, values[-1:].expand(missing, *values.shape[1:])])
@@ -79,7 +79,7 @@ def cut(values: Tensor, block: int) -> Tensor:
 
 
 def block_shapes(places: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`(shapes, which, corners)`: blocks that are the same set of places, moved, share a shape.
+    """`(shapes, which, corners)`: blocks that are translates of one another share a shape.
 
     `places` int32 `[N, axes]` -> the distinct shapes int32 `[S, block, axes]`, the shape of each block int64 `[M]`, and
     its first token int32 `[M, axes]`, with `shapes[which] + corners[:, None] == cut(places, block)`.

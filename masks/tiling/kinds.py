@@ -1,4 +1,4 @@
-"""Masks whose tiles are of few kinds, which the pattern can name: bits are made once a kind, not once a tile."""
+"""Masks with few kinds of tiles, which the pattern can name: bits are made once for each kind, not for each tile."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def by_kind(
     live: Callable[[Tensor], Tensor], rows: Tensor, cols: Tensor, codes: Sequence[Tensor], q_len: int,
     k_len: int | None = None, *, block: Block = 128,
 ) -> BlockMask:  # fmt: skip
-    """The mask of listed tiles, where two with equal codes hold the same bits.
+    """The mask of listed tiles, in which tiles with equal codes have the same bits.
 
     `rows`, `cols`: int64 `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
-    number of them. `live(some)` gets the numbers of some tiles, int64 `[S]`, one of each kind, and returns bool
-    `[S, block_q, block_k]`; it may call scores past the ends live, which are dropped afterwards.
+    number of them. `live(some)` gets the indices of some tiles, int64 `[S]`, one of each kind, and returns bool `[S,
+    block_q, block_k]`; scores past the ends may be True there; they are dropped afterwards.
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     kind, count_of_kinds = number_combinations(codes)
-    # The first tile of each kind, so that the same one is asked about on every machine.
+    # The first tile of each kind, so that every machine evaluates the same one.
     every = torch.arange(len(rows), device="cpu")
     first = every.new_full((count_of_kinds,), len(rows)).scatter_reduce_(0, kind, every, "amin")
     words = [torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")]

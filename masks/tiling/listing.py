@@ -1,4 +1,4 @@
-"""Lists of tiles: ranges of columns a block row, and graphs of blocks."""
+"""Lists of tiles: a range of columns for each block row, and graphs of blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def between(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def columns_between(first: Integers, last: Integers) -> tuple[Integers, Integers]:
-    """`between` of arrays."""
+    """`between` for arrays."""
     counts = np.maximum(last - first + 1, 0)
     rows = np.repeat(np.arange(len(first)), counts)
     cols = np.arange(len(rows)) - (counts.cumsum() - counts - first)[rows]
@@ -43,14 +43,14 @@ def columns_between(first: Integers, last: Integers) -> tuple[Integers, Integers
 def incidence(labels: Tensor, count: int) -> sparse.csr_array:
     """Which of `count` labels each block has: a sparse bool `[M, count]` matrix of `labels`, int `[M, n]`.
 
-    The blocks of queries that have a label in common with a block of keys are the entries of
-    `incidence(of_queries) @ incidence(of_keys).T`, found in time of those alone.
+    The entries of `incidence(of_queries) @ incidence(of_keys).T` are the blocks of queries and of keys that have a
+    label in common, found in time proportional to their number.
 
     >>> labels = torch.tensor([[0, 3], [3, 4], [1, 1]])
     >>> entries(incidence(labels, 5) @ incidence(labels, 5).T)
     (tensor([0, 0, 1, 1, 2]), tensor([0, 1, 0, 1, 2]))
     """
-    from scipy import sparse  # a tenth of a second, which only patterns that ask this need
+    from scipy import sparse  # importing it takes a tenth of a second, so only the patterns that need it do
 
     block = torch.arange(len(labels), device="cpu").repeat_interleave(labels.shape[1])
     there = torch.ones(labels.numel(), dtype=torch.bool, device="cpu")
@@ -68,10 +68,10 @@ def entries(matrix: sparse.csr_array) -> tuple[Tensor, Tensor]:
 def of_blocks(
     layouts: Sequence[tuple[Tensor | Integers, Tensor | Integers]], q_len: int, *, causal: bool, block: int
 ) -> BlockMask:
-    """The mask of graphs of blocks, one for each head: tile (i, j) is full for every edge.
+    """The mask of graphs of blocks, one for each head: tile (i, j) is full for every edge (i, j).
 
-    `layouts`: `(rows, cols)` for each head, int64 `[E]`, edges in any order, given any number of times. `causal` drops
-    those with j > i, and cuts the diagonal tiles to `k <= q`.
+    `layouts`: `(rows, cols)` for each head, int64 `[E]`, edges in any order and possibly repeated. `causal` drops those
+    with j > i, and cuts the diagonal tiles to `k <= q`.
     """
     count, causal = -(-q_len // block), flag(causal, "causal")
     triangle = bitmask.pack(torch.ones(1, block, block, dtype=torch.bool, device="cpu").tril())

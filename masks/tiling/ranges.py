@@ -1,7 +1,7 @@
 """Masks over a grid in which a query sees, on every axis, a range of key coordinates: windows of every kind.
 
-Nothing is looked at twice: blocks of tokens that are translates of one another, with windows that are too, see the same
-places and hold the same bits. In a tiled order of an image nearly all blocks are such translates.
+No work is done twice: blocks of tokens that are translates of one another, and whose windows are too, see the same
+places and hold the same bits. If an image is ordered by tiles, nearly all blocks are such translates.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sparseflash.blockmask.unique import number_combinations
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, strides
 from sparseflash.masks.tiling.kinds import by_kind
 
-_BOXES_AT_ONCE = 1 << 22  # listed at a time: some 100 MB of temporaries
+_BOXES_AT_ONCE = 1 << 22  # boxes listed at a time: about 100 MB of temporaries
 
 
 class Range(NamedTuple):
-    """What each coordinate x of an axis sees: `first[x], first[x] + step, ..., last[x]`, never nothing.
+    """What each coordinate x of an axis sees: `first[x], first[x] + step, ..., last[x]`, at least one.
 
     `first`, `last`: int `[side]`, coordinates of the axis; `last - first` is a multiple of `step`.
     """
@@ -42,7 +42,7 @@ def within_ranges(
     order = checked_order(order, count)
     places = coordinates(shape, order)
     key_shapes, key_shape, key_corners = block_shapes(places, block_k)
-    # Of a query nothing matters but the range that it sees: [N, axes, (first, last)].
+    # All that matters about a query is the range that it sees: [N, axes, (first, last)].
     sees = torch.stack(
         [torch.stack([r.first, r.last], -1).to(torch.int32)[places[:, axis]] for axis, r in enumerate(ranges)], 1
     )
@@ -52,7 +52,7 @@ def within_ranges(
     windows = windows.unflatten(2, (len(shape), 2))
     steps = [r.step for r in ranges]
     rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)
-    # Tiles of the same window, key shape and offset between the two hold the same bits.
+    # Tiles with the same window, key shape and offset between the two hold the same bits.
     offset = key_corners[cols] - query_corners[rows]
     codes = [window[rows], key_shape[cols], *offset.unbind(1)]
 
@@ -87,13 +87,13 @@ def _tiles_seen(
     block_of = torch.arange(math.prod(shape), device="cpu") // block_k
     if order is not None:
         block_of = torch.empty_like(order).scatter_(0, order, block_of)
-    # What is listed are not places but boxes of places that belong to one key block.
+    # Instead of single places, boxes of places that belong to one key block are listed.
     block_of = block_of.view(shape)
     box = [_box_side(block_of, axis) for axis in range(len(shape))]
     block_of = block_of[tuple(slice(None, None, side) for side in box)]
     jumps = torch.tensor(strides(tuple(block_of.shape)), device="cpu")
     sides = torch.tensor(box, dtype=torch.int32, device="cpu")
-    # Blocks with equal windows see the same boxes if they lie in the same way to the grid of boxes.
+    # Blocks with equal windows see the same boxes if they have the same position relative to the grid of boxes.
     inside = corners % sides
     kind, kinds = number_combinations([window, *inside.unbind(1)])
     one = torch.zeros(kinds, dtype=torch.int64, device="cpu").scatter_(0, kind, torch.arange(len(kind), device="cpu"))
@@ -106,7 +106,7 @@ def _tiles_seen(
         row = torch.repeat_interleave(rows, many)
         within = torch.arange(len(row), device="cpu") - torch.repeat_interleave(many.cumsum(0) - many, many)
         key = row * col_blocks + block_of[base[row] + boxes[start[kind[row]] + within]]
-        # Neighbouring boxes lie in one block often, and dropping those first is cheaper than sorting them.
+        # Neighbouring boxes often lie in one block, and dropping those first is cheaper than sorting them.
         found.append(torch.unique_consecutive(torch.unique_consecutive(key).sort().values))
     tile = torch.cat(found)
     return tile // col_blocks, tile % col_blocks
@@ -127,7 +127,7 @@ def _box_side(block_of: Tensor, axis: int) -> int:
 
 
 def _in_portions(counts: Tensor) -> Iterator[Tensor]:
-    """Block rows in order, so many at a time that what they list is bounded."""
+    """Block rows in order, in portions that list a bounded number of boxes each."""
     portion = (counts.cumsum(0) - counts) // _BOXES_AT_ONCE
     _, sizes = torch.unique_consecutive(portion, return_counts=True)
     yield from torch.arange(len(counts), device="cpu").split(sizes.tolist())
@@ -141,7 +141,7 @@ def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor)
     """
     axes = len(steps)
     lowest = windows[..., 0].amin(1)  # [W, axes], from the corner
-    # Room for one step more, which the differences below may fill; a multiple of the step.
+    # Room for one more step, which the differences below may fill; a multiple of the step.
     extent = [
         -(-int((windows[:, :, axis, 1].amax(1) - lowest[:, axis]).max() + 1 + step) // step) * step
         for axis, step in enumerate(steps)

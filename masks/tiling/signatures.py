@@ -1,4 +1,4 @@
-"""How the functions of the library are called: their lengths by position, everything else by name."""
+"""How the functions of the library are called: lengths by position, everything else by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ T = TypeVar("T")
 
 
 def pattern(build: Callable[P, BlockMask]) -> Callable[P, BlockMask]:
-    """Decorates a family of known rule: `by_name`, and a constant in what `torch.compile` compiles."""
+    """Decorates a family with a known rule: `by_name`, and its masks are constants in functions that torch.compile
+    compiles.
+    """
     return by_name(constant_when_compiled(build))
 
 
 def by_name(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function with keyword-only parameters: too many by position is an error that names those.
+    """Decorates a function with keyword-only parameters: the error for too many positional arguments names those
+    parameters.
 
     >>> @by_name
     ... def window_of(q_len, k_len=None, *, window): ...

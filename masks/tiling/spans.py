@@ -1,7 +1,8 @@
-"""Spans: masks in which each query sees one run of keys, and marked queries and keys see and are seen besides.
+"""Spans: masks in which each query sees one run of keys; in addition marked queries see, and marked keys are seen by,
+all.
 
-What windows with sinks or global tokens, packed documents, chunks, prefixes and fixed summary columns share. Tiles are
-listed, never scanned; bits are made a word at a time, for the tiles that an end of a run cuts.
+Windows with sinks or global tokens, packed documents, chunks, prefixes and fixed summary columns are such masks. Tiles
+are listed, never scanned; bits are made a word at a time, for the tiles that the end of a run cuts.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ def spans(
     `start`, `stop`, `limit`: int64 `[q_len]`, tokens, any values; `limit` is `k_len` by default. `rows` bool `[q_len]`,
     `cols` bool `[k_len]`: the marked queries and keys, none by default.
 
-    Takes time and memory with the tiles listed: all between the first start and the last stop of the queries of a block
-    row, and those of marked block rows and columns.
+    Time and memory are proportional to the listed tiles: all those between the first start and the last stop of the
+    queries of a block row, and those of marked block rows and columns.
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(len(start), k_len)
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     start, stop = start.clamp(0, k_len), stop.clamp(0, k_len)
     empty = stop <= start
-    start, stop = start.masked_fill(empty, k_len), stop.masked_fill(empty, 0)  # so that it widens no block row's hull
+    start, stop = start.masked_fill(empty, k_len), stop.masked_fill(empty, 0)  # so that its block row is not widened
     no_limit = limit is None
     limit = torch.full((q_len,), k_len, device="cpu") if limit is None else limit.clamp(0, k_len)
     rows = torch.zeros(q_len, dtype=torch.bool, device="cpu") if rows is None else rows
     cols = torch.zeros(k_len, dtype=torch.bool, device="cpu") if cols is None else cols
-    # Queries past the end are copies of the last one; what they see is cut off with the tiles' ends.
+    # Queries past the end are copies of the last one; their scores are cut off with the ends of the tiles.
     start, stop, limit, rows = (
         torch.cat([x, x[-1:].expand(row_blocks * block_q - q_len)]).view(row_blocks, block_q)
         for x in (start, stop, limit, rows)
@@ -50,9 +51,9 @@ def spans(
     cols = torch.cat([cols, cols.new_zeros(col_blocks * block_k - k_len)]).view(col_blocks, block_k)
     has_rows, has_cols = rows.any(1), cols.any(1)
     first, last = start.amin(1) // block_k, (stop.amax(1) - 1).div(block_k, rounding_mode="floor")
-    whole = limit.amin(1)  # marked keys below it are seen by every query of the block row
+    whole = limit.amin(1)  # every query of the block row sees the marked keys below it
 
-    # The tiles of the runs; of marked keys outside of these; of marked queries outside of both.
+    # The tiles of runs; those of marked keys outside of these; those of marked queries outside of both.
     i, j = between(first, last)
     end = ((j + 1) * block_k).clamp(max=k_len)
     full = (start.amax(1)[i] <= j * block_k) & (stop.amin(1)[i] >= end)
@@ -75,8 +76,8 @@ def spans(
     listed.append((i, j))
     kinds.append(torch.where(repeats, at + 1 + len(marked), -1))
 
-    # Kind 0 is full; the next ones are those of a marked block column and of a marked block row, which recur along it;
-    # the rest is looked at tile by tile.
+    # Kind 0 is full; the next kinds are those of a marked block column and of a marked block row, which recur along it;
+    # the rest is evaluated tile by tile.
     i, j = (torch.cat(column) for column in zip(*listed, strict=True))
     kind = torch.cat(kinds)
     full_word = bitmask.full_word(block_k)
@@ -86,8 +87,8 @@ def spans(
         of_key[marked][:, None, :].expand(-1, block_q, -1),
         (rows[busy].to(torch.int32) * full_word)[:, :, None].expand(-1, -1, words_per_row),
     ]
-    # Block rows whose runs lie in the same way to the tiles recur down a window or a chunk: those of equal profile hold
-    # the same bits at the same distance. So bits are made once for each combination.
+    # In a window or a chunk, the runs of many block rows have the same position relative to the tiles: block rows of
+    # equal profile hold the same bits at the same distance, so bits are made once for each combination.
     offset = len(marked) + len(busy)
     own = (kind < 0).nonzero()[:, 0]
     r, c = i[own], j[own]
@@ -114,5 +115,5 @@ def spans(
 
 
 def below(stop: Tensor, block_k: int) -> Tensor:
-    """`bitmask.below` of tensors."""
+    """`bitmask.below` for tensors."""
     return torch.from_numpy(bitmask.below(stop.numpy(), block_k))

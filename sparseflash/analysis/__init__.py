@@ -8,6 +8,8 @@ Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph o
 `layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). All of it is exact, respects heads, batch
 elements and lengths, and runs on the CPU wherever the mask is. Time and memory are proportional to the live tiles; for
 reach they are those of the tile graph as a bit matrix.
+
+May import `blockmask` alone: nothing here runs attention.
 """
 
 from sparseflash.analysis.balance import Balance as Balance

@@ -1,6 +1,7 @@
 """The mask type: which scores of an attention are live, as data. `mask.py` has the class, the other files its parts.
 
-This package must not import the rest of sparseflash; the drawing methods of `BlockMask` import `draw` when called.
+May import `cuda_driver`, and is imported by everything else. The only circular imports are those of `mask.py`: methods
+of `BlockMask` call the operations of `ops` and the pictures of `draw`, and import them when they are called.
 """
 
 from sparseflash.blockmask.mask import BlockMask as BlockMask

@@ -12,9 +12,8 @@ PyTorch of them.
 
 | library | out | in | what it cannot represent |
 |---|---|---|---|
-| SciPy sparse | `to_scipy`: bool CSR, BSR | `from_scipy`: any format | several patterns at once (select with `batch=`,
-    \
-`head=`; a list of heads can be read); BSR: ragged ends |
+| SciPy sparse | `to_scipy`: bool CSR, BSR | `from_scipy`: any format | several patterns at once (select with \
+`batch=`, `head=`; a list of heads can be read); BSR: ragged ends |
 | PyTorch sparse | `to_torch_sparse`: bool CSR, BSR | `from_torch_sparse`: CSR, BSR, COO | the same |
 | PyTorch SDPA | `to_sdpa`: bool `[B, H, Nq, Nk]` | `from_sdpa`: bool, or 0 and -inf | nothing, in `Nq * Nk` bytes |
 | FlexAttention | `to_flex`: `BlockMask` with `mask_mod` | `from_flex`: lists, `mask_mod` in partial blocks | nothing |
@@ -26,6 +25,8 @@ once; ragged ends |
 queries on one side of the diagonal (butterflies, random blocks) |
 | DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so no ragged ends, \
 no causality inside a block), rectangular masks or blocks, masks that differ within the batch |
+
+May import `blockmask` alone.
 """
 
 from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout

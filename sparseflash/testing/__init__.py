@@ -17,6 +17,8 @@ in the last place of its largest value. `assert_exact` and `compare` apply this 
 Their parts can be used separately, for results from elsewhere or other kinds of inputs. `by_definition` computes the
 truth (in fp64) and the plain results (in any other dtype); `compare_results` compares given results; `sampled_heads`
 and `sampled_part` choose the part of a long sequence to compare.
+
+May import `blockmask` and `backends.reference`, which is the definition.
 """
 
 from sparseflash.testing.comparison import Comparison as Comparison

@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks.blocks`: the speed of a live score in small blocks, beside blocks of 128."""
+"""`python -m experiments.benchmarks.blocks`: the speed per live score in small blocks, compared with blocks of 128."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=150)
 
-# Results of two tilings differ by the order in which they are summed: roundings of half precision.
+# The results of two tilings differ in the order of summation, so by roundings of half precision.
 CLOSE = 0.02
 
 
@@ -42,11 +42,11 @@ def main(
 ) -> None:
     """Time forward, dQ and dK/dV in the tiles of the mask and in those that the plan chooses.
 
-    speed: live scores a second over those under the same kind of mask in blocks of 128. cost: what the plan expects,
-    over what it expects of the chosen tiling. Ends with 1 if a tiling gives other results than the mask's own tiles.
+    speed: live scores per second, relative to the same kind of mask in blocks of 128. cost: what the plan expects,
+    relative to the chosen tiling. Ends with 1 if a tiling gives other results than the mask's own tiles.
     Two minutes on an H100, most of them compiling; --every takes about five.
     """
-    # Read when triton is imported, which is below.
+    # Triton reads it when it is imported, which is below.
     if device == "cuda":
         os.environ.pop("TRITON_INTERPRET", None)
     else:
@@ -84,7 +84,7 @@ def main(
 
 
 def speeds(rows: Sequence[Any]) -> list[float]:
-    """Of each row, its live scores a second over those of blocks of 128 in the chosen tiling."""
+    """For each row, its live scores per second over those in blocks of 128 in the chosen tiling."""
     from experiments.benchmarks.blocks.measuring import CHOSEN
 
     whole = {(r.kind, r.dim, r.kernel): r.kept / r.ms for r in rows if r.block == 128 and r.way == CHOSEN}

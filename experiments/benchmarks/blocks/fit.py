@@ -23,9 +23,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=120)
 
 FITTED = ("loading", "loading_gathered", "step", "program")
-_ALIKE = ["dim", "kernel"]  # have one unit of time
-_CASE = ["kind", "block", *_ALIKE]  # have one choice
-_LEAST, _MOST = 0.02, 20.0  # of a constant
+_ALIKE = ["dim", "kernel"]  # the columns that share a unit of time
+_CASE = ["kind", "block", *_ALIKE]  # the columns that identify a choice
+_LEAST, _MOST = 0.02, 20.0  # bounds of a constant
 
 
 @app.command()
@@ -37,7 +37,7 @@ def main(
         typer.Option("--shipped", help="Leave out tiles and warps other than those that Hopper's tables have now."),
     ] = False,
 ) -> None:
-    """Fit the constants of `sparseflash.backends.triton.schedule.tilings.Cost`, and say how well they choose.
+    """Fit the constants of `sparseflash.backends.triton.schedule.tilings.Cost`, and report how well they choose.
 
     scatter: standard deviation of the logarithm of time over cost. choice: time of the chosen tiling over that of the
     fastest, averaged over all masks and kernels for which more than one was timed.
@@ -64,8 +64,9 @@ def main(
 
 
 def read(paths: Sequence[Path], without: Sequence[str] = (), *, shipped: bool = False) -> pd.DataFrame:
-    """The times; of a tiling and configuration that was timed more than once, the first; if `shipped`, of a tiling only
-    what would run today, the fastest."""
+    """The measured times. Of a tiling and configuration that was timed more than once, the first counts. If `shipped`,
+    only the fastest configuration of each tiling that would run today is kept.
+    """
     frame = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     frame = frame[~frame.kind.isin(without)]
     if shipped:
@@ -74,7 +75,9 @@ def read(paths: Sequence[Path], without: Sequence[str] = (), *, shipped: bool = 
 
 
 def would_run(row: Any) -> bool:
-    """Whether a time is of the tiles and warps that an H100 takes for that tiling, by descriptors or by pointers."""
+    """Whether a time was measured with the tiles and warps that an H100 uses for that tiling, by descriptors or by
+    pointers.
+    """
     held, streamed, _ = map(int, row.tiling.split("x"))
     block = held_first(row.kernel, (held, streamed))
     ways = (config_for(row.kernel, (9, 0), "half", row.dim, block, way) for way in (True, False))
@@ -82,7 +85,7 @@ def would_run(row: Any) -> bool:
 
 
 def fit(frame: pd.DataFrame) -> Cost:
-    """The constants by which costs are most nearly in proportion to times, on a scale of logarithms."""
+    """The constants that make costs most nearly proportional to times, on a logarithmic scale."""
 
     def residuals(logarithms: NDArray[np.float64]) -> NDArray[np.float64]:
         return deviations(frame, HALF._replace(**dict(zip(FITTED, np.exp(logarithms), strict=True))))
@@ -93,7 +96,7 @@ def fit(frame: pd.DataFrame) -> Cost:
 
 
 def costs(frame: pd.DataFrame, cost: Cost) -> NDArray[np.float64]:
-    """Of each row, for one head."""
+    """The cost of each row, for one head."""
     found = []
     for row in frame.itertuples():
         tiling = Tiling(*map(int, row.tiling.split("x")))
@@ -111,12 +114,12 @@ def deviations(frame: pd.DataFrame, cost: Cost) -> NDArray[np.float64]:
 
 
 def scatter(frame: pd.DataFrame, cost: Cost) -> float:
-    """The standard deviation of those."""
+    """The standard deviation of `deviations`."""
     return float(np.sqrt((deviations(frame, cost) ** 2).mean()))
 
 
 def chosen(frame: pd.DataFrame, cost: Cost) -> pd.DataFrame:
-    """Of each case with more than one tiling, which one `tilings.choose` would take, and the fastest."""
+    """For each case with more than one tiling, the one that `tilings.choose` would take, and the fastest."""
     rows = []
     for case, same in frame.assign(cost=costs(frame, cost)).groupby(_CASE):
         if len(same) == 1:

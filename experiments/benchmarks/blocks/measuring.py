@@ -21,8 +21,8 @@ KINDS = ("butterfly", "local", "bigbird", "random12")
 BLOCKS = (128, 64, 32, 16)
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dk_dv")
 OWN, CHOSEN = "own", "chosen"
-TARGETS = {128: 1.0, 64: 0.85, 32: 0.6, 16: 0.4}  # of the speed per live score of blocks of 128
-_CHANNELS = 2048  # of all heads together
+TARGETS = {128: 1.0, 64: 0.85, 32: 0.6, 16: 0.4}  # relative to the speed per live score in blocks of 128
+_CHANNELS = 2048  # all heads together
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Measured:
     block: int  # tokens
     dim: int
     kernel: str
-    way: str  # OWN, CHOSEN, a tiling, or a configuration
+    way: str  # OWN, CHOSEN, the name of a tiling, or a configuration
     tiling: Tiling
     config: Config
     length: int  # tokens
-    kept: int  # live scores of a head
-    tiles: int  # of the lists of the tiling, of a head
-    predicted: float  # the cost for a head, in products of 64 x 64 scores
+    kept: int  # live scores per head
+    tiles: int  # in the lists of the tiling, per head
+    predicted: float  # the cost per head, in units of a product of 64 x 64 scores
     ms: float
-    difference: float  # of the results from those in the mask's own tiles, relative to the largest
+    difference: float  # from the results in the mask's own tiles, relative to the largest
 
 
 class Bench:
@@ -63,8 +63,8 @@ class Bench:
     ) -> list[Measured]:  # fmt: skip
         """The kernels in the tiles of the mask and in those that the plan chooses.
 
-        If `every`, in all others that it had to choose from, too; and with each of `configs`, in what the plan chooses
-        then. Raises RuntimeError where a kernel fails.
+        If `every`, also in all other tilings that it could have chosen; and for each of `configs`, in the tiling that
+        the plan chooses with it. Raises RuntimeError if a kernel fails.
         """
         found = []
         mask = block_mask(kind, self.length, block).to(self.device)
@@ -85,7 +85,7 @@ class Bench:
         return found
 
     def _calls(self, kernel: Kernel, mask: BlockMask, *, every: bool, configs: Sequence[Config]) -> dict[str, _Call]:
-        """The kernel in each way that it is timed in."""
+        """The kernel in each of the ways in which it is timed."""
         subject = KernelOfAttention(kernel, mask, self.q, self.k, self.v, self.dout)
         tilings: list[Tiling] = []
 

@@ -1,5 +1,5 @@
 """What the compiler makes of the kernels, for any architecture, without a GPU: ``python -m
 experiments.benchmarks.compile``.
 
-For benchmarks.tune too; imports the library alone.
+May import the library and its `backends` and `arguments`. For benchmarks.tune, too.
 """

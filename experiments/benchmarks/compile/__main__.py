@@ -38,15 +38,15 @@ def main(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON a kernel instead of a table.")] = False,
 ) -> None:
-    """Compile the kernels for an architecture that need not be here, and show what they use.
+    """Compile the kernels for an architecture that need not be present, and show what they use.
 
-    registers: a thread; spilled: bytes a thread, for want of registers; shared: bytes of shared memory a program.
-    Exits with 1 if a kernel asks for more shared memory than the architecture has. Takes seconds a kernel.
+    registers: per thread; spilled: bytes per thread, for lack of registers; shared: bytes of shared memory per program.
+    Exits with 1 if a kernel needs more shared memory than the architecture has. Takes seconds for each kernel.
     """
     unknown = [kind for kind in arithmetic or () if kind not in ARITHMETIC]
     if unknown:
         raise typer.BadParameter(f"--arithmetic must be from {', '.join(ARITHMETIC)}; got {', '.join(unknown)}.")
-    os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported, which is below
+    os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported, which is below
     from experiments.benchmarks.compile.report import compile_all
     from sparseflash.blockmask.arguments import BLOCKS
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels as a launch would, for an architecture that need not be here, and asks ptxas what came out."""
+"""Compiles the kernels as a launch would, for an architecture that need not be present, and reports what ptxas says."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Report:
     descriptors: bool
     lengths: bool
     dropout: bool
-    split: bool  # for a mask with rows and columns that are cut into chunks
+    split: bool  # for a mask whose rows and columns are cut into chunks
     gathered: bool  # tiles are gathered from the blocks of the mask
-    registers: int  # a thread
-    spilled: int  # bytes a thread writes to memory for want of registers
-    shared: int  # bytes of shared memory a program
-    wgmma: int  # Hopper's asynchronous matrix instructions in the code
-    serialised: bool  # ptxas could not keep those asynchronous
+    registers: int  # per thread
+    spilled: int  # bytes that a thread writes to memory for lack of registers
+    shared: int  # bytes of shared memory per program
+    wgmma: int  # the number of Hopper's asynchronous matrix instructions in the code
+    serialised: bool  # ptxas could not keep them asynchronous
     direct: bool  # launches need not pass through Triton's front, with this version of Triton
-    two_layouts: bool  # some place in shared memory is read under two layouts, which ptxas 12.8 gets wrong
+    two_layouts: bool  # a place in shared memory is read in two layouts, which ptxas 12.8 miscompiles
 
 
 def compile_all(
@@ -68,11 +68,11 @@ def compile_all(
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
-    For float32 also what makes pieces, and dQ in two forms. Each kernel once.
-    `value_dim`: that of the values, if it is another. `descriptors`: tiles are loaded by them where they can be.
-    `split`: with rows and columns that are cut into chunks, and so with the kernels that merge them. `gathered`: the
-    mask has small blocks, and tiles are gathered from as many as they have room for; without it they are those of the
-    mask. `only`: compile nothing else. `config`: of that kernel, in place of the table's.
+    For float32 also the kernel that splits numbers into pieces, and dQ in two forms. Each kernel is compiled once.
+    `value_dim`: the head dim of the values, if it differs. `descriptors`: load tiles by tensor descriptors where
+    possible. `split`: rows and columns are cut into chunks, which adds the kernels that merge them. `gathered`: the
+    mask has small blocks, and each tile is gathered from as many as fit; otherwise the tiles are those of the mask.
+    `only`: compile only this kernel. `config`: its configuration, instead of that of the table.
     """
     value_dim = value_dim or dim
     choices = {
@@ -91,7 +91,7 @@ def compile_all(
 
 
 def _gathered(tilings: Sequence[Tiling]) -> Tiling:
-    """The gathered one that holds most."""
+    """The gathered tiling with the largest tiles."""
     found = [tiling for tiling in tilings if tiling.gathered]
     if not found:
         raise ValueError(f"blocks of {tilings[0].streamed} tokens are too large to be gathered")
@@ -127,7 +127,7 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
         raise RuntimeError(f"ptxas did not say what {name} uses: {output}")
     return Report(
         kernel=name.removesuffix("_kernel"),
-        descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline
+        descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline descriptors
         registers=int(registers[1]),
         spilled=int(spilled[1]),
         shared=kernel.metadata.shared,
@@ -140,9 +140,9 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
 
 
 def has_two_layouts(ptx: str) -> bool:
-    """Whether tiles that matrix instructions read under different layouts take turns at one address.
+    """Whether one address holds, at different times, tiles that matrix instructions read in different layouts.
 
-    A descriptor is the address, in 14 bits, and the layout, in the upper half of 64; the compiler adds or ors them.
+    A descriptor holds the address in 14 bits and the layout in the upper half of its 64; the compiler adds or ors them.
 
     >>> one = "or.b64 %rd5, %rd1, 4611686293305294848; add.s64 %rd6, %rd1, 4611686293305294850;"  # 0x40000040...
     >>> has_two_layouts(one), has_two_layouts(one + "add.s64 %rd7, %rd1, -4611685949707911136;")  # 0xc0000010...

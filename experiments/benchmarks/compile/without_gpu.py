@@ -1,4 +1,4 @@
-"""Kernels compiled for an architecture that need not be here, as launches would have them compiled."""
+"""Compiles kernels as launches would, for an architecture that need not be present."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sparseflash.backends.triton.launcher import Launch
 
 
 class _NoDevice:
-    """Stands in for the CUDA driver: answers what a compilation asks."""
+    """Stands in for the CUDA driver: it answers what compilation asks for."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
 
     def get_current_device(self) -> int:
-        return self.arch  # Triton keeps what it compiles by the number of the device
+        return self.arch  # Triton caches what it compiles by the number of the device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -38,10 +38,10 @@ class _NoDevice:
 
 @contextmanager
 def compiling_for(arch: int, only: Kernel | None = None) -> Iterator[list[tuple[str, Any]]]:
-    """While this lasts, launches on tensors of the CPU compile for that architecture, and run nothing.
+    """Inside the context, launches on CPU tensors compile for the architecture and run nothing.
 
-    Yields the names of the kernels and what was compiled, as launches come. arch: 90 for compute capability 9.0. only:
-    leave out all others.
+    Yields a list to which each launch adds the name of its kernel and what was compiled. arch: 90 for compute
+    capability 9.0. only: compile only this kernel.
     """
     compiled: list[tuple[str, Any]] = []
 
@@ -53,9 +53,9 @@ def compiling_for(arch: int, only: Kernel | None = None) -> Iterator[list[tuple[
     with (
         mock.patch.object(driver, "_active", _NoDevice(arch)),
         mock.patch.object(Launch, "start", compile_only),
-        # Launches compile: what was compiled before them, side by side, would have to be loaded.
+        # Launches compile here; otherwise kernels that were compiled before, side by side, would have to be loaded.
         mock.patch.object(api, "compile_side_by_side", lambda launches: None),
         mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),
-        mock.patch.object(api, "check", lambda *tensors: None),  # that they lie on a GPU
+        mock.patch.object(api, "check", lambda *tensors: None),  # the check that tensors lie on a GPU
     ):
         yield compiled

@@ -24,7 +24,7 @@ def main(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the page here too.")] = None,
 ) -> None:
-    """Condense the records that the exactness tests leave. Exits with 1 if a case was beyond what is allowed."""
+    """Condense the records that the exactness tests leave. Exits with 1 if a case exceeds what is allowed."""
     try:
         frame = read(records)
     except ValueError as error:

@@ -20,7 +20,7 @@ _KEPT = ("backend", "device", "dtype", "dim", "v_dim", "tokens", "problem", *RES
 def read(paths: list[Path]) -> pd.DataFrame:
     """The records of these files, or of the `*.jsonl` in these folders, one a row.
 
-    Raises ValueError for what is no record, and if there is none.
+    Raises ValueError for a line that is not a record, and if there are no records.
     """
     rows = [row for path in paths for row in _rows(path)]
     if not rows:
@@ -46,7 +46,9 @@ def _rows(path: Path) -> Iterator[dict[str, object]]:
 
 
 def by_dtype(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row a backend, device and dtype: cases, head dims, and the largest error of each result, in yardsticks."""
+    """One row for each backend, device and dtype: cases, head dims, and the largest error of each result, in
+    yardsticks.
+    """
     groups = frame.groupby(["backend", "device", "dtype"], sort=True)
     table = groups.agg(cases=("worst", "size"), smallest=("dim", "min"), largest=("dim", "max"))
     table["D"] = table.pop("smallest").astype(str) + " to " + table.pop("largest").astype(str)
@@ -54,7 +56,7 @@ def by_dtype(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_dim(frame: pd.DataFrame) -> pd.DataFrame:
-    """Cases and the largest error for every dtype (columns) and head dims (rows)."""
+    """The number of cases and the largest error for every dtype (columns) and pair of head dims (rows)."""
     dims = frame["dim"].astype(str) + " / " + frame["v_dim"].astype(str)
     order = frame.assign(dims=dims).sort_values(["dim", "v_dim"])["dims"].unique()
     groups = frame.assign(dims=dims).groupby(["dims", "dtype"])["worst"]
@@ -63,7 +65,7 @@ def by_dim(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def markdown(frame: pd.DataFrame, about: list[str]) -> str:
-    """The page for `experiments/results`: `about` says where and how the run was made, one line each."""
+    """The page for `experiments/results`: `about` describes where and how the run was made, in lines."""
     worst = frame.loc[frame["worst"].idxmax()]
     failed = int((frame["worst"] > 1).sum())
     lines = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-if TYPE_CHECKING:  # what imports PyTorch is imported where it is needed, so that --help is quick
+if TYPE_CHECKING:  # modules that import PyTorch are imported where they are needed, so that --help is quick
     from experiments.benchmarks.io.cases import Case
 
 app = typer.Typer(
@@ -38,7 +38,7 @@ def table(
     counters: Counters = True,
     out: Out = RESULTS,
 ) -> None:
-    """Standard attention, ours dense, ours butterfly at every density, at one shape: by default the paper's."""
+    """Standard attention, ours dense and ours butterfly at every density, at one shape, by default the paper's."""
     from experiments.benchmarks.io.cases import DENSE, every_density
 
     _run("table", every_density(_case(DENSE, batch, heads, length, dim, block, dtype)), counters, out)
@@ -57,7 +57,7 @@ def theorem(
     counters: Counters = True,
     out: Out = RESULTS,
 ) -> None:
-    """Bytes over density and head dim beside those of the IO theorem, where the cache does not hold everything."""
+    """Bytes over density and head dim beside those of the IO theorem, at a size that the cache cannot hold."""
     from experiments.benchmarks.io.cases import DENSE, every_density
 
     cases = [
@@ -70,7 +70,7 @@ def theorem(
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True})
 def one(passes: str, words: list[str]) -> None:
-    """Runs one case, for ncu to look at its kernels and no others."""
+    """Runs one case, so that ncu sees its kernels and no others."""
     import torch
 
     from experiments.benchmarks.io.cases import of_words
@@ -78,7 +78,7 @@ def one(passes: str, words: list[str]) -> None:
 
     call = getattr(calls_of(of_words(words), torch.device("cuda")), passes)
     for _ in range(2):
-        call()  # compiles, plans
+        call()  # compiles and plans
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     call()

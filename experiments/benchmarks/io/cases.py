@@ -1,4 +1,4 @@
-"""What is counted and timed: one `Case` a row of the tables."""
+"""The cases that are counted and timed: one `Case` for each row of the tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Case:
     """One attention, forward and backward, over q, k, v of shape [batch, heads, length, head_dim]."""
 
     kind: str  # STANDARD: softmax of the whole matrix by PyTorch's operators; DENSE, BUTTERFLY: sparseflash
-    factors: int | None  # of the butterfly
+    factors: int | None  # number of butterfly factors
     batch: int
     heads: int
     length: int  # tokens
@@ -26,7 +26,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How tables call it."""
+        """The name of the case in tables."""
         if self.factors is None:
             return self.kind
         return f"{self.kind}, {self.factors} factor{'s' * (self.factors != 1)}"
@@ -38,7 +38,7 @@ class Case:
         return BlockMask.dense(self.length, block=self.block)
 
     def words(self) -> list[str]:
-        """The case as arguments of the command that runs one."""
+        """The case as arguments of the command that runs one case."""
         shape = (self.batch, self.heads, self.length, self.head_dim, self.block)
         dtype = str(self.dtype).removeprefix("torch.")
         return [self.kind, str(-1 if self.factors is None else self.factors), *map(str, shape), dtype]

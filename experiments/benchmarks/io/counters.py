@@ -1,4 +1,4 @@
-"""The GPU's own counters of bytes, read by NVIDIA's `ncu` around one call in a process of its own."""
+"""The GPU's own byte counters, read by NVIDIA's `ncu` around one call in a separate process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from experiments.benchmarks.io.cases import Case
 
 ROOT = Path(__file__).resolve().parents[3]
 _READ, _WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
-# Sectors of 32 bytes that multiprocessors ask the L2 cache for: what the model without a cache speaks of.
+# Sectors of 32 bytes that multiprocessors request from the L2 cache, which is what a model without a cache counts.
 _FROM_L2, _TO_L2 = "lts__t_sectors_op_read.sum", "lts__t_sectors_op_write.sum"
 _SECTOR = 32
 SECONDS = 120.0
 
 
 class NoCountersError(RuntimeError):
-    """Why there are none."""
+    """The reason why there are no counters."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Counted:
 
 
 def counted(case: Case, passes: str) -> Counted:
-    """`passes`: "forward" or "both". Raises NoCountersError with the reason where `ncu` cannot count."""
+    """`passes`: "forward" or "both". Raises NoCountersError with the reason if `ncu` cannot count."""
     tool = shutil.which("ncu")
     if tool is None:
         raise NoCountersError("ncu is not installed")
@@ -57,7 +57,7 @@ def counted(case: Case, passes: str) -> Counted:
 
 
 def parse(text: str) -> Counted:
-    """The sums over all kernels of ncu's raw page: a line of names, one of units, one a kernel."""
+    """Sums over all kernels of ncu's raw page, which has a line of names, one of units, and one for each kernel."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     if len(rows) < 2:

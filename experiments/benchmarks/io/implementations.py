@@ -1,4 +1,4 @@
-"""A case as calls: forward, and forward with backward."""
+"""The calls of a case: forward, and forward with backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Calls:
 
 
 def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
-    """The case on random inputs; the same for every case of one shape."""
+    """The case on random inputs, which are the same for all cases of one shape."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.heads, case.length, case.head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.dtype) for _ in range(4))

@@ -19,7 +19,7 @@ PASSES = ("forward", "both")
 
 @dataclass
 class Row:
-    """A case; numbers that were not measured are None, and `reason` says why."""
+    """The costs of a case. Numbers that were not measured are None, and `reason` says why."""
 
     case: Case
     cost: Cost
@@ -42,7 +42,9 @@ def measure(
     round_ms: float = 60.0,
     done: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """One row a case, timed in turns. `done` is called once a case for its counters, and once for the times."""
+    """One row for each case, timed in turns. `done` is called once for the counters of each case, and once for the
+    times.
+    """
     rows = [Row(case, cost(case), case.mask().density) for case in cases]
     for row in rows:
         if counters:
@@ -70,7 +72,7 @@ def _time(rows: Sequence[Row], which: str, device: torch.device, rounds: int, ro
         try:
             call = getattr(calls_of(row.case, device), which)
             call()
-        except Exception as failure:  # too little memory for standard attention is a result
+        except Exception as failure:  # that standard attention runs out of memory is a result
             row.reason = "; ".join(filter(None, (row.reason, f"{which}: {str(failure).splitlines()[0][:120]}")))
             continue
         calls[str(number)] = timing.Timed(call, nullcontext)
@@ -83,7 +85,7 @@ def _time(rows: Sequence[Row], which: str, device: torch.device, rounds: int, ro
 
 
 def largest_difference(case: Case, device: torch.device) -> float:
-    """Between standard attention and ours dense, out and gradients, over the largest value: are both right?"""
+    """The difference between standard attention and ours dense, in out and gradients, relative to the largest value."""
     standard, ours = (calls_of(Case(kind, None, *_shape(case)), device).both() for kind in (STANDARD, DENSE))
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(standard, ours, strict=True))
 

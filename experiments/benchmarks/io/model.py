@@ -1,4 +1,4 @@
-"""What a case moves and computes by the model: bytes between HBM and on-chip memory, and operations."""
+"""A model of what a case costs: bytes moved between HBM and on-chip memory, and operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one forward, and of one backward. FLOPs as the implementation performs them; bytes without any cache."""
+    """The cost of a forward and of a backward: FLOPs as the implementation performs them, bytes without any cache."""
 
     forward_flops: int
     backward_flops: int
@@ -24,19 +24,19 @@ class Cost:
 
     @property
     def flops(self) -> int:
-        """Forward and backward."""
+        """Forward and backward together."""
         return self.forward_flops + self.backward_flops
 
     @property
     def bytes(self) -> int:
-        """Forward and backward."""
+        """Forward and backward together."""
         return self.forward_bytes + self.backward_bytes
 
 
 def cost(case: Case, held: int = 64) -> Cost:
-    """By the model, for programs that hold that many queries (forward, dq) or keys (dk, dv), or a block if it is less.
+    """The cost if a program holds this many queries (forward, dq) or keys (dk, dv), or a block if that is smaller.
 
-    Ours forward: `sparseflash.analysis.bytes_moved`. Backward, with e bytes a number, N, D and s as there, m the
+    Ours forward: `sparseflash.analysis.bytes_moved`. Backward, with e bytes per number, N, D and s as there, and m
     queries or keys held:
 
         delta       out, dout read, delta and lse written and read   2 e N D + 12 N
@@ -47,7 +47,7 @@ def cost(case: Case, held: int = 64) -> Cost:
 
     Standard attention writes its matrices out. Forward: write S, read S, write P, read P: `4 e N^2`. Backward: read P
     for dV, write dP, read P and dP, write dS, read dS for dQ and again for dK: `7 e N^2`; and q, k, v, out, dout and
-    the gradients once for each product that they are in.
+    the gradients once for each product in which they occur.
     """
     mask, e = case.mask(), torch.empty(0, dtype=case.dtype).element_size()
     heads, n, d = case.batch * case.heads, case.length, case.head_dim

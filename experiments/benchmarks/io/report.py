@@ -19,7 +19,9 @@ PAPER = (
 
 
 def frame(rows: Sequence[Row]) -> pd.DataFrame:
-    """A line a row, with units in the names. Bytes are the counters' where `counted`, else the model's."""
+    """The rows as a table with units in the column names. Bytes are those of the counters if `counted`, else of the
+    model.
+    """
     return pd.DataFrame([_line(row) for row in rows])
 
 
@@ -79,7 +81,7 @@ def _cell(value: float | None) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Bytes and time of the forward over density, a line a head dim; the model's bytes dashed."""
+    """Bytes and time of the forward over density, one line for each head dim; the model's bytes are dashed."""
     from matplotlib.figure import Figure
 
     sparse = [row for row in rows if row.case.kind == BUTTERFLY]

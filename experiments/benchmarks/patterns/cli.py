@@ -1,4 +1,4 @@
-"""The command line: gallery and table."""
+"""The command line, with the commands gallery and table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ errors = Console(stderr=True)
 
 
 class Peers(str, Enum):
-    """For which patterns FlexAttention is measured. It looks at all scores, so variants of a rule take it as long."""
+    """The patterns for which FlexAttention is measured. It evaluates all scores, so variants of a rule take equally
+    long.
+    """
 
     families = "families"
     all = "all"
@@ -117,10 +119,10 @@ def make_table(
                     peer = flex.longest(pattern.name, mode, block=block, seconds=peer_seconds, gigabytes=peer_gigabytes)
                     row = replace(row, eager=peer) if mode == "eager" else replace(row, compiled=peer)
             elif pattern.name in rows:
-                # Measured before, and not asked for now.
+                # Measured before and not requested now.
                 row = replace(row, eager=rows[pattern.name].eager, compiled=rows[pattern.name].compiled)
             rows[pattern.name] = row
-            # After every pattern: a run that is cut short keeps what it measured.
+            # After every pattern, so that a run that is cut short keeps its measurements.
             table.save((rows[name] for name in _order(rows)), results)
             bar.advance(task)
     text = table.markdown([rows[name] for name in _order(rows)])
@@ -135,7 +137,7 @@ def make_table(
 
 
 def _order(rows: dict[str, Row]) -> list[str]:
-    """The names that the catalogue still has, in its order."""
+    """The names that are still in the catalogue, in its order."""
     return [pattern.name for pattern in PATTERNS if pattern.name in rows]
 
 

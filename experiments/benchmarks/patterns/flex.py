@@ -1,8 +1,8 @@
-"""How long a mask FlexAttention's `create_block_mask` can build here: a process of its own, that a limit may stop.
+"""The longest mask that FlexAttention's `create_block_mask` can build here, in a process that a limit may stop.
 
 python -m experiments.benchmarks.patterns.flex NAME --mode compiled --seconds 10 --gigabytes 8
 
-doubles the length until a build takes too long or too much memory, and prints a line of JSON a length.
+doubles the length until a build takes too long or too much memory, and prints a line of JSON for each length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 MODES = ("eager", "compiled")
 SHORTEST = 1024  # tokens
 LONGEST = 1 << 20
-# For importing PyTorch and compiling, beyond the builds themselves.
+# Seconds for importing PyTorch and compiling, in addition to the builds.
 _STARTING_SECONDS = 180
 
 
@@ -31,7 +31,7 @@ class Peer:
 
     tokens: int
     seconds: float
-    megabytes: float  # 10^6 bytes, peak of the process over its peak in building a mask of SHORTEST tokens
+    megabytes: float  # 10^6 bytes, peak of the process minus its peak while building a mask of SHORTEST tokens
     stopped: str  # what ended the search: "time", "memory", "longest", or an error in one line
 
 
@@ -72,12 +72,12 @@ def search(
     build: Callable[[int], Any], report: Callable[[dict[str, Any]], None], *, seconds: float, most: int = LONGEST
 ) -> None:
     """Calls `build` with doubled lengths while it is quick enough, and reports each length and what ended it."""
-    build(SHORTEST)  # imports, compilers, thread pools: neither time nor memory of a mask
+    build(SHORTEST)  # imports, compilers and thread pools count neither as time nor as memory of a mask
     before = peak_bytes()
     tokens = SHORTEST
     while tokens <= most:
         try:
-            # Twice, because the first build of a length may compile again.
+            # Twice, because the first build at a length may compile again.
             took = min(timed(build, tokens), timed(build, tokens))
         except (MemoryError, RuntimeError) as failure:
             if isinstance(failure, MemoryError) or "memory" in str(failure):
@@ -86,7 +86,7 @@ def search(
         if took > seconds:
             return report({"stopped": "time"})
         report({"tokens": tokens, "seconds": took, "megabytes": (peak_bytes() - before) / 1e6})
-        if 4 * took > seconds:  # twice the length is four times the scores, and a rule is asked about each
+        if 4 * took > seconds:  # at twice the length the rule is evaluated for four times as many scores
             return report({"stopped": "time"})
         tokens *= 2
     return report({"stopped": "longest"})
@@ -99,7 +99,7 @@ def timed(build: Callable[[int], Any], tokens: int) -> float:
 
 
 def peak_bytes() -> int:
-    """The most memory that this program has held, on Linux.
+    """The largest amount of memory that this process has held, on Linux.
 
     Not `ru_maxrss`: that keeps the peak of the process that started this one.
     """
@@ -108,7 +108,7 @@ def peak_bytes() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The other process."""
+    """The program of the other process."""
     described = argparse.ArgumentParser("python -m experiments.benchmarks.patterns.flex", description=__doc__)
     described.add_argument("name", help="a pattern of the catalogue")
     described.add_argument("--mode", choices=MODES, default="eager")

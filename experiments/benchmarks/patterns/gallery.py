@@ -19,11 +19,11 @@ from sparseflash.draw.scores import kinds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# In pixels of the page. A picture takes one pixel a cell, so that nothing is blurred or lost in scaling.
+# In pixels of the page. A picture has one pixel for each cell, so that scaling neither blurs nor loses anything.
 CELLS = 256
-SIDE = 312  # of a panel: the picture and what is around it
-ABOVE, BELOW = 48, 64  # a picture: name and density, up to three lines of rule
-LINE = 36  # characters of a rule
+SIDE = 312  # of a panel, which is a picture and its margins
+ABOVE, BELOW = 48, 64  # above a picture: name and density; below: up to three lines of rule
+LINE = 36  # characters in a line of a rule
 HEADER, TOP, BOTTOM = 40, 76, 16  # a group's name, the page's title and legend
 DPI = 120
 GRID = "#9aa7b8"
@@ -43,11 +43,12 @@ def page(
     columns: int = 5,
     done: Callable[[Pattern], None] = lambda pattern: None,
 ) -> Figure:
-    """A figure with a panel a pattern, a row or more a group; the second head of patterns that differ by head.
+    """A figure with a panel for each pattern, in rows by group; of patterns that differ by head it shows the second
+    head.
 
     `done` is called after each pattern.
     """
-    # Only here: matplotlib takes a second to import.
+    # Imported only here, because importing matplotlib takes a second.
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -86,10 +87,10 @@ def page(
                 interpolation="antialiased",
                 zorder=1,
             )
-            # Around the picture, not over its edge: the first keys are what many patterns are about.
+            # Around the picture, not over its edge, because the first keys matter in many patterns.
             panel.spines[:].set_position(("outward", 72 / DPI))
-            if tokens <= 64 * block:  # finer lines would hide what they divide
-                # One artist: ticks with grid lines take most of the time of drawing.
+            if tokens <= 64 * block:  # finer lines would hide the cells
+                # One artist, because ticks with grid lines would take most of the drawing time.
                 at = range(block, tokens, block)
                 lines = [((x, 0), (x, tokens)) for x in at] + [((0, x), (tokens, x)) for x in at]
                 panel.add_collection(LineCollection(lines, colors=GRID, linewidths=0.4, alpha=0.35, zorder=2))
@@ -109,9 +110,9 @@ def title(tokens: int, block: int) -> str:
 
 
 def picture(mask: BlockMask, head: int = 0) -> NDArray[np.uint8]:
-    """One head as an RGB image of at most CELLS x CELLS cells of equal size, a whole number of scores each.
+    """One head as an RGB image of at most CELLS x CELLS cells of equal size, each a whole number of scores.
 
-    A cell with a live score is never as pale as one without: single lines of scores stay in sight.
+    A cell with a live score is never as pale as one without, so that single lines of scores remain visible.
     """
     mask = mask.canonical()
     drawn = kinds(mask, int(mask.pattern[0, head]))
@@ -129,7 +130,7 @@ def picture(mask: BlockMask, head: int = 0) -> NDArray[np.uint8]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the page as a PNG file with a palette: these pictures have few colours, and so half the bytes."""
+    """Writes the page as a PNG file with a palette, which halves its size because there are few colours."""
     from io import BytesIO
 
     from PIL import Image  # comes with matplotlib

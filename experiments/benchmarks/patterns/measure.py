@@ -19,19 +19,19 @@ NEVER, BY_DATA = "never", "-"
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of a pattern."""
+    """A row of the table."""
 
     name: str
     group: str
     rule: str
-    density: float  # at `at` tokens: live scores over all, mean over heads
-    tiles: float  # at `at` tokens: live tiles a head
+    density: float  # at `at` tokens: live scores over all scores, mean over heads
+    tiles: float  # at `at` tokens: live tiles per head
     at: int  # tokens
-    layers: int | str  # at `at` tokens, until every query is reached by every key (causal: every earlier one), or NEVER
-    tokens: int  # at which it was built
+    layers: int | str  # at `at` tokens, until every key (causal: every earlier one) influences every query, or NEVER
+    tokens: int  # at which building was timed
     seconds: float  # median
-    megabytes: float  # 10^6 bytes, of the mask built
-    eager: Peer | None = None  # FlexAttention, None: not measured
+    megabytes: float  # size of that mask in 10^6 bytes
+    eager: Peer | None = None  # FlexAttention; None if not measured
     compiled: Peer | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Row:
 
 
 def measure(pattern: Pattern, *, tokens: int | None = None, at: int = AT, block: int = BLOCK, repeats: int = 5) -> Row:
-    """Measures a pattern, without the peers; `tokens` instead of the pattern's own length for building."""
+    """Measures a pattern, without the peers. `tokens` replaces the pattern's own length for building."""
     tokens = pattern.tokens if tokens is None else tokens
     counted = pattern.build(at, block).canonical()
     seconds, built = build_time(pattern, tokens, block, repeats)
@@ -61,7 +61,7 @@ def build_time(pattern: Pattern, tokens: int, block: int, repeats: int) -> tuple
     pattern.build(tokens, block)
     times = []
     for _ in range(repeats):
-        gc.collect()  # not another mask's garbage in this one's time
+        gc.collect()  # so that the garbage of other masks is not collected during this build
         start = time.perf_counter()
         mask = pattern.build(tokens, block)
         times.append(time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""The rows as JSON and as a Markdown table, put between two marks of a file."""
+"""The rows as JSON, and as a Markdown table that is written between two marks of a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT = 2  # columns of text; the others are numbers
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table, a row a pattern, in the given order."""
+    """The table with one row for each pattern, in the given order."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * LEFT + "---:|" * (len(COLUMNS) - LEFT)]
     for row in rows:
         cells = (
@@ -46,14 +46,14 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def peer(found: Peer | None) -> str:
-    """The longest mask that the peer could build, how long it took, its memory."""
+    """The longest mask that the peer could build, its time and its memory."""
     if found is None:
         return "-"
     return f"{length(found.tokens)}: {duration(found.seconds)}, {size(found.megabytes)}"
 
 
 def length(tokens: int) -> str:
-    """16K, 1M: of 1024."""
+    """16K or 1M, in units of 1024."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if tokens >= unit and tokens % unit == 0:
             return f"{tokens // unit}{letter}"
@@ -69,7 +69,7 @@ def size(megabytes: float) -> str:
 
 
 def put(text: str, path: Path) -> None:
-    """Replaces what stands between the two marks of a file; a file without marks gets them at its end."""
+    """Replaces the text between the two marks of a file, or appends it with marks if the file has none."""
     old = path.read_text(encoding="utf-8") if path.exists() else "# The pattern library\n"
     between = f"{BEGIN}\n{text}\n{END}"
     if old.count(BEGIN) > 1 or old.count(BEGIN) != old.count(END):
@@ -84,7 +84,7 @@ def put(text: str, path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Row]:
-    """The rows measured before, by name."""
+    """The rows that were measured before, by name."""
     if not path.exists():
         return {}
     return {values["name"]: Row.of_json(values) for values in json.loads(path.read_text(encoding="utf-8"))}

@@ -1,4 +1,4 @@
-"""An implementation on its way to a time: built, run once, judged. Each pass is judged by itself."""
+"""An implementation before it is timed: it is built, run once and judged, each pass separately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.runner import Inputs, Peer, Runner, Unavailable
 from experiments.benchmarks.speed.rows import DIFFERS, FAILED, OK, SKIPPED, WRONG
 
-# What must be right for a pass to be timed: the output of a call without gradients, or of one with them and theirs.
+# The results that must be right for a pass to be timed: the output of a call without gradients, or output and gradients
+# of a call with them.
 RESULTS_OF_PASS = {
     FORWARD: ("inference",),
     CALL: ("inference",),
@@ -37,7 +38,7 @@ _SHOWN: set[tuple[str, str]] = set()
 
 @dataclass
 class Candidate:
-    """One implementation in one case. A pass without an entry in `verdicts` is well."""
+    """One implementation in one case. A pass without an entry in `verdicts` is OK."""
 
     case: Case
     name: str
@@ -56,14 +57,16 @@ class Candidate:
         return self.verdicts.get(direction, (OK, ""))[0]
 
     def fail(self, failure: Exception, *passes: str) -> None:
-        """Marks the passes with the failure's first line; the end of its trace goes to the error stream."""
+        """Marks the passes as failed, with the first line of the failure; the end of its traceback goes to the error
+        stream.
+        """
         if isinstance(failure, Unavailable):
             verdict = (SKIPPED, str(failure))
         else:
             first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-            first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # folders say nothing to a reader elsewhere
+            first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # a reader elsewhere has no use for local folders
             verdict = (FAILED, f"{type(failure).__name__}: {first}"[:200])
-            if (self.name, verdict[1]) not in _SHOWN:  # a peer may refuse ten cases for one reason
+            if (self.name, verdict[1]) not in _SHOWN:  # a peer may refuse many cases for one reason
                 _SHOWN.add((self.name, verdict[1]))
                 trace = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
                 print(f"{self.case.name}, {self.name} {passes}:\n{trace[-1500:]}", file=sys.stderr, flush=True)
@@ -89,7 +92,7 @@ def _run_with_gradients(candidate: Candidate, runner: Runner, passes: list[str],
         forward_s, out = timing.first_call(runner.forward, device)
         gradients = partial(runner.gradients, out, retain_graph=True)
         backward_s, found = timing.first_call(gradients, device)
-    # Both: torch.compile may make the backward kernels when the forward runs, or when the backward does.
+    # Both times count, because torch.compile may compile the backward when the forward runs or when the backward does.
     candidate.first_call_s.update(dict.fromkeys(passes, forward_s + backward_s))
     if BACKWARD in passes:
         candidate.backward = gradients
@@ -98,7 +101,7 @@ def _run_with_gradients(candidate: Candidate, runner: Runner, passes: list[str],
 
 
 def prepare(name: str, peer: Peer, case: Case, live: Pattern, inputs: Inputs, device: torch.device) -> Candidate:
-    """Builds the implementation and runs each pass once, which compiles it; keeps results and graph."""
+    """Builds the implementation and runs each pass once, which compiles it; keeps the results and the graph."""
     candidate = Candidate(case, name)
     before = memory.allocated(device)
     try:
@@ -107,7 +110,7 @@ def prepare(name: str, peer: Peer, case: Case, live: Pattern, inputs: Inputs, de
         candidate.fail(failure, *case.passes)
         return candidate
     with_gradients = [way for way in case.passes if way in WITH_GRADIENTS]
-    if MEMORY in with_gradients:  # first: nothing else of the candidate's is in memory yet
+    if MEMORY in with_gradients:  # measured first, while nothing else of the candidate is in memory
         try:
             candidate.memory_mib = memory.peak_mib(runner, inputs, before, device)
         except Exception as failure:
@@ -129,12 +132,12 @@ def prepare(name: str, peer: Peer, case: Case, live: Pattern, inputs: Inputs, de
 
 
 def _worst(values: Mapping[str, float], names: tuple[str, ...]) -> str:
-    """The name of the largest value, NaN above all."""
+    """The name of the largest value, where NaN counts as largest."""
     return max(names, key=lambda name: inf if isnan(values[name]) else values[name])
 
 
 def verify(candidate: Candidate, inputs: Inputs, live: Pattern, heads: list[tuple[int, int]]) -> None:
-    """Compares the results with fp64 on `heads`; a pass with an error above the yardstick is WRONG."""
+    """Compares the results with fp64 on `heads`. A pass whose error exceeds the yardstick is WRONG."""
     if not candidate.results:
         return
     part = check.part(live)
@@ -151,7 +154,7 @@ def verify(candidate: Candidate, inputs: Inputs, live: Pattern, heads: list[tupl
 
 
 def compare(candidate: Candidate, ours: Candidate, dtype: torch.dtype) -> None:
-    """A pass of a peer that computes something else than ours, which was verified, DIFFERS."""
+    """Compares a peer's results with ours, which were verified. A pass whose results differ is marked DIFFERS."""
     for direction in candidate.case.passes:
         if candidate.status(direction) != OK or ours.status(direction) != OK:
             continue

@@ -1,4 +1,4 @@
-"""What is measured: one `Case` a line of the tables, in groups that each answer one question."""
+"""The cases that are measured: one `Case` for each line of the tables, in groups that each answer one question."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CALL, MEMORY = "call", "memory"
 FIRST_FORWARD, FIRST_BACKWARD = "first forward", "first backward"
 WAYS = (FORWARD, BACKWARD, BOTH)
 FIRST = (FIRST_FORWARD, FIRST_BACKWARD)
-# A backward pass runs five matrix products of the forward's size, the forward two.
+# A backward runs five matrix products of the same size as the forward's two.
 FLOPS_OF_PASS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5, CALL: 1.0}
 
-# The question of each group, and its minutes on one H100 with every peer: most of them go into compiling the peers.
+# The question that each group answers, and its minutes on one H100 with every peer, most of which compile the peers.
 GROUPS = {
     "calls": "Host time of one inference call at 256 tokens, and the first call of a new process (2 minutes)",
     "masks": "All masks at 16384 tokens: is time in proportion to density? (4 minutes)",
@@ -50,9 +50,9 @@ class Case:
     block: int = 128  # tokens
     main: bool = False
     group: str = "masks"
-    kv_heads: int | None = None  # as many as `heads`
+    kv_heads: int | None = None  # None: as many as `heads`
     tf32: bool = False  # matrix products of fp32 in TF32
-    tuned: bool = False  # FlexAttention is timed under max-autotune too
+    tuned: bool = False  # also time FlexAttention under max-autotune
 
     @property
     def heads_of_keys(self) -> int:
@@ -70,7 +70,7 @@ class Case:
 
 
 def useful_flops(case: Case, kept: int, direction: str) -> float:
-    """4 * D * kept scores * heads * batch forward, 2.5 times that backward: dead scores count nothing."""
+    """4 * D * kept scores * heads * batch forward, 2.5 times that backward. Dead scores do not count."""
     return 4.0 * case.head_dim * kept * case.heads * case.batch * FLOPS_OF_PASS[direction]
 
 
@@ -111,11 +111,11 @@ def _memory() -> list[Case]:
 def _lengths() -> list[Case]:
     names = {512: "512", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k", 262144: "256k", 1048576: "1m"}
     return [
-        # At least 32768 tokens in all, so that short sequences fill the GPU too.
+        # At least 32768 tokens in all, so that short sequences fill the GPU, too.
         Case(f"n{name}-{kind}", kind, max(1, 32768 // length), 8, length, 64, group="lengths")
         for length, name in names.items()
         for kind in ("local", "butterfly", "dense")
-        if kind != "dense" or length <= 65536  # a million tokens, dense, would take 20 s a call
+        if kind != "dense" or length <= 65536  # dense attention over a million tokens would take 20 s per call
     ]
 
 
@@ -185,7 +185,7 @@ def _heads() -> list[Case]:
 
 
 def _tuned() -> list[Case]:
-    # Masks of one shape whose blocks are all full share what was tuned, so three cost little more than one.
+    # Masks of one shape whose blocks are all full share the tuned kernel, so three cost little more than one.
     return [
         Case(f"tuned-d{head_dim}-{kind}", kind, 1, heads, 16384, head_dim, group="tuned", tuned=True)
         for head_dim, heads in ((64, 32), (128, 16))
@@ -193,7 +193,7 @@ def _tuned() -> list[Case]:
     ]
 
 
-# Calls first: torch.compile's guards are then few, which is what a user of one mask pays.
+# Calls come first, while torch.compile has few guards, as for a user with one mask.
 CASES: tuple[Case, ...] = (
     *_calls(),
     *_masks(128, 16),

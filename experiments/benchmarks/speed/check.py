@@ -1,10 +1,10 @@
-"""Is the result right? Forward and gradients on the run's own inputs against dense attention in fp64.
+"""Checks results: forward and gradients on the inputs of the run are compared with dense attention in fp64.
 
-Some heads are compared: every output row and every gradient row up to a billion live scores a head, above that the rows
-of some query blocks and key blocks (`part`); all others must be finite. The scores are computed a few block rows at a
-time and on the live key blocks of those rows only, so memory is bounded and a sparse mask is cheap. The yardstick is a
-plain PyTorch implementation in the dtype of the inputs under the same mask: an error may be twice its error, plus one
-unit in the last place of the largest reference value.
+Some heads are compared: all rows of the output and the gradients if a head has at most a billion live scores, otherwise
+the rows of some query blocks and key blocks (`part`). All other values must be finite. The scores are computed for a
+few block rows at a time and only on the live key blocks of those rows, so memory is bounded and sparse masks are cheap.
+The yardstick is a plain PyTorch implementation in the dtype of the inputs under the same mask: an error may be twice
+its error, plus one unit in the last place of the largest reference value.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from sparseflash.testing import Part, error_of, sampled_heads, sampled_part
 
 NAMES = ("out", "dq", "dk", "dv")
 SCORES_AT_ONCE = 2**25  # 256 MiB of fp64
-LIVE_SCORES_IN_FULL = 2**30  # of a head: 0.2 s on an H100
-# A peer counts as computing the same function when it differs from ours, verified, by less than this
-# (Frobenius norms). Rounding stays well below; a wrong mask or a wrong scale does not.
+LIVE_SCORES_IN_FULL = 2**30  # per head: 0.2 s on an H100
+# A peer counts as computing the same function if it differs from ours, which is verified, by less than this (Frobenius
+# norms). Rounding stays well below it; a wrong mask or a wrong scale does not.
 SAME_FUNCTION = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 3e-3, torch.float64: 1e-6}
 
 checked_heads = sampled_heads
 
 
 def part(pattern: Pattern, *, limit: int = LIVE_SCORES_IN_FULL, blocks: int = 16, seed: int = 0) -> Part:
-    """What to compare of a head: all of it up to `limit` live scores; above, `sampled_part` with so many blocks."""
+    """The part of a head to compare: all of it up to `limit` live scores, above that `sampled_part` with `blocks`
+    blocks.
+    """
     layout = pattern.full | pattern.partial
     every = torch.ones(len(layout), dtype=torch.bool, device=layout.device)
     if pattern.kept <= limit:
@@ -41,8 +43,8 @@ def part(pattern: Pattern, *, limit: int = LIVE_SCORES_IN_FULL, blocks: int = 16
 def _chunks(pattern: Pattern, rows: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
     """The query rows in chunks of whole blocks: their positions int64 [R], and those of the keys live in them [C].
 
-    `rows`: bool [M], the block rows to take, all if None. A chunk has about 1024 rows, fewer where it would hold more
-    than SCORES_AT_ONCE scores.
+    `rows`: bool [M], the block rows to take, all if None. A chunk has about 1024 rows, fewer if it would hold more than
+    SCORES_AT_ONCE scores.
     """
     layout, block = pattern.full | pattern.partial, pattern.block
     positions = torch.arange(pattern.length, device=layout.device).view(-1, block)
@@ -63,10 +65,10 @@ def plain_attention(
 ) -> dict[str, Tensor]:
     """Output and gradients of one head in plain PyTorch: softmax(q k^T / sqrt(D) on live scores) v.
 
-    `head`: q, k, v and the gradient of the output, [N, D] each. All arithmetic is in `dtype`, rounded after
-    every operation, but gradients of keys and values are summed over the row chunks in at least fp32, which is how they
-    are returned. Every row must have a live key. Returns NAMES -> [N, D]; `rows`: bool [M], the block rows to compute,
-    all if None: the outputs of the others are undefined, and their shares of the gradients are missing.
+    `head`: q, k, v and the gradient of the output, [N, D] each. All arithmetic is in `dtype`, rounded after every
+    operation, but gradients of keys and values are summed over the row chunks in at least fp32, which is how they are
+    returned. Every row must have a live key. Returns NAMES -> [N, D]; `rows`: bool [M], the block rows to compute, all
+    if None; the outputs of other rows are undefined, and their contributions to the gradients are missing.
     """
     q, k, v, dout = (tensor.detach().to(dtype) for tensor in head)
     sum_dtype = torch.promote_types(dtype, torch.float32)
@@ -89,7 +91,7 @@ def error_ratio(result: Tensor, plain: Tensor, truth: Tensor) -> float:
     """The error of `result` over the yardstick, the worse of the largest and the root-mean-square one; at
     most 1 is right.
 
-    Infinite where the result or the yardstick is not finite.
+    Infinite if the result or the yardstick is not finite.
     """
     return error_of(result, truth, plain, rms=True).ratio
 
@@ -117,8 +119,8 @@ def error_ratios(
 ) -> dict[str, float]:
     """The worst `error_ratio` over `heads`, pairs (batch, head of k and v), of each entry of `results`.
 
-    results: some of NAMES -> [B, H, N, D]; "inference" is one more output. `compared`: the part of each head, all of it
-    if None. Infinite where any element of a result, compared or not, is not finite.
+    results: some of NAMES -> [B, H, N, D]; "inference" is one more output. `compared`: the part of each head to
+    compare, all of it if None. Infinite if any element of a result, compared or not, is not finite.
     """
     worst = dict.fromkeys(results, 0.0)
     rows = None if compared is None or compared.whole else compared.rows
@@ -144,14 +146,14 @@ def error_ratios(
 def difference(result: Tensor, ours: Tensor) -> float:
     """||result - ours|| / ||ours||, in Frobenius norms."""
     apart, size = 0.0, 0.0
-    for one, other in zip(result, ours):  # a batch element at a time: fp32 copies of all would double the memory
+    for one, other in zip(result, ours):  # one batch element at a time: fp32 copies of all would double the memory
         apart += float((one.float() - other.float()).norm()) ** 2
         size += float(other.float().norm()) ** 2
     return math.sqrt(apart / size)
 
 
 def poison(like: Tensor, count: int) -> None:
-    """Leaves NaN in freed buffers of the size of `like`: what a kernel does not write then shows."""
+    """Leaves NaN in freed buffers of the size of `like`, so that values that a kernel fails to write are noticed."""
     buffers = [torch.full_like(like, float("nan"), dtype=torch.float32) for _ in range(count)]
     buffers += [torch.full_like(like, float("nan")) for _ in range(count)]
     del buffers

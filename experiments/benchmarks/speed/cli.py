@@ -17,9 +17,10 @@ from rich.table import Table
 
 from experiments.benchmarks.speed import frame, report
 from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
+from experiments.benchmarks.speed.inputs import Options
 from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, ours
 from experiments.benchmarks.speed.rows import FAILED, OURS, WRONG, Row, write_csv
-from experiments.benchmarks.speed.run import Options, run_cases
+from experiments.benchmarks.speed.run import run_cases
 from experiments.training.environment import environment
 from sparseflash.blockmask.arguments import BLOCKS
 
@@ -27,16 +28,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 console = Console()
 
 RESULTS = Path("experiments/results/speed")
-QUICK_MINUTES = 2.7  # the last case to begin before ends within three
+QUICK_MINUTES = 2.7  # a case that begins before this ends within three minutes
 
 
 def _names(given: Sequence[str] | None) -> tuple[str, ...]:
-    """Options that may be repeated, or name several with commas."""
+    """The values of an option that may be repeated, or have several values separated by commas."""
     return tuple(dict.fromkeys(name.strip() for each in given or () for name in each.split(",") if name.strip()))
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command to repeat, without where its files went."""
+    """The command to repeat a run, without its output folder."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -159,7 +160,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
 
     def write(rows: list[Row]) -> None:
-        write_csv(rows, facts, out / "speed.csv")  # after every case: a run that is cut short keeps what it measured
+        write_csv(rows, facts, out / "speed.csv")  # after every case, so that a run that is cut short keeps its results
 
     limit = minutes if minutes is not None else QUICK_MINUTES if quick else float("inf")
     rows = run_cases(

@@ -1,7 +1,8 @@
-"""What the times say: efficiency against the ideal, the cost of small blocks, the best peer, memory a token.
+"""Numbers derived from the times: efficiency relative to the ideal, the cost of small blocks, the best peer, memory per
+token.
 
-Every function takes the rows of any number of runs and compares inside a run only; of what several runs measured, the
-newest is kept.
+Every function takes the rows of any number of runs and compares only within a run. If several runs measured the same,
+the newest is kept.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from experiments.benchmarks.speed.frame import CASE, SETUP, timed
 from experiments.benchmarks.speed.memory import floor_mib
 from experiments.benchmarks.speed.rows import OK, OURS
 
-# Of the speed per live score of blocks of 128, at least this much.
+# The least speed per live score, relative to blocks of 128.
 BLOCK_TARGETS = {64: 0.85, 32: 0.6, 16: 0.4}
 FIRST_CALL_TARGET_S = 3.0
-# Memory a token may grow by this much from the shortest length to the longest and still be called linear.
+# Memory counts as linear if, per token, it grows by at most this factor from the shortest length to the longest.
 LINEAR = 1.1
-# Not a rival: it is what rivals are tested against.
+# Not a peer, but what peers are tested against.
 NO_RIVAL = ("reference",)
 
 
@@ -28,7 +29,8 @@ def _newest(rows: pd.DataFrame, key: list[str]) -> pd.DataFrame:
 
 def efficiency(rows: pd.DataFrame) -> pd.DataFrame:
     """time(mask) / (density x time(dense)) in the column `efficiency`, 1 is ideal, for every sparse mask that was timed
-    beside a dense one of the same setup. Causal is no sparse mask here: its dense time is that of dense."""
+    beside a dense one of the same setup. Causal does not count as a sparse mask here.
+    """
     key = ["run", "group", *SETUP, "peer", "direction"]
     found = timed(rows)
     found = found[found["direction"].isin(WAYS)]
@@ -65,7 +67,8 @@ def best_peers(rows: pd.DataFrame) -> pd.DataFrame:
 
 def memory(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the pass MEMORY with `floor`: the memory over that of q, k, v, the output and their gradients alone,
-    and `growth`: the memory a token over that at the shortest length of the same mask, peer and run."""
+    and `growth`: the memory per token over that at the shortest length with the same mask, peer and run.
+    """
     found = rows[(rows["direction"] == MEMORY) & (rows["status"] == OK) & rows["memory_mib"].notna()]
     found = _newest(found, [*CASE, "peer"]).copy()
     sizes = found[["batch", "heads", "kv_heads", "length", "head_dim", "dtype"]].itertuples(index=False)

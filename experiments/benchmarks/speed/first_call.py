@@ -1,4 +1,4 @@
-"""The first calls of a new process with empty caches: imports of kernels, compilation and all.
+"""The first calls of a new process with empty caches, including imports and compilation.
 
 `python -m experiments.benchmarks.speed.first_call` is the process itself: it reads a question from standard input and
 writes the answers to standard output.
@@ -10,7 +10,6 @@ import json
 import pickle
 import sys
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,12 +17,10 @@ from experiments.benchmarks.fresh_process import output_of
 from experiments.benchmarks.speed.candidate import Candidate, compare, prepare, verify
 from experiments.benchmarks.speed.cases import BACKWARD, FIRST, FORWARD, Case
 from experiments.benchmarks.speed.check import checked_heads
+from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.speed.rows import FAILED, OK, OURS
-
-if TYPE_CHECKING:
-    from experiments.benchmarks.speed.run import Options
 
 PASS_OF = dict(zip(FIRST, (FORWARD, BACKWARD)))
 SECONDS = 240.0
@@ -31,8 +28,9 @@ SECONDS = 240.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a row of a first call needs. `seconds` of FIRST_BACKWARD: a forward with gradients and its backward, after
-    the inference call of FIRST_FORWARD."""
+    """The values that a row of a first call needs. `seconds` of FIRST_BACKWARD is the time of a forward with gradients
+    and its backward, after the inference call of FIRST_FORWARD.
+    """
 
     status: str
     reason: str = ""
@@ -53,14 +51,13 @@ def in_new_process(case: Case, name: str, options: Options, *, limit: float = SE
 
 
 def answers(case: Case, name: str, options: Options) -> list[Answer]:
-    """The first calls in this process: of `name` before those of ours, which are its measure of being right."""
+    """The first calls of `name` in this process, and after them those of ours, with which the results are compared."""
     from experiments.benchmarks.speed.peers import PEERS, ours
-    from experiments.benchmarks.speed.run import make_inputs
 
     device = options.device
     live = pattern(case.kind, case.length, case.block).to(device)
     inputs = make_inputs(case, options)
-    # The context of the device and its libraries are not what is measured.
+    # Initialising the device and its libraries is not part of the measurement.
     torch.ones(64, 64, device=device, dtype=case.dtype) @ torch.ones(64, 64, device=device, dtype=case.dtype)
     passes = tuple(PASS_OF[way] for way in case.passes)
     asked = replace(case, passes=passes)

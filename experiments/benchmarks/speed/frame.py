@@ -10,7 +10,8 @@ import pandas as pd
 from experiments.benchmarks.speed.rows import NOT_RUN, OK, OURS
 from experiments.training.environment import FACTS
 
-# What is measured, apart from who runs it. Two rows that agree here may be compared if they are of one run.
+# The columns that identify a measurement apart from the implementation. Rows of one run that agree in them may be
+# compared.
 SETUP = ["device", "batch", "heads", "kv_heads", "length", "head_dim", "dtype", "block"]
 CASE = ["group", "case", "mask", *SETUP]
 TEXT = ["group", "case", "mask", "dtype", "peer", "direction", "status", "checked", "reason", *FACTS]
@@ -19,7 +20,7 @@ TEXT = ["group", "case", "mask", "dtype", "peer", "direction", "status", "checke
 def read(paths: Iterable[Path]) -> pd.DataFrame:
     """The rows of all files, in the order of the files.
 
-    Raises ValueError for a file that is not of this benchmark, or of a version that did not say its run.
+    Raises ValueError for a file that is not from this benchmark, or from a version that did not record its run.
     """
     frames = []
     for path in paths:
@@ -37,12 +38,12 @@ def read(paths: Iterable[Path]) -> pd.DataFrame:
 
 
 def newest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each case the rows of the newest run that got to it: a whole case is of one run."""
+    """For each case, the rows of the newest run that reached it, so that a case is never mixed from several runs."""
     rows = rows.reset_index(drop=True)
     reached = rows[(rows["peer"] == OURS) & (rows["status"] != NOT_RUN)]
     last = reached.groupby(CASE, sort=False)["run"].max().rename("last").reset_index()
     wanted = rows[CASE].merge(last, on=CASE, how="left")["last"]
-    # What no run got to is shown as the newest run has it.
+    # A case that no run reached is shown as in the newest run.
     wanted = wanted.fillna(rows.groupby(CASE, sort=False)["run"].transform("max"))
     return rows[rows["run"] == wanted].reset_index(drop=True)
 

@@ -1,7 +1,7 @@
-"""Neighbourhood attention on an image whose tokens lie tile after tile, defined here apart from the library.
+"""Neighbourhood attention on an image whose tokens are ordered tile by tile, defined independently of the library.
 
-One tile of the image is one mask block, so that near tokens share blocks. The rule is made of `//`, `%`, comparisons,
-`&` and `|` alone: the same text runs on PyTorch's tensors, inside FlexAttention's kernel and FlashAttention-4's.
+One tile of the image is one mask block, so that near tokens share blocks. The rule uses only `//`, `%`, comparisons,
+`&` and `|`, so the same code runs on PyTorch's tensors and inside the kernels of FlexAttention and FlashAttention-4.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-WINDOW = 33  # tokens a side
+WINDOW = 33  # tokens on each side
 TILES = {16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16)}  # tokens a block -> rows and columns of a tile
 
 
@@ -26,11 +26,11 @@ class Grid(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Live scores: a window that meets an edge moves inwards, so every query sees a whole one."""
+        """The number of live scores. A window moves inwards at an edge, so every query sees a whole window."""
         return self.height * self.width * self.window_height * self.window_width
 
     def live(self, q: Any, k: Any) -> Any:
-        """Is score (q, k) live? For positions in the order of the tiles, of any type that has the operators."""
+        """Whether score (q, k) is live, for positions in the order of tiles, of any type that has the operators."""
         q_row, q_col = self._place(q)
         k_row, k_col = self._place(k)
         return _near(q_row, k_row, self.height, self.window_height) & _near(q_col, k_col, self.width, self.window_width)
@@ -47,7 +47,7 @@ class Grid(NamedTuple):
         """Layouts [M, M] of the wholly live and of the partly live blocks."""
         some_rows, all_rows = _tiles_near(self.height, self.window_height, self.tile_height)
         some_cols, all_cols = _tiles_near(self.width, self.window_width, self.tile_width)
-        full = np.kron(all_rows, all_cols)  # blocks are numbered as the tiles are, row by row
+        full = np.kron(all_rows, all_cols)  # blocks are numbered like tiles, row by row
         return full, np.kron(some_rows, some_cols) & ~full
 
 

@@ -1,7 +1,6 @@
-"""The masks of the benchmark: which blocks and which scores are live, defined here apart from the library.
+"""The masks of the benchmark: which blocks and scores are live, defined independently of the library.
 
-The exactness check takes its truth from these definitions, not from `BlockMask`, so a fault in the library's
-mask cannot hide itself.
+The exactness check uses these definitions, not `BlockMask`, so that a fault in the library's mask is found.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Pattern:
-    """The live scores of one head, `block` tokens a block, M = length / block blocks a side.
+    """The live scores of one head, with blocks of `block` tokens and M = length / block blocks on each side.
 
-    A score (q, k) is live where `full[q // block, k // block]`, and where `partial[q // block, k // block]`
-    and `rule(q, k)`. `kept` is the number of live scores, from a closed form where there is a rule.
+    A score (q, k) is live where `full[q // block, k // block]`, and where `partial[q // block, k // block]` and
+    `rule(q, k)`. `kept` is the number of live scores, from a closed form if there is a rule.
     """
 
     length: int  # tokens
@@ -85,7 +84,7 @@ def bigbird(blocks: int, *, globals_: int = 2, reach: int = 1, random: int = 3, 
     layout = local(blocks, reach)
     layout[:globals_] = True
     layout[:, :globals_] = True
-    # RandomState's stream is frozen by NumPy: the same layout with every version.
+    # NumPy has frozen RandomState's stream, so every version draws the same layout.
     generator = np.random.RandomState(seed)
     for row in range(blocks):
         layout[row, generator.permutation(blocks)[:random]] = True
@@ -93,7 +92,7 @@ def bigbird(blocks: int, *, globals_: int = 2, reach: int = 1, random: int = 3, 
 
 
 def random(blocks: int, density: float = 0.129, *, seed: int = 0) -> np.ndarray:
-    """Layout [M, M]: the diagonal, and blocks drawn anywhere until `density` of the M * M is live."""
+    """Layout [M, M]: the diagonal, and blocks drawn anywhere until the share `density` of all blocks is live."""
     layout = np.eye(blocks, dtype=bool)
     others = np.flatnonzero(~layout.reshape(-1))
     drawn = max(0, round(density * blocks**2) - blocks)
@@ -108,14 +107,14 @@ def of_layout(layout: np.ndarray, length: int, block: int) -> Pattern:
 
 
 def causal(length: int, block: int) -> Pattern:
-    """k <= q, to the element."""
+    """k <= q, exact to the element."""
     i, j = _indices(length // block)
     kept = length * (length + 1) // 2
     return Pattern(length, block, torch.from_numpy(i > j), torch.from_numpy(i == j), kept, lambda q, k: k <= q)
 
 
 def window(length: int, block: int, reach: int) -> Pattern:
-    """|q - k| <= reach, in tokens, to the element."""
+    """|q - k| <= reach, in tokens, exact to the element."""
     i, j = _indices(length // block)
     offset = np.abs(i - j) * block
     nearest, farthest = np.maximum(offset - (block - 1), 0), offset + block - 1
@@ -169,7 +168,7 @@ def pattern(kind: str, length: int, block: int) -> Pattern:
 
 
 def block_mask(kind: str, length: int, block: int) -> BlockMask:
-    """The same mask as the library's user would make it."""
+    """The same mask as a user of the library would make it."""
     if kind == "dense":
         return BlockMask.dense(length, block=block)
     if kind == "causal":

@@ -17,7 +17,7 @@ from experiments.benchmarks.speed.tables import tokens
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colours that the colour-blind tell apart (Okabe and Ito), the same for a peer in every picture.
+# Colours that colour-blind readers can tell apart (Okabe and Ito); a peer has the same colour in every picture.
 COLOURS = {
     OURS: "#000000",
     "flex": "#0072B2",
@@ -30,11 +30,11 @@ COLOURS = {
 }
 MARKERS = {OURS: "o", "flex": "s", "flex-autotune": "D", "fa4": "^", "sdpa-fa2": "v", "sdpa-cudnn": "P", "sdpa": "X"}
 PANEL = 4.6, 3.6  # inches
-NAME_WIDTH = 0.035  # of a name written upwards, of the panel's width
+NAME_WIDTH = 0.035  # of a vertical name, as a share of the panel's width
 
 
 def _figure(rows: int, columns: int, title: str) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure  # not pyplot: no display, no state
+    from matplotlib.figure import Figure  # not pyplot, which needs a display and keeps state
 
     figure = Figure(figsize=(PANEL[0] * max(columns, 2), PANEL[1] * rows + 0.9), layout="constrained")
     figure.suptitle(title, fontsize=11)
@@ -59,7 +59,7 @@ def _lengths(axis: Any, lengths: list[int]) -> None:
 
 
 def _legend(figure: Figure, axis: Any) -> None:
-    """One legend below all panels, ours first: it hides no point."""
+    """One legend below all panels, where it hides no point, with ours first."""
     handles, labels = axis.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda place: (labels[place] not in COLOURS, -place))
     figure.legend(
@@ -74,8 +74,9 @@ def _fullest(axes: Any) -> Any:
 
 
 def density(rows: pd.DataFrame, title: str) -> Figure | None:
-    """Time over density, forward and backward, one row of panels a head dim. The line is what our dense time times the
-    density would be: a mask on it costs what its live scores cost in a dense one."""
+    """Time over density, forward and backward, one row of panels a head dim. The line is our dense time multiplied by
+    the density: for a mask on it, a live score costs as much as in dense attention.
+    """
     found = timed(rows)
     found = found[(found["group"] == "masks") & found["direction"].isin((FORWARD, BACKWARD))]
     dims = sorted(set(found["head_dim"]))
@@ -116,7 +117,7 @@ def _density_panel(axis: Any, rows: pd.DataFrame) -> None:
 
 
 def _name_masks(axis: Any, rows: pd.DataFrame) -> None:
-    """Names stand along the bottom, pushed apart where densities are close, each joined to its point by a line."""
+    """Writes the names along the bottom, moved apart if densities are close, each joined to its point by a line."""
     low, high = axis.get_ylim()
     left, right = axis.get_xlim()
     span = math.log(right / left)
@@ -126,7 +127,7 @@ def _name_masks(axis: Any, rows: pd.DataFrame) -> None:
     for value in 100 * rows["density"]:
         at = max(math.log(value / left) / span, at + NAME_WIDTH)
         places.append(at)
-    # What the pushing moved past the right end moves back.
+    # Move names back that are now past the right end.
     limit = 0.985
     for number in reversed(range(len(places))):
         places[number] = min(places[number], limit)
@@ -165,7 +166,8 @@ def lengths(rows: pd.DataFrame, title: str) -> Figure | None:
 
 def memory(rows: pd.DataFrame, title: str) -> Figure | None:
     """Peak memory of a forward and a backward over length, one column of panels a mask: GiB, and how many times what q,
-    k, v, the output and their gradients take, which is flat where memory is linear in the length."""
+    k, v, the output and their gradients take, which is constant if memory is linear in the length.
+    """
     found = derived.memory(rows)
     masks = list(dict.fromkeys(found["mask"]))
     if not masks:
@@ -200,7 +202,7 @@ PICTURES = {"density": density, "lengths": lengths, "memory": memory}
 
 
 def save(rows: pd.DataFrame, title: str, folder: Path, suffix: str = "") -> dict[str, Path]:
-    """Draws what the rows allow, as PNG files in `folder`. Returns name -> path of those that were drawn."""
+    """Draws all pictures for which there are rows, as PNG files in `folder`. Returns their paths by name."""
     drawn = {}
     for name, draw in PICTURES.items():
         figure = draw(rows.drop_duplicates([*CASE, "peer", "direction"], keep="last"), title)

@@ -1,4 +1,4 @@
-"""Whether PyTorch, and so ours and the peers, multiplies fp32 matrices in TF32."""
+"""Whether PyTorch, and with it sparseflash and the peers, multiplies fp32 matrices in TF32."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def products_in_tf32(wanted: bool) -> Iterator[None]:
-    """TF32 inside if `wanted`, full fp32 otherwise.
+    """TF32 inside the context if `wanted`, full fp32 otherwise.
 
-    This setter writes both of PyTorch's settings, the old and the new one; code that finds only one of them written
-    raises, and torch.compile reads both.
+    The function that is used sets both of PyTorch's settings, the old and the new one. torch.compile reads both, and
+    PyTorch raises an error if only one of them is set.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if wanted else "highest")

@@ -21,7 +21,9 @@ LEGEND = (
 
 
 def _findings(rows: pd.DataFrame) -> list[tuple[str, tables.Table]]:
-    """What the rows say. Of all runs: the newest row of one case may be newer than the newest pair of two cases."""
+    """The tables of the report. They use all runs, because the newest row of a case may be newer than the newest pair
+    of two cases.
+    """
     shown = newest(rows)
     made = {
         "Efficiency: 1 is time in proportion to density": tables.efficiency(rows),
@@ -34,7 +36,7 @@ def _findings(rows: pd.DataFrame) -> list[tuple[str, tables.Table]]:
 
 
 def text(rows: pd.DataFrame) -> str:
-    """What a terminal shows of the rows of one device: what most want to know comes last."""
+    """The report of the rows of one device for a terminal, with the most important part last."""
     shown = newest(rows)
     table = tables.best(shown)
     parts = [] if table is None else [tables.plain(table), LEGEND]
@@ -66,7 +68,7 @@ def markdown(rows: pd.DataFrame, pictures: dict[str, Path]) -> str:
 
 
 def save(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """Writes speed.md and the pictures, one set a device, into `folder`. Returns the files."""
+    """Writes speed.md and the pictures into `folder`, one set for each device. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     devices = list(dict.fromkeys(rows["device"]))
     files = []

@@ -1,4 +1,4 @@
-"""The results as rows, and the rows as a CSV file that says on every line which run, device and versions it is from."""
+"""The results as rows, and as a CSV file in which every line has its run, device and versions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OK, WRONG, FAILED, SKIPPED, DIFFERS, NOT_RUN = "ok", "WRONG", "FAILED", "skipped
 class Row:
     """One case, one implementation, one pass. Numbers that do not exist are None.
 
-    `ratio`: the peer's time over ours, above 1 ours is faster. `error`: of ours, in units of the yardstick of
-    check.py, at most 1. `difference`: of a peer from ours, relative.
+    `ratio`: the peer's time over ours; above 1 ours is faster. `error`: that of ours, in units of the yardstick of
+    check.py, at most 1. `difference`: the relative difference of a peer from ours.
     """
 
     case: Case
@@ -30,15 +30,15 @@ class Row:
     spread: float | None = None  # range of the rounds' medians over the median
     tflops: float | None = None  # useful TFLOP/s
     ratio: float | None = None
-    memory_mib: float | None = None  # peak of a forward and a backward, inputs and mask included
-    first_call_s: float | None = None  # seconds, compilation included
+    memory_mib: float | None = None  # peak of a forward and a backward, including inputs and mask
+    first_call_s: float | None = None  # seconds, including compilation
     error: float | None = None
     difference: float | None = None
-    checked: str = ""  # what of ours was compared with fp64
+    checked: str = ""  # the part of ours that was compared with fp64
     reason: str = ""
 
     def columns(self) -> dict[str, object]:
-        """The row of the CSV file, without the facts of its run."""
+        """The columns of the CSV file, without those that describe the run."""
         case = self.case
         return {
             "group": case.group,
@@ -56,7 +56,7 @@ class Row:
 
 
 def write_csv(rows: Sequence[Row], facts: Mapping[str, str], path: Path) -> None:
-    """All rows, one line each; floats to six digits."""
+    """Writes all rows, one line each, with six digits of each float."""
     with path.open("w", newline="") as file:
         lines = [{**row.columns(), **facts} for row in rows]
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")

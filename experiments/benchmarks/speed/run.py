@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,39 +14,11 @@ from experiments.benchmarks.speed import first_call
 from experiments.benchmarks.speed.candidate import Candidate, compare, inference, prepare, verify
 from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CALL, FIRST, MEMORY, Case, useful_flops
 from experiments.benchmarks.speed.check import checked_heads
+from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import Pattern, pattern
-from experiments.benchmarks.speed.peers.runner import Inputs, Peer
+from experiments.benchmarks.speed.peers.runner import Peer
 from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.speed.rows import NOT_RUN, OK, OURS, SKIPPED, Row
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a case is run: `rounds` series of `round_ms` milliseconds, or of `calls` single calls, an
-    implementation.
-
-    `heads` heads of k and v, and the query heads that read them, are checked.
-    """
-
-    device: torch.device
-    rounds: int = 3
-    round_ms: float = 60.0
-    calls: int = 300
-    heads: int = 3
-    seed: int = 0
-
-
-def make_inputs(case: Case, options: Options) -> Inputs:
-    """Normal random q and output gradient [B, H, N, D], k and v [B, heads of keys, N, D]."""
-    generator = torch.Generator(options.device).manual_seed(options.seed)
-    q, k, v, dout = (
-        torch.randn(
-            (case.batch, heads, case.length, case.head_dim),
-            generator=generator, device=options.device, dtype=case.dtype,
-        )
-        for heads in (case.heads, case.heads_of_keys, case.heads_of_keys, case.heads)
-    )  # fmt: skip
-    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 
 def _time(candidates: Mapping[str, Candidate], direction: str, options: Options) -> dict[str, timing.Timing]:
@@ -69,7 +40,7 @@ def _time(candidates: Mapping[str, Candidate], direction: str, options: Options)
 
 
 def run_case(case: Case, ours: Peer, peers: Mapping[str, Peer], options: Options) -> list[Row]:
-    """The rows of one case. A pass in which ours fails or is wrong is not timed, for peers neither."""
+    """The rows of one case. A pass in which ours fails or is wrong is not timed, not for peers either."""
     with products_in_tf32(case.tf32 and options.device.type == "cuda"):
         if set(case.passes) <= set(FIRST):
             return _first_calls(case, peers, options)
@@ -141,7 +112,7 @@ def _first_calls(case: Case, peers: Mapping[str, Peer], options: Options) -> lis
     for name in (OURS, *peers):
         try:
             if name != OURS:
-                peers[name](case, live, inputs)  # whether it serves the case at all is asked without a process
+                peers[name](case, live, inputs)  # whether it can serve the case at all needs no new process
             answers = first_call.in_new_process(case, name, options)
         except Exception as failure:
             refused = Candidate(case, name)
@@ -151,7 +122,7 @@ def _first_calls(case: Case, peers: Mapping[str, Peer], options: Options) -> lis
             if name == OURS and answer.seconds is not None:
                 first[way] = answer.seconds
             elif way not in first and name != OURS:
-                continue  # ours is wrong or failed: nothing is compared with it
+                continue  # ours is wrong or failed, so nothing is compared with it
             row = Row(case, name, way, answer.status, live.density, first_call_s=answer.seconds, reason=answer.reason)
             row.error, row.difference, row.checked = answer.error, answer.difference, answer.checked
             if answer.seconds is not None:
@@ -162,7 +133,7 @@ def _first_calls(case: Case, peers: Mapping[str, Peer], options: Options) -> lis
 
 
 def _progress(rows: Sequence[Row]) -> str:
-    """A case on one line: who, then pass after pass."""
+    """A case on one line: the implementation, then pass after pass."""
     parts: dict[str, list[str]] = {}
     for row in rows:
         value = row.status if row.ms is None else f"{row.ms:.3f} ms"
@@ -178,7 +149,7 @@ def _progress(rows: Sequence[Row]) -> str:
 
 
 def _release(device: torch.device) -> str:
-    """Gives cached memory back; a reason if the device cannot go on, as after a kernel's illegal access."""
+    """Frees cached memory. Returns a reason if the device cannot continue, as after an illegal access by a kernel."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -198,7 +169,7 @@ def run_cases(
     minutes: float = float("inf"),
     done: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """All rows. `done` gets the rows so far after every case; no case begins after `minutes` minutes."""
+    """All rows. `done` receives the rows so far after every case; no case begins after `minutes` minutes."""
     begin = time.monotonic()
     rows: list[Row] = []
     lost = ""
@@ -210,7 +181,7 @@ def run_cases(
         else:
             try:
                 new = run_case(case, ours, peers, options)
-            except Exception as failure:  # the benchmark's own, such as too little memory for the check
+            except Exception as failure:  # a failure of the benchmark itself, such as too little memory for the check
                 broken = Candidate(case, OURS)
                 broken.fail(failure, *case.passes)
                 verdicts = broken.verdicts.items()

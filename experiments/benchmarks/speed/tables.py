@@ -1,4 +1,4 @@
-"""The tables of a report: lists of lines of cells, the first one the header. None where there is nothing to say."""
+"""The tables of a report, as lists of lines of cells; the first line is the header. None if a table would be empty."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def tokens(count: int) -> str:
 
 
 def _setup(row: pd.Series) -> str:
-    """Shape and dtype in a few letters."""
+    """Shape and dtype, abbreviated."""
     heads = f"{row['heads']}" if row["heads"] == row["kv_heads"] else f"{row['heads']}/{row['kv_heads']}"
     dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
     return f"{row['batch']}x{heads}x{tokens(row['length'])}x{row['head_dim']} {dtype}"
 
 
 def _peers(rows: pd.DataFrame) -> list[str]:
-    """Who was asked to do more than refuse, ours first, in the order of the file."""
+    """The implementations that did more than refuse, ours first, in the order of the file."""
     shown = rows.loc[rows["status"] != SKIPPED, "peer"]
     return sorted(dict.fromkeys(shown), key=lambda peer: peer != OURS)
 
@@ -62,7 +62,7 @@ def _ratio(row: pd.Series | None) -> str:
 
 
 def best(rows: pd.DataFrame) -> Table | None:
-    """A case a line: our milliseconds (TFLOP/s) and the fastest peer's time over ours."""
+    """One line for each case: our milliseconds (TFLOP/s) and the fastest peer's time over ours."""
     rows = rows[rows["direction"].isin(WAYS)]
     if rows.empty:
         return None
@@ -84,7 +84,7 @@ def best(rows: pd.DataFrame) -> Table | None:
 
 
 def ratios(rows: pd.DataFrame) -> Table | None:
-    """A case a line: the time of every peer over ours."""
+    """One line for each case: the time of every peer over ours."""
     rows = rows[rows["direction"].isin(WAYS)]
     peers = [peer for peer in _peers(rows) if peer != OURS]
     if not peers:
@@ -140,8 +140,9 @@ def blocks(rows: pd.DataFrame) -> Table | None:
 
 
 def memory(rows: pd.DataFrame) -> Table | None:
-    """MiB at the peak of a forward and a backward, how many times what the tensors alone take, and whether memory a
-    token grows with the length."""
+    """MiB at the peak of a forward and a backward, the ratio to what the tensors alone take, and whether memory per
+    token grows with the length.
+    """
     found = derived.memory(rows)
     if found.empty:
         return None
@@ -185,7 +186,7 @@ def first_calls(rows: pd.DataFrame) -> Table | None:
 
 
 def reasons(rows: pd.DataFrame) -> list[str]:
-    """Why there is no time: one line for every implementation, status and reason, with the cases."""
+    """Why times are missing: one line for every implementation, status and reason, with the cases."""
     found = rows[rows["status"] != OK]
     lines = []
     for (peer, status, reason), group in found.groupby(["peer", "status", "reason"], sort=False):
@@ -213,7 +214,7 @@ def plain(table: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown, its numbers to the right."""
+    """A Markdown table with right-aligned numbers."""
     rule = ["---", *("---:" for _ in table[0][1:])]
     lines = [table[0], rule, *table[1:]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,4 +1,5 @@
 """Finds the tile sizes that the library ships, by timing candidates: ``python -m experiments.benchmarks.tune``.
 
-For benchmarks.blocks too; imports benchmarks.timing, benchmarks.speed and benchmarks.compile.
+May import the library and its `backends`, `training`, and of benchmarks `timing`, `speed` and `compile`. For
+benchmarks.blocks, too.
 """

@@ -16,7 +16,7 @@ from rich.table import Table
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
-WORTH = 0.98  # a candidate must take at most this part of the shipped configuration's time to replace it
+WORTH = 0.98  # a candidate replaces the shipped configuration if it takes at most this part of its time
 
 
 @app.command()
@@ -53,7 +53,7 @@ def main(
     """Find tile sizes for the kernels. A candidate is compiled; one that spills registers or whose matrix instructions
     wait for one another is dropped; the others are timed under six masks in turns with the shipped configuration; the
     fastest that passes the exactness check is reported, and written with --write."""
-    os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported, which is below
+    os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported, which is below
     import torch
 
     from experiments.benchmarks.compile.architectures import SHARED_LIMITS
@@ -140,7 +140,7 @@ def _time(
         for each in measured[:3]:
             error = bench.error(each.config)
             rows[target, each.config]["error"] = error
-            if error <= 1:  # NaN is not
+            if error <= 1:  # False for NaN
                 ratios = (f"{each.ratios[kind]:.3f}" for kind in masks)
                 numbers = (tuple(shipped(target, capability)), tuple(each.config))
                 table.add_row(str(target), *map(str, numbers), f"{each.mean:.3f}", *ratios, f"{error:.2f}")

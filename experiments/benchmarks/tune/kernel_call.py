@@ -1,4 +1,4 @@
-"""One of the three kernels as a call of its own, with what it reads of the others' results made before."""
+"""One of the three kernels as a call of its own; the results of other kernels that it reads are computed beforehand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sparseflash.backends.triton.portable.passes import Backward, BackwardLayout
 
 
 class KernelCall(NamedTuple):
-    """A launch of a kernel, and of the one that merges its chunks if there are any."""
+    """A launch of a kernel, and of the kernel that merges its chunks if there are any."""
 
     run: Callable[[], None]
-    results: list[Tensor]  # what it writes: out; dq; or dk and dv
+    results: list[Tensor]  # what the kernel writes: out; dq; or dk and dv
     choice: Choice
 
 
-# Where the passes and their layouts have a kernel, and what merges its chunks.
+# The attributes of passes and their layouts that hold each kernel, and the kernel that merges its chunks.
 _PLACE: dict[Kernel, str] = {"forward": "kernel", "dq": "queries", "dk_dv": "keys"}
 _COMBINE: dict[Kernel, Callable[[Bound, Any], Combine | None]] = {
     "forward": lambda kernel, layout: combine_rows(kernel, layout.kernel, layout.written),
@@ -38,12 +38,12 @@ _COMBINE: dict[Kernel, Callable[[Bound, Any], Combine | None]] = {
 
 
 class KernelOfAttention:
-    """A kernel of one attention, and the tensors that a forward and a backward give it."""
+    """A kernel of one attention, and the tensors that a forward and a backward pass to it."""
 
     def __init__(
         self, kernel: Kernel, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, tf32: bool = False
     ) -> None:
-        """The tensors: `[1, H, N, D]`. Runs the kernel, and those before it, with the overrides that hold now."""
+        """The tensors are `[1, H, N, D]`. Runs the kernel, and those before it, with the current overrides."""
         problem = Problem.of(mask, scale=q.shape[-1] ** -0.5)
         setting = api.setting_of(q, k, problem, gpu.capability_of(q.device))._replace(tf32=tf32)
         self.kernel, self.plan = kernel, setting.plan
@@ -61,7 +61,7 @@ class KernelOfAttention:
         self._read, self._written = launched.given[:-count], launched.given[-count:]
 
     def call(self) -> KernelCall:
-        """The kernel prepared anew, with the overrides that hold now. It has results of its own."""
+        """The kernel, prepared again with the current overrides. It writes results of its own."""
         layout = self._layout()
         bound: Bound = getattr(layout, _PLACE[self.kernel]).bind(self.plan)
         written = tuple(map(torch.empty_like, self._written))
@@ -72,7 +72,7 @@ class KernelOfAttention:
 
 
 class _Launched:
-    """Stands for the launch of a kernel in a pass, and keeps what it is given, but for room for partial results."""
+    """Takes the place of a kernel's launch in a pass, and keeps its arguments except buffers for partial results."""
 
     def __init__(self, run: Forward | Backward, kernel: Kernel) -> None:
         self.given: tuple[Tensor, ...] = ()

@@ -1,4 +1,4 @@
-"""Times candidates on a GPU, in turns with the configuration that is shipped, over masks of several kinds."""
+"""Times candidates on a GPU, in turns with the shipped configuration, under masks of several kinds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sparseflash.backends.triton.overrides import override
 
 KINDS = ("dense", "causal", "butterfly", "local", "bigbird", "random12")
 SHIPPED = "shipped"
-_CHANNELS = 2048  # of all heads together
+_CHANNELS = 2048  # all heads together
 
 
 class Measured(NamedTuple):
-    """A candidate's time over that of the shipped configuration, below 1 it is faster: by mask, and the mean."""
+    """A candidate's time over that of the shipped configuration, by mask and as the mean; below 1 it is faster."""
 
     config: Config
     ratios: dict[str, float]
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 
 class Bench:
-    """Inputs and masks of one target, and its kernel as a call."""
+    """The inputs and masks of one target, and its kernel as a call."""
 
     def __init__(self, target: Target, length: int, device: torch.device, kinds: Sequence[str] = KINDS) -> None:
         self.target, self.length, self.device = target, length, device
@@ -54,7 +54,7 @@ class Bench:
     def ratios(
         self, candidates: Sequence[Config], *, rounds: int, round_ms: float, progress: Callable[[int], None]
     ) -> list[Measured]:
-        """All candidates' times, fastest first; one that cannot run is left out."""
+        """The times of all candidates, fastest first, without those that cannot run."""
         times: dict[Config, dict[str, float]] = {config: {} for config in candidates}
         for number, kind in enumerate(self.masks, start=1):
             named = {SHIPPED: None, **{repr(config): config for config in candidates}}
@@ -87,7 +87,7 @@ class Bench:
             )  # fmt: skip
 
     def error(self, config: Config, heads: int = 1) -> float:
-        """The largest error of forward and gradients with this configuration, in units of the yardstick."""
+        """The largest error of the forward and the gradients with this configuration, in units of the yardstick."""
         worst = 0.0
         for kind in self.masks:
             q, k, v = (x.clone().requires_grad_() for x in (self.q, self.k, self.v))
@@ -103,8 +103,9 @@ class Bench:
 
 
 def chosen(target: Target, config: Config | None) -> AbstractContextManager[None]:
-    """What is prepared inside has this configuration for the target's kernel, and loads as the target says.
+    """Inside the context, launches are prepared with this configuration for the target's kernel, and with the target's
+    loads.
 
-    None: the shipped one.
+    config: None for the shipped one.
     """
     return override(configs={} if config is None else {target.kernel: config}, descriptors=target.descriptors)

@@ -1,4 +1,4 @@
-"""What is tuned, and the tile sizes that are tried."""
+"""The targets of tuning, and the tile sizes that are tried."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "fp32")
 DIMS = (32, 64, 128, 256)
 
 _TILES = (16, 32, 64, 128)
-_LIMITS = (128, 168)  # registers a thread with which a multiprocessor has room for 16 warps, or 12
-_REGISTERS = 65_536  # of 32 bits, a multiprocessor
-_SHARED = 232_448  # bytes a program, the most of any architecture
+_LIMITS = (128, 168)  # registers per thread that leave a multiprocessor room for 16 warps, or 12
+_REGISTERS = 65_536  # of 32 bits, per multiprocessor
+_SHARED = 232_448  # bytes per program, the most of any architecture
 
 
 class Target(NamedTuple):
@@ -23,7 +23,7 @@ class Target(NamedTuple):
     kernel: Kernel
     arithmetic: Arithmetic
     dim: int  # the head dim, padded to a power of two
-    descriptors: bool  # tiles come by tensor descriptors, or by pointers
+    descriptors: bool  # tiles are loaded by tensor descriptors, otherwise by pointers
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.arithmetic} D={self.dim} {'descriptors' if self.descriptors else 'pointers'}"
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 def parse(text: str) -> Config:
     """A configuration written as `64x128x8x2`: tile of queries, tile of keys, warps, stages.
 
-    Then x registers, if they are limited, and q, if the queries are multiplied from registers.
+    Optionally followed by x and the limit of registers, and by q if the queries are multiplied from registers.
 
     >>> parse("64x64x4x3x128q")
     Config(block_m=64, block_n=64, num_warps=4, num_stages=3, registers=128, q_in_registers=True)
@@ -52,7 +52,7 @@ def parse(text: str) -> Config:
 
 
 def candidates(target: Target) -> list[Config]:
-    """Configurations worth a compilation: their accumulators fit in the registers, and their tiles in shared memory."""
+    """Configurations worth compiling: their accumulators fit in the registers, and their tiles in shared memory."""
     stages = (1, 2, 3, 4)
     half = target.arithmetic == "half"
     limits = (0, *_LIMITS) if half else (0,)
@@ -66,16 +66,17 @@ def _fits(target: Target, config: Config) -> bool:
     m, n, dim = config.block_m, config.block_n, target.dim
     held, other = held_first(target.kernel, (m, n))
     kept, streamed = held * dim * (1 if target.kernel == "forward" else 2), 2 * other * dim
-    # A tenth of the registers of a thread is for addresses.
+    # A tenth of a thread's registers holds addresses.
     threads = 32 * config.num_warps
     if results_and_scores(target.kernel, m, n, dim) > min(0.9 * (config.registers or 255) * threads, _REGISTERS):
         return False
-    # A warp must have something to do. The warps of fp32 may share a few tokens' columns, whose pieces fill registers.
+    # Every warp must have work. In fp32 several warps may share the columns of a few tokens, whose pieces fill
+    # registers.
     if (held * dim if target.arithmetic == "fp32" else m * n) < 16 * 16 * config.num_warps:
         return False
     shared = size * (kept + config.num_stages * streamed)
     if config.registers:
-        # It is for one program more, which must find room in shared memory, too; and for one reason at a time.
+        # A limit makes room for one more program, which must fit in shared memory as well. One such measure at a time.
         programs = _REGISTERS // (threads * config.registers)
         return config.num_warps == 4 and not config.q_in_registers and programs * shared <= _SHARED
     return shared <= _SHARED

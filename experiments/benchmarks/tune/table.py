@@ -19,14 +19,14 @@ def table_name(capability: tuple[int, int], descriptors: bool) -> str:
 
 
 def shipped(target: Target, capability: tuple[int, int]) -> Config:
-    """What is shipped now."""
+    """The shipped configuration."""
     return configs._table(capability, target.descriptors)[target.kernel, target.arithmetic, target.dim]
 
 
 def with_entry(source: str, table: str, target: Target, config: Config) -> str:
-    """The source with this entry in this table, in the place of an old one or at the end.
+    """The source with this entry in this table, which replaces an old entry or is added at the end.
 
-    An entry that the table takes over from another one stays as it is for that other.
+    If the table inherits the entry from another table, that other table keeps it.
     """
     found = re.search(rf"^{table}: _Table = \{{\n(.*?)^\}}", source, re.MULTILINE | re.DOTALL)
     if found is None:
@@ -40,7 +40,7 @@ def with_entry(source: str, table: str, target: Target, config: Config) -> str:
 
 
 def write_entry(capability: tuple[int, int], target: Target, config: Config) -> str:
-    """Changes the file; returns the table's name."""
+    """Changes the file and returns the table's name."""
     name = table_name(capability, target.descriptors)
     SOURCE.write_text(with_entry(SOURCE.read_text(), name, target, config))
     return name

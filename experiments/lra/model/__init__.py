@@ -1,4 +1,5 @@
 """The models: an encoder whose attention is any mask, the classifier that answers, and masks by their names.
 
-For all of lra; imports experiments.training.layers and, to build a model, a run's settings.
+May import the library, its command line's `sources` (a mask from a file), `training`, and the settings and tasks of
+`lra`. For all of lra but its data.
 """

@@ -2,5 +2,5 @@
 
     python -m experiments.lra table --help
 
-For the command alone; imports the rest of lra and experiments.benchmarks.timing.
+May import the rest of `lra`, `training` and benchmarks.timing. For the command line of lra alone.
 """

@@ -1,4 +1,4 @@
 """Masks of images as tokens: relations of pixels, token orders, lists of live tiles.
 
-For all of pathx; imports the library alone.
+May import the library, with its packing of bits (`blockmask.bitmask`), and nothing of experiments. For all of pathx.
 """

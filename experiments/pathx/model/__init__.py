@@ -1,4 +1,5 @@
 """The classifier of images as tokens, and the gathers between the orders of tokens that its layers have.
 
-For all of pathx; imports experiments.training.layers, and the batches of pathx.data that the classifier reads.
+May import `training.layers`, and of pathx `data` for the batches that the classifier reads, and `masks`. For all of
+pathx.
 """

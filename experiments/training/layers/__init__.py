@@ -1,4 +1,4 @@
 """Parts of transformers that the models of several trainers are made of.
 
-May be imported by all other folders of experiments; imports the library alone.
+May import the library alone. For the models of all trainers.
 """

@@ -1,4 +1,4 @@
-"""Attention by each of three implementations, which compute the same.
+"""Attention by three implementations that compute the same.
 
 q, k and v are [B, H, N, D]. `sparseflash` reads a mask of the library; the other two read an `ElementMask`.
 """
@@ -21,35 +21,35 @@ SMALLEST_HEAD = 16
 
 @dataclass(frozen=True)
 class ElementMask:
-    """Which scores are live, for implementations without block masks."""
+    """Which scores are live, one by one, for implementations without block masks."""
 
-    scores: Tensor | None  # bool, broadcasts to [B, H, N, N], at least one in a row; None: all are live
+    scores: Tensor | None  # bool, broadcasts to [B, H, N, N], at least one live score in each row; None: all are live
     empty: Tensor | None = None  # bool [B, H or 1, N, 1], the queries whose output is 0; None: there are none
 
     @classmethod
     def within(cls, pattern: Tensor | None, lengths: Tensor | None, length: int) -> ElementMask:
-        """A pattern bool [1 or B, 1 or H, N, N], None for all scores, without the keys past lengths [B], None for N."""
+        """A pattern, bool [1 or B, 1 or H, N, N] or None for all scores, without keys past lengths [B], None for N."""
         keys = None
         if lengths is not None:
             keys = (torch.arange(length, device=lengths.device) < lengths[:, None])[:, None, None]  # [B, 1, 1, N]
         if pattern is None:
-            return cls(keys)  # no sequence is empty, so no row is
+            return cls(keys)  # no sequence is empty, so no row is either
         scores = pattern if keys is None else pattern & keys
         empty = ~scores.any(-1, keepdim=True)
         return cls(scores | empty, empty)  # the softmax of a row without a live score would be NaN
 
 
 def row_multiple(implementation: str, block: int) -> int:
-    """The number of tokens of which rows of a batch should be a multiple, for the implementation to be fastest.
+    """The rows of a batch should have a multiple of this many tokens, for the implementation to be fastest.
 
-    Ours takes whole blocks of the mask. Matrix products are slow on rows that do not begin at a multiple of 16 bytes,
-    so `standard`, which stores rows of scores, takes eights; `sdpa` does not store them.
+    `sparseflash` works in whole blocks of the mask. Matrix products are slow if rows do not begin at a multiple of 16
+    bytes, so `standard`, which stores rows of scores, needs multiples of eight; `sdpa` does not store scores.
     """
     return {"sparseflash": block, "sdpa": 1, "standard": math.gcd(8, block)}[implementation]
 
 
 def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dropout_p: float = 0.0) -> Tensor:
-    """The library's. Its kernel takes heads of at least 16 features; zeros are added to smaller ones, to no effect."""
+    """The library's attention. Its kernel needs at least 16 features a head; smaller heads are padded with zeros."""
     head_dim = q.shape[-1]
     missing = max(0, SMALLEST_HEAD - head_dim)
     if missing:
@@ -58,16 +58,16 @@ def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dro
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
-    """PyTorch's own. Without padding it may take a FlashAttention kernel, with padding one that takes masks."""
+    """PyTorch's attention. Without padding it may use a FlashAttention kernel, with padding one that accepts masks."""
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.scores, dropout_p=dropout_p)
     return out if mask.empty is None else out.masked_fill(mask.empty, 0.0)
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
-    """The textbook's: all N x N scores, their softmax, its product with v, each a matrix in memory.
+    """Textbook attention: all N x N scores, their softmax, and its product with v, each a matrix in memory.
 
-    The plain form with the least memory: the scale is applied to q and the mask in place, which saves two matrices; and
-    the softmax stays in the inputs' dtype, where autocast would write it in fp32 and copy it back.
+    Of the plain forms this needs the least memory: the scale is applied to q and the mask in place, which saves two
+    matrices, and the softmax stays in the inputs' dtype, whereas autocast would write it in fp32 and copy it back.
     """
     with torch.autocast(q.device.type, enabled=False):
         scores = (q * q.shape[-1] ** -0.5) @ k.mT
@@ -81,7 +81,7 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropo
 def attention(
     implementation: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ElementMask, dropout_p: float = 0.0
 ) -> Tensor:
-    """Attention [B, H, N, D] by the named implementation, with the kind of mask that it reads."""
+    """Attention [B, H, N, D] by the named implementation, with the kind of mask that it takes."""
     if isinstance(mask, BlockMask):
         if implementation != "sparseflash":
             raise TypeError(f"{implementation} must be given an ElementMask; got a BlockMask")

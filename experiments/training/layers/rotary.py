@@ -1,6 +1,7 @@
 """Rotary positions: queries and keys are rotated by angles that grow with their place (Su et al., 2021).
 
-So their product depends on how far they are apart. Places are those in a sequence, or those of pixels in a plane.
+So the product of a query and a key depends on the distance between them. Places are positions in a sequence, or pixels
+of an image.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B, 1, N, D / 2]
 
-_BASE = 10_000.0  # tokens in which the slowest angle of a sequence grows by about 1
-_WAVELENGTHS = (3.0, 400.0)  # pixels, of the fastest and the slowest angle of a plane
+_BASE = 10_000.0  # tokens over which the slowest angle of a sequence grows by about 1
+_WAVELENGTHS = (3.0, 400.0)  # pixels, for the fastest and the slowest angle of an image
 
 
 class RotaryPositions(nn.Module):
@@ -39,14 +40,14 @@ class RotaryPositions(nn.Module):
     def forward(self, places: Tensor) -> Rotation:
         """The rotation for places `[B, N]`."""
         if self.side is not None:
-            pixel = (places - self.first).clamp(min=0)  # [CLS] stands where the first pixel does
+            pixel = (places - self.first).clamp(min=0)  # [CLS] gets the place of the first pixel
             return plane_rotation(pixel // self.side, pixel % self.side, self.rates)
         angles = places[..., None] * self.rates
         return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
 def plane_rates(head_dim: int) -> Tensor:
-    """Radians a pixel of each angle of a plane, `[D / 4]`; they are the same for images of every size."""
+    """Radians per pixel of each angle of an image, `[D / 4]`; the same for images of every size."""
     if head_dim % 4:
         raise ValueError(f"rotary positions need head dims that are multiples of 4; got {head_dim}")
     count = head_dim // 4
@@ -61,7 +62,7 @@ def plane_rotation(row: Tensor, column: Tensor, rates: Tensor) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x `[B, H, N, D]`, feature i and feature i + D / 2 rotated together."""
+    """x `[B, H, N, D]`, with features i and i + D / 2 rotated as a pair."""
     cosine, sine = rotation
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)

@@ -17,11 +17,11 @@ from experiments.training.layers.attention import ElementMask, attention
 from experiments.training.layers.rotary import Rotation, rotate
 from sparseflash import BlockMask
 
-_GRAPHS = 64  # of each half: lra's table has models of five tasks by five variants in one process
+_GRAPHS = 64  # of each half: lra's table has models for five tasks in five variants in one process
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's, with the weight in the input's dtype: under autocast the two differ, and its kernel warns of that."""
+    """PyTorch's RMSNorm with the weight in the input's dtype: under autocast they differ, and PyTorch warns of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
@@ -43,7 +43,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.implementation = implementation
-        self.dropout = dropout  # of the weights
+        self.dropout = dropout  # of the attention weights
         self.qkv = nn.Linear(width, 3 * heads * head_dim)
         self.out = nn.Linear(heads * head_dim, width)
         self.q_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return q.to(v.dtype), k.to(v.dtype), v  # under autocast, norms have another dtype
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast, norms return another dtype
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ElementMask) -> Tensor:
         """Attention [B, H, N, D]."""
@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """What a layer has: attention, then an MLP, each on the normalised input and added to it."""
+    """The modules of a layer: attention, then an MLP, each applied to the normalised input and added to it."""
 
     def __init__(self, width: int, mlp: int, dropout: float, attention: SelfAttention) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Layer(nn.Module):
 
 
 def head_dim_of(width: int, heads: int, head_dim: int | None) -> int:
-    """The features of a head, by default the width shared among the heads."""
+    """The number of features of a head, by default the width divided by the number of heads."""
     if head_dim is None and width % heads:
         raise ValueError(f"width must be a multiple of heads; got width {width}, heads {heads}")
     return head_dim or width // heads
@@ -94,18 +94,18 @@ def after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
 
 
 class Halves(NamedTuple):
-    """What surrounds the attention of a layer."""
+    """The two halves of a layer around its attention."""
 
     before: Callable[[Layer, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]] = before_attention
     after: Callable[[Layer, Tensor, Tensor], Tensor] = after_attention
 
 
 def compiled_halves() -> Halves:
-    """The same through torch.compile, which fuses them; attention is one kernel already.
+    """The halves compiled by torch.compile, which fuses their operations; attention is one kernel already.
 
-    All layers of a model share two graphs: a pair for the first shape of a batch, and one for all others. Every further
-    width, precision and dropout of a process has graphs of its own. Past the limit, torch.compile raises an error; it
-    does not fall back to running slowly.
+    All layers of a model share two pairs of graphs: one pair for the first shape of a batch, and one for all others.
+    Every other width, precision or dropout in a process has graphs of its own. Past the limit, torch.compile raises an
+    error; it does not fall back to running slowly.
     """
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     return Halves(torch.compile(before_attention, fullgraph=True), torch.compile(after_attention, fullgraph=True))

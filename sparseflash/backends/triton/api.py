@@ -22,16 +22,8 @@ from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.dispatch import (
-    BackwardPass,
-    Decision,
-    Family,
-    ForwardPass,
-    KernelChoice,
-    Request,
-    Setting,
-    decide,
-)
+from sparseflash.backends.triton.dispatch import Decision, decide
+from sparseflash.backends.triton.family import BackwardPass, Family, ForwardPass, KernelChoice, Request, Setting
 from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.passes import empty_kept, like
 from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of

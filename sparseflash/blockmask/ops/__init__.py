@@ -3,4 +3,6 @@
 They are the operators and methods of `BlockMask` (`a & b`, `mask.crop(...)`, ...), which document them; each module
 here implements one of them. They share `tilelist`: the tiles of all patterns as one list, so that bits are computed
 once per distinct tile, however often it is stored.
+
+May import `blockmask`.
 """

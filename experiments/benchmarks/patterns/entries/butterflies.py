@@ -1,4 +1,4 @@
-"""Butterflies: flat, of any radix, with global blocks, staged over the layers, of an image."""
+"""Butterflies: flat, with any radix, with global blocks, staged over the layers, over an image."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one_digit(i: Tensor, j: Tensor, radix: int, count: int) -> Tensor:
 
 
 def multiple_of_power(distance: Tensor, radix: int, count: int) -> Tensor:
-    """Whether a distance is 0 or 1 to radix - 1 times a power of the radix below `count`."""
+    """Whether a distance is 0, or a power of the radix below `count` times a number from 1 to radix - 1."""
     found, stride = distance == 0, 1
     while stride < count:
         found = found | ((distance % stride == 0) & (distance >= 0) & (distance < stride * radix))
@@ -40,7 +40,7 @@ def every_layer(tokens: int, block: int, causal: bool) -> list[BlockMask]:
 
 
 def of_image(q: Tensor, k: Tensor, tokens: int, across: int) -> Tensor:
-    """The butterfly of an image, of cells of `across` pixels in a row."""
+    """The butterfly of an image whose cells are `across` pixels in a row."""
     width = sides(tokens)[1]
     return one_bit((q // width) ^ (k // width)) & one_bit((q % width // across) ^ (k % width // across))
 

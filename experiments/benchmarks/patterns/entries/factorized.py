@@ -1,4 +1,4 @@
-"""Patterns whose reach grows in steps: Sparse Transformer, DeepSpeed's fixed one, powers of two, hierarchies."""
+"""Factorized and logarithmic patterns: Sparse Transformer, DeepSpeed's "fixed", powers of two, hierarchies."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from experiments.benchmarks.patterns.entries.butterflies import one_bit
 from experiments.benchmarks.patterns.entries.pattern import MEDIUM, Pattern
 from sparseflash import masks
 
-STRIDE = 128  # of the Sparse Transformer's patterns, tokens
-CHUNK = 4  # of DeepSpeed's, blocks
+STRIDE = 128  # in tokens, for the Sparse Transformer's patterns
+CHUNK = 4  # in blocks, for DeepSpeed's
 
 
 def of_chunks(h: Tensor, q: Tensor, k: Tensor, *, summary: int, verts: int) -> Tensor:
-    """The rule of `fixed`: the own chunk and a part of each, which heads take in turns."""
+    """The rule of `fixed`: the query's own chunk and a part of every chunk, which differs from head to head."""
     end = STRIDE - h % verts * summary
     return (k <= q) & ((q // STRIDE == k // STRIDE) | ((k % STRIDE >= end - summary) & (k % STRIDE < end)))
 
 
 def far_cell(i: Tensor, j: Tensor, count: int) -> Tensor:
-    """Whether block j is the last of a cell of the far field of block i, or near to it."""
+    """Whether block j is near block i, or is the last block of a cell in its far field."""
     found, level = (i - j).abs() <= 1, 0
     while count >> level:
         apart = ((i >> level) - (j >> level)).abs() >= 2

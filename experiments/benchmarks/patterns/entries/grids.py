@@ -17,7 +17,7 @@ from experiments.benchmarks.patterns.entries.image import (
 from experiments.benchmarks.patterns.entries.pattern import MEDIUM, Live, Pattern
 from sparseflash import BlockMask, masks
 
-# axis(x, y, side): the rule on one axis, of a query at x and a key at y.
+# axis(x, y, side): the rule on one axis, for a query at x and a key at y.
 Axis = Callable[[Tensor, Tensor, int], Tensor]
 WINDOW = 13
 
@@ -27,7 +27,7 @@ def on_grid(
     shape_of: Callable[[int], Sequence[int]] = sides,
     places_of: Callable[[Tensor, Sequence[int], int], list[Tensor]] = lambda x, shape, block: places(x, shape),
 ) -> Live:
-    """The rule that holds on every axis."""
+    """The rule that requires `axis` on every axis."""
 
     def live(h: Tensor, q: Tensor, k: Tensor, n: int, block: int) -> Tensor:
         shape = shape_of(n)
@@ -40,7 +40,7 @@ def on_grid(
 
 
 def shifted(window: int) -> Axis:
-    """NATTEN's window: moved inwards at an edge."""
+    """NATTEN's window, which moves inwards at an edge."""
 
     def axis(x: Tensor, y: Tensor, side: int) -> Tensor:
         start = (x - window // 2).clamp(0, side - window)
@@ -50,7 +50,7 @@ def shifted(window: int) -> Axis:
 
 
 def in_groups(window: int, stride: int) -> Axis:
-    """The window of a group of queries, about its leader."""
+    """The window that a group of queries shares, around its leader."""
 
     def axis(x: Tensor, y: Tensor, side: int) -> Tensor:
         leader = (x // stride * stride + stride // 2).clamp(max=side - 1)
@@ -78,13 +78,13 @@ def video_window(q: Tensor, k: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def tiles_near(x: Tensor, y: Tensor, side: int, tile: int) -> Tensor:
-    """The axis rule of sliding tiles, three tiles wide where there are three."""
+    """The axis rule of sliding tiles, three tiles wide if there are three."""
     count = side // tile
     return shifted(min(3, count))(x // tile, y // tile, count)
 
 
 def sliding(n: int, block: int, shape: Sequence[int], tile: Sequence[int]) -> BlockMask:
-    """Sliding tiles of a block each, in the order of tiles."""
+    """Sliding tiles, each of one block, in the order of tiles."""
     window = [min(3 * length, side) for length, side in zip(tile, shape)]
     return masks.sliding_tiles(shape, window=window, tile=tile, order=masks.order.tiles(shape, tile), block=block)
 
@@ -103,7 +103,7 @@ def sliding_live(shape_of: Callable[[int], Sequence[int]]) -> Live:
 
 
 def window(n: int, block: int, order: Callable[[Sequence[int]], Tensor] | None = None) -> BlockMask:
-    """A window of an image in an order of the tokens."""
+    """A window on an image, in an order of the tokens."""
     shape = sides(n)
     return masks.neighborhood(shape, window=WINDOW, order=None if order is None else order(shape), block=block)
 

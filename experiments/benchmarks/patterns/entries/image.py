@@ -1,4 +1,4 @@
-"""Sequences of a power of two of tokens as images and videos: sides, and coordinates in several orders."""
+"""Sequences of 2^n tokens as images and videos: sides, and coordinates in several orders."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from experiments.benchmarks.patterns.entries.pattern import MEDIUM, Pattern
 from sparseflash import masks
 
-# Packed documents: these lengths, over and over.
+# Packed documents: these lengths, repeated.
 DOCUMENTS = (300, 84, 512, 128)
 
 COLUMNS, DIAGONALS = (0, 1, 2, 3, 100, 357, 640), (*range(32), 128, 300, 517)
@@ -18,14 +18,14 @@ OF_HEAD = ((COLUMNS, DIAGONALS), ((0, 1, 2, 3), (*range(64), 256, 512)))
 
 
 def document_lengths(tokens: int) -> list[int]:
-    """The documents of a sequence, the last of them cut off by its end."""
+    """The lengths of the documents of a sequence, whose end cuts the last one."""
     rounds = -(-tokens // sum(DOCUMENTS))
     ends = [0, *(min(end, tokens) for end in accumulate(DOCUMENTS * rounds))]
     return [end - start for start, end in pairwise(ends)]
 
 
 def document(x: Tensor) -> Tensor:
-    """The number of a token's document."""
+    """The index of a token's document."""
     number = x // sum(DOCUMENTS) * len(DOCUMENTS)
     for end in list(accumulate(DOCUMENTS))[:-1]:
         number = number + (x % sum(DOCUMENTS) >= end)

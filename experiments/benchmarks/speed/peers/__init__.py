@@ -1,8 +1,9 @@
-"""Who is measured. A peer is one function in a file of its own (or beside its kin), entered in `PEERS` here.
+"""The implementations that are measured, one file each. A peer is a function, and is listed in `PEERS` here.
 
-It takes the case, its pattern and ours' inputs, and returns a `Runner`; it raises `Unavailable` with the
-reason where it cannot serve the case. Anything else that it raises is reported as its failure, and the run
-goes on.
+It takes the case, its pattern and the inputs of ours, and returns a `Runner`; it raises `Unavailable` with the reason
+where it cannot serve the case. Any other exception is reported as the peer's failure, and the run goes on.
+
+May import the library and `speed`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""FlashAttention-4 (`flash-attn-4`, the CuTe DSL): dense, causal and window masks by its own arguments, block-sparse
-lists from `sparseflash.interop.fa4` for the others.
+"""FlashAttention-4 (`flash-attn-4`, the CuTe DSL). Dense, causal and window masks use its own arguments, all others
+block-sparse lists from `sparseflash.interop.fa4`.
 
-Inputs lie as it wants them, [B, N, H, D], from the start: no copy is timed.
+Inputs have its layout, [B, N, H, D], from the start, so no copy is timed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparseflash.interop.fa4 import BlockSparseTensors, to_fa4
 
 
 class Package(NamedTuple):
-    """What is used of the package."""
+    """The parts of the package that are used."""
 
     attention: Callable[..., tuple[Tensor, Tensor | None]]
     tensors: Callable[..., Any]  # BlockSparseTensorsTorch
@@ -28,7 +28,7 @@ class Package(NamedTuple):
 
 
 def load() -> Package:
-    """The package; Unavailable with the reason where it is not installed or does not import."""
+    """The package; raises Unavailable with the reason if it is not installed or cannot be imported."""
     try:
         from cutlass import cute
         from flash_attn.cute import flash_attn_func
@@ -49,8 +49,9 @@ def mask_mod(rule: Rule, package: Package) -> Callable[..., Any]:
 
 
 def small_blocks(pattern: Pattern) -> tuple[BlockSparseTensors, BlockSparseTensors]:
-    """The lists of a mask whose blocks `to_fa4` refuses, because FA4 does not train with them. It may still run a pass:
-    4.0.0b36 has a forward for blocks of 64 on Hopper. What it cannot do, it says itself when it is called."""
+    """The lists of a mask whose blocks `to_fa4` refuses because FA4 does not train with them. FA4 may still run a pass:
+    4.0.0b36 has a forward for blocks of 64 on Hopper. If it cannot, it raises an error when it is called.
+    """
     forward, backward = (
         BlockSparseTensors(*_lists(partly), *_lists(full), (pattern.block, pattern.block))
         for partly, full in ((pattern.partial, pattern.full), (pattern.partial.mT, pattern.full.mT))
@@ -64,7 +65,7 @@ def _lists(layout: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def arguments(case: Case, pattern: Pattern, package: Package, device: torch.device) -> dict[str, Any]:
-    """The arguments of `flash_attn_func` that say the mask."""
+    """The arguments of `flash_attn_func` for the mask."""
     if case.kind == "dense":
         return {}
     if case.kind == "causal":
@@ -84,7 +85,7 @@ def arguments(case: Case, pattern: Pattern, package: Package, device: torch.devi
 
 
 def fa4(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlashAttention-4 with the configuration that it picks."""
+    """FlashAttention-4 with the configuration that it chooses."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     if case.dtype not in (torch.float16, torch.bfloat16):

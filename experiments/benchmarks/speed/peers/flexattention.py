@@ -1,7 +1,7 @@
-"""FlexAttention, compiled, with its BlockMask built straight from block lists.
+"""FlexAttention, compiled, with its BlockMask built directly from block lists.
 
-`create_block_mask` evaluates N x N scores (gigabytes at these lengths, or minutes of compilation) and gives
-the same lists. Masks of the same shape whose blocks are all full share one compiled kernel.
+`create_block_mask` evaluates N x N scores (gigabytes at these lengths, or minutes of compilation) and produces the same
+lists. Masks of the same shape whose blocks are all full share one compiled kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def mask_mod(rule: Rule) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
 
 
 def flex_mask(pattern: Pattern) -> FlexMask:
-    """FlexAttention's mask of `pattern`, on its device: full and partial blocks apart."""
+    """FlexAttention's mask for `pattern`, on its device, with full and partial blocks listed separately."""
     return FlexMask.from_kv_blocks(
         *block_lists(pattern.partial),
         *block_lists(pattern.full),
@@ -51,26 +51,27 @@ def _compiled(mode: str | None) -> Callable[..., Tensor]:
     import torch._dynamo
     import torch._functorch.config
 
-    # Every shape and every mask_mod is a graph of its own, some hundreds in a whole run; past the limits (8 of one
+    # Every shape and every mask_mod has its own graph, some hundreds in a whole run; past the default limits (8 for a
     # function, 256 in all) nothing would be compiled.
     torch._dynamo.config.recompile_limit = 2048
     torch._dynamo.config.accumulated_recompile_limit = 2048
-    # The backward is timed on a retained graph, which donated buffers forbid.
+    # The backward is timed on a retained graph, which does not work with donated buffers.
     torch._functorch.config.donated_buffer = False
-    # fullgraph: what cannot be compiled raises, instead of running N x N in eager mode.
+    # fullgraph: raise an error for what cannot be compiled, instead of running N x N scores in eager mode.
     return torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
 
 
 def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
-    """The arguments of `flex_attention` that say the mask and the grouping of the heads."""
+    """The arguments of `flex_attention` for the mask and the grouping of heads."""
     options: dict[str, Any] = {}
     if case.kind != "dense":
         options["block_mask"] = flex_mask(pattern)
     if case.heads_of_keys < case.heads:
         options["enable_gqa"] = True
     if case.block < 128:
-        # The tiles that it picks by itself do not fit a smaller mask block, and it raises. The forward's can be cut to
-        # the block; of the backward's it looks at its own pick (PyTorch 2.11), and raises if that does not fit.
+        # The tiles that FlexAttention chooses do not fit a smaller mask block, and it raises an error. Those of the
+        # forward can be cut to the block; for the backward it checks its own choice (PyTorch 2.11) and raises if that
+        # does not fit.
         tile = {"BLOCK_M": case.block, "BLOCK_N": case.block, "num_warps": 4}
         options["kernel_options"] = {f"fwd_{name}": value for name, value in tile.items()}
     return options
@@ -84,12 +85,12 @@ def _runner(case: Case, pattern: Pattern, inputs: Inputs, mode: str | None) -> R
 
 
 def flex(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlexAttention with the configuration that PyTorch picks by default; forward tiles cut to small mask blocks."""
+    """FlexAttention with PyTorch's default configuration, and with forward tiles cut to small mask blocks."""
     return _runner(case, pattern, inputs, None)
 
 
 def flex_autotune(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlexAttention tuned by torch.compile: more than a minute of compilation a shape."""
+    """FlexAttention tuned by torch.compile, which takes more than a minute of compilation for each shape."""
     if not case.tuned:
         raise Unavailable("tuning takes over a minute a shape: see the group tuned, or give --flex-autotune")
     return _runner(case, pattern, inputs, "max-autotune-no-cudagraphs")

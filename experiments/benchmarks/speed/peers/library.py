@@ -7,12 +7,12 @@ from experiments.benchmarks.speed.patterns import Pattern, block_mask
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
 from sparseflash import attention
 
-# The reference holds several N x N matrices a head.
+# The reference holds several N x N matrices for each head.
 REFERENCE_LIMIT = 4096  # tokens
 
 
 def ours(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """`attention` with the mask of the case; `mask=None` where single dense calls are timed."""
+    """`attention` with the mask of the case, or `mask=None` if single dense calls are timed."""
     if case.kind == "dense" and "call" in case.passes:
         return Runner(attention, inputs)
     mask = block_mask(case.kind, case.length, case.block)

@@ -15,13 +15,14 @@ from experiments.benchmarks.speed.patterns import Pattern
 
 
 class Unavailable(Exception):
-    """The peer does not serve this case, and says why."""
+    """Raised by a peer that cannot serve a case, with the reason."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Leaves q, k, v that require grad, and the output's gradient: [B, H, N, D] or a peer's own order. k and v may have
-    fewer heads than q."""
+    """q, k and v, which are leaves that require grad, and the output's gradient, as [B, H, N, D] or in a peer's own
+    order. k and v may have fewer heads than q.
+    """
 
     q: Tensor
     k: Tensor
@@ -34,7 +35,7 @@ class Inputs:
 
 
 def as_given(tensor: Tensor) -> Tensor:
-    """The tensor itself: the peer's order is [B, H, N, D]."""
+    """The tensor itself, for peers whose order is [B, H, N, D]."""
     return tensor
 
 
@@ -42,8 +43,8 @@ def as_given(tensor: Tensor) -> Tensor:
 class Runner:
     """One implementation, ready to be called on inputs in its own order.
 
-    `call(q, k, v)` returns the output. `context()` is entered around whole loops of calls, so what it costs
-    is not timed. `to_bhnd` brings an output or a gradient to [B, H, N, D], for comparing only.
+    `call(q, k, v)` returns the output. `context()` is entered around whole loops of calls, so its cost is not timed.
+    `to_bhnd` converts an output or a gradient to [B, H, N, D], only for comparison.
     """
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention: no sparse masks, so dense and causal cases only."""
+"""PyTorch's scaled_dot_product_attention, which has no sparse masks: dense and causal cases only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def _runner(case: Case, inputs: Inputs, backend: SDPBackend | None) -> Runner:
 
 
 def sdpa(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """The backend PyTorch picks. On a GPU for single calls and fp32 only: FA2 and cuDNN have rows of their own."""
+    """The backend that PyTorch chooses. On a GPU only for single calls and fp32, because FA2 and cuDNN have their own
+    rows.
+    """
     if inputs.q.device.type == "cuda" and CALL not in case.passes and case.dtype != torch.float32:
         raise Unavailable("single calls and fp32 only; FA2 and cuDNN are timed by name")
     return _runner(case, inputs, None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.configs import Kernel, resident_programs
-from sparseflash.backends.triton.dispatch import KernelChoice, Setting
+from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
 from sparseflash.backends.triton.portable.backward import dk_dv_kernel, dq_kernel
 from sparseflash.backends.triton.portable.choice import Choice, Chooser, describable_strides

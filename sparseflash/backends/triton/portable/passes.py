@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
 from sparseflash.backends.triton.alignment import aligned, is_aligned, with_aligned_rows
 from sparseflash.backends.triton.configs import padded_dims
-from sparseflash.backends.triton.dispatch import KernelChoice, Setting
+from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces

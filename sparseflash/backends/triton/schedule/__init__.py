@@ -1,4 +1,5 @@
 """From a mask to work: the tiles of each program, how long rows are split, and the order in which programs start.
 
-It may import `blockmask` and the tile sizes in `configs`; it knows no kernels and launches nothing.
+May import `blockmask`, `backends.problem`, and of the Triton backend `configs`, `overrides` and `cuda_graphs`. It knows
+no kernels and launches nothing; the rest of the Triton backend imports it.
 """

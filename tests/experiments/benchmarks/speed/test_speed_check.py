@@ -9,11 +9,12 @@ from torch import Tensor
 
 from experiments.benchmarks.speed import check, memory
 from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CALL, CASES, FORWARD, MEMORY, WAYS, Case
+from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import KINDS, Pattern, pattern
 from experiments.benchmarks.speed.peers import ours
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
 from experiments.benchmarks.speed.rows import DIFFERS, FAILED, OK, OURS, SKIPPED, WRONG, Row
-from experiments.benchmarks.speed.run import Options, make_inputs, run_case
+from experiments.benchmarks.speed.run import run_case
 
 CASE = Case("small", "butterfly", 1, 3, 128, 16, dtype=torch.float32, block=16)
 OPTIONS = Options(torch.device("cpu"), rounds=1, round_ms=0.0, calls=2, heads=2)

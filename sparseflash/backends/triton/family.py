@@ -1,0 +1,99 @@
+"""The interface of a family of kernels: what a call asks of it, and what it provides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.schedule.plan import Plan
+
+
+class Setting(NamedTuple):
+    """What determines the kernels of a problem besides the layout of its tensors."""
+
+    plan: Plan
+    capability: tuple[int, int]
+    block: tuple[int, int]
+    tf32: bool
+    lengths: bool
+    dropout: bool
+
+
+class Request(NamedTuple):
+    """The properties of a call that decide which kernels can serve it."""
+
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    dims: tuple[int, int]  # D and Dv
+    block: tuple[int, int]
+    lengths: bool
+    dropout: bool
+    dynamic: bool  # the mask was made on the device, and is perhaps used only once
+
+    @classmethod
+    def of(cls, setting: Setting, q: Tensor, v: Tensor) -> Request:
+        """The request of a problem with this setting."""
+        return cls(
+            setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
+            not setting.plan.lists.lasting,
+        )  # fmt: skip
+
+
+class KernelChoice(NamedTuple):
+    """How one kernel of a pass runs, and why; `explain` shows it."""
+
+    kernel: str
+    block_m: int  # queries and keys of the tile of one step
+    block_n: int
+    num_warps: int
+    num_stages: int
+    arithmetic: str
+    loads: str  # how tiles get into shared memory or registers, and why
+    walks: str  # the tiles of the lists, and why
+    programs: int
+    tiles: int  # of the lists of all programs
+    longest: int  # tiles of the program that has most
+    chunks: int  # programs with part of a list, whose partial results another kernel merges
+
+
+class ForwardPass(Protocol):
+    """A forward prepared for tensors of one layout."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(out, lse, kept)`; `kept` is what the backward of the same family needs besides them."""
+
+    def launches(self) -> list[BoundLaunch]:
+        """All kernel launches of a call."""
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run, except those that only prepare or merge."""
+
+
+class BackwardPass(Protocol):
+    """A backward prepared for tensors of one layout."""
+
+    def __call__(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`(dq, dk, dv)`."""
+
+    def launches(self) -> list[BoundLaunch]:
+        """All kernel launches of a call."""
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run, except those that only prepare or merge."""
+
+
+class Family(NamedTuple):
+    """A set of kernels that belong together. `portable/passes.py` shows the signatures of the functions in `passes`."""
+
+    name: str
+    refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None
+    passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them
