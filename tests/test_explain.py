@@ -113,7 +113,7 @@ def test_what_attention_refuses_is_refused():
         explain(q, k, v, backend="cuda")
     with pytest.raises(RuntimeError, match=r"needs compute capability 8\.0 .* asked about has 7\.5"):
         explain(q, k, v, capability=(7, 5))
-    with pytest.raises(TypeError, match="takes fp16, bf16 and fp32"):
+    with pytest.raises(TypeError, match="must be fp16, bf16 or fp32"):
         explain(*(x.double() for x in (q, k, v)), **HOPPER)
     with pytest.raises(ValueError, match="mask must be for the lengths"):
         explain(q, k, v, masks.causal(32), **HOPPER)
