@@ -3,7 +3,7 @@
 `BlockMask` says which scores exist, `attention` computes exactly those, and `sparseflash.masks` has ready-made
 patterns.
 
-May import `attention` and `blockmask`. The other parts of the library are imported on first access.
+It may import `attention`, `blockmask` and `explain`; the other parts of the library are imported on first access.
 """
 
 from typing import TYPE_CHECKING

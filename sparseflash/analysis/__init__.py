@@ -9,7 +9,7 @@ Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph o
 elements and lengths, and runs on the CPU wherever the mask is. Time and memory are proportional to the live tiles; for
 reach they are those of the tile graph as a bit matrix.
 
-May import `blockmask` alone: nothing here runs attention.
+It may import `blockmask` alone: nothing here runs attention.
 """
 
 from sparseflash.analysis.balance import Balance as Balance

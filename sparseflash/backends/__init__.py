@@ -1,4 +1,4 @@
 """The backends that compute attention, one file or folder each. `registration.py` makes each a PyTorch operator.
 
-May import `blockmask` and `dropout`; no backend imports another. `attention.py` imports them all.
+They may import `blockmask` and `dropout`, but not one another. `attention.py` imports them all.
 """

@@ -2,7 +2,9 @@
 exact on this machine, and how fast it is.
 
 app.py defines the options, expression.py and sources.py evaluate the MASK argument, and each command has a file of its
-own. May import what its users may: `sparseflash`, `attention`, `analysis`, `interop`, `testing` and `masks`.
+own.
+
+It may import what its users may: `sparseflash`, `attention`, `analysis`, `interop`, `testing` and `masks`.
 """
 
 

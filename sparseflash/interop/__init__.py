@@ -26,7 +26,7 @@ queries on one side of the diagonal (butterflies, random blocks) |
 | DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so no ragged ends, \
 no causality inside a block), rectangular masks or blocks, masks that differ within the batch |
 
-May import `blockmask` alone.
+It may import `blockmask` alone.
 """
 
 from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout

@@ -1,7 +1,6 @@
-"""The Triton backend: `api.py` is its entry point, `dispatch.py` chooses the kernels, `schedule/` plans the work, and
+"""The Triton backend. `api.py` is its entry point and `dispatch.py` chooses the kernels; `schedule/` plans the work,
 `portable/` has the kernels.
 
-May import `blockmask`, `backends.problem` and `backends.registration`. Importing `api` needs Triton; `attention.py`
-imports it only when it is called. Outside this folder only `launcher` may be imported; `masks/fused` launches its
-kernels with it, too.
+It may import `blockmask`, `backends.problem` and `backends.registration`. Importing `api` needs Triton; `attention.py`
+does so when it is called. Others may import only `launcher`, which also starts the kernels of `masks/fused`.
 """

@@ -105,8 +105,8 @@ def _decided(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Setting
 def choices(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, capability: tuple[int, int]
 ) -> tuple[Decision, list[KernelChoice]]:
-    """The kernels that such a GPU would run for a forward and a backward, and how."""
-    device = q.device if q.device.type != "meta" else torch.device("cpu")  # plans are made of numbers
+    """The kernels that a GPU of this capability would run for a forward and a backward."""
+    device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)
     decision = decide(Request.of(setting, q, v), problem.kernels)
     forward, backward = decision.family.passes()
@@ -121,8 +121,9 @@ def choices(
 def setting_of(
     q: Tensor, k: Tensor, problem: Problem, capability: tuple[int, int], device: torch.device | None = None
 ) -> Setting:
-    """The plan of a problem, and everything else that determines its kernels. device: of a dense plan, by default
-    q's.
+    """The plan of a problem, and everything else that determines its kernels.
+
+    device: of the plan of dense attention; by default q's.
     """
     heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     block = problem.block_q, problem.block_k

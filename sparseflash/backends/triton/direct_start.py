@@ -106,9 +106,9 @@ def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Paramete
 
 
 def loaded(compiled: Any, device: torch.device) -> int | None:
-    """The driver's handle of a compiled kernel on a GPU; None if it does not fit there, for lack of shared memory, say.
+    """The driver's handle of a compiled kernel; None if the GPU has too little shared memory or too few registers.
 
-    Triton would load the kernel together with a launcher, for which version 3.6 needs a C compiler and half a second.
+    Triton would load the kernel together with a launcher, which version 3.6 compiles from C in half a second.
     """
     functions = _loaded.setdefault(compiled, {})
     if device.index not in functions:
@@ -126,7 +126,7 @@ def loaded(compiled: Any, device: torch.device) -> int | None:
     return functions[device.index]
 
 
-# By compiled kernel, which Triton keeps alive. Each is loaded once and, like Triton's own, never unloaded.
+# The handles on each GPU of what Triton has compiled. A kernel is loaded once and never unloaded, as in Triton 3.6.
 _loaded: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -139,7 +139,7 @@ class DirectStart:
     ) -> None:  # fmt: skip
         """arguments: all of some call. given: the indices of those that are given at each call, in that order.
 
-        function: the result of `loaded`. metadata: Triton's metadata of the compiled kernel.
+        function: as `loaded` returns it. metadata: of the compiled kernel, as Triton has it.
         """
         self._index, self._device = device.index, device
         self._function, self._name = ctypes.c_void_p(function), metadata.name

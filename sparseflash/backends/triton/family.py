@@ -32,7 +32,7 @@ class Request(NamedTuple):
     block: tuple[int, int]
     lengths: bool
     dropout: bool
-    dynamic: bool  # the mask was made on the device, and is perhaps used only once
+    dynamic: bool  # made on the device, and perhaps used only once
 
     @classmethod
     def of(cls, setting: Setting, q: Tensor, v: Tensor) -> Request:
@@ -72,7 +72,7 @@ class ForwardPass(Protocol):
         """All kernel launches of a call."""
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run, except those that only prepare or merge."""
+        """How its kernels run, except for those that only prepare or merge."""
 
 
 class BackwardPass(Protocol):
@@ -88,7 +88,7 @@ class BackwardPass(Protocol):
         """All kernel launches of a call."""
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run, except those that only prepare or merge."""
+        """How its kernels run, except for those that only prepare or merge."""
 
 
 class Family(NamedTuple):

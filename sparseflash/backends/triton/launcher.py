@@ -44,7 +44,7 @@ class Variant:
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, **OPTIONS}
         if registers:
             self.options["maxnreg"] = registers
-        self._compiled: Any = None  # compiled by Triton
+        self._compiled: Any = None  # what Triton has compiled
         self._parameters: list[Parameter] | None = None  # None unless the kernel can be started directly
         self._function = 0  # the driver's handle, if the kernel can be started directly
         self._hooks: Any = None  # of profilers, which Triton's launcher calls with information about each launch
@@ -70,10 +70,10 @@ class Variant:
         return DirectStart(self._function, self._compiled.metadata, self._parameters, arguments, given, self.device)
 
     def prepare(self, arguments: Sequence[Any]) -> None:
-        """Compiles and loads the kernel, or waits for the thread that does, unless that is done."""
+        """Compiles and loads the kernel the first time, or waits for the thread that compiles it."""
         if self._prepared:
             return
-        refuse_to_record(self.device)  # code is loaded
+        refuse_to_record(self.device)  # loading code is no work that a graph could replay
         if self.compiling is None:
             self.compile(arguments)
         else:

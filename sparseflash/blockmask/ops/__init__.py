@@ -4,5 +4,5 @@ They are the operators and methods of `BlockMask` (`a & b`, `mask.crop(...)`, ..
 here implements one of them. They share `tilelist`: the tiles of all patterns as one list, so that bits are computed
 once per distinct tile, however often it is stored.
 
-May import `blockmask`.
+They may import `blockmask`.
 """
