@@ -21,7 +21,7 @@ _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/
 # functions and for types count. Every folder has a row, and a file with a rule of its own has one, too; a module falls
 # under the longest path that it lies below.
 MAY_IMPORT = {
-    "sparseflash": ("sparseflash/attention.py", "sparseflash/blockmask"),
+    "sparseflash": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/explain.py"),
     "sparseflash/__main__.py": ("sparseflash/cli",),
     "sparseflash/cuda_driver.py": (),
     "sparseflash/dropout.py": (),
@@ -32,6 +32,13 @@ MAY_IMPORT = {
         "sparseflash/backends",
         "sparseflash/dropout.py",
         "sparseflash/remedies.py",
+        "sparseflash/validation.py",
+    ),
+    "sparseflash/explain.py": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/backends",
+        "sparseflash/dropout.py",
         "sparseflash/validation.py",
     ),
     "sparseflash/huggingface.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/interop"),
@@ -57,6 +64,7 @@ MAY_IMPORT = {
     f"{_TRITON}/schedule": (
         "sparseflash/blockmask",
         f"{_BACKENDS}/problem.py",
+        f"{_TRITON}/alignment.py",
         f"{_TRITON}/configs.py",
         f"{_TRITON}/cuda_graphs.py",
         f"{_TRITON}/overrides.py",
@@ -124,6 +132,7 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/speed": (
         f"{_BENCHMARKS}/speed",
+        f"{_BENCHMARKS}/fresh_process.py",
         f"{_BENCHMARKS}/timing.py",
         "experiments/training",
         "sparseflash/blockmask/arguments.py",
