@@ -52,6 +52,10 @@ class Load:
 class Balance:
     """The load of the block rows (forward, dQ) and block columns (dK, dV) of one distinct pattern.
 
+    >>> found = balance(BlockMask.from_function(lambda q, k: k <= q, 256, block=64))[0]
+    >>> found.rows.tiles.most, found.columns.empty, found.users
+    (4, 0.0, ((0, 0),))
+
     `users`: the (batch element, head) pairs that have the pattern, numbered as in `mask.shape`. Rows and columns past a
     sequence's length are not counted.
     """
