@@ -1,4 +1,4 @@
-"""`explain()`: what `attention` would run for such tensors and such a mask, and why."""
+"""`explain()`: what `attention` would run for given tensors and a mask, and why."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs, and why; `print` it, or read its fields."""
+    """What runs, and why: `print` it, or read its fields.
+
+    >>> print(Explanation("blockwise", "the default for tensors on cpu"))
+    backend blockwise: the default for tensors on cpu
+
+    `capability` is that of the GPU for which the kernels were chosen.
+    """
 
     backend: str
     why: str
-    capability: tuple[int, int] | None = None  # the GPU's, for which the kernels were chosen
+    capability: tuple[int, int] | None = None
     family: str = ""  # of kernels
-    refusals: tuple[tuple[str, str], ...] = ()  # families that would be faster, and why they cannot serve this call
+    refusals: tuple[tuple[str, str], ...] = ()  # faster families, and why they cannot serve this call
     kernels: tuple[KernelChoice, ...] = ()
 
     def __str__(self) -> str:
@@ -60,25 +66,25 @@ def explain(
       forward: ... x 128 (queries x keys) a step, ... warps, ... stages, half arithmetic
         ... programs; ... tiles, 5 in the longest
         walks tiles of 128 x 128: ...
-        loads by descriptors: the copy engine needs no registers for addresses
+        loads by descriptors: TMA needs no registers for addresses
       dq: ...
 
     Args:
-        q, k, v, mask, dropout_p, backend: as for `attention`. Nothing is computed, so the tensors may be empty ones,
-            and with `capability` they and the mask may lie on any device, "meta" included.
+        q, k, v, mask, dropout_p, backend: as for `attention`. Nothing is computed, so the tensors may be uninitialised;
+            with `capability` they and the mask may be on any device, including "meta".
         capability: a GPU's compute capability, such as (9, 0) for an H100; by default that of the GPU that q is on.
 
     Returns:
         An `Explanation`, with a `KernelChoice` for each kernel.
 
     Raises:
-        TypeError, ValueError, RuntimeError: where `attention` would.
+        TypeError, ValueError, RuntimeError: if `attention` would.
     """
     check_tensors(q, k, v)
     if mask is not None:
         check_mask(mask, q, k, any_device=capability is not None)
     if capability is not None and backend not in (None, "triton"):
-        raise ValueError(f"capability goes with backend='triton'; got backend={backend!r}.")
+        raise ValueError(f"backend must be 'triton' or None if capability is given; got {backend!r}.")
     if capability is None:
         name, why = chosen_backend(backend, q.device)
     else:

@@ -113,7 +113,7 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
         raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.{advice}")
     if mask.lengths is not None and mask.lengths.shape[1] not in (1, q.shape[0]):
         raise ValueError(
-            f"mask must have 1 or {q.shape[0]} lengths, as q has batch elements; it has {mask.lengths.shape[1]}."
+            f"mask must have lengths for 1 or {q.shape[0]} batch elements, as q has; it has {mask.lengths.shape[1]}."
         )
     if mask.indices.device != q.device and not any_device:
         raise ValueError(

@@ -236,7 +236,7 @@ def test_tensors_that_do_not_fit_are_refused(inputs, error, message):
         (
             masks.causal(32).with_lengths(torch.tensor([1, 2, 3])),
             ValueError,
-            r"mask must have 1 or 2 lengths.*it has 3",
+            r"mask must have lengths for 1 or 2 batch elements.*it has 3",
         ),
         (
             masks.causal(32).to("meta"),

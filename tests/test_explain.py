@@ -45,7 +45,7 @@ def test_it_tells_what_an_attention_has_run(make, split):
     ("change", "loads"),
     [
         (dict(capability=(8, 0)), "pointers: GPUs before Hopper"),
-        (dict(capability=(9, 0)), "descriptors: the copy engine needs no registers"),
+        (dict(capability=(9, 0)), "descriptors: TMA needs no registers"),
     ],
 )
 def test_the_gpu_decides_how_tiles_are_loaded(change, loads):
@@ -62,22 +62,22 @@ def test_each_choice_has_its_reason():
     aligned_copies = explain(*unaligned, **HOPPER).kernels
     assert all(each.loads.startswith("descriptors") for each in aligned_copies)  # of copies with aligned rows
     loads, _ = reasons(empty()[0], *(x.expand(1, 4, 4096, 64) for x in empty(heads=1)[1:]))
-    assert loads == {"a tensor has rows off multiples of 16 bytes, or is expanded"}
+    assert loads == {"a tensor has rows that are not aligned to 16 bytes, or is expanded"}
     loads, walks = reasons(*empty(), masks.butterfly(4096, block=16))
     assert any("the cheapest by the model" in each for each in walks)
     with override(tiling=lambda tilings: next(each for each in tilings if each.gathered)):
         loads, walks = reasons(*empty(), masks.butterfly(4096, block=16))
-    assert loads == {"the copy engine cannot gather blocks"}
+    assert loads == {"TMA cannot gather blocks"}
     assert all("gathered from blocks of 16: overridden" in each for each in walks)
     with override(descriptors=False):
         assert reasons(*empty())[0] == {"overridden"}
     _, walks = reasons(*empty(tokens=64), masks.causal(64))
-    assert walks == {"tiles of 128 x 128: so little work that looking for others would take longer"}
+    assert walks == {"tiles of 128 x 128: there is too little work to search for others"}
     _, walks = reasons(*empty())
     assert all(each.endswith("every score is live") for each in walks)
     scores = torch.randn(1, 4, 32, 32)
     _, walks = reasons(*empty(), masks.top_k_blocks(scores, k=2, q_len=4096, block=128))
-    assert all(each.endswith("a mask made on the GPU may be used just once") for each in walks)
+    assert all(each.endswith("a mask made on the GPU may be used only once") for each in walks)
     loads, _ = reasons(*empty(dtype=torch.float32, tokens=32), masks.causal(32, block=16))
     assert loads == {"tiles that are multiplied from registers need not come through shared memory"}
 
@@ -107,13 +107,13 @@ def test_dropout_and_lengths_are_explained_too():
 
 def test_what_attention_refuses_is_refused():
     q, k, v = empty(tokens=64)
-    with pytest.raises(ValueError, match="capability goes with backend='triton'; got backend='reference'"):
+    with pytest.raises(ValueError, match="backend must be 'triton' or None if capability is given; got 'reference'"):
         explain(q, k, v, backend="reference", **HOPPER)
     with pytest.raises(ValueError, match="backend must be one of"):
         explain(q, k, v, backend="cuda")
     with pytest.raises(RuntimeError, match=r"needs compute capability 8\.0 .* asked about has 7\.5"):
         explain(q, k, v, capability=(7, 5))
-    with pytest.raises(TypeError, match="takes fp16, bf16 and fp32"):
+    with pytest.raises(TypeError, match="must be fp16, bf16 or fp32"):
         explain(*(x.double() for x in (q, k, v)), **HOPPER)
     with pytest.raises(ValueError, match="mask must be for the lengths"):
         explain(q, k, v, masks.causal(32), **HOPPER)

@@ -13,7 +13,11 @@ from sparseflash.blockmask import BlockMask
 
 @dataclass(frozen=True)
 class Spread:
-    """The least, mean and most of a count over the block rows or columns."""
+    """The least, mean and most of a count over the block rows or columns.
+
+    >>> Spread(least=1, mean=2.5, most=5).ratio
+    2.0
+    """
 
     least: int
     mean: float
@@ -27,7 +31,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Load:
-    """The work of the block rows or of the block columns: live tiles, live scores, and the share that has neither."""
+    """The work of the block rows or of the block columns: live tiles, live scores, and the share that has neither.
+
+    >>> print(Load(tiles=Spread(1, 2.5, 5), scores=Spread(100, 250.0, 500), empty=0.0))
+    1 to 5 tiles (mean 2.5, most/mean 2), 0 % empty
+    """
 
     tiles: Spread
     scores: Spread
@@ -43,6 +51,10 @@ class Load:
 @dataclass(frozen=True)
 class Balance:
     """The load of the block rows (forward, dQ) and block columns (dK, dV) of one distinct pattern.
+
+    >>> found = balance(BlockMask.from_function(lambda q, k: k <= q, 256, block=64))[0]
+    >>> found.rows.tiles.most, found.columns.empty, found.users
+    (4, 0.0, ((0, 0),))
 
     `users`: the (batch element, head) pairs that have the pattern, numbered as in `mask.shape`. Rows and columns past a
     sequence's length are not counted.

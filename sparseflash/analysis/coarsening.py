@@ -17,7 +17,11 @@ from sparseflash.blockmask.build import SCORES_AT_ONCE
 
 @dataclass(frozen=True)
 class Coarsening:
-    """A mask in blocks of `block_q x block_k`: its live tiles, over all heads and batch elements of `mask.shape`."""
+    """A mask in blocks of `block_q x block_k`: its live tiles, over all heads and batch elements of `mask.shape`.
+
+    >>> print(Coarsening(block_q=64, block_k=64, live_tiles=10, live_scores=20_480))
+    blocks of 64 x 64: 10 live tiles, 2 computed scores per live one
+    """
 
     block_q: int
     block_k: int

@@ -12,6 +12,10 @@ from sparseflash.blockmask import BlockMask
 class Density:
     """Counts over all heads and batch elements of `mask.shape` (one of each if the mask is shared), and their shares.
 
+    >>> found = density(BlockMask.from_function(lambda q, k: k <= q, 256, block=64))
+    >>> found.live_tiles, found.full_tiles, found.partial_tiles
+    (10, 6, 4)
+
     `scores`, `tiles`: those of the whole matrix, `q_len * k_len` and `Mq * Mk` per head. `live_scores`, `live_tiles`:
     those that are live; a tile is live if any of its scores is. `full_tiles`: tiles with all `block_q * block_k` scores
     live, for which the kernel reads no bits. `partial_live_scores`: live scores in the other live tiles.

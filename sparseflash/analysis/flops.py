@@ -21,6 +21,9 @@ _BACKWARD_THREE_PASSES = 5, 4  # in fp32 a third pass computes both again for de
 class Flops:
     """Floating-point operations (a multiplication and an addition count as two) of one pass over all heads.
 
+    >>> print(Flops(useful=8_000_000, computed=10_000_000, performed=10_000_000))
+    8e+06 useful FLOPs, 1e+07 in live tiles (80 % useful), 1e+07 performed by the kernels
+
     `useful`: those of the live scores. `computed`: the same products for every score of the live tiles. `performed`:
     what sparseflash's Triton kernels multiply: live tiles, head dims padded to a power of two, and in the backward the
     products that its passes recompute.

@@ -36,6 +36,9 @@ FEWER = 0.75  # share of tiles at which another token order is worth suggesting
 class Finding:
     """One likely mistake: what it is, with numbers and a remedy, and where (empty: everywhere).
 
+    >>> print(Finding("empty-queries", "warning", "4 of 100 queries see no key.", "head 2"))
+    warning [empty-queries] head 2: 4 of 100 queries see no key.
+
     `code` is stable, for filtering. `severity`: an "error" contradicts what was declared, a "warning" is seldom
     intended, a "note" costs speed or is often intended.
     """

@@ -21,6 +21,10 @@ _INT32 = 4
 class Traffic:
     """Bytes moved by one forward pass over all heads, and for comparison by two dense ones.
 
+    >>> moved = bytes_moved(BlockMask.from_function(lambda q, k: k <= q, 256, block=64), 64)
+    >>> moved.queries, moved.keys_values, moved.bits
+    (32768, 163840, 2048)
+
     `queries`: q, read once. `keys_values`: k and v, read for each live tile by each program of its row. `out`: written
     once. `statistics`: lse, written (in fp32 also what the backward needs for each row). `index`: work items, block
     numbers and tile numbers. `bits`: those of partial tiles. `tile_queries`: the queries that a program holds.

@@ -121,12 +121,20 @@ class BlockMask:
 
     @property
     def q_lengths(self) -> Tensor | None:
-        """The number of live queries of each sequence, int32 `[B or 1]`; None if there is no padding."""
+        """The number of live queries of each sequence, int32 `[B or 1]`; None if there is no padding.
+
+        >>> BlockMask.dense(3, 5, block=16).with_lengths(k_lengths=[4, 2]).q_lengths.tolist()
+        [3, 3]
+        """
         return None if self.lengths is None else self.lengths[0]
 
     @property
     def k_lengths(self) -> Tensor | None:
-        """The number of live keys of each sequence, int32 `[B or 1]`; None if there is no padding."""
+        """The number of live keys of each sequence, int32 `[B or 1]`; None if there is no padding.
+
+        >>> BlockMask.dense(3, 5, block=16).with_lengths(k_lengths=[4, 2]).k_lengths.tolist()
+        [4, 2]
+        """
         return None if self.lengths is None else self.lengths[1]
 
     # ------------------------------------------------------------------ constructors
@@ -421,28 +429,48 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
-        """The device of the arrays."""
+        """The device of the arrays.
+
+        >>> BlockMask.dense(100).device
+        device(type='cpu')
+        """
         return self.indices.device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """`(B or 1, Hq or 1, q_len, k_len)`: the shape of `to_dense()`."""
+        """`(B or 1, Hq or 1, q_len, k_len)`: the shape of `to_dense()`.
+
+        >>> BlockMask.dense(100, 60).with_lengths([10, 20]).shape
+        (2, 1, 100, 60)
+        """
         batch = self.pattern.shape[0] if self.lengths is None else self.lengths.shape[1]
         return batch, self.pattern.shape[1], self.q_len, self.k_len
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """`(Mq, Mk)`: the number of block rows and of block columns."""
+        """`(Mq, Mk)`: the number of block rows and of block columns.
+
+        >>> BlockMask.dense(100, 60, block=32).blocks
+        (4, 2)
+        """
         return -(-self.q_len // self.block_q), -(-self.k_len // self.block_k)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, without what is derived from them later, such as the transpose and plans."""
+        """Bytes of the arrays, without what is derived from them later, such as the transpose and plans.
+
+        >>> BlockMask.from_function(lambda q, k: k <= q, 256, block=64).nbytes  # 5 + 10 + 10 + 128 + 1 int32 numbers
+        616
+        """
         return sum(a.numel() * a.element_size() for a in self._arrays() if a is not None)
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """The transpose: `(indptr [P * Mk + 1], indices [nnz], tile [nnz])` of the block columns, all int32.
+
+        >>> indptr, indices, tile = BlockMask.from_function(lambda q, k: k <= q, 48, block=16).columns
+        >>> indptr.tolist(), indices.tolist(), tile.tolist()
+        ([0, 3, 5, 6], [0, 1, 2, 1, 2, 2], [1, 0, 0, 1, 0, 1])
 
         The tiles themselves are not transposed: `bits[tile - 1]` still has queries as rows. Computed once and cached.
         For a dynamic mask the arrays are as long as those of its rows.
@@ -460,7 +488,11 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """The share of live scores, averaged over heads and batch elements (1.0 for dense); padding counts as dead."""
+        """The share of live scores, averaged over heads and batch elements (1.0 for dense); padding counts as dead.
+
+        >>> BlockMask.dense(100).with_lengths([50]).density
+        0.25
+        """
         if self.lengths is not None:  # the cache is shared by masks that differ only in their lengths
             return live_scores(self) / (self.q_len * self.k_len)
         cache = mask_cache(self.indices)
@@ -550,7 +582,12 @@ class BlockMask:
 
     @constant_if_its_mask_is
     def to(self, device: torch.device | str) -> BlockMask:
-        """The mask on another device; itself if it is already there."""
+        """The mask on another device; itself if it is already there.
+
+        >>> mask = BlockMask.dense(100)
+        >>> mask.to("cpu") is mask
+        True
+        """
         device = torch.device(device)
         if device == torch.device("cuda"):  # the current device
             device = torch.device("cuda", torch.cuda.current_device())
@@ -591,8 +628,12 @@ class BlockMask:
         return mask if self.lengths is None else mask._padded(self.lengths)
 
     def to_dense(self) -> Tensor:
-        """Bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live. Takes `N x N` memory: for tests and
-        pictures.
+        """The dense matrix: bool `[B or 1, Hq or 1, q_len, k_len]`, True where a score is live.
+
+        >>> BlockMask.from_function(lambda q, k: k <= q, 3, block=16).to_dense()[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+        Takes `N x N` memory: for tests and pictures.
         """
         (row_blocks, col_blocks), device, patterns = self.blocks, self.device, pattern_count(self)
         dense = torch.zeros(

@@ -173,7 +173,7 @@ def _array(name: str, npy: bytes) -> np.ndarray[Any, Any]:
     length = int.from_bytes(npy[8:10], "little")
     header = _NPY_HEADER.fullmatch(npy[10 : 10 + length])
     if not npy.startswith(_NPY_MAGIC) or header is None:
-        raise ValueError(f"a member {name!r} that is no plain NumPy array")
+        raise ValueError(f"a member {name!r} that is not a plain NumPy array")
     if header[1].decode("latin-1") != dtype:
         raise ValueError(f"a member {name!r} of type {header[1].decode('latin-1')!r} instead of {dtype!r}")
     shape = tuple(int(n) for n in header[2].replace(b" ", b"").split(b",") if n)

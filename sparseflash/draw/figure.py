@@ -39,7 +39,12 @@ def plot(
     cells: int = 512,
     legend: bool = True,
 ) -> Figure | Axes:
-    """Implements `BlockMask.plot`."""
+    """Implements `BlockMask.plot`.
+
+    >>> from sparseflash import BlockMask
+    >>> plot(BlockMask.dense(4096)).axes[0].get_title()
+    '100 % live'
+    """
     mask = checked_mask(mask)
     try:
         from matplotlib.figure import Figure

@@ -22,6 +22,10 @@ _LEVELS = 16  # shares are rounded up to sixteenths (so live cells stay visible)
 def to_html(mask: BlockMask) -> str:
     """Implements `BlockMask._repr_html_`: a `<div>` of at most 64 KB for any mask.
 
+    >>> from sparseflash import BlockMask
+    >>> to_html(BlockMask.dense(64)).startswith("<div><code>BlockMask(64 x 64")
+    True
+
     Up to 64 x 64 cells for a mask with one pattern; for several, 32 x 32 each and only the first `MOST_PANELS`.
     """
     found = panels(mask)

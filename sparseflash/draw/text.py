@@ -23,7 +23,15 @@ MOST_PANELS = 16
 def to_string(
     mask: BlockMask, width: int | None = None, *, heads: Choice = None, batch: Choice = None, ascii: bool = False
 ) -> str:
-    """Implements `BlockMask.to_string`."""
+    """Implements `BlockMask.to_string`.
+
+    >>> from sparseflash import BlockMask
+    >>> print(to_string(BlockMask.from_function(lambda q, k: k <= q, 128, block=64), width=20, ascii=True))
+    BlockMask(128 x 128, blocks of 64, 3 tiles: 1 full + 2 partial (1 distinct), density 50.4 %)
+    ++..
+    ##++
+    # full  *+- partly live: 2/3, 1/3, less  . empty; a cell is 64 x 64 tokens
+    """
     width = shutil.get_terminal_size().columns if width is None else integer(width, "width", "columns")
     if width < 2:
         raise ValueError(f"width must be at least 2 columns; got {width}.")

@@ -18,8 +18,11 @@ from sparseflash.testing.yardstick import Error, draws_for, error_of, largest_er
 
 @dataclass(frozen=True)
 class Comparison:
-    """The errors of the results by name: those of `out`, `lse`, `dq`, `dk`, `dv` that there are. `print` shows a
-    table.
+    """The errors of the results by name: those of `out`, `lse`, `dq`, `dk`, `dv` that there are.
+
+    >>> print(Comparison({"out": Error(largest=1e-3, allowed=2e-3)}))
+             error   allowed   ratio
+    out   1.00e-03  2.00e-03    0.50
     """
 
     errors: dict[str, Error]

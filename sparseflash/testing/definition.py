@@ -73,6 +73,12 @@ class Inputs:
 def results_of(function: Attention, inputs: Inputs) -> tuple[dict[str, Tensor], bool]:
     """The results of a function of q, k and v: out, lse if it returns one, and dq, dk, dv if out requires grad.
 
+    >>> from sparseflash import attention
+    >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+    >>> found, of_lse = results_of(attention, Inputs(q, k, v, dout=torch.ones(1, 2, 10, 4), dlse=torch.zeros(1, 2, 10)))
+    >>> list(found), of_lse
+    (['out', 'dq', 'dk', 'dv'], False)
+
     The second value says whether the gradients are those of out and lse together, which they are if lse requires grad.
     """
     leaves = inputs.leaves()

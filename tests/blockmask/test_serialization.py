@@ -276,10 +276,10 @@ def test_another_dtype_or_rank_is_refused(tmp_path, name):
     write(path, members | {f"{name}.npy": npy(array[None])})
     refused(path, f"a member '{name}' of shape")
     write(path, members | {f"{name}.npy": npy(np.asfortranarray(np.zeros((2, 2), dtype="<i4")))})
-    refused(path, f"a member '{name}' that is no plain NumPy array")
+    refused(path, f"a member '{name}' that is not a plain NumPy array")
     structured = np.zeros(2, dtype=[("a", "<i4")])
     write(path, members | {f"{name}.npy": npy(structured)})
-    refused(path, f"a member '{name}' that is no plain NumPy array")
+    refused(path, f"a member '{name}' that is not a plain NumPy array")
     write(path, members | {f"{name}.npy": npy(array.flatten()[:1].reshape([1] * array.ndim))})
     refused(path)
 

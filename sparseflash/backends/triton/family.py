@@ -1,4 +1,4 @@
-"""A family of kernels: what a call asks of it, and what it offers."""
+"""The interface of a family of kernels: what a call asks of it, and what it provides."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """How one kernel of a pass runs, and why so; `explain` shows it."""
+    """How one kernel of a pass runs, and why; `explain` shows it."""
 
     kernel: str
     block_m: int  # queries and keys of the tile of one step
@@ -52,12 +52,12 @@ class KernelChoice(NamedTuple):
     num_warps: int
     num_stages: int
     arithmetic: str
-    loads: str  # how tiles get into shared memory or registers, and why so
-    walks: str  # whose tiles the lists have, and why so
+    loads: str  # how tiles get into shared memory or registers, and why
+    walks: str  # the tiles of the lists, and why
     programs: int
-    tiles: int  # of the lists that all programs walk
-    longest: int  # tiles of the program that walks most
-    chunks: int  # programs that share a list with others, and whose partial results another kernel merges
+    tiles: int  # of the lists of all programs
+    longest: int  # tiles of the program that has most
+    chunks: int  # programs with part of a list, whose partial results another kernel merges
 
 
 class ForwardPass(Protocol):

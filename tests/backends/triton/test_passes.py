@@ -91,7 +91,7 @@ def test_tiles_are_loaded_the_way_that_is_asked_for(way, wanted):
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_bytes(block):
-    """The copy engine writes to multiples of 128 bytes; the interpreter would not notice, a GPU stops."""
+    """TMA writes to multiples of 128 bytes; the interpreter would not notice, a GPU stops."""
     q, k, v = (wide(heads=2, dim=16, seed=seed).half().requires_grad_() for seed in range(3))
     mask = masks.local(40, window=9, block=block)
     attention(q, k, v, mask, backend="triton").sum().backward()

@@ -61,9 +61,9 @@ class Chooser:
             self._padded = padded_dims(*dims, setting.capability, itemsize)
         self._why_not_described = ""
         if setting.capability < (9, 0):
-            self._why_not_described = "GPUs before Hopper have no copy engine"
+            self._why_not_described = "GPUs before Hopper have no TMA"
         elif not all(map(can_describe, loaded)):
-            self._why_not_described = "a tensor has rows off multiples of 16 bytes, or is expanded"
+            self._why_not_described = "a tensor has rows that are not aligned to 16 bytes, or is expanded"
         elif not self._overrides.descriptors:
             self._why_not_described = "overridden"
         self._may_describe = not self._why_not_described
@@ -85,10 +85,10 @@ class Chooser:
         retiling, axis, wanted = plan.lists.retiling, int(self._kernel == "dk_dv"), self._overrides.tiling
         few = plan.tiles_per_head * self._products_a_tile < self._overrides.products_for_tilings
         if retiling is None:
-            why = "every score is live" if plan.lists.lasting else "a mask made on the GPU may be used just once"
+            why = "every score is live" if plan.lists.lasting else "a mask made on the GPU may be used only once"
             return None, why
         if wanted is None and few:
-            return None, "so little work that looking for others would take longer"
+            return None, "there is too little work to search for others"
         whole, gathered = (
             held_first(self._kernel, self._config(_ANY_BLOCK, descriptors)[:2])
             for descriptors in (self._may_describe, False)
@@ -110,7 +110,7 @@ class Chooser:
         few_registers = max(self._padded) <= 128 and self._arithmetic != "fp32"
         why = self._why_not_described
         if not why and tiling.gathered:
-            why = "the copy engine cannot gather blocks"
+            why = "TMA cannot gather blocks"
         if not why and not (few_registers or from_shared):
             why = "tiles that are multiplied from registers need not come through shared memory"
         descriptors = not why
@@ -119,7 +119,7 @@ class Chooser:
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
         return Choice(
             config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded,
-            why or "the copy engine needs no registers for addresses", why_tiling,
+            why or "TMA needs no registers for addresses", why_tiling,
         )  # fmt: skip
 
     def _config(self, block: tuple[int, int], descriptors: bool) -> Config:
