@@ -17,10 +17,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def multiplies_in_tf32() -> bool:
     """Whether PyTorch currently multiplies fp32 matrices in TF32."""
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9 and later, where reading allow_tf32 may raise
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 @bounded(maxsize=64)
