@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparseflash.blockmask.cache import bounded
 from sparseflash.blockmask.unique import number_by_first_appearance
 
 WORD = 32  # scores per word
@@ -185,7 +185,7 @@ def below(stop: int | NDArray[np.int64], block_k: int) -> NDArray[np.int32]:
     return _rows_below(block_k).take(stop, axis=0, mode="clip")
 
 
-@cache  # one entry per block size, 16 KiB in total
+@bounded(maxsize=8)  # one entry per block size, 16 KiB in total
 def _rows_below(block_k: int) -> NDArray[np.int32]:
     live = np.arange(max(block_k, WORD)) < np.arange(block_k + 1)[:, None]
     return np.packbits(live, axis=1, bitorder="little").view(np.int32)

@@ -1,15 +1,20 @@
 """What is derived from a mask is kept with it, and with nothing that might become another."""
 
 import dataclasses
+import gc
 import pickle
+import re
 import threading
+import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import sparseflash
 from plans import plan
-from sparseflash import BlockMask, attention, masks
+from sparseflash import BlockMask, attention, clear_caches, masks
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.blockmask.cache import is_countable, mask_cache, once
 
@@ -179,3 +184,37 @@ def test_a_pickled_mask_keeps_with_indices_of_its_own():
     again = pickle.loads(pickle.dumps(mask))
     assert isinstance(again, BlockMask) and is_countable(again.indices)
     assert mask_cache(again.indices) is not mask_cache(mask.indices)
+
+
+def test_clear_caches_frees_what_nothing_else_holds():
+    q, k, v = (x.half() for x in tensors())
+    mask = masks.local(N, window=20, block=16)
+    for used in (mask, None):
+        for _ in range(2):
+            attention(q, k, v, used, backend="triton")
+    found = [each for each in gc.get_objects() if type(each) is Plan]
+    assert len(found) >= 2
+    alive = [weakref.ref(each) for each in found]
+    del found
+    clear_caches()
+    gc.collect()
+    assert [each() for each in alive] == [None] * len(alive)
+    assert not mask_cache(mask.indices)
+    want = attention(q, k, v, mask, backend="blockwise")
+    torch.testing.assert_close(attention(q, k, v, mask, backend="triton"), want, rtol=1e-2, atol=1e-2)
+
+
+def test_every_cache_of_the_library_is_bounded_and_emptied_by_clear_caches():
+    """But for handles of shared libraries, of which there is one for each function."""
+    found = {}
+    for folder in (Path(sparseflash.__file__).parent, Path(masks.__file__).parent):
+        for file in folder.rglob("*.py"):
+            decorators = re.findall(
+                r"functools\.(?:lru_)?cache\b|^@cache\b|^@lru_cache\b", file.read_text(), re.MULTILINE
+            )
+            found |= {file.name: decorators} if decorators else {}
+    assert found == {
+        "cache.py": ["functools.lru_cache"] * 2,  # of `bounded`, and its docstring
+        "graph_memory.py": ["functools.cache"],
+        "cuda_driver.py": ["functools.cache"],
+    }
