@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from experiments.benchmarks.calls.ways import FIRST_CALLS, IMPLEMENTATIONS, NOTES, WAYS, Shape
@@ -17,14 +18,16 @@ class Row(NamedTuple):
     way: str  # one of WAYS, in microseconds, or of FIRST_CALLS, in seconds
     implementation: str
     value: float | None
-    spread: float | None = None  # the range of the turns over their median, which is the value
+    fastest: float | None = None  # of the turns, of which the value is the median
+    slowest: float | None = None
     failure: str = ""
 
     @classmethod
     def of(cls, way: str, implementation: str, timing: Timing) -> Row:
         """The row of a measurement."""
         if timing.failure is None:
-            return cls(way, implementation, timing.ms * 1e3, timing.spread)
+            turns = [1e3 * median(turn) for turn in timing.rounds]
+            return cls(way, implementation, timing.ms * 1e3, min(turns), max(turns))
         reason = f"{type(timing.failure).__name__}: {timing.failure}".splitlines()[0]
         return cls(way, implementation, None, failure=reason[:200])
 
@@ -33,7 +36,7 @@ def markdown(rows: Sequence[Row], shape: Shape, facts: Mapping[str, str]) -> str
     """The page."""
     lines = ["# Calls: host time", "", *(f"- {name}: {value}" for name, value in facts.items())]
     lines.append("- shape: " + ", ".join(f"{name} {value}" for name, value in shape._asdict().items()) + "; bf16")
-    lines += ["", "Microseconds a call, median of the turns (± half their range):", "", *_table(WAYS, rows)]
+    lines += ["", "Microseconds a call, median of the turns (fastest to slowest):", "", *_table(WAYS, rows)]
     if any(row.way in FIRST_CALLS for row in rows):
         title = "Seconds of the first calls of a new process, with empty caches of compiled kernels:"
         lines += ["", title, "", *_table(FIRST_CALLS, rows)]
@@ -56,9 +59,9 @@ def _cell(row: Row | None) -> str:
         return "-"
     if row.value is None:
         return "failed"
-    if row.spread is None:
+    if row.fastest is None:
         return f"{row.value:.2f}"
-    return f"{row.value:.0f} ± {row.value * row.spread / 2:.0f}"
+    return f"{row.value:.0f} ({row.fastest:.0f} to {row.slowest:.0f})"
 
 
 def write(folder: Path, rows: Sequence[Row], shape: Shape, facts: Mapping[str, str]) -> None:
@@ -67,9 +70,9 @@ def write(folder: Path, rows: Sequence[Row], shape: Shape, facts: Mapping[str, s
     (folder / "calls.md").write_text(markdown(rows, shape, facts))
     with (folder / "calls.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["call", "implementation", "value", "unit", "spread", "failure"])
+        writer.writerow(["call", "implementation", "value", "unit", "fastest", "slowest", "failure"])
         for row in rows:
-            value = "" if row.value is None else f"{row.value:.4g}"
-            spread = "" if row.spread is None else f"{row.spread:.3f}"
+            numbers = ("" if x is None else f"{x:.4g}" for x in (row.value, row.fastest, row.slowest))
+            value, fastest, slowest = numbers
             unit = "us" if row.way in WAYS else "s"
-            writer.writerow([row.way, row.implementation, value, unit, spread, row.failure])
+            writer.writerow([row.way, row.implementation, value, unit, fastest, slowest, row.failure])

@@ -81,8 +81,8 @@ def test_every_way_of_calling_runs(implementations, name):
 
 
 ROWS = [
-    report.Row(WAYS[0], OURS, 12.3, 0.1),
-    report.Row(WAYS[0], SDPA, 20.0, 0.0),
+    report.Row.of(WAYS[0], OURS, Timing(ms=0.0123, rounds=[[0.0123], [0.0121], [0.02]])),
+    report.Row(WAYS[0], SDPA, 20.0, 20.0, 20.0),
     report.Row.of(WAYS[0], FLEX, Timing(failure=ValueError("no such\nthing"))),
     report.Row(FIRST_CALLS[0], OURS, 1.234),
     report.Row(FIRST_CALLS[0], FLEX, None, failure="no answer after 240 s"),
@@ -93,13 +93,14 @@ def test_the_table_has_every_value_and_every_failure(tmp_path):
     report.write(tmp_path, ROWS, Shape(), {"device": "H200"})
     page = (tmp_path / "calls.md").read_text()
     assert page.startswith("# Calls: host time\n\n- device: H200\n- shape: batch 1, heads 4, tokens 256")
-    assert f"| {WAYS[0]} | 12 ± 1 | 20 ± 0 | failed |" in page
+    assert f"| {WAYS[0]} | 12 (12 to 20) | 20 (20 to 20) | failed |" in page
     assert f"| {FIRST_CALLS[0]} | 1.23 | - | failed |" in page
     assert f"- failed: {FLEX}, {WAYS[0]}: ValueError: no such\n" in page
     with (tmp_path / "calls.csv").open() as file:
         found = list(csv.DictReader(file))
-    assert [(row["value"], row["unit"], row["spread"]) for row in found] == [
-        ("12.3", "us", "0.100"), ("20", "us", "0.000"), ("", "us", ""), ("1.234", "s", ""), ("", "s", ""),
+    assert [(row["value"], row["unit"], row["fastest"], row["slowest"]) for row in found] == [
+        ("12.3", "us", "12.1", "20"), ("20", "us", "20", "20"), ("", "us", "", ""), ("1.234", "s", "", ""),
+        ("", "s", "", ""),
     ]  # fmt: skip
 
 
