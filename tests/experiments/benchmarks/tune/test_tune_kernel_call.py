@@ -13,9 +13,9 @@ from sparseflash.backends.triton.overrides import always_split, override
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dk_dv"])
 def test_its_results_are_those_of_the_attention(kernel, dtype, split):
-    mask = masks.butterfly(96, block=16)
+    mask = masks.butterfly(48, block=16)
     generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 2, 96, 16, generator=generator).to(dtype) for _ in range(4))
+    q, k, v, dout = (torch.randn(1, 2, 48, 16, generator=generator).to(dtype) for _ in range(4))
     with override(**({"splits": always_split(16)} if split else {})):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, mask, backend="triton")
