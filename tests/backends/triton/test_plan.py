@@ -12,6 +12,7 @@ from experiments.benchmarks.speed import patterns
 from plans import plan
 from sparseflash import BlockMask, masks
 from sparseflash.backends.triton.configs import config_for
+from sparseflash.backends.triton.overrides import NEVER_SPLIT, override
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule import worklists
 from sparseflash.backends.triton.schedule.launch_order import start_order
@@ -42,7 +43,18 @@ def walked(side, heads, count):
 def test_rows_and_columns_walk_every_live_tile_once(data):
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 2, 4]))
     kv_heads = data.draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]))
-    mask = data.draw(block_masks(most_tokens=130, blocks=(16, 32), batch=batch, heads=heads))
+    assert_walked_once(
+        data.draw(block_masks(most_tokens=130, blocks=(16, 32), batch=batch, heads=heads)), batch, heads, kv_heads
+    )
+
+
+def test_the_columns_of_a_group_that_are_long_enough_to_be_cut_are_walked_once():
+    assert plan(masks.dense(97, block=32), 1, 4, 1).worklist(1, 16).parts > 0
+    assert_walked_once(masks.dense(97, block=32), 1, 4, 1)
+
+
+def assert_walked_once(mask, batch, heads, kv_heads):
+    """In whole lists; test_splits.py tests those that are cut."""
     pattern = mask.pattern.expand(batch, heads)
     made = plan(mask, batch, heads, kv_heads)
     tiles_of = {}
@@ -54,7 +66,9 @@ def test_rows_and_columns_walk_every_live_tile_once(data):
 
     tile = 16
     count = -(-mask.q_len // tile)
-    rows = walked(made.worklist(0, tile), heads, count)
+    with override(splits=NEVER_SPLIT):
+        by_rows, by_columns = made.worklist(0, tile), made.worklist(1, tile)
+    rows = walked(by_rows, heads, count)
     for b in range(batch):
         for h in range(heads):
             for t in range(count):
@@ -64,7 +78,7 @@ def test_rows_and_columns_walk_every_live_tile_once(data):
     assert len(rows) == batch * heads * count
 
     count, group = -(-mask.k_len // tile), heads // kv_heads
-    columns = walked(made.worklist(1, tile), kv_heads, count)
+    columns = walked(by_columns, kv_heads, count)
     for b in range(batch):
         for h in range(heads):
             for t in range(count):
