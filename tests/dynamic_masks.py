@@ -1,10 +1,14 @@
 """Masks whose arrays are not canonical."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from sparseflash import BlockMask
 from sparseflash.blockmask import bitmask
+from strategies import SEEDS, Recipe, problems
 
 
 def made_dynamic(mask, seed):
@@ -48,3 +52,20 @@ def made_dynamic(mask, seed):
         mask.q_len, mask.k_len, mask.block_q, mask.block_k, starts, cols, numbers, torch.from_numpy(bits.copy()),
         pattern.view(mask.pattern.shape), mask.lengths, dynamic=True,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loosened:
+    """A recipe whose mask is made dynamic."""
+
+    recipe: Recipe
+    seed: int
+
+    def mask(self):
+        return made_dynamic(self.recipe.mask(), self.seed)
+
+
+def dynamic_problems(**sizes):
+    """As `problems`, all with dynamic masks."""
+    drawn = problems(value_dims=(16,), **sizes).filter(lambda problem: problem.recipe is not None)
+    return st.builds(lambda p, seed: replace(p, recipe=Loosened(p.recipe, seed)), drawn, SEEDS)

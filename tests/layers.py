@@ -67,6 +67,8 @@ MAY_IMPORT = {
         f"{_TRITON}/alignment.py",
         f"{_TRITON}/configs.py",
         f"{_TRITON}/cuda_graphs.py",
+        f"{_TRITON}/device.py",
+        f"{_TRITON}/launcher.py",
         f"{_TRITON}/overrides.py",
     ),
     f"{_TRITON}/portable": (
@@ -95,7 +97,12 @@ MAY_IMPORT = {
     ),
     "masks": ("masks/tiling", "masks/fused", "sparseflash/blockmask"),
     "masks/tiling": ("sparseflash/blockmask",),
-    "masks/fused": ("masks/tiling", "sparseflash/blockmask", f"{_TRITON}/launcher.py"),
+    "masks/fused": (
+        "masks/tiling",
+        "sparseflash/blockmask",
+        f"{_TRITON}/device.py",
+        f"{_TRITON}/launcher.py",
+    ),
     "experiments": (),
     "experiments/training": PUBLIC,
     "experiments/training/layers": PUBLIC,

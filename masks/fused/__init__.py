@@ -8,18 +8,16 @@ use PyTorch's operations.
 - `rows`: chooses the blocks of a row of scores by rank or by mass, and makes the arrays of the mask.
 - `runs`: finds the tiles that hold a chosen run of keys, and makes their bits.
 
-May import `tiling`, `sparseflash.blockmask` and the `launcher` of the Triton backend. For the families that choose.
+May import `tiling`, `sparseflash.blockmask`, and of the Triton backend `device` and `launcher`. For the families that
+choose.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import OLDEST
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.device import runs_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A row is ranked by comparing each block with every other; longer rows are faster to sort.
@@ -36,11 +34,5 @@ def serves(x: Tensor, row_blocks: int, col_blocks: int) -> bool:
         and x.numel() < 2**31
         and row_blocks * col_blocks * x.shape[0] * x.shape[1] < 2**31
         and type(x) is Tensor  # neither a fake tensor nor one that is being traced
-        and _runs_triton(x.device)
+        and runs_kernels(x.device)
     )
-
-
-@bounded(maxsize=32)
-def _runs_triton(device: torch.device) -> bool:
-    new_enough = device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST
-    return new_enough and find_spec("triton") is not None

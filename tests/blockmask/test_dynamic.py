@@ -3,7 +3,6 @@
 import dataclasses
 import pickle
 import re
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
-from dynamic_masks import made_dynamic
+from dynamic_masks import dynamic_problems, made_dynamic
 from exactness import check
 from plans import plan
 from sparseflash import BlockMask, analysis, attention, interop, masks
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.csr import row_of_entry
-from strategies import SEEDS, Recipe, block_masks, problems
+from strategies import SEEDS, block_masks
 from waiting import NoWaiting
 
 MOST = 120
@@ -111,7 +110,7 @@ def test_columns_hold_what_the_rows_hold(mask, seed):
     assert len(indices) == len(dynamic.indices) and indptr[-1] == dynamic.indptr[-1]
     assert ((indices >= 0) & (indices < mask.blocks[0])).all(), "in range, the room too"
     dense = dense_of_lists(dynamic, indptr[:-1], indptr.diff(), indices, tile, transposed=True)
-    assert torch.equal(dense[dynamic.pattern.long()], replace(dynamic, lengths=None).to_dense())
+    assert torch.equal(dense[dynamic.pattern.long()], dataclasses.replace(dynamic, lengths=None).to_dense())
 
 
 @given(block_masks(MOST, batch=2, heads=2), SEEDS)
@@ -121,7 +120,7 @@ def test_plans_list_what_the_rows_hold_full_tiles_first(mask, seed):
     for axis, tile in enumerate((mask.block_q, mask.block_k)):
         work, lists, transposed = made.worklist(axis, tile), made.lists.own(axis), axis == 1
         dense = dense_of_lists(dynamic, lists.start, lists.count, lists.index, lists.tile, transposed=transposed)
-        assert torch.equal(dense[dynamic.pattern.long()], replace(dynamic, lengths=None).to_dense())
+        assert torch.equal(dense[dynamic.pattern.long()], dataclasses.replace(dynamic, lengths=None).to_dense())
         for start, full, count in torch.stack([lists.start, lists.full, lists.count], 1).tolist():
             assert (lists.tile[start : start + full] == 0).all()
             assert (lists.tile[start + full : start + count] > 0).all()
@@ -162,22 +161,6 @@ def test_waiting_is_noticed(waits):
 
 
 # ---------------------------------------------------------------------- attention
-
-
-@dataclass(frozen=True)
-class Loosened:
-    """A recipe whose mask is made dynamic."""
-
-    recipe: Recipe
-    seed: int
-
-    def mask(self):
-        return made_dynamic(self.recipe.mask(), self.seed)
-
-
-def dynamic_problems(**sizes):
-    drawn = problems(value_dims=(16,), **sizes).filter(lambda problem: problem.recipe is not None)
-    return st.builds(lambda p, seed: replace(p, recipe=Loosened(p.recipe, seed)), drawn, SEEDS)
 
 
 @given(dynamic_problems(most_tokens=150, head_dims=(8, 16), blocks=(16, 32), dtypes=(torch.float64, torch.float32)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from sparseflash.backends.triton.launcher import OLDEST
@@ -18,6 +20,16 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def multiplies_in_tf32() -> bool:
     """Whether PyTorch currently multiplies fp32 matrices in TF32."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+@bounded(maxsize=64)
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on this GPU; on a CPU, whether Triton's interpreter could be there."""
+    if find_spec("triton") is None:
+        return False
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST
 
 
 @bounded(maxsize=64)

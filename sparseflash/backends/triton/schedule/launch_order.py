@@ -9,6 +9,11 @@ from torch import Tensor
 _FEW = 1024
 
 
+def is_exact(items: int) -> bool:
+    """Whether lengths of so many programs are sorted to the tile."""
+    return items <= _FEW
+
+
 def start_order(lengths: Tensor) -> Tensor:
     """The order in which programs of these `lengths [W]`, in tiles, start: int64 `[W]`.
 
@@ -23,6 +28,7 @@ def start_order(lengths: Tensor) -> Tensor:
     the last program ends at 1.013 times the mean for 12.9 % random blocks, 1.001 for causal and 1.017 for local masks;
     an exact sort gives the same, except 1.011 for local.
     """
-    if len(lengths) > _FEW:
-        lengths = (2 * lengths.clamp(min=1).float().log2()).floor()
+    if not is_exact(len(lengths)):
+        # The binary exponent of the square, without the rounding of a logarithm: fused.py must find the same.
+        lengths = lengths.clamp(min=1).double().square().view(torch.int64) >> 52
     return torch.sort(lengths, stable=True, descending=True).indices

@@ -2,8 +2,8 @@
 
 It is derived from a mask once and cached with it. A small mask that came from the host is planned there and its plan is
 copied, because the host would need longer to launch all the operations on a GPU; other masks are planned on the device.
-A dynamic mask is planned without synchronising. For any other, the host may read the lengths of the lists once, to cut
-those that are far too long (see splits.py).
+A dynamic mask is planned without synchronising, on a GPU by the kernels of fused.py. For any other, the host may read
+the lengths of the lists once, to cut those that are far too long (see splits.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.configs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.device import runs_kernels
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.retiling import Retiling
@@ -30,6 +31,8 @@ from sparseflash.blockmask.transfer import to_device
 
 _MOST_PLANS = 64  # per mask, or for dense attention; with more batch sizes or lengths none repeats often enough
 _MOST_LAUNCHES = 64  # per plan
+_MOST_ENTRIES = 2**31 - 1  # one more would be an int64 argument of the kernels
+_DEVICES = ["cuda"]  # where kernels plan dynamic masks; tests add the CPU, for the interpreter
 
 
 class MaskLists:
@@ -38,8 +41,12 @@ class MaskLists:
     def __init__(
         self, make: Callable[[int], TileLists], patterns: int, tokens: tuple[int, int], *, countable: bool,
         lasting: bool, device: torch.device, retiling: Retiling | None = None, pattern: Tensor | None = None,
+        fused: bool = False,
     ) -> None:  # fmt: skip
-        """make: returns the lists over rows (for 0) or over columns (for 1), in the tiles of the mask."""
+        """make: returns the lists over rows (for 0) or over columns (for 1), in the tiles of the mask.
+
+        fused: plan by the kernels of fused.py, which requires that nothing is cut or tiled anew.
+        """
         self._make = make
         self._made: list[TileLists | None] = [None, None]
         self.retiling = retiling  # None if the mask must be run in its own tiles
@@ -48,6 +55,7 @@ class MaskLists:
         self.lasting = lasting  # whether calls outside a CUDA graph being recorded use it, too
         self.device = device
         self.pattern = pattern  # the mask's pattern numbers on the host, if the lists are there
+        self.fused = fused
 
     def own(self, axis: int) -> TileLists:
         """The lists in the tiles of the mask."""
@@ -96,7 +104,7 @@ class Plan:
         head. `tiling`: None for the tiles of the mask. `resident`: the number of programs that a multiprocessor runs at
         a time.
         """
-        key = axis, tile, tiling, resident
+        key = axis, tile, tiling, 0 if self.lists.fused else resident  # which matters where items are cut
         found = self._worklists.get(key)
         if found is None:
             found = self._worklists[key] = self._made(self.lists.get(axis, tiling), axis, tile, resident)
@@ -107,6 +115,16 @@ class Plan:
         batch, heads = self._pattern.shape
         shape = (batch, heads, 1) if axis == 0 else (batch, self._kv_heads, heads // self._kv_heads)
         count = -(-tokens[axis] // tile)
+        if batch * shape[1] * count >= 2**31:
+            raise ValueError(
+                f"batch x heads x tiles must be below 2^31; got {batch} x {shape[1]} x {count}. Split the batch."
+            )
+        if self.lists.fused:
+            from sparseflash.backends.triton.schedule import fused  # late: needs Triton
+
+            lists.ready.wait()
+            work = fused.work_in_start_order(lists, self._pattern, shape, tokens[axis], tile)
+            return Worklist(work, lists.index, lists.tile, lists.words)
         pattern, on_host = self._pattern, self.lists.pattern
         if on_host is not None and batch * heads * count <= HOST_PLAN_ITEMS:
             pattern = on_host.expand(batch, heads)
@@ -174,17 +192,22 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
     indices, countable = indices.detach(), cache.countable
     # On the device, where the kernels read them.
     own_words = aligned_start(words if problem.words is None else problem.words)
+    list_tiles, fused = full_first, False
+    if not countable and device.type in _DEVICES and len(indices) < _MOST_ENTRIES and runs_kernels(device):
+        from sparseflash.backends.triton.schedule.fused import full_first as list_tiles  # late: needs Triton
+
+        fused = True
 
     def make(axis: int) -> TileLists:
         if countable:
             refuse_to_record(device)
         arrays = (indptr, indices, tile) if axis == 0 else columns_of(indptr, indices, tile, row_blocks, col_blocks)
-        return full_first(*arrays, own_words, Tiling(*(blocks if axis == 0 else blocks[::-1])))
+        return list_tiles(*arrays, own_words, Tiling(*(blocks if axis == 0 else blocks[::-1])))
 
     return MaskLists(
         make, (len(indptr) - 1) // row_blocks, tokens, countable=countable, lasting=countable,
         device=device, pattern=None if host is None else pattern,
-        retiling=Retiling(indptr, indices, tile, words, pattern, tokens, blocks) if countable else None,
+        retiling=Retiling(indptr, indices, tile, words, pattern, tokens, blocks) if countable else None, fused=fused,
     )  # fmt: skip
 
 
@@ -240,13 +263,8 @@ def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tens
 
 def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
     """The work items for `pattern [B, H, group]`, ordered by number: W = B * H * T."""
-    batch, heads, group = pattern.shape
-    device = pattern.device
+    group, device = pattern.shape[-1], pattern.device
     count_tiles = -(-length // tile)
-    if batch * heads * count_tiles >= 2**31:
-        raise ValueError(
-            f"batch x heads x tiles must be below 2^31; got {batch} x {heads} x {count_tiles}. Split the batch."
-        )
     block = lists.tiling.held
     block_row = torch.arange(count_tiles, dtype=torch.int32, device=device)  # [T]
     if tile != block:

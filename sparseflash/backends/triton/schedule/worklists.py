@@ -76,9 +76,13 @@ class Worklist:
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
-    """The lists of compressed sparse rows, in the order of each row but with full tiles before partial ones."""
+    """The lists of compressed sparse rows, in the order of each row but with full tiles before partial ones.
+
+    Entries that belong to no row, the unused capacity of a dynamic mask, stay where they are.
+    """
     partial = tile > 0
-    order = torch.sort(torch.add(partial, row_of_entry(indptr, len(index)), alpha=2), stable=True).indices
+    part = torch.add(partial, row_of_entry(indptr, len(index)), alpha=2).clamp_(max=2 * (len(indptr) - 1))
+    order = torch.sort(part, stable=True).indices
     full_before = torch.constant_pad_nd((~partial).cumsum(0, dtype=torch.int32), (1, 0))
     full, count = full_before.index_select(0, indptr).diff(), indptr.diff()
     index, tile = (one_more(x.index_select(0, order)) for x in (index, tile))

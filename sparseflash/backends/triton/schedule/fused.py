@@ -1,0 +1,179 @@
+"""Lists and work lists as Triton kernels, for masks that are made at every step.
+
+`full_first` and the work of a plan, written with PyTorch's operations, are some forty kernel launches, each of which
+costs the host 6 to 10 us. Here the lists are one launch, and the work is two and a sort, with the same result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.schedule.launch_order import is_exact
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import TileLists
+from sparseflash.blockmask.cache import bounded
+
+_AT_ONCE = 128  # entries of a row, or work items
+
+
+def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
+    """`worklists.full_first` in one launch, with a program for each row."""
+    rows, room, device = len(indptr) - 1, len(index) + 1, index.device
+    full, count = torch.empty(2, rows, dtype=torch.int32, device=device).unbind()
+    listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
+    _listing(device).start(
+        rows, indptr, index, tile, full, count, listed, kinds, len(index), room, -(-room // rows), _AT_ONCE
+    )
+    return TileLists(indptr[:-1], full, count, listed, kinds, words, tiling)
+
+
+def work_in_start_order(
+    lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
+) -> Tensor:
+    """The work of a plan, int32 `[W, group, 8]`, with `pattern [B, Hq]` and `shape = (B, H, group)`: see plan.py.
+
+    The tiles of the lists must be those of the mask, and none is cut.
+    """
+    (batch, heads, group), device, held = shape, pattern.device, lists.tiling.held
+    tiles, blocks = -(-length // tile), -(-length // held)
+    items = batch * heads * tiles
+    exact = is_exact(items)
+    sizing, writing = _working(device, group, exact)
+    programs = -(-items // _AT_ONCE)
+    keys = torch.empty(items, dtype=torch.int32 if exact else torch.int8, device=device)
+    work = torch.empty(items, group, 8, dtype=torch.int32, device=device)
+    place = (*pattern.stride(), items, heads, tiles, blocks, tile, held)
+    sizing.start(programs, pattern, lists.count, keys, *place, exact, group, _AT_ONCE)
+    order = torch.sort(keys, stable=True, descending=True).indices
+    writing.start(
+        programs, pattern, lists.start, lists.full, lists.count, lists.index, lists.tile, order, work, *place, group,
+        _AT_ONCE,
+    )  # fmt: skip
+    return work
+
+
+@bounded(maxsize=32)
+def _listing(device: torch.device) -> Launch:
+    return Launch.of_all_arguments(list_kernel, device, num_warps=1, num_stages=1)
+
+
+@bounded(maxsize=128)
+def _working(device: torch.device, group: int, exact: bool) -> tuple[Launch, Launch]:
+    return (
+        Launch.of_all_arguments(size_kernel, device, num_warps=4, num_stages=1),
+        Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1),
+    )
+
+
+# Addresses of a mask's arrays may be any; no load here gains from one that is a multiple of 16.
+@triton.jit(
+    do_not_specialize=["entries", "room", "share"],
+    do_not_specialize_on_alignment=["indptr_ptr", "index_ptr", "tile_ptr", "full_ptr", "count_ptr"],
+)
+def list_kernel(
+    indptr_ptr, index_ptr, tile_ptr,  # int32 [rows + 1], [entries] twice
+    full_ptr, count_ptr, listed_ptr, kinds_ptr,  # int32 [rows] twice, [room] twice
+    entries, room, share,  # room = entries + 1; the part of the room that a program looks after where it is unused
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Lists the tiles of one row: the full ones, then the partial ones, both in the order of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    start, stop = tl.load(indptr_ptr + row).to(tl.int64), tl.load(indptr_ptr + row + 1).to(tl.int64)
+    lane = tl.arange(0, AT_ONCE)
+    full = tl.zeros([], tl.int64)
+    for first in range(start, stop, AT_ONCE):
+        kind = tl.load(tile_ptr + first + lane, mask=first + lane < stop, other=1)
+        full += tl.sum((kind <= 0).to(tl.int64), 0)
+    tl.store(full_ptr + row, full.to(tl.int32))
+    tl.store(count_ptr + row, (stop - start).to(tl.int32))
+
+    full_before = tl.zeros([], tl.int64)  # in earlier chunks
+    for first in range(start, stop, AT_ONCE):
+        entry = first + lane
+        kind = tl.load(tile_ptr + entry, mask=entry < stop, other=1)
+        is_full = kind <= 0
+        earlier = full_before + tl.cumsum(is_full.to(tl.int32), 0) - is_full.to(tl.int32)
+        place = tl.where(is_full, start + earlier, entry + full - earlier)
+        tl.store(listed_ptr + place, tl.load(index_ptr + entry, mask=entry < stop, other=0), mask=entry < stop)
+        tl.store(kinds_ptr + place, kind, mask=entry < stop)
+        full_before += tl.sum(is_full.to(tl.int64), 0)
+
+    used = tl.load(indptr_ptr + tl.num_programs(0)).to(tl.int64)
+    end = tl.minimum((row + 1) * share, room)
+    for first in range(tl.maximum(row * share, used), end, AT_ONCE):
+        unused = first + lane
+        tl.store(listed_ptr + unused, tl.load(index_ptr + unused, mask=unused < entries, other=0), mask=unused < end)
+        tl.store(kinds_ptr + unused, tl.load(tile_ptr + unused, mask=unused < entries, other=0), mask=unused < end)
+
+
+@triton.jit
+def _row_of(
+    number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """The row of the lists that some work items walk for one member of their group; row 0 for numbers past the end."""
+    of_head = number // tiles
+    batch, head = of_head // heads, of_head % heads * GROUP + member
+    pattern = tl.load(pattern_ptr + batch * batch_stride + head * head_stride, mask=number < items, other=0)
+    block = number % tiles * tile // held
+    return tl.where(number < items, pattern.to(tl.int64) * blocks + block, 0)
+
+
+@triton.jit(
+    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
+    do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
+)
+def size_kernel(
+    pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; [items], int32 if EXACT and else int8
+    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
+    EXACT: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes what work items are sorted by: see launch_order.py."""
+    number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+    size = tl.zeros([AT_ONCE], tl.int64)
+    for member in tl.static_range(GROUP):
+        row = _row_of(
+            number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
+        )
+        size += tl.load(count_ptr + row)
+    if EXACT:
+        tl.store(keys_ptr + number, size.to(tl.int32), mask=number < items)
+    else:
+        size = tl.maximum(size, 1)
+        octave = ((size * size).to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023  # the exponent
+        tl.store(keys_ptr + number, octave.to(tl.int8), mask=number < items)
+
+
+@triton.jit(
+    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
+    do_not_specialize_on_alignment=["pattern_ptr", "start_ptr", "full_ptr", "count_ptr"],
+)
+def work_kernel(
+    pattern_ptr, start_ptr, full_ptr, count_ptr, index_ptr, tile_ptr,  # int32 [B, Hq], [rows] thrice, [room] twice
+    order_ptr, work_ptr,  # int64 [items], int32 [items, GROUP, 8]
+    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
+    GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes the work items that are at some places of the order."""
+    place = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+    here = place < items
+    number = tl.load(order_ptr + place, mask=here, other=items)
+    for member in tl.static_range(GROUP):
+        row = _row_of(
+            number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
+        )
+        start, full = tl.load(start_ptr + row), tl.load(full_ptr + row)
+        masked = start + full
+        item_ptr = work_ptr + (place * GROUP + member) * 8
+        tl.store(item_ptr, number.to(tl.int32), mask=here)
+        tl.store(item_ptr + 1, start, mask=here)
+        tl.store(item_ptr + 2, full, mask=here)
+        tl.store(item_ptr + 3, tl.load(count_ptr + row), mask=here)
+        tl.store(item_ptr + 4, tl.load(index_ptr + start), mask=here)
+        tl.store(item_ptr + 5, tl.load(index_ptr + masked), mask=here)
+        tl.store(item_ptr + 6, tl.load(tile_ptr + masked), mask=here)
+        tl.store(item_ptr + 7, tl.zeros([AT_ONCE], tl.int32), mask=here)

@@ -1,0 +1,238 @@
+"""The plans of dynamic masks that kernels make: the same as PyTorch's operations make, in fewer launches."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dynamic_masks import dynamic_problems, made_dynamic
+from exactness import NAMES, check, results
+from plans import plan
+from sparseflash import BlockMask, attention, clear_caches, masks
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.schedule import fused, launch_order
+from sparseflash.backends.triton.schedule import plan as planning
+from sparseflash.backends.triton.schedule.launch_order import start_order
+from sparseflash.blockmask import streams
+from strategies import SEEDS, block_masks
+from uninterpreted import python
+from waiting import NoWaiting
+
+HEADS = 4
+
+
+def by(way):
+    """Makes dynamic masks be planned one of the ways."""
+    return mock.patch.object(planning, "_DEVICES", ["cpu", "cuda"] if way == "kernels" else [])
+
+
+def worklists(mask, way, *, axes=(0, 1), batch=1, kv_heads=HEADS, tile=16):
+    """The work over rows (0) and over columns (1), made anew."""
+    mask = dataclasses.replace(mask, indices=mask.indices.view(-1))  # another tensor has another cache
+    with by(way):
+        made = plan(mask, batch, HEADS, kv_heads)
+        return [made.worklist(axis, tile) for axis in axes]
+
+
+def assert_same(ours, theirs):
+    for axis, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for name in ("index", "tile", "words", "work"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert x.dtype == y.dtype and torch.equal(x, y), f"{name} over axis {axis}"
+        assert (a.parts, a.merged) == (b.parts, b.merged) == (0, None)
+
+
+def assert_planned_alike(mask, **arguments):
+    with mock.patch.object(planning, "full_first", side_effect=AssertionError("operations")):
+        ours = worklists(mask, "kernels", **arguments)
+    assert_same(ours, worklists(mask, "operations", **arguments))
+
+
+@pytest.mark.parametrize("few", [launch_order._FEW, 0], ids=["sorted to the tile", "sorted by octaves"])
+@given(block_masks(130, blocks=(16, 32), batch=2, heads=HEADS), SEEDS, st.sampled_from([1, 2, 4]))
+def test_kernels_plan_what_operations_plan(few, mask, seed, kv_heads):
+    with mock.patch.object(launch_order, "_FEW", few):
+        assert_planned_alike(made_dynamic(mask, seed), batch=2, kv_heads=kv_heads)
+
+
+def long_rows():
+    """Rows of more tiles than a program reads at a time, with full and partial tiles in turn, and an empty row."""
+    live = torch.rand(64, 16 * 300, generator=torch.Generator().manual_seed(0)) < 0.9
+    live = live | (torch.arange(16 * 300) // 16 % 3 > 0)
+    live[:, ::17] = False
+    live[16:32] = False
+    live[32:48, 16 * 150 :] = True
+    return BlockMask.from_dense(live, block=16)
+
+
+def test_rows_longer_than_a_program_reads_at_a_time():
+    mask = made_dynamic(long_rows(), seed=0)
+    assert int(mask.indptr.diff().max()) > 2 * fused._AT_ONCE
+    assert_planned_alike(mask, axes=(0,))
+
+
+def test_more_unused_room_than_a_program_looks_after_at_a_time():
+    """Kernels read one tile past a list, and an item without tiles names the first that follows."""
+    scores = torch.rand(1, 4, 600, generator=torch.Generator().manual_seed(0))
+    mask = masks.mass_blocks(scores, mass=0.1, q_len=64, k_len=9600, block=16)
+    room = len(mask.indices) - int(mask.indptr[-1])
+    assert room > 4 * 2 * fused._AT_ONCE
+    mask.indices[-room:] = torch.arange(room) % 600
+    mask.tile[-room:] = torch.arange(room) % 2
+    assert_planned_alike(mask, axes=(0,))
+
+
+def test_patterns_that_batch_elements_and_heads_share_are_read_where_they_lie():
+    mask = made_dynamic(masks.causal(100, block=16), seed=1)
+    for pattern in (mask.pattern, torch.tensor([[1, 0, 1, 1]]), torch.tensor([[1], [0], [1]])):
+        each = dataclasses.replace(mask, pattern=pattern.to(torch.int32))
+        assert_planned_alike(each, batch=3, kv_heads=2)
+
+
+def shifted(array):
+    """The same numbers at an address that is no multiple of 16."""
+    found = torch.cat([array.new_zeros(1), array.view(-1)])[1:].view(array.shape)
+    assert found.data_ptr() % 16
+    return found
+
+
+def test_arrays_may_begin_at_any_address():
+    mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
+    arrays = {name: shifted(getattr(mask, name)) for name in ("indptr", "indices", "tile", "pattern")}
+    assert_planned_alike(dataclasses.replace(mask, **arrays))
+
+
+@given(st.lists(st.integers(0, 2**20), min_size=1, max_size=50))
+@example([1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 22, 23, 45, 46, 90, 91, 181, 182, 362, 363])
+def test_lengths_less_than_half_an_octave_apart_count_as_equal(lengths):
+    def octave(length):  # twice the logarithm, rounded down, in integers
+        return (max(length, 1) ** 2).bit_length()
+
+    want = sorted(range(len(lengths)), key=lambda i: -octave(lengths[i]))
+    with mock.patch.object(launch_order, "_FEW", 0):
+        assert start_order(torch.tensor(lengths)).tolist() == want
+
+
+@given(dynamic_problems(most_tokens=40, most_heads=2, head_dims=(16,), blocks=(16, 32), dtypes=(torch.float16,)))
+@settings(max_examples=max(1, settings().max_examples // 5))
+def test_attention_with_these_plans_has_the_same_bits_and_is_exact(problem):
+    with by("operations"):
+        want = results(problem, "triton", "cpu")
+    with by("kernels"):
+        got = results(problem, "triton", "cpu")
+        check(problem, "triton")
+    for name in NAMES:
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+def test_rows_are_planned_in_three_launches_and_a_sort():
+    mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
+    with by("kernels"), mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
+        plan(mask, 1, HEADS).worklist(0, 16)
+    assert (started.call_count, seen.started) == (3, 1)
+
+
+def test_programs_at_a_time_do_not_matter_where_nothing_is_cut():
+    with by("kernels"):
+        made = plan(made_dynamic(masks.causal(100, block=16), seed=0))
+        assert made.worklist(0, 16, resident=2) is made.worklist(0, 16, resident=3)
+
+
+def test_masks_that_are_not_dynamic_are_planned_by_operations():
+    with by("kernels"), mock.patch.object(Launch, "start", side_effect=AssertionError("kernels")):
+        plan(masks.causal(100, block=16)).worklist(0, 16)
+        with pytest.raises(AssertionError, match="kernels"):
+            plan(made_dynamic(masks.causal(100, block=16), seed=0)).worklist(0, 16)
+
+
+def test_what_has_more_entries_than_kernels_count_is_planned_by_operations():
+    mask = made_dynamic(masks.causal(100, block=16), seed=0)
+    with by("kernels"), mock.patch.object(planning, "_MOST_ENTRIES", len(mask.indices)):
+        assert not plan(mask).lists.fused
+
+
+def test_a_graph_records_the_kernels_only_once_they_are_loaded():
+    recorded = mock.patch.object(streams, "is_capturing", lambda device: True)
+    clear_caches()
+    with by("kernels"):
+        with recorded, pytest.raises(RuntimeError, match="loads its kernels at the first call"):
+            plan(made_dynamic(masks.causal(100, block=16), seed=0)).worklist(0, 16)
+        plan(made_dynamic(masks.causal(100, block=16), seed=0)).worklist(0, 16)
+        with recorded:
+            mask = made_dynamic(masks.local(100, window=30, block=16), seed=1)
+            ours = plan(mask).worklist(0, 16)
+    with by("operations"):
+        theirs = plan(dataclasses.replace(mask, indices=mask.indices.view(-1))).worklist(0, 16)
+    assert_same([ours], [theirs])
+
+
+def test_they_are_compiled_for_hopper_and_started_directly():
+    source = """
+from unittest import mock
+from experiments.benchmarks.compile.without_gpu import compiling_for
+from sparseflash import masks
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.direct_start import parameters_of_compiled
+from sparseflash.backends.triton.schedule import launch_order, plan
+import torch
+with mock.patch.object(plan, "_DEVICES", ["cpu"]), compiling_for(90) as compiled:
+    for few in (1024, 0):
+        launch_order._FEW = few
+        for heads in (2, 4):
+            mask = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=60, block=16)
+            made = plan.plan_of(Problem.of(mask, scale=1.0), (1, heads), 2, (60, 60))
+            made.worklist(0, 16), made.worklist(1, 16)
+for name, kernel in compiled:
+    assert parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None, name
+print(*sorted({name for name, _ in compiled}), len({kernel.hash for _, kernel in compiled}))
+"""
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    # Alone and in groups of two; what is sorted by octaves is written in int8.
+    assert done.stdout.split() == ["list_kernel", "size_kernel", "work_kernel", str(1 + 4 + 2)]
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+def chosen(scores, block=64):
+    return masks.top_k_blocks(scores, k=5, q_len=block * scores.shape[-2], block=block, causal=True, local_blocks=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [7, 70, 700])  # of four heads: few items, more, and more than one kernel sorts
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_gpu_plans_what_operations_plan(rows, kv_heads):
+    scores = torch.rand(2, HEADS, rows, rows, generator=torch.Generator().manual_seed(rows))
+    for mask in (chosen(scores), made_dynamic(masks.local(64 * rows, window=500, block=64), seed=rows)):
+        mask = mask.to("cuda")
+        for each in (mask, dataclasses.replace(mask, indptr=shifted(mask.indptr), tile=shifted(mask.tile))):
+            for tile in (64, 32):
+                arguments = {"batch": 2, "kv_heads": kv_heads, "tile": tile}
+                assert_planned_alike(each, **arguments)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_plans_anew_at_every_replay():
+    q, k, v = torch.randn(3, 1, HEADS, 1280, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    scores = torch.rand(1, HEADS, 20, 20, device="cuda")
+
+    def step():
+        mask = chosen(scores)
+        work = plan(mask, 1, HEADS).worklist(0, 64)
+        return attention(q, k, v, mask), work
+
+    step()  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, work = step()
+    for seed in range(3):
+        scores.copy_(torch.rand(1, HEADS, 20, 20, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        with by("operations"):
+            want, theirs = step()
+        assert torch.equal(out, want)
+        assert_same([work], [theirs])
