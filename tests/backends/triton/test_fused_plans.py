@@ -85,8 +85,9 @@ def test_more_unused_room_than_a_program_looks_after_at_a_time():
     assert_planned_alike(mask, axes=(0,))
 
 
-def test_patterns_that_batch_elements_and_heads_share_are_read_where_they_lie():
-    mask = made_dynamic(masks.causal(100, block=16), seed=1)
+@pytest.mark.parametrize("block", [16, 32])  # items of 16 queries
+def test_patterns_that_batch_elements_and_heads_share_are_read_where_they_lie(block):
+    mask = made_dynamic(masks.causal(100, block=block), seed=1)
     for pattern in (mask.pattern, torch.tensor([[1, 0, 1, 1]]), torch.tensor([[1], [0], [1]])):
         each = dataclasses.replace(mask, pattern=pattern.to(torch.int32))
         assert_planned_alike(each, batch=3, kv_heads=2)
