@@ -64,20 +64,20 @@ class SplitRule(NamedTuple):
     Examples with 16,384 tokens: the number of chunks of the longest row, and the cost of the chunks of all rows, at
     most, as a share of the work
 
-        2 global rows and columns, window 3, 3 random, blocks of 128, D = 128    2 chunks   0.2 %
-                                                       blocks of 64, D = 64      4 chunks   0.2 %
+        2 global rows and columns, window 3, 3 random, blocks of 128, D = 128    4 chunks   0.3 %
+                                                       blocks of 64, D = 64      7 chunks   0.3 %
         causal, dense                                                            not cut
-        1,024 queries that see 65,536 keys, D = 128                              2 chunks   0.2 %
-        1 query that sees 65,536 keys, D = 64                                   32 chunks   3.1 %
+        1,024 queries that see 65,536 keys, D = 128                              5 chunks   0.5 %
+        1 query that sees 65,536 keys, D = 64                                   64 chunks   6.2 %
     """
 
     multiprocessors: int = 132  # of an H100; constant, so that on all GPUs bits depend only on the tile sizes
-    heads: int = 16
+    heads: int = 8
     fewest: int = 2048  # tokens per chunk, or
     fewest_tiles: int = 16  # this many times the tokens that a program holds, if that is less
     far: float = 4.0  # an item longer than this many times the mean is far longer than the rest
     worth: float = 1.5  # the longest item must be this many times the chunk's length if far longer than the rest,
-    worth_alike: float = 1.9  # and otherwise this many times
+    worth_alike: float = 4.0  # and otherwise this many times
 
     def shortest(self, held: int) -> int:
         """The length of the shortest chunk, in tokens."""

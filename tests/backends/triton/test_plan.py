@@ -48,11 +48,6 @@ def test_rows_and_columns_walk_every_live_tile_once(data):
     )
 
 
-def test_the_columns_of_a_group_that_are_long_enough_to_be_cut_are_walked_once():
-    assert plan(masks.dense(97, block=32), 1, 4, 1).worklist(1, 16).parts > 0
-    assert_walked_once(masks.dense(97, block=32), 1, 4, 1)
-
-
 def assert_walked_once(mask, batch, heads, kv_heads):
     """In whole lists; test_splits.py tests those that are cut."""
     pattern = mask.pattern.expand(batch, heads)
