@@ -16,10 +16,10 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.remedies import refuse
 from sparseflash.validation import check_mask, check_tensors, checked_scale
 
-BACKENDS = ("triton", "blockwise", "reference")
-Backend = Literal["triton", "blockwise", "reference"]
+BACKENDS = ("triton", "hopper", "blockwise", "reference")
+Backend = Literal["triton", "hopper", "blockwise", "reference"]
 # The kernels of the Triton backend that each choice of backend asks for; "" lets the Triton backend choose.
-KERNELS = {None: "", "triton": "portable"}
+KERNELS = {None: "", "triton": "portable", "hopper": "hopper"}
 
 
 @overload
@@ -80,9 +80,12 @@ def attention(
             of a CUDA graph. The same seed drops the same weights in every backend and on every device
             (`dropout.keep_mask` returns them). None: drawn from PyTorch's generator of q's device, so that
             `torch.manual_seed` fixes it.
-        backend: `"triton"`, the GPU kernels (fp16, bf16, fp32; D and Dv from 16 to 256), is the default for CUDA
-            tensors; `"blockwise"`, PyTorch over the live tiles, is the default for all others; `"reference"` computes
-            the dense matrix and defines the semantics. A backend that cannot run raises; none falls back to another.
+        backend: `"triton"`, the portable GPU kernels (fp16, bf16, fp32; D and Dv from 16 to 256), is the default for
+            CUDA tensors; `"hopper"`, kernels for compute capability 9.0 (fp16, bf16; D = Dv = 64, 96 or 128; no
+            dropout, no dynamic masks), is experimental and runs only if asked for: its backward has been tested in an
+            interpreter alone; `"blockwise"`, PyTorch over the live tiles, is the default for all other tensors;
+            `"reference"` computes the dense matrix and defines the semantics. A backend that cannot run raises; none
+            falls back to another.
 
     Returns:
         `out [B, Hq, Nq, Dv]` in the inputs' dtype, or `(out, lse)`. A query without a live key has `out = 0` and

@@ -63,6 +63,7 @@ def explain(
     >>> print(explain(q, k, v, masks.local(4096, window=512), capability=(9, 0)))  # doctest: +ELLIPSIS
     backend triton: asked for by its compute capability
     portable kernels, compute capability 9.0
+      not hopper: ...
       forward: ... x 128 (queries x keys) a step, ... warps, ... stages, half arithmetic
         ... programs; ... tiles, 5 in the longest
         walks tiles of 128 x 128: ...
@@ -83,13 +84,13 @@ def explain(
     check_tensors(q, k, v)
     if mask is not None:
         check_mask(mask, q, k, any_device=capability is not None)
-    if capability is not None and backend not in (None, "triton"):
-        raise ValueError(f"backend must be 'triton' or None if capability is given; got {backend!r}.")
+    if capability is not None and backend not in KERNELS:
+        raise ValueError(f"backend must be 'triton', 'hopper' or None if capability is given; got {backend!r}.")
     if capability is None:
         name, why = chosen_backend(backend, q.device)
     else:
-        name, why = "triton", "asked for by its compute capability"
-    if name != "triton":
+        name, why = backend or "triton", "asked for by its compute capability"
+    if name not in KERNELS:
         return Explanation(name, why)
     from sparseflash.backends.triton import api
     from sparseflash.backends.triton import device as gpu

@@ -83,6 +83,16 @@ MAY_IMPORT = {
         f"{_TRITON}/overrides.py",
         f"{_TRITON}/schedule",
     ),
+    f"{_TRITON}/hopper": (
+        "sparseflash/blockmask/cache.py",
+        "sparseflash/blockmask/streams.py",
+        "sparseflash/blockmask/transfer.py",
+        f"{_BACKENDS}/registration.py",
+        f"{_TRITON}/family.py",
+        f"{_TRITON}/launcher.py",
+        f"{_TRITON}/portable",  # what merges chunks, and how launches are shared
+        f"{_TRITON}/schedule",
+    ),
     "sparseflash/interop": ("sparseflash/blockmask",),
     "sparseflash/analysis": ("sparseflash/blockmask",),
     "sparseflash/draw": ("sparseflash/blockmask",),

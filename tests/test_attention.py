@@ -265,7 +265,7 @@ def test_a_single_length_holds_for_the_whole_batch(backend):
 
 def test_an_unknown_backend_is_refused():
     with pytest.raises(
-        ValueError, match=r"backend must be one of 'triton', 'blockwise', 'reference', or None; got 'x'"
+        ValueError, match=r"backend must be one of 'triton', 'hopper', 'blockwise', 'reference', or None; got 'x'"
     ):
         attention(Q, Q, Q, backend="x")
 

@@ -107,7 +107,8 @@ def test_dropout_and_lengths_are_explained_too():
 
 def test_what_attention_refuses_is_refused():
     q, k, v = empty(tokens=64)
-    with pytest.raises(ValueError, match="backend must be 'triton' or None if capability is given; got 'reference'"):
+    named = "backend must be 'triton', 'hopper' or None if capability is given; got 'reference'"
+    with pytest.raises(ValueError, match=named):
         explain(q, k, v, backend="reference", **HOPPER)
     with pytest.raises(ValueError, match="backend must be one of"):
         explain(q, k, v, backend="cuda")

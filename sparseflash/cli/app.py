@@ -89,7 +89,7 @@ def check(
         typer.Option(help=f"Comma-separated, of {', '.join(DTYPES)}.", show_default="all on a GPU, fp32 on a CPU"),
     ] = None,
     backend: Annotated[
-        Literal["triton", "blockwise", "reference"] | None,
+        Literal["triton", "hopper", "blockwise", "reference"] | None,
         typer.Option(help="The backend to check.", show_default="triton on a GPU, blockwise on a CPU"),
     ] = None,
     device: Device = None,

@@ -56,7 +56,7 @@ def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Pa
     for argument, name in enumerate(names):
         kind = signature[name]
         if isinstance(kind, str) and kind.startswith("tensordesc"):
-            rank = kind.partition("[")[2].count(",") + 1
+            rank = kind.partition("]")[0].count(",") + 1  # Gluon's names go on with a layout
             found.append(Parameter(argument, None, DESCRIPTOR))
             found += [Parameter(argument, item, "iq"[item >= rank]) for item in range(2 * rank)]
             continue
@@ -97,7 +97,7 @@ def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Paramete
     """The parameters of a kernel that Triton has compiled; None if it cannot be started directly."""
     metadata = compiled.metadata
     plain = (
-        metadata.num_ctas == 1 and not metadata.launch_pdl and not metadata.launch_cooperative_grid
+        metadata.num_ctas == 1 and not metadata.launch_pdl
         and metadata.global_scratch_size == 0 and metadata.profile_scratch_size == 0
         and not any(each["fp4_padded"] or each.get("is_im2col") for each in metadata.tensordesc_meta or ())
     )  # fmt: skip
@@ -174,6 +174,9 @@ class DirectStart:
         addresses = [*(places[each] for each in parameters), end, end + 8]
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         self._launch, self._replace = _functions()
+        self._last: tuple[None, ...] = (None,)  # of the arguments
+        if metadata.launch_cooperative_grid:
+            self._launch, self._last = _launch_of_resident(), ()
 
     def __call__(self, programs: int, given: Sequence[Any]) -> None:
         """Starts the kernel on the current stream of its device, which must be the current device."""
@@ -186,10 +189,10 @@ class DirectStart:
             for descriptor, place in self._descriptors:
                 self._replace(descriptor, values[place])
             grid = programs, 1, 1, self._threads, 1, 1, self._shared
-            result = self._launch(self._function, *grid, stream, self._parameters, None)
+            result = self._launch(self._function, *grid, stream, self._parameters, *self._last)
             if result == _INVALID_CONTEXT:
                 torch.cuda.set_device(self._device)
-                result = self._launch(self._function, *grid, stream, self._parameters, None)
+                result = self._launch(self._function, *grid, stream, self._parameters, *self._last)
         if result != 0:
             raise_if_failed(result, f"to start {self._name}")
 
@@ -238,3 +241,10 @@ def _functions() -> tuple[Any, Any]:
     launch.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
     replace.argtypes = (pointer, pointer)
     return launch, replace
+
+
+def _launch_of_resident() -> Any:
+    """The driver's launch of programs that all run at once: it refuses a grid for which there is no room."""
+    launch = cuda_driver().cuLaunchCooperativeKernel
+    launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p)
+    return launch

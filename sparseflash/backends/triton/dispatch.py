@@ -21,7 +21,22 @@ def _portable_refuses(request: Request) -> str | None:
     return None  # what no kernel can do has been refused already
 
 
-FAMILIES = (Family("portable", _portable_refuses, _portable_passes),)  # fastest first
+def _hopper_passes() -> Any:
+    from sparseflash.backends.triton.hopper.passes import backward, forward
+
+    return forward, backward
+
+
+def _hopper_refuses(request: Request) -> str | None:
+    from sparseflash.backends.triton.hopper.support import refuses
+
+    return refuses(request)
+
+
+FAMILIES = (  # fastest first
+    Family("hopper", _hopper_refuses, _hopper_passes, only_on_request="its backward has not run on a GPU yet"),
+    Family("portable", _portable_refuses, _portable_passes),
+)
 
 
 class Decision(NamedTuple):
@@ -41,6 +56,8 @@ def decide(request: Request, wanted: str = "") -> Decision:
         if wanted not in ("", family.name):
             continue
         reason = family.refuses(request)
+        if reason is None and not wanted and family.only_on_request:
+            reason = f"only where asked for: {family.only_on_request}"
         if reason is None:
             return Decision(family, refusals)
         refusals[family.name] = reason

@@ -97,3 +97,4 @@ class Family(NamedTuple):
     name: str
     refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None
     passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them
+    only_on_request: str = ""  # why it is not chosen unless a call names it

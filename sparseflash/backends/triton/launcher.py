@@ -36,14 +36,19 @@ class Variant:
 
     def __init__(
         self, function: Any, constants: Mapping[str, Any], device: torch.device, *, num_warps: int, num_stages: int,
-        registers: int = 0,
+        registers: int = 0, resident: bool = False,
     ) -> None:  # fmt: skip
-        """constants: arguments that are the same for all launches, by name. registers: limit per thread, 0 for none."""
+        """constants: arguments that are the same for all launches, by name. registers: limit per thread, 0 for none.
+
+        resident: the programs of a launch wait for one another, so the driver must run all at once or refuse.
+        """
         self.function, self.constants, self.device = function, dict(constants), device
         self.names: tuple[str, ...] = tuple(function.arg_names)
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, **OPTIONS}
         if registers:
             self.options["maxnreg"] = registers
+        if resident:
+            self.options["launch_cooperative_grid"] = True
         self._compiled: Any = None  # what Triton has compiled
         self._parameters: list[Parameter] | None = None  # None unless the kernel can be started directly
         self._function = 0  # the driver's handle, if the kernel can be started directly
@@ -186,12 +191,22 @@ class BoundLaunch(NamedTuple):
 class Describe:
     """Makes TMA descriptors of tensors that differ only in their address."""
 
-    def __init__(self, like: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
-        from triton.tools.tensor_descriptor import TensorDescriptor
+    def __init__(
+        self, like: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], layout: Any = None
+    ) -> None:
+        """layout: of the box in shared memory, for kernels written in Gluon."""
+        # Validated once, here: the constructor takes 3 us per call.
+        sizes = list(shape), list(strides), list(box)
+        checked: Any
+        if layout is None:
+            from triton.tools.tensor_descriptor import TensorDescriptor
 
-        # Validated once, here: TensorDescriptor's constructor takes 3 us per call.
-        checked = TensorDescriptor(like, list(shape), list(strides), list(box))
-        self._kind, self._fields = TensorDescriptor, dict(checked.__dict__)
+            checked = TensorDescriptor(like, *sizes)
+        else:
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+            checked = GluonDescriptor(like, *sizes, layout)
+        self._kind, self._fields = type(checked), dict(checked.__dict__)
 
     def __call__(self, x: Tensor) -> Any:
         made = object.__new__(self._kind)

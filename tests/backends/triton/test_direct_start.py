@@ -26,12 +26,18 @@ class Driver:
     def __init__(self, monkeypatch, parameters):
         self.parameters, self.launches, self.results, self.encoded, self.replaced = parameters, [], [], [], []
         monkeypatch.setattr(direct_start, "_functions", lambda: (self.launch, self.replace))
+        monkeypatch.setattr(direct_start, "_launch_of_resident", lambda: self.launch_resident)
         monkeypatch.setattr(direct_start, "cuda_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=self.encode))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1234, raising=False)
 
-    def launch(self, function, *rest):
-        *grid, stream, addresses, extra = rest
-        assert function.value == 99 and stream == 1234 and extra is None
+    def launch(self, *arguments):
+        *others, extra = arguments
+        assert extra is None
+        return self.launch_resident(*others)
+
+    def launch_resident(self, function, *rest):
+        *grid, stream, addresses = rest
+        assert function.value == 99 and stream == 1234
         values = []
         for parameter, address in zip(self.parameters, addresses):
             size = 128 if parameter.code == DESCRIPTOR else struct.calcsize(parameter.code)
@@ -51,8 +57,10 @@ class Driver:
         return 0
 
 
-def metadata(descriptors=()):
-    return SimpleNamespace(name="some_kernel", num_warps=4, shared=512, tensordesc_meta=list(descriptors))
+def metadata(descriptors=(), resident=False):
+    return SimpleNamespace(
+        name="some_kernel", num_warps=4, shared=512, tensordesc_meta=list(descriptors), launch_cooperative_grid=resident
+    )  # fmt: skip
 
 
 def number(kind, draw):
@@ -144,6 +152,19 @@ def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeyp
     gpu.results = [1]
     with pytest.raises(RuntimeError, match="some_kernel"):
         start(1, [])
+
+
+def test_programs_that_wait_for_one_another_are_started_together(monkeypatch):
+    driver = Driver(monkeypatch, parameters_of({"x": "i32"}, ["x"]))
+    monkeypatch.setattr(driver, "launch", None)
+    start = DirectStart(99, metadata(resident=True), driver.parameters, [1], [0], CPU)
+    start(132, [5])
+    assert driver.launches == [((132, 1, 1, 128, 1, 1, 512), [5])]
+
+
+def test_a_descriptor_of_gluon_has_the_rank_of_its_box():
+    kind = "tensordesc<fp32[64, 128],NVMMASharedLayout(128, 32, 2, False, False, [])>"
+    assert [each.code for each in parameters_of({"x": kind}, ["x"])] == [DESCRIPTOR, *"iiqq"]
 
 
 def test_a_type_that_is_not_known_is_not_started():

@@ -177,7 +177,7 @@ class KernelLayout:
 
 def launch_of(
     function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
-    device: torch.device, described: Mapping[str, Describe], *, bound: Sequence[str], **options: int,
+    device: torch.device, described: Mapping[str, Describe], *, bound: Sequence[str], **options: Any,
 ) -> Launch:  # fmt: skip
     """A launch without work, of a variant shared by all layouts on which Triton specialises in the same way.
 

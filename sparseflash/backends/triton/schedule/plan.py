@@ -9,6 +9,7 @@ the lengths of the lists once, to cut those that are far too long (see splits.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,11 +79,12 @@ class Plan:
 
     def __init__(self, lists: MaskLists, pattern: Tensor, kv_heads: int, tiles_per_head: float) -> None:
         self.lists = lists
-        self._pattern = pattern  # int32 [B, Hq]
-        self._kv_heads = kv_heads
+        self.pattern = pattern  # int32 [B, Hq]
+        self.kv_heads = kv_heads
         self._worklists: dict[tuple[int, int, Tiling | None, int], Worklist] = {}
         self.tiles_per_head = tiles_per_head  # live tiles, mean over the patterns; capacity of a dynamic mask
         self.launches = BoundedDict(_MOST_LAUNCHES)
+        self.derived: dict[Any, Any] = {}  # the work in other forms than a worklist, one entry a kind
 
     @property
     def device(self) -> torch.device:
@@ -112,8 +114,8 @@ class Plan:
 
     def _made(self, lists: TileLists, axis: int, tile: int, resident: int) -> Worklist:
         tokens = self.lists.tokens
-        batch, heads = self._pattern.shape
-        shape = (batch, heads, 1) if axis == 0 else (batch, self._kv_heads, heads // self._kv_heads)
+        batch, heads = self.pattern.shape
+        shape = (batch, heads, 1) if axis == 0 else (batch, self.kv_heads, heads // self.kv_heads)
         count = -(-tokens[axis] // tile)
         if batch * shape[1] * count >= 2**31:
             raise ValueError(
@@ -123,9 +125,9 @@ class Plan:
             from sparseflash.backends.triton.schedule import fused  # late: needs Triton
 
             lists.ready.wait()
-            work = fused.work_in_start_order(lists, self._pattern, shape, tokens[axis], tile)
+            work = fused.work_in_start_order(lists, self.pattern, shape, tokens[axis], tile)
             return Worklist(work, lists.index, lists.tile, lists.words)
-        pattern, on_host = self._pattern, self.lists.pattern
+        pattern, on_host = self.pattern, self.lists.pattern
         if on_host is not None and batch * heads * count <= HOST_PLAN_ITEMS:
             pattern = on_host.expand(batch, heads)
         else:

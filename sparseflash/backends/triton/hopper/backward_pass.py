@@ -1,0 +1,145 @@
+"""The backward by the kernels for Hopper, prepared for tensors of one layout and called with others like them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.hopper.backward import backward_kernel
+from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backward_plan
+from sparseflash.backends.triton.hopper.choices import described_choice
+from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, SMALLEST_SCALE, backward_config_for
+from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
+from sparseflash.backends.triton.hopper.plan import programs_of
+from sparseflash.backends.triton.hopper.rows import begin_kernel, finish_kernel
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe
+from sparseflash.backends.triton.portable.choice import can_describe
+from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, launch_of, strides_of
+from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.blockmask.cache import once
+
+
+class Backward:
+    """The gradients of q, k and v."""
+
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, *, dlse: bool
+    ) -> None:  # fmt: skip
+        plan, config = setting.plan, backward_config_for(q.shape[-1])
+        (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
+        row_tiles = -(-q_len // BLOCK[0])
+        self.plan = planned_backward(plan, programs_of(plan.device))
+        halves = batch * heads * row_tiles * GROUPS
+        self._as_they_are, self._stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
+        counters = max(self.plan.chains, 1) * GROUPS
+        rows, acc = (torch.empty(x, device="meta") for x in ((halves * 2, ROWS), (counters * ROWS, config.dim)))
+        dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
+        lse, out = empty_lse(like(q)), like(out)
+        counted = torch.empty(counters, dtype=torch.int32, device="meta")
+        self._workspace = [one_number_of(x, plan.device) for x in (rows, acc, counted)]
+        lengths: dict[str, Any] = {}
+        if setting.lengths:
+            lengths = {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
+        clamped = max(scale, SMALLEST_SCALE)
+        numbers: dict[str, Any] = {
+            "counters": counters, "inverse_scale": 1.0 / clamped, "qk_scale": clamped * LOG2E, "scale": scale,
+            "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
+            "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
+        }  # fmt: skip
+        sizes = {"D": dim, "PADDED_D": config.dim, "ROWS": ROWS}
+        self._finishes = config.finish
+        examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
+        if dlse:
+            examples["dlse_ptr"] = lse
+        examples |= {"rows_ptr": rows, "counter_ptr": counted, **lengths}
+        self._begin = launch_of(
+            begin_kernel, sizes, numbers, examples, plan.device, {}, bound=(), num_warps=4, num_stages=1
+        ).bind(halves)
+        self._finish = launch_of(
+            finish_kernel, sizes, numbers, {"acc_ptr": acc, "dq_ptr": dq}, plan.device, {}, bound=("chain_ptr",),
+            num_warps=4, num_stages=2,
+        ).bind(halves, chain_ptr=self.plan.chain)  # fmt: skip
+
+        tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "dout_desc": read_as(dout)}
+        written = {"dk_desc": dk, "dv_desc": dv}
+        described = {
+            name: described_as(x, ROWS if name in ("q_desc", "dout_desc") else BLOCK[1], config.dim)
+            for name, x in {**tiles, **written}.items()
+        }
+        plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        described["rows_desc"] = Describe(rows, rows.shape, rows.stride(), [2, ROWS], plain)
+        shuffled = gl.NVMMASharedLayout.get_default_for([ROWS, config.dim], gl.float32)
+        described["acc_desc"] = Describe(acc, acc.shape, acc.stride(), [ROWS, config.dim], shuffled)
+        constants = {
+            "D": config.dim, "OUT_D": dim, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
+            "REGISTERS": config.registers,
+        }  # fmt: skip
+        bound = {
+            "start_ptr": self.plan.start, "work_ptr": self.plan.work, "entry_ptr": self.plan.entries,
+            "words_ptr": self.plan.words,
+        }  # fmt: skip
+        finished = {}
+        if config.finish:
+            finished = {"acc_ptr": acc, "dq_ptr": dq}
+            bound |= {
+                "finished_ptr": self.plan.finished, "chain_ptr": self.plan.chain, "length_ptr": self.plan.length
+            }  # fmt: skip
+        self._launch = launch_of(
+            backward_kernel, constants, numbers,
+            {**tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted, **finished, **lengths},
+            plan.device, described, bound=tuple(bound), num_warps=8, num_stages=1, registers=config.start_registers,
+            resident=True,
+        ).bind(self.plan.programs, **bound)  # fmt: skip
+
+    def __call__(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`(dq, dk, dv)`."""
+        dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
+        rows, acc, counters = self.workspace()
+        if not self._as_they_are:
+            q, k, v, dout = as_read(q), as_read(k), as_read(v), as_read(dout)
+        by_length = () if lengths is None else (lengths, lengths.stride(0))
+        self.plan.made.wait()
+        self._begin(out, dout, lse, *(() if dlse is None else (dlse,)), rows, counters, *by_length)
+        finished = (acc, dq) if self._finishes else ()
+        self._launch(q, k, v, dout, rows, acc, dk, dv, counters, *finished, *by_length)
+        if not self._finishes:
+            self._finish(acc, dq)
+        return dq, dk, dv
+
+    def workspace(self) -> list[Tensor]:
+        """Memory for what the kernels tell one another: rows of numbers, chains of dq, counters."""
+        return [torch.empty_like(each) for each in self._workspace]
+
+    def launches(self) -> list[BoundLaunch]:
+        """All kernels that a call launches."""
+        return [self._begin, self._launch, *([] if self._finishes else [self._finish])]
+
+    def choices(self) -> list[KernelChoice]:
+        """How the kernel runs that computes."""
+        loads = torch.stack([each.sum() for each in self.plan.work[:, 3].tensor_split(self.plan.start[1:-1].tolist())])
+        block = ROWS, BLOCK[1]
+        return [described_choice("dk, dv and dq", block, 11, self._stages, self._launch, loads, 0)]
+
+
+def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
+    """What the backward walks, from the plan's cache. Waits for the device, once."""
+
+    def make() -> BackwardPlan:
+        lists = plan.lists.get(1, Tiling(*reversed(BLOCK)))
+        lists.ready.wait()
+        pattern = plan.pattern
+        if plan.lists.pattern is not None:
+            pattern = plan.lists.pattern.expand(plan.pattern.shape)
+        return backward_plan(lists, pattern, plan.kv_heads, *plan.lists.tokens, plan.device, programs=programs)
+
+    return once(plan.derived, ("hopper backward", programs), make)

@@ -1,0 +1,54 @@
+"""How the kernels for Hopper are built for a head dim. Every configuration here is compiled by a test."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ROWS = 64  # queries of a warpgroup in the forward, and of a step of the backward
+GROUPS = 2  # warpgroups that multiply
+BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
+HEAD_DIMS = (64, 96, 128)
+# Scores of -inf times a scale of 0 would be NaN. This is as good as 0: 2 to the power of a score of 1e9 times it is 1.
+SMALLEST_SCALE = 1e-30
+
+
+class Config(NamedTuple):
+    """What the forward kernel takes besides its arguments."""
+
+    dim: int  # of the tiles; what a head has less is zeros
+    stages: int  # of keys and values, 2 * 128 * dim numbers each
+    registers: int = 240  # a thread of the warpgroups
+    loader_registers: int = 24
+    # What each thread has when the kernel starts: 384 threads of 168 are all that there are.
+    start_registers: int = 168
+    dynamic: bool = True  # programs take the next item that is left; else every so manieth
+    by_thread: bool = True  # each thread says for itself that it has read a stage, without waiting for the others
+
+
+class BackwardConfig(NamedTuple):
+    """What the backward kernel takes besides its arguments."""
+
+    dim: int
+    q_stages: int  # of queries, ROWS * dim numbers each
+    dout_stages: int
+    registers: int = 24  # a thread of the warps that load and send; the warpgroups get what is left
+    start_registers: int = 168
+    finish: bool = True  # dq in the one kernel, after items; else a kernel of its own does it at the end
+
+
+_CONFIGS = {64: Config(64, 4), 96: Config(128, 2), 128: Config(128, 2)}
+_BACKWARD = {64: BackwardConfig(64, 3, 3), 96: BackwardConfig(128, 3, 2), 128: BackwardConfig(128, 3, 2)}
+
+
+def config_for(head_dim: int) -> Config:
+    """The configuration of the forward for one of HEAD_DIMS.
+
+    >>> config_for(96).dim
+    128
+    """
+    return _CONFIGS[head_dim]
+
+
+def backward_config_for(head_dim: int) -> BackwardConfig:
+    """The configuration of the backward for one of HEAD_DIMS."""
+    return _BACKWARD[head_dim]

@@ -1,0 +1,468 @@
+"""The forward kernel for Hopper (sm_90): one program a multiprocessor runs item after item, as one stream.
+
+An item is a tile of queries with the list of its tiles of keys, full ones first. One warp loads; each of GROUPS
+warpgroups holds ROWS queries of the item. A step of the stream multiplies the queries with the keys of one tile and,
+under the softmax of that, the weights of the tile before with its values. So the first keys of an item are multiplied
+under the last values of the item before, and the matrix units see no end of an item.
+
+Two orders in which the work is written down matter, both seen in the machine code, where the compiler would move it:
+
+- The softmax ends with the wait for the next keys, which splits the code in two: what stands before stays before the
+  wait for the product, and runs under it. Without that the compiler waits for the product first.
+- The sums are rescaled when the next scores are already being computed.
+
+The stream goes on for two steps after the last item, which load nothing, so that no step needs a condition.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparseflash.backends.triton.hopper.gluon_api import async_load, async_store
+
+LN2 = gl.constexpr(0.6931471805599453)
+ITEM = gl.constexpr(8)  # numbers a work item: see plan.py
+RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
+# Queries have two buffers, but of an item that ends they are given back before its record is read for the last time.
+RECORDS = gl.constexpr(4)
+ROWS = gl.constexpr(64)  # of a warpgroup, which is what a matrix instruction takes
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
+
+# Of a record.
+BATCH_HEAD = gl.constexpr(0)
+BATCH = gl.constexpr(1)
+HEAD = gl.constexpr(2)
+FIRST_Q = gl.constexpr(3)
+FULL = gl.constexpr(4)  # steps whose scores are all live, which come first
+COUNT = gl.constexpr(5)  # steps; 0: the stream ends
+START = gl.constexpr(6)  # where the list begins
+TILE = gl.constexpr(7)  # the number of the first tile's bits, 0: full, -1: dead
+PART = gl.constexpr(8)  # which chunk of a longer item, from 1; 0: a whole one
+Q_LIMIT = gl.constexpr(9)  # queries from here on are dead
+K_LIMIT = gl.constexpr(10)  # and keys
+JUMP_LEFT = gl.constexpr(11)  # when so many steps are left,
+JUMP = gl.constexpr(12)  # so many tiles of the list are passed over
+
+
+# ---------------------------------------------------------------------- the loading warp
+
+
+@gluon.jit
+def next_item(counter_ptr, items):
+    """The number of an item that no other program has. Who takes the last number makes the counter ready for the next
+    launch: each program draws once for every item that it runs, so `items` numbers are drawn."""
+    drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
+    if drawn == items - 1:
+        gl.store(counter_ptr, 0)
+    return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def count_below(index_ptr, start, stop, limit):
+    """How many of the increasing numbers index[start : stop] are below `limit`."""
+    CHUNK: gl.constexpr = 128
+    count = 0
+    for first in range(start, stop, CHUNK):
+        at = first + gl.arange(0, CHUNK, layout=LANES)
+        block = gl.load(index_ptr + at, mask=at < stop, other=2147483647)
+        count += gl.sum((block < limit).to(gl.int32), 0)
+    return count
+
+
+@gluon.jit
+def cut_at_lengths(index_ptr, start, full, count, first_q, q_limit, k_limit, BLOCK_N: gl.constexpr):
+    """Leaves out the tiles at or past the end: `(first, full, count, k_limit, jump_left, jump)`, as in a record.
+
+    Of the full tiles those that lie inside stay full; the next, if it is cut by the end, is treated as a partial one.
+    The others are passed over, before `first` if all are. What is wholly dead keeps one step without a live key, so
+    that it is written like all others.
+    """
+    inside = count_below(index_ptr, start, start + full, k_limit // BLOCK_N)
+    touched = count_below(index_ptr, start, start + full, gl.cdiv(k_limit, BLOCK_N))
+    partial = count_below(index_ptr, start + full, start + count, gl.cdiv(k_limit, BLOCK_N))
+    is_dead = (first_q >= q_limit) | (touched + partial == 0)
+    inside = gl.where(is_dead, 0, inside)
+    partial = gl.where(is_dead, 0, partial)
+    k_limit = gl.where(is_dead, 0, k_limit)
+    jump = gl.where(is_dead, 0, full - touched)
+    first = start + gl.where(touched == 0, jump, 0)
+    return first, inside, gl.where(is_dead, 1, touched + partial), k_limit, partial, jump
+
+
+@gluon.jit
+def loader(
+    loads, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+):  # fmt: skip
+    """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
+    descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes = loads
+    index_ptr, tile_ptr = lists
+    q_desc, k_desc, v_desc = descriptors
+    q_s, k_s, v_s = tiles_s
+    q_full, q_empty, k_full, v_full, kv_empty = bars
+    items, heads, group, q_len, k_len, row_tiles = sizes
+    number = gl.arange(0, RECORD, layout=LANES)
+    ticket = gl.program_id(0)
+    step = 0
+    turn = 0
+    v_batch, v_head, v_first = 0, 0, 0
+    while ticket >= 0:
+        is_item = ticket < items
+        item_ptr = work_ptr + gl.minimum(ticket, items - 1) * ITEM
+        item, start = gl.load(item_ptr), gl.load(item_ptr + 1)
+        full, count = gl.load(item_ptr + 2), gl.load(item_ptr + 3)
+        block, tile, part = gl.load(item_ptr + 4), gl.load(item_ptr + 5), gl.load(item_ptr + 6)
+        if is_item:
+            if DYNAMIC:
+                ticket = next_item(counter_ptr, items)
+            else:
+                ticket += gl.num_programs(0)
+        else:
+            ticket = -1
+        batch_head = item // row_tiles
+        first_q = item % row_tiles * (GROUPS * ROWS)
+        batch, head = batch_head // heads, batch_head % heads
+        kv_head = head // group
+        q_limit, k_limit = q_len, k_len
+        jump_left, jump = -1, 0
+        if HAS_LENGTHS:
+            lengths_ptr, lengths_stride = lengths
+            q_limit = gl.minimum(gl.load(lengths_ptr + batch), q_len)
+            k_limit = gl.minimum(gl.load(lengths_ptr + (lengths_stride + batch)), k_len)
+            first, full, count, k_limit, jump_left, jump = cut_at_lengths(
+                index_ptr, start, full, count, first_q, q_limit, k_limit, BLOCK_N
+            )
+            if first > start:
+                start, block, tile = first, gl.load(index_ptr + first), gl.load(tile_ptr + first)
+        steps = gl.where(is_item, count, 2)
+
+        slot = turn & 1
+        for c in gl.static_range(GROUPS):
+            mbarrier.wait(q_empty.index(slot * GROUPS + c), ((turn >> 1) & 1) ^ 1)
+        record = gl.where(number == BATCH_HEAD, batch_head, 0)
+        record = gl.where(number == BATCH, batch, record)
+        record = gl.where(number == HEAD, head, record)
+        record = gl.where(number == FIRST_Q, first_q, record)
+        record = gl.where(number == FULL, gl.where(is_item, full, 1), record)
+        record = gl.where(number == COUNT, gl.where(is_item, count, 0), record)
+        record = gl.where(number == START, start, record)
+        record = gl.where(number == TILE, tile, record)
+        record = gl.where(number == PART, part, record)
+        record = gl.where(number == Q_LIMIT, q_limit, record)
+        record = gl.where(number == K_LIMIT, k_limit, record)
+        record = gl.where(number == JUMP_LEFT, jump_left, record)
+        record = gl.where(number == JUMP, jump, record)
+        record_s.index(turn % RECORDS).store(record)
+        for c in gl.static_range(GROUPS):
+            bar = q_full.index(slot * GROUPS + c)
+            mbarrier.arrive(bar, count=1)  # for the record
+            if is_item:
+                mbarrier.expect(bar, q_desc.block_type.nbytes)
+                async_load(q_desc, [batch, head, first_q + c * ROWS, 0], bar, q_s.index(slot * GROUPS + c))
+            else:
+                mbarrier.arrive(bar, count=1)
+        turn += 1
+
+        place = start
+        for i in range(steps):
+            stage = step % STAGES
+            first_k = block * BLOCK_N
+            place += gl.where(is_item, 1, 0)
+            if HAS_LENGTHS and (is_item & (count - i - 1 == jump_left)):
+                place += jump
+            block = gl.load(index_ptr + place)
+            mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            if is_item:
+                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                async_load(k_desc, [batch, kv_head, first_k, 0], k_full.index(stage), k_s.index(stage))
+            else:
+                mbarrier.arrive(k_full.index(stage), count=1)
+            if step == 0:
+                mbarrier.arrive(v_full.index(stage), count=1)
+            elif is_item | (i == 0):
+                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                async_load(v_desc, [v_batch, v_head, v_first, 0], v_full.index(stage), v_s.index(stage))
+            v_batch, v_head, v_first = batch, kv_head, first_k
+            step += 1
+
+
+# ---------------------------------------------------------------------- the warpgroups
+
+
+@gluon.jit
+def field(record_s, turn, N: gl.constexpr):
+    """Number N of an item's record."""
+    layout: gl.constexpr = gl.BlockedLayout([RECORD], [32], [4], [0])
+    number = gl.arange(0, RECORD, layout=layout)
+    return gl.sum(gl.where(number == N, record_s.index(turn % RECORDS).load(layout), 0), 0)
+
+
+@gluon.jit
+def by_thread(x, BLOCK_N: gl.constexpr):
+    """[ROWS, BLOCK_N] as [ROWS, ., 4, 4, 2]. A thread has all of a row but along the axis of four in the middle right,
+    which four threads share; what it reduces itself it reduces in short chains."""
+    return x.reshape([ROWS, BLOCK_N // 32, 4, 4, 2])
+
+
+@gluon.jit
+def row_maximum(s, BLOCK_N: gl.constexpr):
+    """[ROWS]"""
+    mine = gl.max(gl.max(gl.max(by_thread(s, BLOCK_N), 4), 2), 1)
+    return gl.convert_layout(gl.max(mine, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def partial_sums(p, BLOCK_N: gl.constexpr):
+    """[ROWS, 4], what each of the four threads of a row sums."""
+    return gl.sum(gl.sum(gl.sum(by_thread(p, BLOCK_N), 4), 2), 1)
+
+
+@gluon.jit
+def computed_here(x):
+    """x, exchanged with nobody: the compiler moves no exchange past the wait behind it, and so not what it needs."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def live_words(
+    words_ptr, tile, first_row, k_left,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HAS_LENGTHS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The bits of a tile, one a score, [ROWS, BLOCK_N // 32]: none if `tile` is -1. If HAS_LENGTHS all if it is 0, and
+    only those of its first `k_left` keys."""
+    WORDS: gl.constexpr = BLOCK_N // 32
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))
+    at = row[:, None] * WORDS + word[None, :]
+    is_stored = (at >= 0) & (tile > 0)
+    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (BLOCK_M * WORDS)
+    words = gl.load(tile_ptr + at, mask=is_stored, other=0)
+    if HAS_LENGTHS:
+        words = gl.where(tile == 0, -1, words)
+        left = gl.minimum(gl.maximum(k_left - word * 32, 0), 32)
+        inside = gl.where(left == 32, -1, (1 << (left & 31)) - 1)
+        words = words & inside[None, :]
+    return words
+
+
+@gluon.jit
+def masked(s, words, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """s where its bit is set, else -inf."""
+    shift = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
+    bits = gl.convert_layout(bits.reshape([ROWS, BLOCK_N]), s.type.layout, assert_trivial=True)
+    return gl.where(bits != 0, s, float("-inf"))
+
+
+@gluon.jit
+def consumer(
+    reads,
+    C: gl.constexpr,  # which of the warpgroups
+    BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, BY_THREAD: gl.constexpr,
+):  # fmt: skip
+    """out and lse of ROWS queries of every item."""
+    tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len = reads
+    q_s, k_s, v_s = tiles_s
+    q_full, q_empty, k_full, v_full, kv_empty = bars
+    index_ptr, tile_ptr = lists
+    dtype: gl.constexpr = q_s.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    A_ROWS: gl.constexpr = gl.SliceLayout(1, A)
+    # The layout S of [ROWS, BLOCK_N] as [ROWS, BLOCK_N // 32, 32], so that a thread has the words of its scores.
+    BITS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [ROWS, BLOCK_N // 32, 32],
+    )
+    WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
+    BLOCK_M: gl.constexpr = GROUPS * ROWS
+    PART_SIZE: gl.constexpr = BLOCK_M * (D + 2)  # as `combine_rows_kernel` wants it
+    # Scores, sums and weights of fp32 do not fit in the registers together; but to convert the weights late costs less.
+    IN_HALF: gl.constexpr = D > 64
+
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=S)
+    no_maximum = gl.full([ROWS], float("-inf"), gl.float32, layout=S_ROWS)
+    no_sum = partial_sums(zero, BLOCK_N)
+    SUMS: gl.constexpr = gl.SliceLayout(1, no_sum.type.layout)
+    m_i, l_i = no_maximum, no_sum  # l_i is spread over the four threads of a row
+    alpha = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
+    acc = gl.zeros([ROWS, D], gl.float32, layout=A)
+    p = zero.to(dtype) if IN_HALF else zero
+    goes_on = False  # whether the product of the next step is added to acc; else it is an item's first
+    step = 0
+    turn = -1
+    left, partial_left, place, tile, k_limit, jump_left = 0, 0, 0, 0, 0, 0
+    mbarrier.wait(k_full.index(0), 0)
+    running = True
+    while running:
+        begins = left == 0
+        if begins:
+            turn += 1
+            mbarrier.wait(q_full.index((turn & 1) * GROUPS + C), (turn >> 1) & 1)
+            left, place = field(record_s, turn, COUNT), field(record_s, turn, START)
+            partial_left = left - field(record_s, turn, FULL)
+            tile = field(record_s, turn, TILE)
+            if HAS_LENGTHS:
+                k_limit, jump_left = field(record_s, turn, K_LIMIT), field(record_s, turn, JUMP_LEFT)
+            running = left > 0
+        is_partial = left <= partial_left
+        words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
+        if is_partial:
+            k_left = BLOCK_N
+            if HAS_LENGTHS:
+                k_left = k_limit - gl.load(index_ptr + place) * BLOCK_N
+            words = live_words(words_ptr, tile, C * ROWS, k_left, BLOCK_M, BLOCK_N, HAS_LENGTHS, WORDS)
+        left -= 1
+        place += 1
+        if HAS_LENGTHS and left == jump_left:
+            place += field(record_s, turn, JUMP)
+        tile = gl.load(tile_ptr + place)  # of the next step: a load whose address waits for a load would hold it up
+
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        acc = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
+        q = q_s.index((turn & 1) * GROUPS + C)
+        s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(stage), phase)
+        weights = gl.convert_layout(p if IN_HALF else p.to(dtype), P)
+        acc = warpgroup_mma(weights, v_s.index(stage), acc, use_acc=goes_on, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+
+        if is_partial:
+            s = masked(s, words, BLOCK_N, BITS)
+        inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
+        ended = turn - 1
+        if begins:
+            if turn > 0:
+                # Before the wait for the next keys, which come after the next item's queries if this one has one tile.
+                mbarrier.arrive(q_empty.index((ended & 1) * GROUPS + C), count=1)
+                total = gl.convert_layout(gl.sum(l_i, 1), S_ROWS, assert_trivial=True)
+                row = C * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
+                part = field(record_s, ended, PART)
+                if HAS_PARTS and part > 0:
+                    part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
+                    gl.store(part_ptr + BLOCK_M * D + row, m_i)
+                    gl.store(part_ptr + BLOCK_M * (D + 1) + row, total)
+                    inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
+                else:
+                    q_row = field(record_s, ended, FIRST_Q) + row
+                    is_empty = total == 0.0
+                    if HAS_LENGTHS:
+                        is_empty = is_empty | (q_row >= field(record_s, ended, Q_LIMIT))
+                    lse = gl.where(is_empty, float("-inf"), (m_i + gl.log2(total)) * LN2)
+                    at = gl.cast(field(record_s, ended, BATCH_HEAD), gl.int64) * q_len + q_row
+                    gl.store(lse_ptr + at, lse, mask=q_row < q_len)
+                    inverse = gl.where(is_empty, 0.0, 1.0 / total)
+            m_i = no_maximum
+            l_i = no_sum
+        m_new = gl.maximum(m_i, row_maximum(s, BLOCK_N) * qk_scale)
+        # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
+        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+        p = gl.exp2(s * qk_scale - m_safe[:, None])
+        decay = gl.exp2(m_i - m_safe)
+        l_i = l_i * gl.convert_layout(decay, SUMS, assert_trivial=True)[:, None] + partial_sums(p, BLOCK_N)
+        l_i = computed_here(l_i)
+        if IN_HALF:
+            p = p.to(dtype)
+        m_i = m_new
+        alpha = gl.where(begins, inverse, decay)
+
+        step += 1
+        mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if BY_THREAD:
+            async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
+        else:
+            mbarrier.arrive(kv_empty.index(stage), count=1)
+        goes_on = not begins
+        if begins and turn > 0:
+            out = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
+            part = field(record_s, ended, PART)
+            if HAS_PARTS and part > 0:
+                row = C * ROWS + gl.arange(0, ROWS, layout=A_ROWS)
+                column = gl.arange(0, D, layout=gl.SliceLayout(0, A))
+                part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
+                gl.store(part_ptr + (row[:, None] * D + column[None, :]), out)
+            else:
+                batch, head = field(record_s, ended, BATCH), field(record_s, ended, HEAD)
+                first_q = field(record_s, ended, FIRST_Q) + C * ROWS
+                tma.store_wait(0)  # until the last tile has been read
+                o_s.index(C).store(out.to(dtype))
+                fence_async_shared()
+                async_store(o_desc, [batch, head, first_q, 0], o_s.index(C))
+    tma.store_wait(0)
+
+
+# Sizes are not specialised: another length or number of heads compiles nothing.
+@gluon.jit(
+    do_not_specialize=["lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles"],
+    do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
+)
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
+    # [1, 1, ROWS or BLOCK_N, D]: what is past the ends of a tensor is read as zeros and not written
+    lse_ptr,  # fp32 [B, Hq, Nq] contiguous
+    parts_ptr,  # fp32 [parts, GROUPS * ROWS * (D + 2)], written: acc, m_i, l_i of chunks; None if no item is one
+    work_ptr,  # int32 [items, ITEM]: see plan.py
+    index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed, and the bits: see worklists.py
+    lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
+    counter_ptr,  # int32 [1], zero, and left so
+    qk_scale,  # positive; in units of log2(e)
+    items, heads, group, q_len, k_len, row_tiles,
+    BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
+    D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, DYNAMIC: gl.constexpr, BY_THREAD: gl.constexpr,
+):  # fmt: skip
+    """out and lse of all items. BY_THREAD: every thread says for itself that it has read a stage."""
+    gl.static_assert(GROUPS == 2, "two warpgroups")
+    dtype: gl.constexpr = q_desc.dtype
+    HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
+    HAS_PARTS: gl.constexpr = parts_ptr is not None
+    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, D], TILE_LAYOUT)
+    o_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], TILE_LAYOUT)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
+    record_s = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for c in gl.static_range(2 * GROUPS):
+        mbarrier.init(q_full.index(c), count=2)  # the record, the queries
+        mbarrier.init(q_empty.index(c), count=1)
+    for c in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(c), count=1)
+        mbarrier.init(v_full.index(c), count=1)
+        mbarrier.init(kv_empty.index(c), count=GROUPS * 128 if BY_THREAD else GROUPS)
+    tiles_s, bars = (q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, kv_empty)
+    lengths = (lengths_ptr, lengths_stride)
+    sizes = (items, heads, group, q_len, k_len, row_tiles)
+    lists = (index_ptr, tile_ptr)
+    loads = ((q_desc, k_desc, v_desc), tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes)
+    reads = (tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len)
+    gl.warp_specialize(
+        [
+            (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, BY_THREAD)),
+            (consumer, (reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, BY_THREAD)),
+            (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS, DYNAMIC)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )

@@ -1,0 +1,28 @@
+"""What differs between the versions of Triton's Gluon that the kernels run with, and nothing else."""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+# Triton 3.9 has renamed both.
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+# Triton 3.6 has it under another name.
+reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
+
+if hasattr(tma, "async_atomic_add"):
+    async_add = tma.async_atomic_add
+else:
+
+    @builtin
+    def async_add(tensor_desc, coord, src, _semantic=None):
+        """Adds a box of shared memory to global memory."""
+        from triton._C.libtriton import ir
+
+        place = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, place, src.handle)

@@ -1,0 +1,75 @@
+"""What the backward for Hopper computes of queries before its one pass, and makes of dq after it."""
+
+import triton
+import triton.language as tl
+
+HALVES = tl.constexpr(2)  # of a tile of queries
+
+
+@triton.jit(
+    do_not_specialize=["counters", "lengths_stride", "inverse_scale", "heads", "q_len", "row_tiles"],
+    do_not_specialize_on_alignment=["lengths_ptr"],
+)
+def begin_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr,  # [B, Hq, Nq, D] both; fp32 [B, Hq, Nq] contiguous, the last or None
+    rows_ptr,  # fp32 [B * Hq * row_tiles * HALVES, 2, ROWS], written: -lse / scale and -delta
+    counter_ptr, counters,  # int32 [counters], zeroed
+    lengths_ptr, lengths_stride,  # int32 [2, B] or None
+    inverse_scale, heads, q_len, row_tiles, out_strides, dout_strides,
+    D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of ROWS queries. Those without a live key, past the end too, get -inf, so that their weights are 0."""
+    number = tl.program_id(0)
+    batch_head = number // (row_tiles * HALVES)
+    batch, head = batch_head // heads, batch_head % heads
+    row = number % (row_tiles * HALVES) * ROWS + tl.arange(0, ROWS)
+    length = q_len
+    if lengths_ptr is not None:
+        length = tl.minimum(tl.load(lengths_ptr + batch), q_len)
+    is_inside = row < length
+    at = tl.cast(batch_head, tl.int64) * q_len + row
+    lse = tl.load(lse_ptr + at, mask=is_inside, other=float("-inf"))
+    is_live = lse > float("-inf")
+    column = tl.arange(0, PADDED_D)
+    loaded = is_live[:, None] & (column < D)[None, :]
+    out_head = tl.cast(batch, tl.int64) * out_strides[0] + tl.cast(head, tl.int64) * out_strides[1]
+    dout_head = tl.cast(batch, tl.int64) * dout_strides[0] + tl.cast(head, tl.int64) * dout_strides[1]
+    row64 = tl.cast(row, tl.int64)[:, None]
+    out = tl.load(out_ptr + out_head + row64 * out_strides[2] + column[None, :], mask=loaded, other=0.0)
+    dout = tl.load(dout_ptr + dout_head + row64 * dout_strides[2] + column[None, :], mask=loaded, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=is_live, other=0.0)
+    target = rows_ptr + tl.cast(number, tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
+    tl.store(target, tl.where(is_live, -lse * inverse_scale, float("-inf")))
+    tl.store(target + ROWS, -delta)
+    each = tl.cdiv(counters, tl.num_programs(0))
+    stop = tl.minimum((number + 1) * each, counters)
+    for first in range(number * each, stop, ROWS):
+        place = first + tl.arange(0, ROWS)
+        tl.store(counter_ptr + place, tl.zeros([ROWS], tl.int32), mask=place < stop)
+
+
+@triton.jit(do_not_specialize=["scale", "heads", "q_len", "row_tiles"])
+def finish_kernel(
+    acc_ptr, chain_ptr,  # fp32 [chains, HALVES, ROWS, PADDED_D]; int32 [B * Hq * row_tiles + 1], the first of each tile
+    dq_ptr, scale, heads, q_len, row_tiles, dq_strides,
+    D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dq of ROWS queries: the sum of their chains, in order; 0 without any."""
+    number = tl.program_id(0)
+    tile, half = number // HALVES, number % HALVES
+    batch_head = tile // row_tiles
+    batch, head = batch_head // heads, batch_head % heads
+    local, column = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
+    row = (tile % row_tiles * HALVES + half) * ROWS + local
+    at = local[:, None] * PADDED_D + column[None, :]
+    total = tl.zeros([ROWS, PADDED_D], tl.float32)
+    first_chain = tl.load(chain_ptr + tile)
+    for i in tl.range(0, tl.load(chain_ptr + tile + 1) - first_chain):
+        place = (first_chain + i) * HALVES + half
+        total += tl.load(acc_ptr + place.to(tl.int64) * (ROWS * PADDED_D) + at)
+    first = tl.cast(batch, tl.int64) * dq_strides[0] + tl.cast(head, tl.int64) * dq_strides[1]
+    target = dq_ptr + first + tl.cast(row, tl.int64)[:, None] * dq_strides[2] + column[None, :]
+    stored = (row < q_len)[:, None] & (column < D)[None, :]
+    tl.store(target, (total * scale).to(dq_ptr.dtype.element_ty), mask=stored)

@@ -1,0 +1,47 @@
+"""What the kernels for Hopper can do, in words that tell a caller why they cannot."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
+from sparseflash.backends.triton.launcher import triton_version
+
+# Gluon's interface and the compiler's choices change from version to version, and no interpreter tells: these have run
+# on a GPU.
+TRITON_VERSIONS = ((3, 6),)
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def refuses(request: Request) -> str | None:
+    """Why the kernels for Hopper cannot serve a request; None if they can.
+
+    >>> half = Request((9, 0), torch.bfloat16, (80, 80), (128, 128), lengths=False, dropout=False, dynamic=False)
+    >>> refuses(half)
+    'they take head dims 64, 96 and 128, D = Dv; got D = 80 and Dv = 80'
+    """
+    if request.capability[0] != 9:
+        return f"they run on compute capability 9.0; got {request.capability[0]}.{request.capability[1]}"
+    if request.dtype not in _DTYPES:
+        return f"they take fp16 and bf16; got {request.dtype}"
+    dim, v_dim = request.dims
+    if dim not in HEAD_DIMS or v_dim != dim:
+        return f"they take head dims 64, 96 and 128, D = Dv; got D = {dim} and Dv = {v_dim}"
+    if request.dropout:
+        return "they know no dropout"
+    if request.dynamic:
+        return "they take no masks that are made at every step, whose plans would cost more than they save"
+    if is_interpreted():
+        return "they are written in Gluon, which Triton's interpreter cannot run"
+    if triton_version() not in TRITON_VERSIONS:
+        tested = ", ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
+        return "they have run with Triton {} only; got {}.{}".format(tested, *triton_version())
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets kernels instead of compiling them."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

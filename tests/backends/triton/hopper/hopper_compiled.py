@@ -1,0 +1,124 @@
+"""Compiles the kernels for Hopper as launches would, without a GPU, and says as JSON what came of it.
+
+    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [lengths] [parts] [apart]
+
+Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime import driver
+
+from sparseflash import BlockMask
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton.direct_start import parameters_of_compiled
+from sparseflash.backends.triton.hopper import backward_pass, forward_pass, plan
+from sparseflash.backends.triton.hopper.configs import backward_config_for
+
+ARCH = 90
+
+
+class _NoDevice:
+    """Stands in for the CUDA driver: answers what a compilation asks."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", ARCH, 32)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+def compiled(dim, dtype, lengths, parts, apart):
+    """What the two passes launch: `{name: (compiled kernel, the names of its arguments)}`.
+
+    parts: the forward cuts rows. apart: a kernel of its own finishes dq.
+    """
+    config = backward_config_for(dim)._replace(finish=not apart)
+    q = torch.empty(1, 2, 512, dim, dtype=dtype)
+    mask = BlockMask.dense(512, block=128)
+    if lengths:
+        mask = mask.with_lengths([100])
+    rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if parts else plan.RULE
+    with (
+        mock.patch.object(plan, "RULE", rule),
+        mock.patch.object(backward_pass, "backward_config_for", lambda dim: config),
+        mock.patch.object(driver, "_active", _NoDevice()),
+    ):
+        setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
+        both = (
+            forward_pass.Forward(setting, q, q, q, 1.0),
+            backward_pass.Backward(setting, q, q, q, q, q, 1.0, dlse=False),
+        )
+        found = {}
+        for launch in (each for run in both for each in run.launches()):
+            variant = launch.launch.variant
+            found[variant.function.__name__] = launch.compiled(), variant.names
+    return found
+
+
+def report(kernel, names):
+    said = ptxas(kernel.asm["ptx"])
+    return {
+        "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
+        "warnings": re.findall(r"\(C75\d\d\)[^\n]*", said),
+        "shared": kernel.metadata.shared,
+        "products": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "two_layouts": has_two_layouts(kernel.asm["ptx"]),
+        "exponentials": exponentials_under_products(kernel.asm["sass"]),
+        "direct": parameters_of_compiled(kernel, names) is not None,
+        "resident": kernel.metadata.launch_cooperative_grid,
+    }
+
+
+def has_two_layouts(ptx):
+    """Whether tiles that matrix instructions read under different layouts take turns at one address, which ptxas 12.8
+    gets wrong. A descriptor is the address, in 14 bits, and the layout, in the upper half of 64."""
+    layouts = {}
+    for address, number in re.findall(r"(?:or|add)\.[bs]64\s+%rd\d+, (%rd\d+), (-?\d+);", ptx):
+        layout = int(number) % 2**64 >> 32
+        if layout >> 30 and not layout & 0x3FFFFF00:  # one of three shuffles, and a stride below 256 x 16 bytes
+            layouts.setdefault(address, set()).add(layout)
+    return any(len(each) > 1 for each in layouts.values())
+
+
+def ptxas(ptx):
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [get_ptxas(ARCH).path, "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def exponentials_under_products(sass):
+    """How many stand between a wait for all products but one and the next wait: while that one is computed."""
+    found, count = [], None
+    for line in sass.splitlines():
+        if "WARPGROUP.DEPBAR.LE gsb0" in line:
+            if count is not None:
+                found.append(count)
+            count = 0 if "gsb0, 0x1" in line else None
+        elif "MUFU.EX2" in line and count is not None:
+            count += 1
+    return found
+
+
+if __name__ == "__main__":
+    dim, dtype, *features = sys.argv[1:]
+    kernels = compiled(int(dim), getattr(torch, dtype), *(each in features for each in ("lengths", "parts", "apart")))
+    print(json.dumps({name: report(*kernels[name]) for name in kernels}))

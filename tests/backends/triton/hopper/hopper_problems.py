@@ -1,0 +1,126 @@
+"""Problems that the kernels for Hopper take, what our interpreter makes of them, and how close that has to be."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from gluon_interpreter import Interpreted
+
+from closeness import Results
+from exactness import plain_errors, results
+from sparseflash import testing
+from sparseflash.backends.problem import Problem as Asked
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton.hopper import backward as backward_module
+from sparseflash.backends.triton.hopper import backward_pass, forward_pass, plan
+from sparseflash.backends.triton.hopper import forward as forward_module
+from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
+from sparseflash.blockmask.cache import clear_caches
+from strategies import Problem, Recipe, problems
+
+HALF = (torch.float16, torch.bfloat16)
+CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)  # every row of more than a tile, into its tiles
+
+
+def inputs(problem):
+    return [x.detach() for x in problem.tensors()]
+
+
+def scale_of(problem):
+    return problem.dim**-0.5 if problem.scale is None else problem.scale
+
+
+def as_it_is(source):
+    return source
+
+
+def interpreted(
+    mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE,
+    change=as_it_is, change_backward=as_it_is, backward=None, **config,
+):  # fmt: skip
+    """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
+
+    lengths: int32 `[2, B]`, of queries and keys, if not the mask's. backward: what changes its configuration.
+    """
+    asked = Asked.of(mask, scale=scale, batch=len(q))
+    if lengths is not None:
+        asked = asked._replace(lengths=lengths)
+    counter = torch.zeros(1, dtype=torch.int32)
+    forward_config = config_for(q.shape[-1])._replace(**config)
+    backward_config = backward_config_for(q.shape[-1])._replace(**(backward or {}))
+    replaced = [
+        (plan, "RULE", rule),
+        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change)),
+        (forward_pass, "config_for", lambda dim: forward_config),
+        (forward_pass, "counter", lambda device: counter),
+        (forward_pass, "programs_of", lambda device: programs),
+        (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
+        (backward_pass, "backward_config_for", lambda dim: backward_config),
+        (backward_pass, "programs_of", lambda device: programs),
+    ]
+    clear_caches()
+    with ExitStack() as stack:
+        for module, name, other in replaced:
+            stack.enter_context(mock.patch.object(module, name, other))
+        setting = api.setting_of(q, k, asked, (9, 0))
+        out, lse, _ = forward_pass.Forward(setting, q, k, v, scale)(q, k, v, asked.lengths, None)
+        gradients = ()
+        if dout is not None:
+            run = backward_pass.Backward(setting, q, k, v, out, dout, scale, dlse=dlse is not None)
+            gradients = run(dout, dlse, q, k, v, out, lse, None, asked.lengths, None)
+    assert counter.item() == 0, "the next launch would not begin with the first item"
+    return (out, lse, *gradients)
+
+
+def run(problem, *, gradients=False, through_lse=True, **how):
+    """`interpreted`, for a problem. Every call makes its mask anew, and so its plan."""
+    q, k, v, dout, dlse = inputs(problem)
+    mask = None if problem.recipe is None else problem.recipe.mask()
+    return interpreted(
+        mask, q, k, v, scale_of(problem), *((dout, dlse if through_lse else None) if gradients else ()), **how
+    )
+
+
+def assert_exact(problem, got):
+    truth = results(problem, "reference", "cpu", torch.float64)
+    allowed = plain_errors(problem, "cpu", None)
+    magnitude = {"lse": 8.0 * max(1.0, abs(scale_of(problem)) * problem.dim**0.5)}  # a sum of scores
+    names = Results._fields[: len(got)]
+    by_name = (dict(zip(names, values, strict=False)) for values in (got, truth, allowed))
+    found = testing.compare_results(*by_name, magnitudes=magnitude)
+    assert found.exact, f"every error must be at most what is allowed; got\n{found}"
+
+
+def of_hopper(problem):
+    """The same with what the kernels take: a mask, rows that begin at multiples of 16 bytes, no dropout."""
+    layout = "tokens first" if problem.layout == "sliced" else problem.layout
+    scale = None if problem.scale is None else abs(problem.scale)
+    recipe = problem.recipe or Recipe("dense", {"q_len": problem.q_len, "k_len": problem.k_len, "block": (128, 128)})
+    return replace(problem, layout=layout, scale=scale, recipe=recipe, v_dim=problem.dim)
+
+
+def drawn(**more):
+    return problems(
+        **{
+            "most_tokens": 420,
+            "head_dims": HEAD_DIMS,
+            "value_dims": (64,),
+            "blocks": (128, 128, 64, 32),
+            "dtypes": HALF,
+        }
+        | more
+    ).map(of_hopper)
+
+
+def some_problem(**more):
+    """Full, partial and dead tiles, a ragged end, empty rows, sequences of several lengths, grouped heads."""
+    arguments = {"q_len": 400, "k_len": 520, "block": (128, 128), "heads": [[0, 1]], "holes": "both",
+                 "patterns": [["full", "full", "dead"], ["upper", "random", "full"]], "seed": 5}  # fmt: skip
+    return replace(
+        Problem(
+            Recipe("from_dense", arguments, (400, 250)), batch=2, heads=2, kv_heads=1, q_len=400, k_len=520, dim=64,
+            v_dim=64, dtype=torch.float16, scale=None, layout="tokens first", seed=3,
+        ),
+        **more,
+    )  # fmt: skip

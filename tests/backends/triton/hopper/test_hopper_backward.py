@@ -1,0 +1,115 @@
+"""The backward for Hopper, run from its own source by our interpreter: exact, the same bits whatever the interleaving,
+and no interleaving makes it hang."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from gluon_interpreter import Deadlock
+from hopper_problems import assert_exact, drawn, run, some_problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseflash.backends.triton.hopper import backward as backward_module
+from sparseflash.backends.triton.hopper import backward_plan
+from strategies import Problem, Recipe
+
+SEEDS = st.integers(0, 2**16)
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(drawn(most_tokens=300), SEEDS, st.integers(1, 5), st.booleans())
+def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, finish):
+    how = {"programs": programs, "seed": seed, "backward": {"finish": finish}}
+    assert_exact(problem, run(problem, gradients=True, **how))
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(SEEDS, st.sampled_from([64, 96, 128]), st.integers(1, 5), st.integers(2, 3), st.integers(1, 3), st.booleans())
+def test_the_bits_depend_on_no_interleaving(seed, dim, programs, q_stages, dout_stages, finish):
+    problem = some_problem(dim=dim, v_dim=dim)
+    first = run(problem, gradients=True, programs=programs)
+    other = {"q_stages": q_stages, "dout_stages": dout_stages, "finish": finish}
+    got = run(problem, gradients=True, programs=programs, seed=seed, backward=other)
+    assert all(map(torch.equal, got, first))
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3])
+def test_a_tile_with_several_chains_is_their_sum(longest):
+    problem = some_problem()
+    with (
+        mock.patch.object(backward_plan, "_SHORTEST_CHAIN", longest),
+        mock.patch.object(backward_plan, "_LONG_CHAIN", 0.0),
+    ):
+        assert_exact(problem, run(problem, gradients=True))
+
+
+def test_without_a_gradient_of_lse(monkeypatch):
+    problem, tensors = some_problem(), Problem.tensors
+    monkeypatch.setattr(Problem, "tensors", lambda *of: (*(given := tensors(*of))[:4], torch.zeros_like(given[4])))
+    assert_exact(problem, run(problem, gradients=True, through_lse=False))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "q_len", "k_len"), [(2, 2, 300, 300), (4, 2, 130, 400)])
+def test_without_a_mask(heads, kv_heads, q_len, k_len):
+    problem = some_problem(recipe=None, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len)
+    assert_exact(problem, run(problem, gradients=True, programs=5))
+
+
+def test_rows_that_begin_anywhere_are_copied():
+    problem = some_problem(layout="sliced")
+    assert_exact(problem, run(problem, gradients=True))
+
+
+def test_a_scale_of_zero_moves_values_alone():
+    problem = some_problem(scale=0.0)
+    got = run(problem, gradients=True)
+    assert_exact(problem, got)
+    assert not got[2].any() and not got[3].any() and got[4].any()
+
+
+def test_sequences_without_a_token_have_no_gradients():
+    problem = some_problem(recipe=Recipe("from_dense", some_problem().recipe.arguments, (400, 0)))
+    got = run(problem, gradients=True)
+    assert_exact(problem, got)
+    assert all(not x[1].any() for x in got[2:])
+
+
+# ---------------------------------------------------------------------- what the interpreter notices
+
+SYNCHRONISES = (
+    "mbarrier.wait(",
+    "mbarrier.arrive(",
+    "async_copy.mbarrier_arrive(",
+    "tma.store_wait(",
+    "fence_async_shared(",
+    "wait_for_turn(",
+    "sent_is_visible(",
+    "gl.atomic_add(",
+)
+
+
+def synchronising_lines():
+    lines = Path(backward_module.__file__).read_text().splitlines()
+    return [i for i, line in enumerate(lines) if line.strip().startswith(SYNCHRONISES)]
+
+
+@pytest.mark.parametrize("line", synchronising_lines())
+def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line):
+    def without(source):
+        lines = source.splitlines()
+        indent = lines[line][: len(lines[line]) - len(lines[line].lstrip())]
+        return "\n".join([*lines[:line], f"{indent}pass", *lines[line + 1 :]])
+
+    problem = some_problem()
+    how = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}  # as for the widest heads
+    right = run(problem, **how)
+    for seed in range(20):
+        try:
+            got = run(problem, **how, seed=seed, change_backward=without)
+        except (Deadlock, AssertionError):
+            return
+        if not all(map(torch.equal, got, right)):
+            return
+    raise AssertionError("20 interleavings without it gave the right result")

@@ -1,0 +1,44 @@
+"""Every configuration of the kernels for Hopper through the real compiler: what a change must not lose unnoticed."""
+
+import json
+
+import pytest
+
+from sparseflash.backends.triton.hopper.configs import GROUPS, HEAD_DIMS, config_for
+from uninterpreted import python
+
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+SOMETIMES = {"parts": {"combine_rows_kernel"}, "apart": {"finish_kernel"}}
+OURS = {"forward_kernel", "begin_kernel", "backward_kernel", "finish_kernel"}
+
+
+@pytest.mark.parametrize("features", [[], ["lengths"], ["parts", "apart"], ["lengths", "parts"]], ids="+".join)
+@pytest.mark.parametrize("dim", sorted({config_for(dim).dim for dim in HEAD_DIMS}))
+def test_nothing_is_spilled_or_serialised_and_the_softmax_runs_under_a_product(dim, features):
+    check(dim, "bfloat16", features)
+
+
+def test_fp16_compiles_as_bf16_does():
+    check(64, "float16", ["lengths"])
+
+
+def check(dim, dtype, features):
+    done = python("-m", "tests.backends.triton.hopper.hopper_compiled", str(dim), dtype, *features)
+    assert done.returncode == 0, done.stderr[-2000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    always = OURS - SOMETIMES["apart"]
+    assert reports.keys() == always.union(*(SOMETIMES.get(each, set()) for each in features))
+    for name in OURS & reports.keys():
+        found = reports[name]
+        assert found["spilled"] == 0 and found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, (name, found)
+        assert found["direct"] and not found["two_layouts"]
+        assert found["resident"] == (name == "backward_kernel")
+    forward, backward = reports["forward_kernel"], reports["backward_kernel"]
+    assert forward["products"] == GROUPS * (dim // 16 + 128 // 16)  # 16 channels, or keys, an instruction
+    # 64 x 128 scores, 128 threads: 64 each. The compiler would rather wait first.
+    assert len(forward["exponentials"]) == GROUPS
+    assert min(forward["exponentials"]) >= 64, forward
+    # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
+    assert backward["products"] == 2 * (dim // 16) + 2 * (64 // 16) + 128 // 16
+    # 128 x 64 scores, 256 threads: 32 each, while the other product of the step is computed.
+    assert sum(backward["exponentials"]) >= 32, backward

@@ -1,0 +1,109 @@
+"""The forward for Hopper, run from its own source by our interpreter: exact, and no interleaving makes it hang."""
+
+from pathlib import Path
+from unittest import mock
+
+import hopper_problems
+import pytest
+import torch
+from gluon_interpreter import Deadlock
+from hopper_problems import CUT, assert_exact, drawn, inputs, interpreted, run, some_problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask
+from sparseflash.backends import reference
+from sparseflash.backends.triton.hopper import forward as forward_module
+from sparseflash.backends.triton.hopper import plan
+from strategies import Recipe
+
+SEEDS = st.integers(0, 2**16)
+RULES = st.sampled_from([plan.RULE, CUT, CUT._replace(chunk=2), CUT._replace(chunk=3)])
+
+
+@given(drawn(), SEEDS, st.integers(1, 4), st.booleans(), RULES, st.booleans())
+def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, dynamic, rule, by_thread):
+    got = run(problem, programs=programs, seed=seed, rule=rule, dynamic=dynamic, by_thread=by_thread)
+    assert_exact(problem, got)
+
+
+@pytest.mark.parametrize(
+    ("length", "rule"), [(129, CUT._replace(chunk=2)), *((n, plan.RULE) for n in (0, 1, 127, 128, 129, 256, 300, 500))]
+)
+def test_lengths_cut_a_list_anywhere(length, rule):
+    """Rows with every mixture of full, partial and dead tiles, so that all full ones, or all others, may be past it."""
+    kinds = torch.cartesian_prod(*[torch.arange(3)] * 3)  # of the three tiles of 27 rows: dead, partial, full
+    live = (torch.arange(128) % 2 < kinds[..., None]).view(27, 384).repeat_interleave(128, 0)
+    mask = BlockMask.from_dense(live, block=128)
+    q, k, v = (
+        torch.randn(1, 1, n, 64, generator=torch.Generator().manual_seed(n)).half() for n in (27 * 128, 384, 384)
+    )
+    lengths = torch.tensor([[27 * 128], [length]], dtype=torch.int32)
+    got = interpreted(mask, q, k, v, 0.125, lengths=lengths, rule=rule)
+    padded = BlockMask.from_dense(live & (torch.arange(384) < length), block=128)
+    true = reference.attention(*(x.double() for x in (q, k, v)), padded, 0.125)
+    torch.testing.assert_close(got[0].double(), true[0], rtol=0, atol=2e-3)
+    torch.testing.assert_close(got[1].double(), true[1], rtol=0, atol=1e-5)
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(SEEDS, st.integers(1, 16), st.booleans(), st.integers(2, 4))
+def test_the_bits_depend_on_no_interleaving_and_on_no_number_of_programs(seed, programs, dynamic, stages):
+    first = run(some_problem(), programs=1, seed=0, dynamic=False)
+    got = run(some_problem(), programs=programs, seed=seed, dynamic=dynamic, stages=stages)
+    assert all(map(torch.equal, got, first))
+
+
+@pytest.mark.parametrize("rule", [plan.RULE, CUT])
+def test_a_sequence_has_the_same_bits_alone_as_in_a_batch(rule):
+    whole = run(some_problem(), rule=rule)
+    q, k, v, _, _ = inputs(some_problem())
+    for b, length in enumerate((400, 250)):
+        for h in range(2):
+            arguments = some_problem().recipe.arguments | {"heads": [[h]]}
+            alone = some_problem(recipe=Recipe("from_dense", arguments, (length,)), batch=1, heads=1, kv_heads=1)
+            values = q[b : b + 1, h : h + 1], k[b : b + 1], v[b : b + 1], None, None
+            with mock.patch.object(hopper_problems, "inputs", lambda problem, values=values: values):
+                got = run(alone, rule=rule)
+            assert all(torch.equal(x[0, 0], y[b, h]) for x, y in zip(got, whole, strict=True))
+
+
+def test_a_scale_of_zero_takes_the_mean():
+    problem = some_problem(scale=0.0)
+    assert_exact(problem, run(problem))
+
+
+# ---------------------------------------------------------------------- what the interpreter notices
+
+SYNCHRONISES = (
+    "mbarrier.wait(",
+    "mbarrier.arrive(",
+    "async_copy.mbarrier_arrive(",
+    "tma.store_wait(",
+    "fence_async_shared(",
+)
+
+
+def synchronising_lines():
+    lines = Path(forward_module.__file__).read_text().splitlines()
+    return [i for i, line in enumerate(lines) if line.strip().startswith(SYNCHRONISES)]
+
+
+@pytest.mark.parametrize("line", synchronising_lines())
+def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line):
+    def without(source):
+        lines = source.splitlines()
+        indent = lines[line][: len(lines[line]) - len(lines[line].lstrip())]
+        return "\n".join([*lines[:line], f"{indent}pass", *lines[line + 1 :]])
+
+    problem = some_problem()
+    right = run(problem)
+    for by_thread in (False, True):
+        for seed in range(20):
+            try:
+                got = run(problem, seed=seed, change=without, by_thread=by_thread)
+            except (Deadlock, AssertionError):
+                return
+            if not all(map(torch.equal, got, right)):
+                return
+    raise AssertionError("20 interleavings without it gave the right result")

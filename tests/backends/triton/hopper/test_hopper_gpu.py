@@ -1,0 +1,104 @@
+"""The kernels for Hopper on a GPU. A kernel that hangs takes its process along: whatever waits too long is ended."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exactness import check
+from sparseflash import BlockMask, attention, masks, testing
+from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
+from strategies import problems
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def needs_hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9")
+
+
+@settings(max_examples=settings().max_examples * 4)
+@given(st.sampled_from(HEAD_DIMS), st.data())
+def test_exact_on_the_gpu(dim, data):
+    drawn = problems(
+        most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=HALF
+    )
+    check(data.draw(drawn), "hopper", "cuda")
+
+
+def results(q, k, v, mask, dout, dlse):
+    """out, lse and the gradients of q, k and v."""
+    out, lse = attention(q, k, v, mask, return_lse=True, backend="hopper")
+    return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+
+
+def inputs(batch, heads, tokens, dim, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, tokens, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    return q, k, v, torch.randn_like(q), torch.randn(batch, heads, tokens, device="cuda")
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_the_same_bits_at_every_launch_beside_a_busy_stream(dim):
+    q, k, v, dout, dlse = inputs(2, 8, 4000, dim)
+    mask = masks.causal(4000, block=128).to("cuda").with_lengths(torch.tensor([4000, 2345], device="cuda"))
+    first = results(q, k, v, mask, dout, dlse)
+    a, other = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    for _ in range(100):
+        with torch.cuda.stream(other):
+            a @ a
+        assert all(map(torch.equal, results(q, k, v, mask, dout, dlse), first))
+
+
+def test_launches_of_several_streams_disturb_each_other_in_nothing():
+    """Backwards that run at the same time want every multiprocessor each, and share no counters."""
+    q, k, v, dout, dlse = inputs(1, 16, 4096, 64)
+    mask = masks.local(4096, window=1000, block=128).to("cuda")
+    first = results(q, k, v, mask, dout, dlse)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    found = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(results(q, k, v, mask, dout, dlse))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for got in found for x, y in zip(got, first, strict=True))
+
+
+def test_a_recorded_launch_gives_the_same_bits_at_every_replay():
+    q, k, v, dout, dlse = inputs(1, 4, 2048, 128, torch.float16)
+    mask = masks.causal(2048, block=128).to("cuda")
+    first = results(q, k, v, mask, dout, dlse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = results(q, k, v, mask, dout, dlse)
+    for _ in range(20):
+        graph.replay()
+        assert all(map(torch.equal, recorded, first))
+
+
+def test_long_sequences_of_few_tiles_are_exact():
+    q, k, v, _, _ = inputs(1, 2, 200_000, 64)
+    mask = masks.local(200_000, window=129, block=128).to("cuda")
+
+    def layer(q, k, v):
+        return attention(q, k, v, mask, return_lse=True, backend="hopper")
+
+    testing.assert_exact(layer, q, k, v, mask, heads=1, blocks=8)
+
+
+def test_tiles_with_very_many_additions_are_exact():
+    """Global tokens: every tile of keys adds to the first tiles of queries."""
+    q, k, v, _, _ = inputs(1, 4, 32_768, 128)
+    rows = torch.arange(256)
+    layout = ((rows[:, None] - rows).abs() <= 1) | (rows[:, None] < 2) | (rows < 2)
+    mask = BlockMask.from_layout(layout, block=128).to("cuda")
+
+    def layer(q, k, v):
+        return attention(q, k, v, mask, return_lse=True, backend="hopper")
+
+    testing.assert_exact(layer, q, k, v, mask, heads=1, blocks=8)

@@ -1,0 +1,114 @@
+"""The plan of the forward for Hopper: every live tile once, a row's order its own, programs busy to the end."""
+
+import heapq
+from unittest import mock
+
+import pytest
+import torch
+from hopper_layouts import LAYOUTS, mask_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask
+from sparseflash.backends.triton.hopper import plan
+from sparseflash.backends.triton.hopper.plan import forward_plan, start_order
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import full_first
+from strategies import block_masks
+
+CUT = plan.Rule(far=0.0, chunk=2, worth=1.0)
+
+
+def planned(mask, batch, heads, *, programs=132, rule=plan.RULE, countable=True):
+    with mock.patch.object(plan, "RULE", rule):
+        lists = full_first(mask.indptr, mask.indices, mask.tile, mask.words, Tiling(mask.block_q, mask.block_k))
+        pattern = mask.pattern.expand(batch, heads)
+        return forward_plan(lists, pattern, mask.q_len, mask.k_len, programs=programs, countable=countable)
+
+
+def walked(made):
+    """`{number: [(block, tile) of its chunks one after the other]}`, and the parts in order."""
+    index, tile, found, parts = made.index.tolist(), made.tile.tolist(), {}, {}
+    for number, start, full, count, block, first_tile, part, _ in made.work.tolist():
+        entries = list(zip(index[start : start + count], tile[start : start + count], strict=True))
+        assert count == len(entries) > 0 and start + count < len(index)  # one is read ahead
+        entries[0] = (block, first_tile)
+        assert all(t == 0 for _, t in entries[:full]) and all(t != 0 for _, t in entries[full:])
+        parts.setdefault(number, []).append((part, entries))
+    for number, chunks in parts.items():
+        numbers = [part for part, _ in sorted(chunks)]
+        assert numbers in ([0], list(range(numbers[0], numbers[0] + len(numbers)))) and (
+            numbers == [0] or numbers[0] > 0
+        )
+        found[number] = [entry for _, entries in sorted(chunks) for entry in entries]
+    return found
+
+
+@given(st.data())
+def test_every_live_tile_of_every_head_is_walked_once_full_ones_first(data):
+    batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    mask = data.draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads))
+    rule = data.draw(st.sampled_from([plan.RULE, CUT]))
+    made = planned(mask, batch, heads, rule=rule, programs=data.draw(st.integers(1, 200)))
+    rows, pattern = mask.blocks[0], mask.pattern.expand(batch, heads)
+    found = walked(made)
+    assert sorted(found) == list(range(batch * heads * rows))
+    for number, entries in found.items():
+        row = int(pattern[number // rows // heads, number // rows % heads]) * rows + number % rows
+        of_row = slice(mask.indptr[row], mask.indptr[row + 1])
+        stored = list(zip(mask.indices[of_row].tolist(), mask.tile[of_row].tolist(), strict=True))
+        expected = [e for e in stored if e[1] == 0] + [e for e in stored if e[1] > 0]
+        assert entries == (expected or [(0, -1)])
+
+
+@given(block_masks(most_tokens=300, blocks=(16, 32)), st.integers(1, 3), st.integers(1, 3))
+def test_a_row_is_walked_and_cut_alike_whatever_the_batch_and_the_heads(mask, batch, heads):
+    rows = mask.blocks[0]
+
+    def lists_of(made):
+        return sorted(
+            (n % rows, start, full, count, part > 0) for n, start, full, count, _, _, part, _ in made.work.tolist()
+        )
+
+    alone = lists_of(planned(mask, 1, 1, rule=CUT))
+    assert lists_of(planned(mask, batch, heads, rule=CUT)) == sorted(alone * (batch * heads))
+
+
+def test_rows_of_global_tokens_are_cut_and_rows_that_are_alike_are_not():
+    assert planned(mask_of("global"), 1, 1).parts == 2 * 4
+    assert planned(mask_of("causal"), 1, 1).parts == 0
+    assert planned(mask_of("butterfly"), 1, 1).parts == 0
+
+
+def test_without_asking_the_device_nothing_is_cut():
+    assert planned(mask_of("global"), 1, 1, countable=False).parts == 0
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.integers(1, 40))
+def test_the_start_order_is_a_permutation(lengths, programs):
+    assert sorted(start_order(torch.tensor(lengths), programs).tolist()) == list(range(len(lengths)))
+
+
+def latest_end(work, programs):
+    """When the last program is done, over the mean, if a tile takes 1 and an item 1 more."""
+    free = [0.0] * programs
+    for count in work[:, 3].tolist():
+        heapq.heapreplace(free, free[0] + count + 1)
+    return max(free) / (sum(free) / programs)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_programs_are_busy_to_the_end(name, heads):
+    made = planned(mask_of(name), 1, heads)
+    # Where all items are alike nothing can be better than whole rounds.
+    counts = made.work[:, 3]
+    rounds = -(-len(counts) // 132) / (len(counts) / 132) if bool((counts == counts[0]).all()) else 1.0
+    assert latest_end(made.work, 132) <= max(1.05, rounds * 1.001)
+
+
+def test_too_many_items_are_refused():
+    mask = BlockMask.dense(16, block=16)
+    lists = full_first(mask.indptr, mask.indices, mask.tile, mask.words, Tiling(16, 16))
+    with pytest.raises(ValueError, match=r"batch x heads x tiles must be below 2\^31; got 65536 x 32768 x 1"):
+        forward_plan(lists, mask.pattern.expand(65536, 32768), 16, 16, programs=132, countable=True)

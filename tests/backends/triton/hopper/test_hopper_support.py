@@ -1,0 +1,71 @@
+"""What the kernels for Hopper do not take, and the words that say so."""
+
+import pytest
+import torch
+
+from sparseflash import attention, explain, masks
+from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.hopper import support
+
+HALF = Request((9, 0), torch.bfloat16, (64, 64), (128, 128), lengths=False, dropout=False, dynamic=False)
+
+
+@pytest.fixture(autouse=True)
+def tested_triton(monkeypatch):
+    monkeypatch.setattr(support, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(support, "is_interpreted", lambda: False)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
+    assert support.refuses(HALF._replace(dtype=dtype, dims=(dim, dim), block=(16, 64), lengths=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("they run on compute capability 9.0; got 10.0", {"capability": (10, 0)}),
+        ("they take fp16 and bf16; got torch.float32", {"dtype": torch.float32}),
+        ("they take head dims 64, 96 and 128, D = Dv; got D = 32 and Dv = 32", {"dims": (32, 32)}),
+        ("they take head dims 64, 96 and 128, D = Dv; got D = 64 and Dv = 32", {"dims": (64, 32)}),
+        ("they know no dropout", {"dropout": True}),
+        ("they take no masks that are made at every step, whose plans would cost more than they save",
+         {"dynamic": True}),
+    ],
+)  # fmt: skip
+def test_the_reason_is_given(reason, change):
+    assert support.refuses(HALF._replace(**change)) == reason
+
+
+def test_an_untested_triton_is_refused(monkeypatch):
+    monkeypatch.setattr(support, "triton_version", lambda: (3, 9))
+    assert support.refuses(HALF) == "they have run with Triton 3.6 only; got 3.9"
+
+
+def test_an_interpreter_is_refused(monkeypatch):
+    monkeypatch.setattr(support, "is_interpreted", lambda: True)
+    assert support.refuses(HALF) == "they are written in Gluon, which Triton's interpreter cannot run"
+
+
+def test_asked_for_where_they_cannot_run_they_say_so():
+    q = torch.zeros(1, 1, 64, 32, dtype=torch.float16)
+    with pytest.raises(ValueError, match="the hopper kernels cannot serve this call: they take head dims 64, 96 and"):
+        attention(q, q, q, backend="hopper")
+
+
+def test_explain_says_what_they_walk():
+    q = torch.empty(2, 4, 1000, 64, dtype=torch.bfloat16, device="meta")
+    mask = masks.causal(1000, block=128)
+    found = explain(q, q, q, mask, capability=(9, 0), backend="hopper")
+    assert (found.backend, found.family) == ("hopper", "hopper")
+    forward, backward = found.kernels
+    assert forward.tiles == backward.tiles == 2 * 4 * len(mask.indices)
+    assert (forward.programs, forward.longest) == (2 * 4 * 8, 8)
+    assert backward.programs == 2 * 4 * 8 and backward.longest == 8
+    found = explain(q, q, q, mask, capability=(9, 0))
+    assert found.family == "portable"
+    assert dict(found.refusals)["hopper"].startswith("only where asked for: its backward has not run on a GPU")
+    assert explain(q, q, q, mask, capability=(9, 0), backend="triton").family == "portable"
+    refusals = dict(explain(q, q, q, mask, capability=(8, 0)).refusals)
+    assert refusals == {"hopper": "they run on compute capability 9.0; got 8.0"}
