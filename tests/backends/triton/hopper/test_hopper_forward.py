@@ -1,15 +1,15 @@
 """The forward for Hopper, run from its own source by our interpreter: exact, and no interleaving makes it hang."""
 
-from pathlib import Path
+from functools import partial
 from unittest import mock
 
 import hopper_problems
 import pytest
 import torch
-from gluon_interpreter import Deadlock
 from hopper_problems import CUT, assert_exact, drawn, inputs, interpreted, run, some_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from missing_lines import assert_noticed, synchronising_lines, without
 
 from sparseflash import BlockMask
 from sparseflash.backends import reference
@@ -75,35 +75,9 @@ def test_a_scale_of_zero_takes_the_mean():
 
 # ---------------------------------------------------------------------- what the interpreter notices
 
-SYNCHRONISES = (
-    "mbarrier.wait(",
-    "mbarrier.arrive(",
-    "async_copy.mbarrier_arrive(",
-    "tma.store_wait(",
-    "fence_async_shared(",
-)
 
-
-def synchronising_lines():
-    lines = Path(forward_module.__file__).read_text().splitlines()
-    return [i for i, line in enumerate(lines) if line.strip().startswith(SYNCHRONISES)]
-
-
-@pytest.mark.parametrize("line", synchronising_lines())
+@pytest.mark.parametrize("line", synchronising_lines(forward_module))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line):
-    def without(source):
-        lines = source.splitlines()
-        indent = lines[line][: len(lines[line]) - len(lines[line].lstrip())]
-        return "\n".join([*lines[:line], f"{indent}pass", *lines[line + 1 :]])
-
     problem = some_problem()
-    right = run(problem)
-    for by_thread in (False, True):
-        for seed in range(20):
-            try:
-                got = run(problem, seed=seed, change=without, by_thread=by_thread)
-            except (Deadlock, AssertionError):
-                return
-            if not all(map(torch.equal, got, right)):
-                return
-    raise AssertionError("20 interleavings without it gave the right result")
+    ways = [{"seed": seed, "by_thread": by_thread} for by_thread in (False, True) for seed in range(20)]
+    assert_noticed(partial(run, problem, change=without(line)), run(problem), ways)

@@ -1,0 +1,46 @@
+"""Kernels without one of the lines that order what their warps do: the interpreter must notice each of them."""
+
+from pathlib import Path
+
+import torch
+from gluon_interpreter import Deadlock
+
+SYNCHRONISES = (
+    "mbarrier.wait(",
+    "mbarrier.arrive(",
+    "async_copy.mbarrier_arrive(",
+    "tma.store_wait(",
+    "fence_async_shared(",
+    "wait_for_turn(",
+    "sent_is_visible(",
+    "gl.atomic_add(",
+)
+
+
+def synchronising_lines(module):
+    """The numbers of a kernel file's lines that wait, arrive, fence or take turns."""
+    lines = Path(module.__file__).read_text().splitlines()
+    return [i for i, line in enumerate(lines) if line.strip().startswith(SYNCHRONISES)]
+
+
+def without(line):
+    """What makes a source do nothing in that line."""
+
+    def changed(source):
+        lines = source.splitlines()
+        indent = lines[line][: len(lines[line]) - len(lines[line].lstrip())]
+        return "\n".join([*lines[:line], f"{indent}pass", *lines[line + 1 :]])
+
+    return changed
+
+
+def assert_noticed(run, right, ways):
+    """In one of these ways to run it, a kernel hangs, reads what is not there, or gives another result than `right`."""
+    for way in ways:
+        try:
+            got = run(**way)
+        except (Deadlock, AssertionError):
+            return
+        if not all(map(torch.equal, got, right)):
+            return
+    raise AssertionError(f"{len(ways)} interleavings without it gave the right result")
