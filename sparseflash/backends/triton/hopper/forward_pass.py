@@ -14,7 +14,7 @@ from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, SMALLEST_SCALE, config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.forward import forward_kernel
-from sparseflash.backends.triton.hopper.plan import ForwardPlan, forward_plan, programs_of
+from sparseflash.backends.triton.hopper.plan import forward_plan, programs_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import combine_rows_kernel
@@ -22,6 +22,7 @@ from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, S
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.blockmask import streams
 from sparseflash.blockmask.cache import BoundedDict, once
 
@@ -104,7 +105,7 @@ class Forward:
         lse = torch.empty_like(self._an_lse)
         if not self._as_they_are:
             q, k, v = as_read(q), as_read(k), as_read(v)
-        self.plan.made.wait()
+        self.plan.ready.wait()
         given: list[Any] = [q, k, v, out, lse]
         parts = None
         if self._combine is not None:
@@ -130,10 +131,10 @@ class Forward:
         ]
 
 
-def planned_forward(plan: Plan, programs: int) -> ForwardPlan:
+def planned_forward(plan: Plan, programs: int) -> Worklist:
     """What the forward walks, from the plan's cache."""
 
-    def make() -> ForwardPlan:
+    def make() -> Worklist:
         lists = plan.lists.get(0, Tiling(*BLOCK))
         lists.ready.wait()
         pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens

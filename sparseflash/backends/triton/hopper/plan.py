@@ -8,16 +8,13 @@ other heads are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
-from sparseflash.backends.triton.schedule.worklists import TileLists
-from sparseflash.blockmask.streams import ReadyEvent
-from sparseflash.blockmask.transfer import to_device
+from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
 
 _H100 = 132
 
@@ -38,48 +35,21 @@ class Rule(NamedTuple):
 RULE = Rule()
 
 
-@dataclass(frozen=True)
-class ForwardPlan:
-    """The work items, and the lists that they point into.
-
-    An item is `(number of batch and head and tile of queries, start, full, count, first block, first tile, part, 0)`:
-    see `TileLists` for its list, whose first entry stands here, too, so that nothing waits for two loads. A row without
-    tiles has one of which no score is live, tile number -1.
-    """
-
-    work: Tensor  # int32 [W, 8]
-    index: Tensor
-    tile: Tensor
-    words: Tensor
-    parts: int = 0  # items that are chunks of longer ones, and write partial results
-    merged: Tensor | None = None  # int32 [items that are cut, 4], see cut_items
-    made: ReadyEvent = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        made = ReadyEvent((self.work, self.index, self.tile, self.words, self.merged))
-        object.__setattr__(self, "made", made)
-
-    def to(self, device: torch.device) -> ForwardPlan:
-        """The same on another device; itself if it is there."""
-        if self.work.device == device:
-            return self
-        arrays = [self.work, self.index, self.tile, *([] if self.merged is None else [self.merged])]
-        work, index, tile, *rest = to_device(arrays, device)
-        return ForwardPlan(work, index, tile, self.words.to(device), self.parts, rest[0] if rest else None)
-
-
 def forward_plan(
     lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, countable: bool
-) -> ForwardPlan:
+) -> Worklist:
     """The plan for `pattern [B, Hq]`.
+
+    An item of its work `[W, 8]` is `(number of batch and head and tile of queries, start, full, count, first block,
+    first tile, part, 0)`: see `TileLists` for its list, whose first entry stands here, too, so that nothing waits for
+    two loads. A row without tiles has one of which no score is live, tile number -1.
 
     programs: how many run at a time, on which only the order depends. countable: the host may wait for the device,
     once, where rows may have to be cut.
     """
     batch, heads = pattern.shape
     rows = -(-q_len // lists.tiling.held)
-    if batch * heads * rows >= 2**31:
-        raise ValueError(f"batch x heads x tiles must be below 2^31; got {batch} x {heads} x {rows}. Split the batch.")
+    check_number_of_items(batch, heads, rows)
     place = torch.arange(rows, device=pattern.device)
     row = (pattern.long().unsqueeze(-1) * rows + place).view(-1, 1)  # [W, 1]
     number = torch.arange(len(row), dtype=torch.int32, device=pattern.device).unsqueeze(1)
@@ -95,7 +65,7 @@ def forward_plan(
     index, tile = lists.index, lists.tile
     if len(index) < 2:  # of a mask without a tile; the kernel reads one ahead of a row without tiles, too
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
-    return ForwardPlan(_work(items, index, tile, programs), index, tile, lists.words, parts, merged)
+    return Worklist(_work(items, index, tile, programs), index, tile, lists.words, parts, merged)
 
 
 def _chunks(count: Tensor, rows: int) -> Tensor:

@@ -24,7 +24,13 @@ from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of
 from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, usual_warps
-from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, full_first, one_more
+from sparseflash.backends.triton.schedule.worklists import (
+    TileLists,
+    Worklist,
+    check_number_of_items,
+    full_first,
+    one_more,
+)
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.cache import BoundedDict, MaskCache, bounded, mask_cache
 from sparseflash.blockmask.csr import columns_of
@@ -117,10 +123,7 @@ class Plan:
         batch, heads = self.pattern.shape
         shape = (batch, heads, 1) if axis == 0 else (batch, self.kv_heads, heads // self.kv_heads)
         count = -(-tokens[axis] // tile)
-        if batch * shape[1] * count >= 2**31:
-            raise ValueError(
-                f"batch x heads x tiles must be below 2^31; got {batch} x {shape[1]} x {count}. Split the batch."
-            )
+        check_number_of_items(batch, shape[1], count)
         if self.lists.fused:
             from sparseflash.backends.triton.schedule import fused  # late: needs Triton
 

@@ -52,7 +52,7 @@ class TileLists:
 class Worklist:
     """The work of a kernel over rows or columns: its items, and the lists that they point into."""
 
-    work: Tensor  # int32 [W, group, 8], see plan.py
+    work: Tensor  # int32 [W, group, 8], see plan.py; other kernels may read other items
     index: Tensor
     tile: Tensor
     words: Tensor
@@ -73,6 +73,12 @@ class Worklist:
         work, index, tile, *rest = to_device((*arrays, *words), device)
         moved = rest.pop() if words else self.words
         return replace(self, work=work, index=index, tile=tile, words=moved, merged=rest[0] if rest else None)
+
+
+def check_number_of_items(batch: int, heads: int, tiles: int) -> None:
+    """Raises ValueError if the numbers of the work items do not fit in 32 bits, as the kernels read them."""
+    if batch * heads * tiles >= 2**31:
+        raise ValueError(f"batch x heads x tiles must be below 2^31; got {batch} x {heads} x {tiles}. Split the batch.")
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
