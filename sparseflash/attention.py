@@ -82,10 +82,10 @@ def attention(
             `torch.manual_seed` fixes it.
         backend: `"triton"`, the portable GPU kernels (fp16, bf16, fp32; D and Dv from 16 to 256), is the default for
             CUDA tensors; `"hopper"`, kernels for compute capability 9.0 (fp16, bf16; D = Dv = 64, 96 or 128; no
-            dropout, no dynamic masks), is experimental and runs only if asked for: it has been tested in an
-            interpreter of Gluon, and not yet on a GPU as it stands; `"blockwise"`, PyTorch over the live tiles, is the default for all other tensors;
-            `"reference"` computes the dense matrix and defines the semantics. A backend that cannot run raises; none
-            falls back to another.
+            dropout, no dynamic masks), is experimental and runs only if asked for: it has been tested in an interpreter
+            of Gluon, and not yet on a GPU as it stands; `"blockwise"`, PyTorch over the live tiles, is the default for
+            all other tensors; `"reference"` computes the dense matrix and defines the semantics. A backend that cannot
+            run raises; none falls back to another.
 
     Returns:
         `out [B, Hq, Nq, Dv]` in the inputs' dtype, or `(out, lse)`. A query without a live key has `out = 0` and
