@@ -1,13 +1,13 @@
 """The backward kernel for Hopper (sm_90): one pass over the keys, five products a step, and dq added in a fixed order.
 
 An item is a tile of KEYS keys of one head of keys with the tiles of queries that see it, of every query head of the
-group, each in two steps of ROWS queries. Two warpgroups together hold dk and dv of the keys in registers and compute
+group, in steps of ROWS queries. Two warpgroups together hold dk and dv of the keys in registers and compute
 
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dQ = dS^T K,  dK += dS Q
 
 with keys as rows of S. What is subtracted stands in the accumulators before the products, so it takes no registers of
-its own. One warp loads. Two warps send dq, each the same half of every tile, from a buffer of its own: while one waits
-until its addition can be seen, the other sends.
+its own. One warp loads. Two warps send dq, each that of every second step, from a buffer of its own: while one waits until
+its addition can be seen, the other sends.
 
 Additions to one tile of queries come from many programs. They are made in a fixed order, so that the same call gives
 the same bits: every addition has a rank in a chain, which is an accumulator, and waits until the chain's counter has
@@ -42,9 +42,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparseflash.backends.triton.hopper.gluon_api import async_add, async_load, async_store, reinterpret
 
 KEYS = gl.constexpr(128)  # of an item
-ROWS = gl.constexpr(64)  # queries of a step, half a tile
-HALVES = gl.constexpr(2)
-WORDS = gl.constexpr(4)  # of bits of a row of a tile
+TILE_ROWS = gl.constexpr(128)  # queries of a tile of the lists, in TILE_ROWS // ROWS steps
+SENDERS = gl.constexpr(2)
+WORDS = gl.constexpr(4)  # of bits of a key of a tile
 THREADS = gl.constexpr(256)  # of the warpgroups; each says for itself that it has read a stage, without waiting
 
 # Of a work item, and of an entry: see backward_plan.py.
@@ -71,7 +71,7 @@ def items_of_program(start_ptr):
 
 
 @gluon.jit
-def loader(loads, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
+def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
     descriptors, tiles_s, bars, lists, sizes = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
@@ -79,6 +79,7 @@ def loader(loads, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
+    STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
@@ -86,16 +87,16 @@ def loader(loads, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
         number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
         first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
         batch, kv_head = number // kv_heads, number % kv_heads
-        for i in range(count * HALVES):
-            row = gl.load(entry_ptr + (first + i // HALVES) * ENTRY)
-            half = i % HALVES
+        for i in range(count * STEPS):
+            row = gl.load(entry_ptr + (first + i // STEPS) * ENTRY)
+            piece = i % STEPS
             head = row // row_tiles % heads
-            first_q = row % row_tiles * (HALVES * ROWS) + half * ROWS
+            first_q = row % row_tiles * TILE_ROWS + piece * ROWS
             stage = step % Q_STAGES
             mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
-            async_load(rows_desc, [(row * HALVES + half) * 2, 0], q_full.index(stage), rows_s.index(stage))
+            async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
             stage = step % DOUT_STAGES
             mbarrier.wait(dout_empty.index(stage), ((step // DOUT_STAGES) & 1) ^ 1)
             mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
@@ -135,35 +136,38 @@ def sent_is_visible():
 
 
 @gluon.jit
-def sender(sends, out_desc, HALF: gl.constexpr):
-    """One half of every tile of dq, in its turn; and dv (half 0) or dk (half 1) of every item."""
+def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr):
+    """dq of every second step, in its turn; and dv (WHICH 0) or dk (WHICH 1) of every item."""
     acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads = sends
     start_ptr, work_ptr, entry_ptr = lists
+    STEPS: gl.constexpr = TILE_ROWS // ROWS
+    step = 0  # of the program, at the beginning of the item
     sent = 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         item_ptr = work_ptr + item * ITEM
         number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
         first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
-        for i in range(count):
-            at = entry_ptr + (first + i) * ENTRY
-            place = gl.load(at + CHAIN) * HALVES + HALF
+        for i in range((step + WHICH) % SENDERS, count * STEPS, SENDERS):
+            at = entry_ptr + (first + i // STEPS) * ENTRY
+            place = gl.load(at + CHAIN) * STEPS + i % STEPS
             rank = gl.load(at + RANK)
             wait_for_turn(counter_ptr + place, rank)
-            mbarrier.wait(full.index(HALF), sent & 1)
+            mbarrier.wait(full.index(WHICH), sent & 1)
             if rank == 0:
-                async_store(acc_desc, [place * ROWS, 0], dq_s.index(HALF))
+                async_store(acc_desc, [place * ROWS, 0], dq_s.index(WHICH))
             else:
-                async_add(acc_desc, [place * ROWS, 0], dq_s.index(HALF))
+                async_add(acc_desc, [place * ROWS, 0], dq_s.index(WHICH))
             tma.store_wait(0)
-            mbarrier.arrive(empty.index(HALF), count=1)
+            mbarrier.arrive(empty.index(WHICH), count=1)
             sent_is_visible()
             gl.atomic_add(counter_ptr + place, 1, sem="relaxed", scope="gpu")
             sent += 1
-        mbarrier.wait(full.index(HALF), sent & 1)
-        async_store(out_desc, [number // kv_heads, number % kv_heads, first_k, 0], out_s.index(HALF))
+        step += count * STEPS
+        mbarrier.wait(full.index(WHICH), sent & 1)
+        async_store(out_desc, [number // kv_heads, number % kv_heads, first_k, 0], out_s.index(WHICH * (ROWS // 64)))
         tma.store_wait(0)
-        mbarrier.arrive(empty.index(HALF), count=1)
+        mbarrier.arrive(empty.index(WHICH), count=1)
         sent += 1
 
 
@@ -178,31 +182,30 @@ def in_registers(x):
 
 
 @gluon.jit
-def hand_over(x, half, target_s, full, empty, count):
-    """Gives a tile to the sender of a half, to whom `count` others were given before."""
-    mbarrier.wait(empty.index(half), (count & 1) ^ 1)
-    target_s.index(half).store(x)
+def hand_over(x, which, target_s, full, empty, count):
+    """Gives a tile to a sender, to whom `count` others were given before."""
+    mbarrier.wait(empty.index(which), (count & 1) ^ 1)
+    target_s.store(x)
     fence_async_shared()
-    mbarrier.arrive(full.index(half), count=1)
+    mbarrier.arrive(full.index(which), count=1)
 
 
 @gluon.jit
-def masked(p, words_ptr, tile, half, k_left, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr):
-    """p [KEYS, ROWS] where the bits of a tile have a one, else 0; tile 0: all are. If HAS_LENGTHS only its first
-    `k_left` keys."""
-    OF_WORDS: gl.constexpr = gl.SliceLayout(1, BITS)
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(1, OF_WORDS))
-    query = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OF_WORDS))
-    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (HALVES * ROWS * WORDS)
-    at = query[None, :] * WORDS + word[:, None]
+def masked(x, words_ptr, tile, first_row, k_left, ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr):
+    """x [KEYS, ROWS] where the bits of a tile have a one, else -inf; tile 0: all are. If HAS_LENGTHS only its first
+    `k_left` keys. The rows are those of the tile from `first_row` on."""
+    OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, OF_WORDS))
+    word = first_row // 32 + gl.arange(0, ROWS // 32, layout=gl.SliceLayout(0, OF_WORDS))
+    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (KEYS * WORDS)
+    at = key[:, None] * WORDS + word[None, :]
     words = gl.load(tile_ptr + at, mask=(at >= 0) & (tile > 0), other=-1)
     if HAS_LENGTHS:
-        left = gl.minimum(gl.maximum(k_left - word * 32, 0), 32)
-        words = words & gl.where(left == 32, -1, (1 << (left & 31)) - 1)[:, None]
-    shift = gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(0, BITS)))
-    bits = (words.expand_dims(1) >> shift.expand_dims(1).expand_dims(0)) & 1
-    bits = gl.convert_layout(bits.reshape([KEYS, ROWS]), p.type.layout, assert_trivial=True)
-    return gl.where(bits != 0, p, 0.0)
+        words = gl.where((key < k_left)[:, None], words, 0)
+    shift = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, BITS)))
+    bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
+    bits = gl.convert_layout(bits.reshape([KEYS, ROWS]), x.type.layout, assert_trivial=True)
+    return gl.where(bits != 0, x, float("-inf"))
 
 
 @gluon.jit
@@ -216,10 +219,11 @@ def others_are_visible():
 
 
 @gluon.jit
-def finish(tile, places, scale, D: gl.constexpr, OUT_D: gl.constexpr):
+def finish(tile, places, scale, ROWS: gl.constexpr, D: gl.constexpr, OUT_D: gl.constexpr):
     """Writes dq of a tile: the sum of its chains, in order; 0 without any."""
     acc_ptr, counter_ptr, chain_ptr, length_ptr, dq_ptr, dq_strides, sizes = places
     heads, row_tiles, q_len = sizes
+    STEPS: gl.constexpr = TILE_ROWS // ROWS
     dtype: gl.constexpr = dq_ptr.dtype.element_ty
     L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [8, 1], [1, 0])
     first_chain, stop = gl.load(chain_ptr + tile), gl.load(chain_ptr + tile + 1)
@@ -229,23 +233,23 @@ def finish(tile, places, scale, D: gl.constexpr, OUT_D: gl.constexpr):
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     at = local[:, None] * D + column[None, :]
-    for half in gl.static_range(HALVES):
+    for piece in gl.static_range(STEPS):
         for chain in range(first_chain, stop):
-            wait_for_turn(counter_ptr + chain * HALVES + half, gl.load(length_ptr + chain))
+            wait_for_turn(counter_ptr + chain * STEPS + piece, gl.load(length_ptr + chain))
         others_are_visible()
         total = gl.zeros([ROWS, D], gl.float32, layout=L)
         for chain in range(first_chain, stop):
-            part_ptr = acc_ptr + gl.cast(chain * HALVES + half, gl.int64) * (ROWS * D)
+            part_ptr = acc_ptr + gl.cast(chain * STEPS + piece, gl.int64) * (ROWS * D)
             total += gl.load(part_ptr + at, cache_modifier=".cg")  # not of this multiprocessor's own cache
-        row = tile % row_tiles * (HALVES * ROWS) + half * ROWS + local
+        row = tile % row_tiles * TILE_ROWS + piece * ROWS + local
         target = dq_ptr + dq_head + (gl.cast(row, gl.int64) * dq_strides[2])[:, None] + column[None, :]
         gl.store(target, (total * scale).to(dtype), mask=(row < q_len)[:, None] & (column < OUT_D)[None, :])
 
 
 @gluon.jit
 def consumer(
-    reads, finishes, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, OUT_D: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr, FINISH: gl.constexpr,
+    reads, finishes, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
+    OUT_D: gl.constexpr, HAS_LENGTHS: gl.constexpr, FINISH: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of every item, dq of every step, and of tiles to which all has been added."""
     tiles_s, bars, lists, words_ptr, lengths, ds_s, dq_s, out_s, full, empty, qk_scale, scale, kv_heads = reads
@@ -255,20 +259,24 @@ def consumer(
     dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, ROWS, 16])
     KV: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
-    Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, D // 2, 16])
+    # Of dq each warpgroup computes half the rows, or half the columns of 64 rows.
+    COLUMNS: gl.constexpr = 128 // ROWS
+    Q: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8 // COLUMNS, COLUMNS], instr_shape=[16, D // COLUMNS, 16]
+    )
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV, k_width=2)
-    # The layout S of [KEYS, ROWS] as [WORDS, 32, ROWS], so that a thread has the words of its scores.
+    # The layout S of [KEYS, ROWS] as [KEYS, ROWS // 32, 32], so that a thread has the words of its scores.
     BITS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 16, 0], [1, 0, 0], [2, 0, 0]],
+        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if ROWS == 128 else []),
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0], [64, 0, 0]],
         [],
-        [WORDS, 32, ROWS],
+        [KEYS, ROWS // 32, 32],
     )
     no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
+    STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     turn = 0  # items that have an entry
-    handed = 0  # tiles to each sender
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         item_ptr = work_ptr + item * ITEM
@@ -284,22 +292,21 @@ def consumer(
         if count > 0:
             mbarrier.wait(kv_full.index(0), turn & 1)
             turn += 1
-        for i in range(count * HALVES):
-            half = i % HALVES
+        for i in range(count * STEPS):
             is_partial = (tile != 0) | (k_left < KEYS)
             q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
             mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
             rows = rows_s.index(q_stage)
             s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
+            if is_partial:
+                s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, ROWS, HAS_LENGTHS, BITS)
             dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             s = warpgroup_mma(k_s, q_s.index(q_stage).permute((1, 0)), s, is_async=True)
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
             dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             p = gl.exp2(s * qk_scale)
-            if is_partial:
-                p = masked(p, words_ptr, tile, half, k_left, HAS_LENGTHS, BITS)
-            tile = gl.load(entry_ptr + (first + (i + 1) // HALVES) * ENTRY + TILE)  # of the next step
+            tile = gl.load(entry_ptr + (first + (i + 1) // STEPS) * ENTRY + TILE)  # of the next step
             weights = gl.convert_layout(p.to(dtype), OPERAND)
             dv = warpgroup_mma(weights, dout_s.index(dout_stage), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -311,19 +318,19 @@ def consumer(
             dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
-            hand_over(dq, half, dq_s, full, empty, handed)
-            handed += half
+            which = step % SENDERS
+            hand_over(dq, which, dq_s.index(which), full, empty, step // SENDERS + item - begin)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
-        hand_over(dv.to(dtype), 0, out_s, full, empty, handed)
-        hand_over((dk * scale).to(dtype), 1, out_s, full, empty, handed)
-        handed += 1
+        handed = item - begin
+        hand_over(dv.to(dtype), 0, out_s.index(0), full, empty, (step + 1) // SENDERS + handed)
+        hand_over((dk * scale).to(dtype), 1, out_s.index(ROWS // 64), full, empty, step // SENDERS + handed)
         if FINISH:
             finished_ptr, places = finishes
             first, count = gl.load(item_ptr + FIRST_FINISHED), gl.load(item_ptr + FINISHED)
             for i in range(first, first + count):
-                finish(gl.load(finished_ptr + i), places, scale, D, OUT_D)
+                finish(gl.load(finished_ptr + i), places, scale, ROWS, D, OUT_D)
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
@@ -334,11 +341,11 @@ def consumer(
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
     # [1, 1, ROWS or KEYS, D]: what is past the ends of a tensor is read as zeros and not written
-    rows_desc,  # fp32 [B * Hq * tiles * HALVES * 2, ROWS] in boxes of [2, ROWS]: see rows.py
-    acc_desc,  # fp32 [chains * HALVES * ROWS, D] in boxes of [ROWS, D], written
+    rows_desc,  # fp32 [B * Hq * tiles * steps * 2, ROWS] in boxes of [2, ROWS]: see rows.py
+    acc_desc,  # fp32 [chains * TILE_ROWS, D] in boxes of [ROWS, D], written
     dk_desc, dv_desc,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # int32 [programs + 1], [items, ITEM], [entries + 1, ENTRY], bits
-    counter_ptr,  # int32 [chains * HALVES], zeros
+    counter_ptr,  # int32 [chains * TILE_ROWS // ROWS], zeros
     # What finishes dq, or None: the memory of acc_desc; int32 [Hq * B * row_tiles], the tiles in the order in which
     # items finish them; [B * Hq * row_tiles + 1], the first chain of each; [chains], their lengths; dq
     acc_ptr, finished_ptr, chain_ptr, length_ptr, dq_ptr,
@@ -346,6 +353,7 @@ def backward_kernel(
     qk_scale, scale,  # positive, the first in units of log2(e)
     heads, kv_heads, row_tiles, q_len, dq_strides,
     D: gl.constexpr, OUT_D: gl.constexpr,  # of the tiles, and of dq
+    ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of all items, and dq; or its chains only, without the factor `scale`."""
@@ -360,16 +368,17 @@ def backward_kernel(
     v_s = gl.allocate_shared_memory(dtype, [KEYS, D], TILE_LAYOUT)
     ds_s = gl.allocate_shared_memory(dtype, [KEYS, ROWS], DS_LAYOUT)
     rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [HALVES, ROWS, D], acc_desc.layout)
-    out_s = reinterpret(dq_s, dtype, [HALVES, KEYS, D], TILE_LAYOUT)  # dv and dk leave by the same buffers
+    dq_s = gl.allocate_shared_memory(gl.float32, [SENDERS, ROWS, D], acc_desc.layout)
+    # dv and dk leave by the same buffers, which hold one or two of them.
+    out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
     dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
     dout_empty = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [HALVES, 1], BAR)
+    full = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], BAR)
     for c in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_empty.index(c), count=THREADS)
@@ -377,7 +386,7 @@ def backward_kernel(
         mbarrier.init(dout_full.index(c), count=1)
         mbarrier.init(dout_empty.index(c), count=THREADS)
     mbarrier.init(kv_full.index(0), count=1)
-    for c in gl.static_range(HALVES):
+    for c in gl.static_range(SENDERS):
         mbarrier.init(full.index(c), count=1)
         mbarrier.init(empty.index(c), count=1)
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s)
@@ -392,10 +401,10 @@ def backward_kernel(
     finishes = (finished_ptr, places)
     gl.warp_specialize(
         [
-            (consumer, (reads, finishes, Q_STAGES, DOUT_STAGES, D, OUT_D, HAS_LENGTHS, FINISH)),
-            (loader, (loads, Q_STAGES, DOUT_STAGES)),
-            (sender, (sends, dv_desc, 0)),
-            (sender, (sends, dk_desc, 1)),
+            (consumer, (reads, finishes, ROWS, Q_STAGES, DOUT_STAGES, D, OUT_D, HAS_LENGTHS, FINISH)),
+            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES)),
+            (sender, (sends, dv_desc, 0, ROWS)),
+            (sender, (sends, dk_desc, 1, ROWS)),
         ],
         [1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS],

@@ -13,7 +13,7 @@ from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.backward import backward_kernel
 from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backward_plan
 from sparseflash.backends.triton.hopper.choices import described_choice
-from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, SMALLEST_SCALE, backward_config_for
+from sparseflash.backends.triton.hopper.configs import BLOCK, SMALLEST_SCALE, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel, finish_kernel
@@ -36,10 +36,12 @@ class Backward:
         (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
         row_tiles = -(-q_len // BLOCK[0])
         self.plan = planned_backward(plan, programs_of(plan.device))
-        halves = batch * heads * row_tiles * GROUPS
+        steps = BLOCK[0] // config.rows  # of a tile
+        pieces = batch * heads * row_tiles * steps
         self._as_they_are, self._stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
-        counters = max(self.plan.chains, 1) * GROUPS
-        rows, acc = (torch.empty(x, device="meta") for x in ((halves * 2, ROWS), (counters * ROWS, config.dim)))
+        self._rows = config.rows
+        counters = max(self.plan.chains, 1) * steps
+        rows, acc = (torch.empty(x, device="meta") for x in ((pieces * 2, config.rows), (counters * config.rows, config.dim)))
         dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
         lse, out = empty_lse(like(q)), like(out)
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
@@ -53,7 +55,7 @@ class Backward:
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
         }  # fmt: skip
-        sizes = {"D": dim, "PADDED_D": config.dim, "ROWS": ROWS}
+        sizes = {"D": dim, "PADDED_D": config.dim, "ROWS": config.rows}
         self._finishes = config.finish
         examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
         if dlse:
@@ -61,24 +63,24 @@ class Backward:
         examples |= {"rows_ptr": rows, "counter_ptr": counted, **lengths}
         self._begin = launch_of(
             begin_kernel, sizes, numbers, examples, plan.device, {}, bound=(), num_warps=4, num_stages=1
-        ).bind(halves)
+        ).bind(pieces)
         self._finish = launch_of(
             finish_kernel, sizes, numbers, {"acc_ptr": acc, "dq_ptr": dq}, plan.device, {}, bound=("chain_ptr",),
             num_warps=4, num_stages=2,
-        ).bind(halves, chain_ptr=self.plan.chain)  # fmt: skip
+        ).bind(pieces, chain_ptr=self.plan.chain)  # fmt: skip
 
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "dout_desc": read_as(dout)}
         written = {"dk_desc": dk, "dv_desc": dv}
         described = {
-            name: described_as(x, ROWS if name in ("q_desc", "dout_desc") else BLOCK[1], config.dim)
+            name: described_as(x, config.rows if name in ("q_desc", "dout_desc") else BLOCK[1], config.dim)
             for name, x in {**tiles, **written}.items()
         }
         plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        described["rows_desc"] = Describe(rows, rows.shape, rows.stride(), [2, ROWS], plain)
-        shuffled = gl.NVMMASharedLayout.get_default_for([ROWS, config.dim], gl.float32)
-        described["acc_desc"] = Describe(acc, acc.shape, acc.stride(), [ROWS, config.dim], shuffled)
+        described["rows_desc"] = Describe(rows, rows.shape, rows.stride(), [2, config.rows], plain)
+        shuffled = gl.NVMMASharedLayout.get_default_for([config.rows, config.dim], gl.float32)
+        described["acc_desc"] = Describe(acc, acc.shape, acc.stride(), [config.rows, config.dim], shuffled)
         constants = {
-            "D": config.dim, "OUT_D": dim, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
+            "D": config.dim, "OUT_D": dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
             "REGISTERS": config.registers,
         }  # fmt: skip
         bound = {
@@ -127,7 +129,7 @@ class Backward:
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
         loads = torch.stack([each.sum() for each in self.plan.work[:, 3].tensor_split(self.plan.start[1:-1].tolist())])
-        block = ROWS, BLOCK[1]
+        block = self._rows, BLOCK[1]
         return [described_choice("dk, dv and dq", block, 11, self._stages, self._launch, loads, 0)]
 
 

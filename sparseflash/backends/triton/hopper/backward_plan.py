@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.hopper.plan import start_order
 from sparseflash.backends.triton.schedule.worklists import TileLists
+from sparseflash.blockmask.bitmask import transposed, words_per_row
 from sparseflash.blockmask.streams import ReadyEvent
 from sparseflash.blockmask.transfer import to_device
 
@@ -62,7 +63,7 @@ class BackwardPlan:
     chain: Tensor  # int32 [B * Hq * tiles + 1], the first chain of each tile of queries
     length: Tensor  # int32 [chains], how many additions are made to each
     finished: Tensor  # int32 [B * Hq * tiles], the tiles of queries in the order of the items after which they are
-    words: Tensor
+    words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, of every key its queries
     chains: int
     made: ReadyEvent = field(init=False, repr=False, compare=False)
 
@@ -116,7 +117,7 @@ def backward_plan(
     length = np.bincount(chain, minlength=max(int(chains[-1]), 1))
     arrays = [torch.from_numpy(x.astype(np.int32)) for x in (starts, work, entries, chains, length, finished)]
     start, items, entered, chain_of, lengths, tiles = to_device(arrays, device)
-    return BackwardPlan(start, items, entered, chain_of, lengths, tiles, lists.words.to(device), int(chains[-1]))
+    return BackwardPlan(start, items, entered, chain_of, lengths, tiles, _by_key(lists).to(device), int(chains[-1]))
 
 
 def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
@@ -219,6 +220,12 @@ def finishing(done: Ints, ends: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:
     order = np.argsort(item, kind="stable")
     count = np.bincount(item, minlength=len(ends))
     return by_time[order], np.cumsum(count) - count, count
+
+
+def _by_key(lists: TileLists) -> Tensor:
+    """The bits of tiles with keys as rows; those of a list have queries as rows."""
+    keys, queries = lists.tiling.held, lists.tiling.streamed
+    return transposed(lists.words.view(-1, queries, words_per_row(keys)), keys).flatten()
 
 
 def _expanded(count: Ints) -> tuple[Ints, Ints]:

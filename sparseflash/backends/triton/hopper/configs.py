@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROWS = 64  # queries of a warpgroup in the forward, and of a step of the backward
+ROWS = 64  # queries of a warpgroup in the forward
 GROUPS = 2  # warpgroups that multiply
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
 HEAD_DIMS = (64, 96, 128)
@@ -29,7 +29,8 @@ class BackwardConfig(NamedTuple):
     """What the backward kernel takes besides its arguments."""
 
     dim: int
-    q_stages: int  # of queries, ROWS * dim numbers each
+    rows: int  # queries of a step
+    q_stages: int  # of queries, rows * dim numbers each
     dout_stages: int
     registers: int = 24  # a thread of the warps that load and send; the warpgroups get what is left
     start_registers: int = 168
@@ -37,7 +38,7 @@ class BackwardConfig(NamedTuple):
 
 
 _CONFIGS = {64: Config(64, 4), 96: Config(128, 2), 128: Config(128, 2)}
-_BACKWARD = {64: BackwardConfig(64, 3, 3), 96: BackwardConfig(128, 3, 2), 128: BackwardConfig(128, 3, 2)}
+_BACKWARD = {64: BackwardConfig(64, 128, 3, 2), 96: BackwardConfig(128, 64, 3, 2), 128: BackwardConfig(128, 64, 3, 2)}
 
 
 def config_for(head_dim: int) -> Config:

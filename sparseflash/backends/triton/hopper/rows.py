@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-HALVES = tl.constexpr(2)  # of a tile of queries
+TILE_ROWS = tl.constexpr(128)  # queries of a tile
 
 
 @triton.jit(
@@ -12,17 +12,18 @@ HALVES = tl.constexpr(2)  # of a tile of queries
 )
 def begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr,  # [B, Hq, Nq, D] both; fp32 [B, Hq, Nq] contiguous, the last or None
-    rows_ptr,  # fp32 [B * Hq * row_tiles * HALVES, 2, ROWS], written: -lse / scale and -delta
+    rows_ptr,  # fp32 [B * Hq * row_tiles * steps, 2, ROWS], TILE_ROWS // ROWS steps a tile, written: -lse / scale and -delta
     counter_ptr, counters,  # int32 [counters], zeroed
     lengths_ptr, lengths_stride,  # int32 [2, B] or None
     inverse_scale, heads, q_len, row_tiles, out_strides, dout_strides,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of ROWS queries. Those without a live key, past the end too, get -inf, so that their weights are 0."""
+    STEPS: tl.constexpr = TILE_ROWS // ROWS
     number = tl.program_id(0)
-    batch_head = number // (row_tiles * HALVES)
+    batch_head = number // (row_tiles * STEPS)
     batch, head = batch_head // heads, batch_head % heads
-    row = number % (row_tiles * HALVES) * ROWS + tl.arange(0, ROWS)
+    row = number % (row_tiles * STEPS) * ROWS + tl.arange(0, ROWS)
     length = q_len
     if lengths_ptr is not None:
         length = tl.minimum(tl.load(lengths_ptr + batch), q_len)
@@ -52,22 +53,23 @@ def begin_kernel(
 
 @triton.jit(do_not_specialize=["scale", "heads", "q_len", "row_tiles"])
 def finish_kernel(
-    acc_ptr, chain_ptr,  # fp32 [chains, HALVES, ROWS, PADDED_D]; int32 [B * Hq * row_tiles + 1], the first of each tile
+    acc_ptr, chain_ptr,  # fp32 [chains, TILE_ROWS, PADDED_D]; int32 [B * Hq * row_tiles + 1], the first of each tile
     dq_ptr, scale, heads, q_len, row_tiles, dq_strides,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dq of ROWS queries: the sum of their chains, in order; 0 without any."""
+    STEPS: tl.constexpr = TILE_ROWS // ROWS
     number = tl.program_id(0)
-    tile, half = number // HALVES, number % HALVES
+    tile, piece = number // STEPS, number % STEPS
     batch_head = tile // row_tiles
     batch, head = batch_head // heads, batch_head % heads
     local, column = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
-    row = (tile % row_tiles * HALVES + half) * ROWS + local
+    row = (tile % row_tiles * STEPS + piece) * ROWS + local
     at = local[:, None] * PADDED_D + column[None, :]
     total = tl.zeros([ROWS, PADDED_D], tl.float32)
     first_chain = tl.load(chain_ptr + tile)
     for i in tl.range(0, tl.load(chain_ptr + tile + 1) - first_chain):
-        place = (first_chain + i) * HALVES + half
+        place = (first_chain + i) * STEPS + piece
         total += tl.load(acc_ptr + place.to(tl.int64) * (ROWS * PADDED_D) + at)
     first = tl.cast(batch, tl.int64) * dq_strides[0] + tl.cast(head, tl.int64) * dq_strides[1]
     target = dq_ptr + first + tl.cast(row, tl.int64)[:, None] * dq_strides[2] + column[None, :]
