@@ -63,7 +63,9 @@ def calls_of(kernel):
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
+def no_gpu(request, monkeypatch):
+    if request.node.get_closest_marker("gpu"):
+        return
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(launcher, "on_device", lambda device: mock.MagicMock())

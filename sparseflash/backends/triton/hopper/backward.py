@@ -6,21 +6,19 @@ group, in steps of ROWS queries. Two warpgroups together hold dk and dv of the k
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dQ = dS^T K,  dK += dS Q
 
 with keys as rows of S. What is subtracted stands in the accumulators before the products, so it takes no registers of
-its own. One warp loads. Two warps send dq, each that of every second step, from a buffer of its own: while one waits until
+its own. One warp loads. Two warps send dq, each that of every second step of the plan, from a buffer of its own: while one waits until
 its addition can be seen, the other sends.
 
 Additions to one tile of queries come from many programs. They are made in a fixed order, so that the same call gives
 the same bits: every addition has a rank in a chain, which is an accumulator, and waits until the chain's counter has
 reached its rank. The first of a chain stores, so nothing has to be zeroed. A tile with many additions has several
-chains. After an item the warpgroups finish tiles of dq to which all has been added: they sum the chains in order and
-round once, while most of what they read is still in the L2 cache.
+chains, which `finish_kernel` sums in order and rounds once.
 
 Why nothing waits for ever. `backward_plan.py` gives every entry (a tile of queries of some item) a time, which
 increases strictly along the list of a program, and ranks the entries of a chain by (time, number of the program). So
 entries are in one total order, and each waits for earlier ones only:
 
 - a sender waits for the chain's entry of the rank before, which is earlier in that order;
-- the warpgroups wait for all entries of the tiles that they finish after an item, which are earlier than its end;
 - a sender, the warpgroups and the loader wait for a buffer, which is free when the same program is done with an entry
   before, or full when it has computed or loaded this one, which waits for nobody outside.
 
@@ -48,13 +46,11 @@ WORDS = gl.constexpr(4)  # of bits of a key of a tile
 THREADS = gl.constexpr(256)  # of the warpgroups; each says for itself that it has read a stage, without waiting
 
 # Of a work item, and of an entry: see backward_plan.py.
-ITEM = gl.constexpr(8)
+ITEM = gl.constexpr(4)
 NUMBER = gl.constexpr(0)
 FIRST_KEY = gl.constexpr(1)
 FIRST = gl.constexpr(2)
 COUNT = gl.constexpr(3)
-FIRST_FINISHED = gl.constexpr(4)
-FINISHED = gl.constexpr(5)
 ENTRY = gl.constexpr(4)
 TILE = gl.constexpr(1)
 CHAIN = gl.constexpr(2)
@@ -137,18 +133,17 @@ def sent_is_visible():
 
 @gluon.jit
 def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr):
-    """dq of every second step, in its turn; and dv (WHICH 0) or dk (WHICH 1) of every item."""
+    """dq of every second step of the plan, in its turn; and dv (WHICH 0) or dk (WHICH 1) of every item."""
     acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads = sends
     start_ptr, work_ptr, entry_ptr = lists
     STEPS: gl.constexpr = TILE_ROWS // ROWS
-    step = 0  # of the program, at the beginning of the item
     sent = 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         item_ptr = work_ptr + item * ITEM
         number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
         first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
-        for i in range((step + WHICH) % SENDERS, count * STEPS, SENDERS):
+        for i in range((first * STEPS + WHICH) & 1, count * STEPS, SENDERS):
             at = entry_ptr + (first + i // STEPS) * ENTRY
             place = gl.load(at + CHAIN) * STEPS + i % STEPS
             rank = gl.load(at + RANK)
@@ -163,7 +158,6 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr):
             sent_is_visible()
             gl.atomic_add(counter_ptr + place, 1, sem="relaxed", scope="gpu")
             sent += 1
-        step += count * STEPS
         mbarrier.wait(full.index(WHICH), sent & 1)
         async_store(out_desc, [number // kv_heads, number % kv_heads, first_k, 0], out_s.index(WHICH * (ROWS // 64)))
         tma.store_wait(0)
@@ -182,9 +176,9 @@ def in_registers(x):
 
 
 @gluon.jit
-def hand_over(x, which, target_s, full, empty, count):
-    """Gives a tile to a sender, to whom `count` others were given before."""
-    mbarrier.wait(empty.index(which), (count & 1) ^ 1)
+def hand_over(x, which, target_s, full, empty, parities):
+    """Gives a tile to a sender; bit `which` of `parities` says whether that has been given an odd number before."""
+    mbarrier.wait(empty.index(which), ((parities >> which) & 1) ^ 1)
     target_s.store(x)
     fence_async_shared()
     mbarrier.arrive(full.index(which), count=1)
@@ -209,49 +203,11 @@ def masked(x, words_ptr, tile, first_row, k_left, ROWS: gl.constexpr, HAS_LENGTH
 
 
 @gluon.jit
-def others_are_visible():
-    """What the counters that this thread has read tell of can be read after this."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    gl.inline_asm_elementwise(
-        "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [gl.zeros([256], gl.int32, layout=ONE)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def finish(tile, places, scale, ROWS: gl.constexpr, D: gl.constexpr, OUT_D: gl.constexpr):
-    """Writes dq of a tile: the sum of its chains, in order; 0 without any."""
-    acc_ptr, counter_ptr, chain_ptr, length_ptr, dq_ptr, dq_strides, sizes = places
-    heads, row_tiles, q_len = sizes
-    STEPS: gl.constexpr = TILE_ROWS // ROWS
-    dtype: gl.constexpr = dq_ptr.dtype.element_ty
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [8, 1], [1, 0])
-    first_chain, stop = gl.load(chain_ptr + tile), gl.load(chain_ptr + tile + 1)
-    batch_head = tile // row_tiles
-    batch, head = batch_head // heads, batch_head % heads
-    dq_head = gl.cast(batch, gl.int64) * dq_strides[0] + gl.cast(head, gl.int64) * dq_strides[1]
-    local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    at = local[:, None] * D + column[None, :]
-    for piece in gl.static_range(STEPS):
-        for chain in range(first_chain, stop):
-            wait_for_turn(counter_ptr + chain * STEPS + piece, gl.load(length_ptr + chain))
-        others_are_visible()
-        total = gl.zeros([ROWS, D], gl.float32, layout=L)
-        for chain in range(first_chain, stop):
-            part_ptr = acc_ptr + gl.cast(chain * STEPS + piece, gl.int64) * (ROWS * D)
-            total += gl.load(part_ptr + at, cache_modifier=".cg")  # not of this multiprocessor's own cache
-        row = tile % row_tiles * TILE_ROWS + piece * ROWS + local
-        target = dq_ptr + dq_head + (gl.cast(row, gl.int64) * dq_strides[2])[:, None] + column[None, :]
-        gl.store(target, (total * scale).to(dtype), mask=(row < q_len)[:, None] & (column < OUT_D)[None, :])
-
-
-@gluon.jit
 def consumer(
-    reads, finishes, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
-    OUT_D: gl.constexpr, HAS_LENGTHS: gl.constexpr, FINISH: gl.constexpr,
+    reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of every item, dq of every step, and of tiles to which all has been added."""
+    """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, ds_s, dq_s, out_s, full, empty, qk_scale, scale, kv_heads = reads
     q_s, dout_s, k_s, v_s, rows_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
@@ -276,7 +232,8 @@ def consumer(
     no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
-    turn = 0  # items that have an entry
+    # Numbers whose last bit alone is wanted, in one register: of tiles given to each sender, of items with an entry.
+    parities = 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         item_ptr = work_ptr + item * ITEM
@@ -290,21 +247,21 @@ def consumer(
         dk = gl.zeros([KEYS, D], gl.float32, layout=KV)
         dv = gl.zeros([KEYS, D], gl.float32, layout=KV)
         if count > 0:
-            mbarrier.wait(kv_full.index(0), turn & 1)
-            turn += 1
+            mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
+            parities ^= 1 << SENDERS
         for i in range(count * STEPS):
             is_partial = (tile != 0) | (k_left < KEYS)
             q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
             mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
             rows = rows_s.index(q_stage)
             s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-            if is_partial:
-                s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, ROWS, HAS_LENGTHS, BITS)
             dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             s = warpgroup_mma(k_s, q_s.index(q_stage).permute((1, 0)), s, is_async=True)
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
             dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
+            if is_partial:
+                s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, ROWS, HAS_LENGTHS, BITS)
             p = gl.exp2(s * qk_scale)
             tile = gl.load(entry_ptr + (first + (i + 1) // STEPS) * ENTRY + TILE)  # of the next step
             weights = gl.convert_layout(p.to(dtype), OPERAND)
@@ -318,24 +275,20 @@ def consumer(
             dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
-            which = step % SENDERS
-            hand_over(dq, which, dq_s.index(which), full, empty, step // SENDERS + item - begin)
+            which = (first * STEPS + i) % SENDERS
+            hand_over(dq, which, dq_s.index(which), full, empty, parities)
+            parities ^= 1 << which
             dk = warpgroup_mma_wait(0, deps=(dk,))
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
-        handed = item - begin
-        hand_over(dv.to(dtype), 0, out_s.index(0), full, empty, (step + 1) // SENDERS + handed)
-        hand_over((dk * scale).to(dtype), 1, out_s.index(ROWS // 64), full, empty, step // SENDERS + handed)
-        if FINISH:
-            finished_ptr, places = finishes
-            first, count = gl.load(item_ptr + FIRST_FINISHED), gl.load(item_ptr + FINISHED)
-            for i in range(first, first + count):
-                finish(gl.load(finished_ptr + i), places, scale, ROWS, D, OUT_D)
+        hand_over(dv.to(dtype), 0, out_s.index(0), full, empty, parities)
+        hand_over((dk * scale).to(dtype), 1, out_s.index(ROWS // 64), full, empty, parities)
+        parities ^= (1 << SENDERS) - 1
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
-    do_not_specialize=["lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "q_len"],
+    do_not_specialize=["lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles"],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )
 def backward_kernel(
@@ -346,19 +299,15 @@ def backward_kernel(
     dk_desc, dv_desc,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # int32 [programs + 1], [items, ITEM], [entries + 1, ENTRY], bits
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS], zeros
-    # What finishes dq, or None: the memory of acc_desc; int32 [Hq * B * row_tiles], the tiles in the order in which
-    # items finish them; [B * Hq * row_tiles + 1], the first chain of each; [chains], their lengths; dq
-    acc_ptr, finished_ptr, chain_ptr, length_ptr, dq_ptr,
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     qk_scale, scale,  # positive, the first in units of log2(e)
-    heads, kv_heads, row_tiles, q_len, dq_strides,
-    D: gl.constexpr, OUT_D: gl.constexpr,  # of the tiles, and of dq
+    heads, kv_heads, row_tiles,
+    D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of all items, and dq; or its chains only, without the factor `scale`."""
+    """dk and dv of all items, and the chains of dq, without the factor `scale`."""
     dtype: gl.constexpr = q_desc.dtype
-    FINISH: gl.constexpr = acc_ptr is not None
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
@@ -397,11 +346,9 @@ def backward_kernel(
     loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles))
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     reads = (tiles_s, bars, lists, words_ptr, lengths, ds_s, dq_s, out_s, full, empty, qk_scale, scale, kv_heads)
-    places = (acc_ptr, counter_ptr, chain_ptr, length_ptr, dq_ptr, dq_strides, (heads, row_tiles, q_len))
-    finishes = (finished_ptr, places)
     gl.warp_specialize(
         [
-            (consumer, (reads, finishes, ROWS, Q_STAGES, DOUT_STAGES, D, OUT_D, HAS_LENGTHS, FINISH)),
+            (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS)),
             (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES)),
             (sender, (sends, dv_desc, 0, ROWS)),
             (sender, (sends, dk_desc, 1, ROWS)),

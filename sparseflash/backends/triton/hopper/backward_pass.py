@@ -41,7 +41,9 @@ class Backward:
         self._as_they_are, self._stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
         self._rows = config.rows
         counters = max(self.plan.chains, 1) * steps
-        rows, acc = (torch.empty(x, device="meta") for x in ((pieces * 2, config.rows), (counters * config.rows, config.dim)))
+        rows, acc = (
+            torch.empty(x, device="meta") for x in ((pieces * 2, config.rows), (counters * config.rows, config.dim))
+        )
         dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
         lse, out = empty_lse(like(q)), like(out)
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
@@ -56,7 +58,6 @@ class Backward:
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
         }  # fmt: skip
         sizes = {"D": dim, "PADDED_D": config.dim, "ROWS": config.rows}
-        self._finishes = config.finish
         examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
         if dlse:
             examples["dlse_ptr"] = lse
@@ -80,22 +81,16 @@ class Backward:
         shuffled = gl.NVMMASharedLayout.get_default_for([config.rows, config.dim], gl.float32)
         described["acc_desc"] = Describe(acc, acc.shape, acc.stride(), [config.rows, config.dim], shuffled)
         constants = {
-            "D": config.dim, "OUT_D": dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
+            "D": config.dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
             "REGISTERS": config.registers,
         }  # fmt: skip
         bound = {
             "start_ptr": self.plan.start, "work_ptr": self.plan.work, "entry_ptr": self.plan.entries,
             "words_ptr": self.plan.words,
         }  # fmt: skip
-        finished = {}
-        if config.finish:
-            finished = {"acc_ptr": acc, "dq_ptr": dq}
-            bound |= {
-                "finished_ptr": self.plan.finished, "chain_ptr": self.plan.chain, "length_ptr": self.plan.length
-            }  # fmt: skip
         self._launch = launch_of(
             backward_kernel, constants, numbers,
-            {**tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted, **finished, **lengths},
+            {**tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted, **lengths},
             plan.device, described, bound=tuple(bound), num_warps=8, num_stages=1, registers=config.start_registers,
             resident=True,
         ).bind(self.plan.programs, **bound)  # fmt: skip
@@ -112,10 +107,8 @@ class Backward:
         by_length = () if lengths is None else (lengths, lengths.stride(0))
         self.plan.made.wait()
         self._begin(out, dout, lse, *(() if dlse is None else (dlse,)), rows, counters, *by_length)
-        finished = (acc, dq) if self._finishes else ()
-        self._launch(q, k, v, dout, rows, acc, dk, dv, counters, *finished, *by_length)
-        if not self._finishes:
-            self._finish(acc, dq)
+        self._launch(q, k, v, dout, rows, acc, dk, dv, counters, *by_length)
+        self._finish(acc, dq)
         return dq, dk, dv
 
     def workspace(self) -> list[Tensor]:
@@ -124,7 +117,7 @@ class Backward:
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        return [self._begin, self._launch, *([] if self._finishes else [self._finish])]
+        return [self._begin, self._launch, self._finish]
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
@@ -142,6 +135,6 @@ def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
         pattern = plan.pattern
         if plan.lists.pattern is not None:
             pattern = plan.lists.pattern.expand(plan.pattern.shape)
-        return backward_plan(lists, pattern, plan.kv_heads, *plan.lists.tokens, plan.device, programs=programs)
+        return backward_plan(lists, pattern, plan.kv_heads, *plan.lists.tokens, programs=programs)
 
     return once(plan.derived, ("hopper backward", programs), make)

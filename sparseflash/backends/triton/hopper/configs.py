@@ -34,11 +34,10 @@ class BackwardConfig(NamedTuple):
     dout_stages: int
     registers: int = 24  # a thread of the warps that load and send; the warpgroups get what is left
     start_registers: int = 168
-    finish: bool = True  # dq in the one kernel, after items; else a kernel of its own does it at the end
 
 
 _CONFIGS = {64: Config(64, 4), 96: Config(128, 2), 128: Config(128, 2)}
-_BACKWARD = {64: BackwardConfig(64, 128, 3, 2), 96: BackwardConfig(128, 64, 3, 2), 128: BackwardConfig(128, 64, 3, 2)}
+_BACKWARD = {64: BackwardConfig(64, 128, 2, 2), 96: BackwardConfig(128, 64, 3, 2), 128: BackwardConfig(128, 64, 3, 2)}
 
 
 def config_for(head_dim: int) -> Config:

@@ -1,6 +1,6 @@
 """Compiles the kernels for Hopper as launches would, without a GPU, and says as JSON what came of it.
 
-    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [lengths] [parts] [apart]
+    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [lengths] [parts]
 
 Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
 """
@@ -23,7 +23,6 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.hopper import backward_pass, forward_pass, plan
-from sparseflash.backends.triton.hopper.configs import backward_config_for
 
 ARCH = 90
 
@@ -44,12 +43,8 @@ class _NoDevice:
         return torch.device("cpu")
 
 
-def compiled(dim, dtype, lengths, parts, apart):
-    """What the two passes launch: `{name: (compiled kernel, the names of its arguments)}`.
-
-    parts: the forward cuts rows. apart: a kernel of its own finishes dq.
-    """
-    config = backward_config_for(dim)._replace(finish=not apart)
+def compiled(dim, dtype, lengths, parts):
+    """What the two passes launch: `{name: (compiled kernel, the names of its arguments)}`. parts: the forward cuts rows."""
     q = torch.empty(1, 2, 512, dim, dtype=dtype)
     mask = BlockMask.dense(512, block=128)
     if lengths:
@@ -57,7 +52,6 @@ def compiled(dim, dtype, lengths, parts, apart):
     rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if parts else plan.RULE
     with (
         mock.patch.object(plan, "RULE", rule),
-        mock.patch.object(backward_pass, "backward_config_for", lambda dim: config),
         mock.patch.object(driver, "_active", _NoDevice()),
     ):
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
@@ -120,5 +114,5 @@ def exponentials_under_products(sass):
 
 if __name__ == "__main__":
     dim, dtype, *features = sys.argv[1:]
-    kernels = compiled(int(dim), getattr(torch, dtype), *(each in features for each in ("lengths", "parts", "apart")))
+    kernels = compiled(int(dim), getattr(torch, dtype), *(each in features for each in ("lengths", "parts")))
     print(json.dumps({name: report(*kernels[name]) for name in kernels}))

@@ -18,17 +18,14 @@ from strategies import block_masks
 
 def planned(mask, batch=1, heads=16, kv_heads=None, programs=132):
     lists = full_first(*mask.columns, mask.words, Tiling(mask.block_k, mask.block_q))
-    pattern, host = mask.pattern.expand(batch, heads), torch.device("cpu")
-    return backward_plan(lists, pattern, kv_heads or heads, mask.q_len, mask.k_len, host, programs=programs)
+    pattern = mask.pattern.expand(batch, heads)
+    return backward_plan(lists, pattern, kv_heads or heads, mask.q_len, mask.k_len, programs=programs)
 
 
 def by_program(made):
-    """What every program does, item by item: the entries `[row, tile, chain, rank]`, and the tiles that it finishes."""
-    work, entries, start, finished = (x.tolist() for x in (made.work, made.entries, made.start, made.finished))
-    return [
-        [(entries[first : first + n], finished[done : done + tiles]) for _, _, first, n, done, tiles, _, _ in work[a:b]]
-        for a, b in pairwise(start)
-    ]
+    """What every program does, item by item: the entries `[row, tile, chain, rank]`."""
+    work, entries, start = (x.tolist() for x in (made.work, made.entries, made.start))
+    return [[entries[first : first + n] for _, _, first, n in work[a:b]] for a, b in pairwise(start)]
 
 
 @st.composite
@@ -51,7 +48,7 @@ def test_every_live_tile_is_in_the_item_of_its_keys(drawn):
                     item = (b * kv_heads + h // (heads // kv_heads), int(mask.indices[i]) * mask.block_k)
                     words.setdefault(item, []).append(((b * heads + h) * rows + r, int(mask.tile[i])))
     entries, found = made.entries.tolist(), {}
-    for number, first_key, first, count, *_ in made.work.tolist():
+    for number, first_key, first, count in made.work.tolist():
         assert (number, first_key) not in found
         found[number, first_key] = sorted((row, tile) for row, tile, _, _ in entries[first : first + count])
     assert len(found) == batch * kv_heads * columns
@@ -70,37 +67,15 @@ def test_the_ranks_of_a_chain_are_consecutive_and_its_tile_is_one(drawn):
     assert all(sorted(ranks) == list(range(len(ranks))) for ranks in chains.values())
 
 
-@given(plans())
-def test_every_tile_of_queries_is_finished_once(drawn):
-    mask, batch, heads, _, made = drawn
-    found = [tile for each in by_program(made) for _, tiles in each for tile in tiles]
-    assert sorted(found) == list(range(batch * heads * mask.blocks[0]))
-    lengths = made.length.tolist()[: made.chains]
-    ranks = [(chain, rank) for _, _, chain, rank in made.entries.tolist()[:-1]]
-    assert sorted(ranks) == [(chain, rank) for chain, n in enumerate(lengths) for rank in range(n)]
-
-
-def runs_to_the_end(made, seed, finishes=True):
-    """Whether programs of any speed, each of which adds in its own order and every entry at its rank, all end.
-
-    finishes: and goes on after an item when all has been added to the tiles that it finishes.
-    """
-    draw, lengths, first = random.Random(seed), made.length.tolist(), made.chain.tolist()
-    added = [0] * len(lengths)
-
-    def can(what):
-        if isinstance(what, list):
-            return added[what[2]] == what[3]
-        return not finishes or all(added[c] == lengths[c] for c in range(first[what], first[what + 1]))
-
-    left = [[x for entries, tiles in each for x in (*entries, *tiles)][::-1] for each in by_program(made)]
+def runs_to_the_end(made, seed):
+    """Whether programs of any speed, each of which adds in its own order and every entry at its rank, all end."""
+    draw, added = random.Random(seed), [0] * made.chains
+    left = [[entry for entries in each for entry in entries][::-1] for each in by_program(made)]
     while any(left):
-        ready = [each for each in left if each and can(each[-1])]
+        ready = [each for each in left if each and added[each[-1][2]] == each[-1][3]]
         if not ready:
             return False
-        done = draw.choice(ready).pop()
-        if isinstance(done, list):
-            added[done[2]] += 1
+        added[draw.choice(ready).pop()[2]] += 1
     return True
 
 
@@ -121,20 +96,6 @@ def test_ranks_that_were_exchanged_would_wait_for_ever():
     assert not runs_to_the_end(made, seed=0)
 
 
-def test_tiles_that_were_finished_too_early_would_be_waited_for_for_ever():
-    made = planned(mask_of("dense"), heads=2, programs=4)
-    assert runs_to_the_end(made, seed=0)
-    made.finished.copy_(made.finished.flip(0))
-    assert runs_to_the_end(made, seed=0, finishes=False) and not runs_to_the_end(made, seed=0)
-
-
-def test_most_tiles_are_finished_while_others_are_computed():
-    for name in LAYOUTS:
-        programs = by_program(planned(mask_of(name)))
-        late = sum(len(each[-1][1]) for each in programs)
-        assert late <= 0.25 * 16 * 128, name
-
-
 @given(plans())
 def test_a_plan_is_the_same_every_time(drawn):
     mask, batch, heads, kv_heads, made = drawn
@@ -147,7 +108,7 @@ def test_a_plan_is_the_same_every_time(drawn):
 def test_programs_have_alike_much_to_do_and_wait_little(name, heads):
     made = planned(mask_of(name), heads=heads)
     programs = by_program(made)
-    loads = [sum(len(entries) + 1 for entries, _ in each) for each in programs]
+    loads = [sum(len(entries) + 1 for entries in each) for each in programs]
     assert max(loads) <= 1.04 * sum(loads) / len(loads)
     free = (2 * (len(made.entries) - 1) + ITEM * len(made.work)) / 132
     assert simulated(programs) <= 1.06 * free * max(loads) * len(loads) / sum(loads)
@@ -159,8 +120,8 @@ ITEM, READ, SEEN = 1.5, 0.35, 0.9  # of a step: an item's begin and end; until a
 
 def simulated(programs):
     """When the last program ends, in steps, of which an entry has two, with a sender each."""
-    lists = [[entry for entries, _ in each for entry in entries] for each in programs]
-    ends = [set(torch.tensor([len(entries) for entries, _ in each]).cumsum(0).tolist()) for each in programs]
+    lists = [[entry for entries in each for entry in entries] for each in programs]
+    ends = [set(torch.tensor([len(entries) for entries in each]).cumsum(0).tolist()) for each in programs]
     clock = [0.0] * len(lists)
     free, sent = ([[0.0, 0.0] for _ in lists] for _ in range(2))
     at, seen, made, waiting = [0] * len(lists), {}, {}, {}
