@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,13 @@ from sparseflash.validation import check_mask, check_tensors, checked_scale
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.family import KernelChoice
+
+
+class Chosen(NamedTuple):
+    """The kernels of one pass, and why not those of each family before them."""
+
+    family: str
+    refusals: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -31,15 +38,18 @@ class Explanation:
     backend: str
     why: str
     capability: tuple[int, int] | None = None
-    family: str = ""  # of kernels
-    refusals: tuple[tuple[str, str], ...] = ()  # faster families, and why they cannot serve this call
+    forward: Chosen | None = None
+    backward: Chosen | None = None
     kernels: tuple[KernelChoice, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"backend {self.backend}: {self.why}"]
         if self.capability is not None:
-            lines.append(f"{self.family} kernels, compute capability {self.capability[0]}.{self.capability[1]}")
-        lines += [f"  not {family}: {reason}" for family, reason in self.refusals]
+            lines.append(f"compute capability {self.capability[0]}.{self.capability[1]}")
+        for name, chosen in (("forward", self.forward), ("backward", self.backward)):
+            if chosen is not None:
+                lines.append(f"{name}: {chosen.family} kernels")
+                lines += [f"  not {family}: {reason}" for family, reason in chosen.refusals]
         for each in self.kernels:
             shares = f", {each.chunks:,} of them chunks of lists that were cut" if each.chunks else ""
             lines += [
@@ -62,7 +72,10 @@ def explain(
     >>> q = k = v = torch.empty(1, 8, 4096, 64, dtype=torch.bfloat16)
     >>> print(explain(q, k, v, masks.local(4096, window=512), capability=(9, 0)))  # doctest: +ELLIPSIS
     backend triton: asked for by its compute capability
-    portable kernels, compute capability 9.0
+    compute capability 9.0
+    forward: portable kernels
+      not hopper: ...
+    backward: portable kernels
       not hopper: ...
       forward: ... x 128 (queries x keys) a step, ... warps, ... stages, half arithmetic
         ... programs; ... tiles, 5 in the longest
@@ -109,5 +122,6 @@ def explain(
     )  # fmt: skip
     if q.numel() == 0 or k.numel() == 0:
         return Explanation(name, f"{why}; there is nothing to compute", capability)
-    decision, kernels = api.choices(q, k, v, problem, capability)
-    return Explanation(name, why, capability, decision.family.name, tuple(decision.refusals.items()), tuple(kernels))
+    decisions, kernels = api.choices(q, k, v, problem, capability)
+    forward, backward = (Chosen(each.family.name, tuple(each.refusals.items())) for each in decisions)
+    return Explanation(name, why, capability, forward, backward, tuple(kernels))

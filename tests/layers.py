@@ -84,6 +84,7 @@ MAY_IMPORT = {
         f"{_TRITON}/schedule",
     ),
     f"{_TRITON}/hopper": (
+        "sparseflash/blockmask/bitmask.py",
         "sparseflash/blockmask/cache.py",
         "sparseflash/blockmask/streams.py",
         "sparseflash/blockmask/transfer.py",

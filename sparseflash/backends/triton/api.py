@@ -68,7 +68,7 @@ def as_kernels_read(
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> ForwardPass:
     """The forward for tensors of this layout, cached with the plan."""
-    setting, family = _decided(q, k, v, problem)
+    setting, family = _decided(q, k, v, problem, backward=False)
     key = ("forward", family.name, *_key(setting, problem, q, k, v))
     made: ForwardPass | None = setting.plan.launches.get(key)
     if made is None:
@@ -86,7 +86,7 @@ def backward_pass(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, problem: Problem, *, dlse: bool
 ) -> BackwardPass:
     """The backward for tensors of this layout, cached with the plan."""
-    setting, family = _decided(q, k, v, problem)
+    setting, family = _decided(q, k, v, problem, backward=True)
     key = ("backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout))
     made: BackwardPass | None = setting.plan.launches.get(key)
     if made is None:
@@ -97,23 +97,23 @@ def backward_pass(
     return made
 
 
-def _decided(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Setting, Family]:
+def _decided(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: bool) -> tuple[Setting, Family]:
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
-    return setting, decide(Request.of(setting, q, v), problem.kernels).family
+    return setting, decide(Request.of(setting, q, v, backward=backward), problem.kernels).family
 
 
 def choices(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, capability: tuple[int, int]
-) -> tuple[Decision, list[KernelChoice]]:
+) -> tuple[tuple[Decision, Decision], list[KernelChoice]]:
     """The kernels that a GPU of this capability would run for a forward and a backward."""
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)
-    decision = decide(Request.of(setting, q, v), problem.kernels)
-    forward, backward = decision.family.passes()
+    first, second = (decide(Request.of(setting, q, v, backward=each), problem.kernels) for each in (False, True))
+    (forward, _), (_, backward) = first.family.passes(), second.family.passes()
     key, numbers = _key(setting, problem, q, k, v), (problem.scale, problem.dropped)
     out = empty_out(like(q), like(v))
     found = forward(setting, (q.device, key), q, k, v, *numbers).choices()
-    return decision, [
+    return (first, second), [
         *found, *backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False).choices(),
     ]  # fmt: skip
 

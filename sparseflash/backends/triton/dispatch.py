@@ -1,7 +1,7 @@
-"""Chooses the kernels of a call: the first family that can serve it, or the one that was asked for.
+"""Chooses the kernels of a pass: the first family that can serve it and is not slower there, or the one asked for.
 
-A family is a folder of kernels with a forward pass and a backward pass, and a function that says why it cannot serve a
-request. To add one, write its folder and list it in `FAMILIES`.
+A family is a folder of kernels with a forward pass and a backward pass, and two functions that say why it cannot serve
+a request, and why another is faster. To add one, write its folder and list it in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _portable_passes() -> Any:
     return forward, backward
 
 
-def _portable_refuses(request: Request) -> str | None:
+def _never(request: Request) -> str | None:
     return None  # what no kernel can do has been refused already
 
 
@@ -33,14 +33,20 @@ def _hopper_refuses(request: Request) -> str | None:
     return refuses(request)
 
 
-FAMILIES = (  # fastest first
-    Family("hopper", _hopper_refuses, _hopper_passes, only_on_request="its backward has not run on a GPU yet"),
-    Family("portable", _portable_refuses, _portable_passes),
+def _hopper_yields(request: Request) -> str | None:
+    from sparseflash.backends.triton.hopper.support import yields
+
+    return yields(request)
+
+
+FAMILIES = (
+    Family("hopper", _hopper_refuses, _hopper_yields, _hopper_passes),
+    Family("portable", _never, _never, _portable_passes),
 )
 
 
 class Decision(NamedTuple):
-    """The family that serves a request, and why each family before it does not."""
+    """The family that serves a pass, and why each family before it does not."""
 
     family: Family
     refusals: dict[str, str]
@@ -55,9 +61,7 @@ def decide(request: Request, wanted: str = "") -> Decision:
     for family in FAMILIES:
         if wanted not in ("", family.name):
             continue
-        reason = family.refuses(request)
-        if reason is None and not wanted and family.only_on_request:
-            reason = f"only where asked for: {family.only_on_request}"
+        reason = family.refuses(request) or (None if wanted else family.yields(request))
         if reason is None:
             return Decision(family, refusals)
         refusals[family.name] = reason

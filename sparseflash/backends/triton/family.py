@@ -33,13 +33,18 @@ class Request(NamedTuple):
     lengths: bool
     dropout: bool
     dynamic: bool  # made on the device, and perhaps used only once
+    tokens: tuple[int, int]  # queries and keys of a head
+    keys: float  # in the live tiles of a query, mean
+    backward: bool
 
     @classmethod
-    def of(cls, setting: Setting, q: Tensor, v: Tensor) -> Request:
-        """The request of a problem with this setting."""
+    def of(cls, setting: Setting, q: Tensor, v: Tensor, *, backward: bool) -> Request:
+        """The request of one pass of a problem with this setting."""
+        plan, (block_q, block_k) = setting.plan, setting.block
+        tokens = plan.lists.tokens
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
-            not setting.plan.lists.lasting,
+            not plan.lists.lasting, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
         )  # fmt: skip
 
 
@@ -96,5 +101,7 @@ class Family(NamedTuple):
 
     name: str
     refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None
+    # Why another family is faster, or None. It must not depend on how many sequences and heads there are: a row has the
+    # same bits whatever else is in its batch.
+    yields: Callable[[Request], str | None]
     passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them
-    only_on_request: str = ""  # why it is not chosen unless a call names it

@@ -6,8 +6,8 @@ group, in steps of ROWS queries. Two warpgroups together hold dk and dv of the k
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dQ = dS^T K,  dK += dS Q
 
 with keys as rows of S. What is subtracted stands in the accumulators before the products, so it takes no registers of
-its own. One warp loads. Two warps send dq, each that of every second step of the plan, from a buffer of its own: while one waits until
-its addition can be seen, the other sends.
+its own. One warp loads. Two warps send dq, each that of every second step of the plan, from a buffer of its own: while
+one waits until its addition can be seen, the other sends.
 
 Additions to one tile of queries come from many programs. They are made in a fixed order, so that the same call gives
 the same bits: every addition has a rank in a chain, which is an accumulator, and waits until the chain's counter has
@@ -143,6 +143,8 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr):
         item_ptr = work_ptr + item * ITEM
         number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
         first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
+        # Whose turn it is follows from the entry. Triton 3.6 and 3.7 lose a number of steps that is carried from item
+        # to item when it decides only where this loop begins.
         for i in range((first * STEPS + WHICH) & 1, count * STEPS, SENDERS):
             at = entry_ptr + (first + i // STEPS) * ENTRY
             place = gl.load(at + CHAIN) * STEPS + i % STEPS

@@ -12,7 +12,7 @@ TILE_ROWS = tl.constexpr(128)  # queries of a tile
 )
 def begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr,  # [B, Hq, Nq, D] both; fp32 [B, Hq, Nq] contiguous, the last or None
-    rows_ptr,  # fp32 [B * Hq * row_tiles * steps, 2, ROWS], TILE_ROWS // ROWS steps a tile, written: -lse / scale and -delta
+    rows_ptr,  # fp32 [B * Hq * row_tiles * TILE_ROWS // ROWS, 2, ROWS], written: -lse / scale and -delta
     counter_ptr, counters,  # int32 [counters], zeroed
     lengths_ptr, lengths_stride,  # int32 [2, B] or None
     inverse_scale, heads, q_len, row_tiles, out_strides, dout_strides,

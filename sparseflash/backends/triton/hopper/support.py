@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.backends.triton.family import Request
-from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
+from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS
 from sparseflash.backends.triton.launcher import triton_version
 
 # Gluon's interface and the compiler's choices change from version to version, and no interpreter tells: these have run
@@ -17,8 +17,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 def refuses(request: Request) -> str | None:
     """Why the kernels for Hopper cannot serve a request; None if they can.
 
-    >>> half = Request((9, 0), torch.bfloat16, (80, 80), (128, 128), lengths=False, dropout=False, dynamic=False)
-    >>> refuses(half)
+    >>> refuses(Request((9, 0), torch.bfloat16, (80, 80), (128, 128), False, False, False, (4096, 4096), 4096.0, False))
     'they take head dims 64, 96 and 128, D = Dv; got D = 80 and Dv = 80'
     """
     if request.capability[0] != 9:
@@ -37,6 +36,27 @@ def refuses(request: Request) -> str | None:
     if triton_version() not in TRITON_VERSIONS:
         tested = ", ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
         return "they have run with Triton {} only; got {}.{}".format(tested, *triton_version())
+    return None
+
+
+def yields(request: Request) -> str | None:
+    """Why the portable kernels are as fast or faster; None if these are. See `LIMITS` for the measurement."""
+    (q_len, k_len), backward = request.tokens, request.backward
+    if min(request.block) < min(BLOCK):
+        return "the portable kernels take smaller tiles for blocks of {} x {}".format(*request.block)
+    if request.lengths and backward:
+        return "the portable backward leaves out what lies past the lengths"
+    if q_len * LIMITS.most_keys_a_query < k_len:
+        return f"the portable kernels share the keys of few queries out to more programs; got {q_len} and {k_len}"
+    least = LIMITS.least_queries(request.dims[0], backward=backward)
+    if q_len < least:
+        direction = "backward" if backward else "forward"
+        return f"the portable {direction} is faster below {least:,} queries at D = {request.dims[0]}; got {q_len:,}"
+    if request.dims[0] == 64 and not backward and request.keys > LIMITS.most_keys:
+        return (
+            f"the portable forward is faster at D = 64 where queries see more than {LIMITS.most_keys:,} keys; got "
+            f"{request.keys:,.0f}"
+        )
     return None
 
 

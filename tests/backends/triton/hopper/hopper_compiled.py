@@ -44,7 +44,7 @@ class _NoDevice:
 
 
 def compiled(dim, dtype, lengths, parts):
-    """What the two passes launch: `{name: (compiled kernel, the names of its arguments)}`. parts: the forward cuts rows."""
+    """What the two passes launch: `{name: (compiled kernel, names of its arguments)}`. parts: the forward cuts rows."""
     q = torch.empty(1, 2, 512, dim, dtype=dtype)
     mask = BlockMask.dense(512, block=128)
     if lengths:
@@ -70,6 +70,7 @@ def report(kernel, names):
     said = ptxas(kernel.asm["ptx"])
     return {
         "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
+        "spilled_in_loop": spilled_among_products(kernel.asm["sass"]),
         "warnings": re.findall(r"\(C75\d\d\)[^\n]*", said),
         "shared": kernel.metadata.shared,
         "products": kernel.asm["ptx"].count("wgmma.mma_async"),
@@ -97,6 +98,14 @@ def ptxas(ptx):
         path.write_text(ptx)
         command = [get_ptxas(ARCH).path, "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def spilled_among_products(sass):
+    """How many loads and stores of spilled registers stand between the first product and the last."""
+    lines = sass.splitlines()
+    products = [number for number, line in enumerate(lines) if "HGMMA" in line]
+    among = lines[products[0] : products[-1]] if products else []
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in among)
 
 
 def exponentials_under_products(sass):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sparseflash.backends.triton.hopper.configs import GROUPS, HEAD_DIMS, config_for
+from sparseflash.backends.triton.hopper.configs import GROUPS, HEAD_DIMS, backward_config_for, config_for
 from uninterpreted import python
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
@@ -28,7 +28,8 @@ def check(dim, dtype, features):
     assert reports.keys() == OURS | ({"combine_rows_kernel"} if "parts" in features else set())
     for name in OURS:
         found = reports[name]
-        assert found["spilled"] == 0 and found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, (name, found)
+        assert found["spilled"] <= {"backward_kernel": 80 if dim == 64 else 8}.get(name, 0), (name, found)
+        assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, (name, found)
         assert found["direct"] and not found["two_layouts"]
         assert found["resident"] == (name == "backward_kernel")
     forward, backward = reports["forward_kernel"], reports["backward_kernel"]
@@ -36,7 +37,11 @@ def check(dim, dtype, features):
     # 64 x 128 scores, 128 threads: 64 each. The compiler would rather wait first.
     assert len(forward["exponentials"]) == GROUPS
     assert min(forward["exponentials"]) >= 64, forward
+    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile, which
+    # would be 32 loads and stores at least.
+    assert backward["spilled_in_loop"] <= (20 if dim == 64 else 0), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
-    assert backward["products"] == 2 * (dim // 16) + 2 * (64 // 16) + 128 // 16
-    # 128 x 64 scores, 256 threads: 32 each, while the other product of the step is computed.
-    assert sum(backward["exponentials"]) >= 32, backward
+    rows = backward_config_for(dim).rows
+    assert backward["products"] == 2 * (dim // 16) + 2 * (rows // 16) + 128 // 16
+    # 128 x `rows` scores, 256 threads, while the other product of the step is computed.
+    assert sum(backward["exponentials"]) >= 128 * rows // 256, backward

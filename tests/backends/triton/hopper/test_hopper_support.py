@@ -7,7 +7,10 @@ from sparseflash import attention, explain, masks
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
 
-HALF = Request((9, 0), torch.bfloat16, (64, 64), (128, 128), lengths=False, dropout=False, dynamic=False)
+HALF = Request(
+    (9, 0), torch.bfloat16, (64, 64), (128, 128), lengths=False, dropout=False, dynamic=False, tokens=(8192, 8192),
+    keys=1024.0, backward=False,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +41,30 @@ def test_the_reason_is_given(reason, change):
     assert support.refuses(HALF._replace(**change)) == reason
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_long_sequences_are_theirs(dim, backward):
+    assert support.yields(HALF._replace(dims=(dim, dim), backward=backward)) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("the portable kernels take smaller tiles for blocks of 64 x 128", {"block": (64, 128)}),
+        ("the portable backward leaves out what lies past the lengths", {"lengths": True, "backward": True}),
+        ("the portable kernels share the keys of few queries out to more programs; got 128 and 8192",
+         {"tokens": (128, 8192), "dims": (128, 128)}),
+        ("the portable forward is faster below 4,096 queries at D = 64; got 2,048", {"tokens": (2048, 2048)}),
+        ("the portable backward is faster below 1,024 queries at D = 128; got 512",
+         {"tokens": (512, 512), "dims": (128, 128), "backward": True}),
+        ("the portable forward is faster at D = 64 where queries see more than 5,120 keys; got 8,192",
+         {"keys": 8192.0}),
+    ],
+)  # fmt: skip
+def test_where_the_portable_kernels_are_faster_they_are_chosen(reason, change):
+    assert support.refuses(HALF._replace(**change)) is None and support.yields(HALF._replace(**change)) == reason
+
+
 def test_an_untested_triton_is_refused(monkeypatch):
     monkeypatch.setattr(support, "triton_version", lambda: (3, 9))
     assert support.refuses(HALF) == "they have run with Triton 3.6 only; got 3.9"
@@ -58,14 +85,22 @@ def test_explain_says_what_they_walk():
     q = torch.empty(2, 4, 1000, 64, dtype=torch.bfloat16, device="meta")
     mask = masks.causal(1000, block=128)
     found = explain(q, q, q, mask, capability=(9, 0), backend="hopper")
-    assert (found.backend, found.family) == ("hopper", "hopper")
+    assert (found.backend, found.forward.family, found.backward.family) == ("hopper", "hopper", "hopper")
     forward, backward = found.kernels
     assert forward.tiles == backward.tiles == 2 * 4 * len(mask.indices)
     assert (forward.programs, forward.longest) == (2 * 4 * 8, 8)
     assert backward.programs == 2 * 4 * 8 and backward.longest == 8
+
+
+def test_each_pass_is_served_by_the_faster_kernels():
+    q = torch.empty(2, 4, 2048, 64, dtype=torch.bfloat16, device="meta")
+    mask = masks.causal(2048, block=128)
     found = explain(q, q, q, mask, capability=(9, 0))
-    assert found.family == "portable"
-    assert dict(found.refusals)["hopper"].startswith("only where asked for: its backward has not run on a GPU")
-    assert explain(q, q, q, mask, capability=(9, 0), backend="triton").family == "portable"
-    refusals = dict(explain(q, q, q, mask, capability=(8, 0)).refusals)
+    assert (found.forward.family, found.backward.family) == ("portable", "hopper")
+    assert dict(found.forward.refusals)["hopper"].startswith("the portable forward is faster below 4,096 queries")
+    assert [each.kernel for each in found.kernels] == ["forward", "dk, dv and dq"]
+    assert "forward: portable kernels\n  not hopper: the portable forward" in str(found)
+    found = explain(q, q, q, mask, capability=(9, 0), backend="triton")
+    assert (found.forward.family, found.backward.family) == ("portable", "portable")
+    refusals = dict(explain(q, q, q, mask, capability=(8, 0)).backward.refusals)
     assert refusals == {"hopper": "they run on compute capability 9.0; got 8.0"}
