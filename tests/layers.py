@@ -10,6 +10,7 @@ PUBLIC = (
     "sparseflash/__init__.py",
     "sparseflash/attention.py",
     "sparseflash/analysis",
+    "sparseflash/distributed",
     "sparseflash/draw",
     "sparseflash/interop",
     "sparseflash/testing",
@@ -92,6 +93,11 @@ MAY_IMPORT = {
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/portable",  # what merges chunks, and how launches are shared
         f"{_TRITON}/schedule",
+    ),
+    "sparseflash/distributed": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/validation.py",
     ),
     "sparseflash/interop": ("sparseflash/blockmask",),
     "sparseflash/analysis": ("sparseflash/blockmask",),
