@@ -19,6 +19,7 @@ It may import `attention`, `blockmask` and `validation`.
 
 from sparseflash.distributed.attention import attention as attention
 from sparseflash.distributed.costs import H100 as H100
+from sparseflash.distributed.costs import H100_HOSTS as H100_HOSTS
 from sparseflash.distributed.costs import Estimate as Estimate
 from sparseflash.distributed.costs import Machine as Machine
 from sparseflash.distributed.costs import Shape as Shape
@@ -27,4 +28,4 @@ from sparseflash.distributed.plan import ShardPlan as ShardPlan
 from sparseflash.distributed.plan import shard as shard
 from sparseflash.distributed.shards import Shards as Shards
 
-__all__ = ["H100", "Estimate", "Machine", "Shape", "ShardPlan", "Shards", "attention", "merged", "shard"]
+__all__ = ["H100", "H100_HOSTS", "Estimate", "Machine", "Shape", "ShardPlan", "Shards", "attention", "merged", "shard"]

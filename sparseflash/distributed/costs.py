@@ -36,10 +36,17 @@ class Machine:
     latency: float
 
 
-# Guesses from specifications (NVLink 450 GB/s one way, HBM 3.3 TB/s) and this library's speed on one GPU; not measured
-# on several.
+# Guesses from specifications (NVLink 450 GB/s one way, InfiniBand 50 GB/s, HBM 3.3 TB/s) and from this library's speed
+# on one GPU; not measured on several.
 H100 = Machine("H100s with NVLink", flops=400e12, bandwidth=350e9, memory=2.5e12, latency=20e-6)
+H100_HOSTS = Machine("hosts of 8 H100s, InfiniBand", flops=400e12, bandwidth=45e9, memory=2.5e12, latency=40e-6)
+_ONE_HOST = 8
 BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass
+
+
+def default_machine(ranks: int) -> Machine:
+    """The machine that the model assumes for so many ranks: one host, or several with 400 Gbit/s for each GPU."""
+    return H100 if ranks <= _ONE_HOST else H100_HOSTS
 
 
 @dataclass(frozen=True)
@@ -153,9 +160,7 @@ class Estimate:
 def keys_travel(
     loads: Loads, traffic: Traffic, tokens: Integers, shape: Shape, stages: int, machine: Machine
 ) -> Estimate:
-    """Each rank receives the live remote keys in so many stages, 0 if there are none; `tokens`: queries of each
-    rank.
-    """
+    """Each rank receives the live remote keys in so many stages, 0 if there are none; `tokens`: its queries."""
     passes, rate = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops
     if stages == 0:  # nothing travels
         compute = float((loads.total * rate).max())

@@ -32,9 +32,8 @@ def explained(plan: ShardPlan, shape: Shape, machine: Machine) -> str:
             f"{each.compute * 1e3:7.2f} ms{each.transfer * 1e3:7.2f} ms{100 * each.hidden:6.0f} %"
             f"{each.total * 1e3:7.2f} ms"
         )
-    lines.append(
-        f"chosen (*): {chosen.strategy}" + ("" if chosen.strategy == "heads" else f" in {chosen.stages} stages")
-    )
+    stages = "" if chosen.strategy == "heads" else f", in {chosen.stages} stage{'s' * (chosen.stages != 1)}"
+    lines.append(f"chosen (*): {chosen.strategy}{stages}")
     if plan.heads_refused(shape):
         lines.append(f"heads: not possible, {plan.heads_refused(shape)}")
     return "\n".join(lines)

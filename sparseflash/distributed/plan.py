@@ -18,7 +18,7 @@ from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.distributed import costs
 from sparseflash.distributed.collect import gathered, scattered
-from sparseflash.distributed.costs import H100, MOST_STAGES, Estimate, Loads, Machine, Shape, Traffic
+from sparseflash.distributed.costs import MOST_STAGES, Estimate, Loads, Machine, Shape, Traffic, default_machine
 from sparseflash.distributed.exchange import Sent
 from sparseflash.distributed.explain import explained
 from sparseflash.distributed.planner import Assignment, assign
@@ -145,8 +145,9 @@ class ShardPlan:
             return f"{shape.kv_heads} key heads are not a multiple of {self.ranks} ranks"
         return ""
 
-    def estimates(self, shape: Shape, machine: Machine = H100) -> list[Estimate]:
+    def estimates(self, shape: Shape, machine: Machine | None = None) -> list[Estimate]:
         """What the plan's strategies cost by the model: keys in each number of stages, then heads."""
+        machine = machine or default_machine(self.ranks)
         q_tokens, k_tokens = np.array(self.queries.counts), np.array(self.keys.counts)
         found = []
         traffic = self.traffic(shape.batch, shape.kv_heads)
@@ -159,7 +160,7 @@ class ShardPlan:
             found.append(costs.heads_travel(self.loads, pattern, q_tokens, k_tokens, shape, machine))
         return found
 
-    def chosen(self, shape: Shape, machine: Machine = H100) -> Estimate:
+    def chosen(self, shape: Shape, machine: Machine | None = None) -> Estimate:
         """The cheapest of `estimates`, the first if several are."""
         if self.strategy == "heads" and self.heads_refused(shape):
             raise ValueError(
@@ -169,7 +170,7 @@ class ShardPlan:
 
     def explain(
         self, *, batch: int = 1, heads: int | None = None, kv_heads: int | None = None, dim: int = 128,
-        v_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, machine: Machine = H100,
+        v_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, machine: Machine | None = None,
     ) -> str:  # fmt: skip
         """A table of what a call with such tensors sends, how it is balanced, and what the model says of its time.
 
@@ -178,11 +179,14 @@ class ShardPlan:
         65536 tokens over 4 ranks: zigzag, in chunks of 128; 16384 tokens a rank
 
         `heads`, `kv_heads`: the query and key heads; by default the mask's heads, and as many key heads. `machine`: the
-        constants of the model. `attention` chooses by the same estimates, with the default constants, on every rank.
+        constants of the model, by default guesses for H100s on one host or, for more than 8 ranks, on several.
+        `attention` chooses by the same estimates, with the default constants, on every rank.
         """
         heads = self.mask.shape[1] if heads is None else heads
         kv_heads = heads if kv_heads is None else kv_heads
-        return explained(self, Shape(batch, heads, kv_heads, dim, v_dim or dim, dtype), machine)
+        return explained(
+            self, Shape(batch, heads, kv_heads, dim, v_dim or dim, dtype), machine or default_machine(self.ranks)
+        )
 
     def _once(self, key: object, make: Callable[[], T]) -> T:
         found: T | None = self._made.get(key)

@@ -25,7 +25,7 @@ from sparseflash.distributed.shards import Integers, Shards
 SCORES_PER_REMOTE_KEY = 800
 _CHUNKS = 512  # more chunks than this (or four a rank) are merged: planning takes chunks squared
 _UNEVEN = 0.05  # chunks are merged less if the ranks' counts of tokens would differ by more than this share
-_SWAPS = 64
+_SWAPS = 64  # or four a rank
 _BALANCED = 0.02  # a difference of loads, relative to their mean, that is not worth a swap
 
 
@@ -172,7 +172,7 @@ def _balanced(work: _Work, runs: Integers, ranks: int) -> Integers:
     rank_of = runs.copy()
     load = np.bincount(rank_of, work.rows, minlength=ranks)
     touches: NDArray[np.float32] | None = None
-    for _ in range(_SWAPS):
+    for _ in range(max(_SWAPS, 4 * ranks)):
         most, least = int(load.argmax()), int(load.argmin())
         gap = load[most] - load[least]
         if gap <= _BALANCED * load.mean():
