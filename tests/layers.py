@@ -179,6 +179,7 @@ MAY_IMPORT = {
         _BACKENDS,
         *PUBLIC,
     ),
+    f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (),
     f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,

@@ -1,4 +1,4 @@
-"""A few processes that are joined by gloo, started once, which run functions of tests.
+"""A few processes that are joined by gloo, or on GPUs by NCCL, started once, which run functions of tests.
 
     with Processes(4) as pool:
         pool.run(3, function, *arguments)  # function(group, *arguments) in three of them: their results
@@ -26,6 +26,7 @@ class Member:
     group: object
     rank: int
     ranks: int
+    device: torch.device
     kept: dict = field(default_factory=dict)
 
 
@@ -38,16 +39,16 @@ class Failed(Exception):
 
 
 class Processes:
-    """Processes `0 .. count - 1`, and a gloo group of the first two, the first three, and so on."""
+    """Processes `0 .. count - 1`, and a group of the first one, the first two, and so on. With NCCL each has a GPU."""
 
-    def __init__(self, count, timeout=TIMEOUT):
+    def __init__(self, count, timeout=TIMEOUT, backend="gloo"):
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         pairs = [context.Pipe() for _ in range(count)]
         self.pipes = [ours for ours, _ in pairs]
         store = f"file://{self.folder.name}/store"
         self.processes = [
-            context.Process(target=_serve, args=(theirs, store, rank, count, timeout), daemon=True)
+            context.Process(target=_serve, args=(theirs, store, rank, count, timeout, backend), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
@@ -101,16 +102,20 @@ def _bytes(value):
     return buffer.getvalue()
 
 
-def _serve(pipe, store, rank, count, timeout):
+def _serve(pipe, store, rank, count, timeout, backend):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
-    members = {1: Member(dist.new_group([rank], use_local_synchronization=True), 0, 1)}
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
+    members = {1: Member(dist.new_group([rank], use_local_synchronization=True), 0, 1, device)}
     for ranks in range(2, count + 1):
         group = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=timeout))
         if rank < ranks:
-            members[ranks] = Member(group, rank, ranks)
+            members[ranks] = Member(group, rank, ranks, device)
     while (message := pipe.recv()) is not None:
         ranks, function, arguments = message
         try:

@@ -9,25 +9,25 @@ from sparseflash import distributed
 
 
 def forward(member, mask, q, k, v, plan_options, options):
-    """This rank's results; q, k and v are whole, and its part is kept for `backward`."""
+    """This rank's results on the CPU; q, k and v are whole, and its part is kept for `backward`."""
     plan = distributed.shard(mask, member.group, **plan_options)
     local = [
-        plan.scatter(x.detach(), side=side).requires_grad_(x.requires_grad)
+        plan.scatter(x.detach().to(member.device), side=side).requires_grad_(x.requires_grad)
         for x, side in ((q, "queries"), (k, "keys"), (v, "keys"))
     ]
     out, lse = distributed.attention(*local, plan, return_lse=True, **options)
     member.kept["graph"] = out, lse, local, plan
-    return out.detach(), lse.detach()
+    return out.detach().cpu(), lse.detach().cpu()
 
 
 def backward(member, dout, dlse):
     """This rank's gradients, of q, k and v."""
     out, lse, local, plan = member.kept["graph"]
-    results, given = [out], [plan.scatter(dout)]
+    results, given = [out], [plan.scatter(dout.to(member.device))]
     if dlse is not None:
         results.append(lse)
-        given.append(plan.scatter(dlse, dim=-1))
-    return torch.autograd.grad(results, local, given)
+        given.append(plan.scatter(dlse.to(member.device), dim=-1))
+    return [gradient.cpu() for gradient in torch.autograd.grad(results, local, given)]
 
 
 def sent(member):

@@ -221,9 +221,9 @@ def shard(
     >>> plan.positions.shape, plan.queries.counts
     (torch.Size([256]), [256, 256, 256, 256])
 
-    Ranks hold equally many tokens, up to one chunk, which is one block or several; they are chosen so that live tiles
-    are balanced and few keys travel. The plan is a function of the mask, so every rank makes the same one without
-    talking. If `q_len == k_len`, queries and keys are taken for the same tokens.
+    Ranks hold equally many chunks of tokens, up to one; a chunk is one block or several, and the last may be ragged.
+    They are dealt so that live tiles are balanced and few keys travel. The plan is a function of the mask, so every
+    rank makes the same one without talking. If `q_len == k_len`, queries and keys are taken for the same tokens.
 
     Args:
         mask: the whole mask, the same on every rank. Lengths are written into its tiles, and a dynamic mask is made

@@ -23,7 +23,8 @@ from sparseflash.distributed.shards import Integers, Shards
 # take 4 D / 350e9 s over NVLink, and a score is 4 D operations at 400e12 a second: 1,100 scores. Estimated, not
 # measured. Part of the transfer is hidden behind the attention to local keys.
 SCORES_PER_REMOTE_KEY = 800
-_CHUNKS = 512  # more chunks than this (or four a rank) are merged: planning takes chunks squared
+_CHUNKS = 512  # more chunks than this are merged, because planning takes time with their square, ...
+_CHUNKS_A_RANK, _MOST_CHUNKS = 16, 4096  # ... unless there are too few for each rank to be balanced
 _UNEVEN = 0.05  # chunks are merged less if the ranks' counts of tokens would differ by more than this share
 _SWAPS = 64  # or four a rank
 _BALANCED = 0.02  # a difference of loads, relative to their mean, that is not worth a swap
@@ -62,7 +63,7 @@ class _Work:
 def assign(mask: BlockMask, ranks: int) -> Assignment:
     """The cheapest assignment of the tokens of a canonical mask without lengths, on the CPU, to `ranks` ranks.
 
-    Queries and keys are taken for the same tokens if there are equally many. Token counts differ by at most one chunk.
+    Queries and keys are taken for the same tokens if there are equally many. Ranks have equally many chunks, up to one.
     Raises ValueError if there are fewer blocks than ranks.
     """
     same = mask.q_len == mask.k_len
@@ -95,7 +96,7 @@ def _chunk(length: int, block: int, ranks: int) -> int:
     def count(times: int) -> int:
         return -(-length // (block * times))
 
-    times, most = 1, max(_CHUNKS, 4 * ranks)
+    times, most = 1, max(_CHUNKS, min(_CHUNKS_A_RANK * ranks, _MOST_CHUNKS), 4 * ranks)
     while count(times) > most:
         times *= 2
     while times > 1 and count(times) < 2 * most and -(-count(times) // ranks) * ranks > (1 + _UNEVEN) * count(times):
@@ -134,10 +135,12 @@ def _candidates(work: _Work, ranks: int, same: bool) -> Iterator[tuple[str, Inte
 def contiguous(count: int, ranks: int) -> Integers:
     """The rank of each of `count` chunks: one run a rank, of sizes that differ by at most one.
 
+    The last runs are the longer ones, because the last chunk may be ragged.
+
     >>> contiguous(5, 2).tolist()
-    [0, 0, 0, 1, 1]
+    [0, 0, 1, 1, 1]
     """
-    return np.arange(ranks).repeat(_quotas(count, ranks))
+    return np.arange(ranks).repeat(_quotas(count, ranks)[::-1])
 
 
 def zigzag(count: int, ranks: int) -> Integers:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sharded_attention
 from process_pool import Failed, Processes
-from sharded_attention import sharded
+from sharded_attention import joined, sharded
 from sparseflash import BlockMask, attention, distributed, masks, testing
 from strategies import problems
 
@@ -152,6 +152,34 @@ def test_nothing_is_exchanged_where_documents_stay_on_their_ranks(pool):
     q, k, v = tensors(mask)
     testing.assert_exact(sharded(pool, 4, mask, {"strategy": "keys"}), q, k, v, mask)
     assert pool.run(4, sharded_attention.sent) == [(0, 0)] * 4
+
+
+def only_some_gradients(member, mask, tensors, wanted):
+    plan = distributed.shard(mask, member.group, strategy="keys", stages=2)
+    local = [plan.scatter(x.detach()).requires_grad_(name in wanted) for name, x in zip("qkv", tensors, strict=True)]
+    out = distributed.attention(*local, plan)
+    if not wanted:
+        return out.requires_grad
+    first = torch.autograd.grad(out.sum(), [x for x in local if x.requires_grad], retain_graph=True)
+    again = torch.autograd.grad(out.sum(), [x for x in local if x.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    return first
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qv", ""])
+def test_some_inputs_may_need_no_gradient(pool, wanted):
+    mask = masks.local(130, window=50, block=16)
+    tensors_ = tensors(mask)
+    results = pool.run(2, only_some_gradients, mask, tensors_, wanted)
+    if not wanted:
+        assert results == [False, False]
+        return
+    inputs = [x for name, x in zip("qkv", tensors_, strict=True) if name in wanted]
+    plan = distributed.shard(mask, ranks=2)
+    for parts, expected in zip(
+        zip(*results, strict=True), torch.autograd.grad(attention(*tensors_, mask).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(joined(parts, plan, "queries"), expected, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- tokens to ranks and back

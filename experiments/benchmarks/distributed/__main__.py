@@ -38,5 +38,24 @@ def simulate(
     simulation.plot(found, out / "simulated.png")
 
 
+@app.command()
+def measure(
+    pattern: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
+    tokens: Annotated[int, typer.Option(help="Of the whole sequence.")] = 131072,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="Key heads.")] = 8,
+    dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
+    device: Annotated[str, typer.Option(help="cuda, or cpu: gloo, a test of the experiment.")] = "cuda",
+    out: Annotated[Path, typer.Option(help="Where measured.json goes.")] = Path("runs/distributed"),
+) -> None:
+    """Time a forward and a backward pass in the processes that torchrun started: one rank, keys in one to four stages,
+    heads, all-gather, and PyTorch's context_parallel where it can run (causal, on GPUs).
+    """
+    from experiments.benchmarks.distributed.measure import measure as measured
+    from experiments.benchmarks.distributed.simulate import PATTERNS
+
+    measured(pattern or list(PATTERNS), tokens, heads, kv_heads, dim, device, out)
+
+
 if __name__ == "__main__":
     app()

@@ -1,6 +1,6 @@
 """Times of attention over the ranks that torchrun started, beside one rank, all-gather and PyTorch's own.
 
-    torchrun --nproc-per-node 2 -m experiments.benchmarks.distributed.measure --out runs/distributed
+    torchrun --nproc-per-node 2 -m experiments.benchmarks.distributed measure
 
 Each way is timed as a forward and a backward pass, from a barrier to the end on the slowest rank, and the ways take
 turns. Rank 0 writes the table.
@@ -8,7 +8,6 @@ turns. Rank 0 writes the table.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
+from torch.distributed._functional_collectives import all_gather_single_autograd, wait_tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.benchmarks.distributed.simulate import PATTERNS
@@ -28,19 +27,6 @@ from sparseflash import BlockMask, attention, distributed
 
 Pass = Callable[[], None]
 ROUNDS, CALLS = 7, 5
-
-
-def parse() -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pattern", nargs="*", default=list(PATTERNS), choices=list(PATTERNS))
-    parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: gloo, a test of the experiment")
-    parser.add_argument("--out", type=Path, default=Path("runs/distributed"))
-    return parser.parse_args()
 
 
 def passes(q: Tensor, k: Tensor, v: Tensor, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Pass:
@@ -57,7 +43,7 @@ def gathering(plan: distributed.ShardPlan, device: torch.device) -> Callable[[Te
     mask = mask.crop(q=(start, start + plan.queries.counts[plan.rank])).to(device)
 
     def whole(x: Tensor) -> Tensor:
-        return wait_tensor(all_gather_tensor_autograd(x.contiguous(), 2, plan.process_group))
+        return wait_tensor(all_gather_single_autograd(x.contiguous(), 2, plan.process_group))
 
     return lambda q, k, v: attention(q, whole(k), whole(v), mask)
 
@@ -110,20 +96,18 @@ def milliseconds(call: Pass, device: torch.device) -> float:
     return float(taken)
 
 
-def main() -> None:
-    """Times all patterns."""
-    options = parse()
-    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+def measure(patterns: list[str], tokens: int, heads: int, kv_heads: int, dim: int, device_type: str, out: Path) -> None:
+    """Times all ways for these patterns, in a process of each rank."""
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found = []
-    for name in options.pattern:
-        mask = PATTERNS[name][0](options.tokens)
+    for name in patterns:
+        mask = PATTERNS[name][0](tokens)
         torch.manual_seed(0)  # the same tensors on every rank
-        sizes = options.heads, options.kv_heads, options.kv_heads
-        tensors = [torch.randn(1, n, options.tokens, options.dim, device=device, dtype=dtype) for n in sizes]
+        tensors = [torch.randn(1, n, tokens, dim, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
         with ExitStack() as stack:
             calls = ways(name, mask, tensors, stack)
             samples: dict[str, list[float]] = {way: [] for way in calls}
@@ -139,13 +123,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         described = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         settings = {
-            "device": described, "torch": torch.__version__, "ranks": dist.get_world_size(), "tokens": options.tokens,
-            "heads": options.heads, "kv_heads": options.kv_heads, "dim": options.dim, "dtype": str(dtype),
+            "device": described, "torch": torch.__version__, "ranks": dist.get_world_size(), "tokens": tokens,
+            "heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": str(dtype),
         }  # fmt: skip
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "measured.json").write_text(json.dumps({"settings": settings, "times": found}, indent=1))
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "measured.json").write_text(json.dumps({"settings": settings, "times": found}, indent=1))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from sparseflash import BlockMask, distributed, masks
 from sparseflash.distributed import costs
 
 RANKS = (2, 8, 32, 128, 1024)
-TOKENS = tuple(1 << power for power in (16, 18, 20, 22, 24))
+TOKENS = tuple(1 << power for power in (16, 17, 18, 20, 22, 24))
 SHAPE = distributed.Shape(batch=1, heads=32, kv_heads=8, dim=128, v_dim=128, dtype=torch.bfloat16)
 _BLOCK = 128
 
