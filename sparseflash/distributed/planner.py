@@ -27,6 +27,7 @@ _CHUNKS = 512  # more chunks than this are merged, because planning takes time w
 _CHUNKS_A_RANK, _MOST_CHUNKS = 16, 4096  # ... unless there are too few for each rank to be balanced
 _UNEVEN = 0.05  # chunks are merged less if the ranks' counts of tokens would differ by more than this share
 _SWAPS = 64  # or four a rank
+_TO_SWAP = 64  # chunks of a rank that are considered for a swap
 _BALANCED = 0.02  # a difference of loads, relative to their mean, that is not worth a swap
 
 
@@ -183,7 +184,7 @@ def _balanced(work: _Work, runs: Integers, ranks: int) -> Integers:
         if touches is None:
             touches = ((work.area > 0) | (work.area > 0).T).astype(np.float32)
             near = np.stack([touches[:, rank_of == r].sum(1) for r in range(ranks)], axis=1)  # [C, R]
-        given, taken = np.flatnonzero(rank_of == most), np.flatnonzero(rank_of == least)
+        given, taken = (_spread(np.flatnonzero(rank_of == rank), work.rows) for rank in (most, least))
         moved = work.rows[given][:, None] - work.rows[taken]
         gain = np.minimum(moved, gap - moved)
         if gain.max() <= 0:
@@ -199,6 +200,14 @@ def _balanced(work: _Work, runs: Integers, ranks: int) -> Integers:
         near[:, most] += change_of_near
         near[:, least] -= change_of_near
     return rank_of
+
+
+def _spread(chunks: Integers, area: NDArray[np.float64]) -> Integers:
+    """All of few chunks; of many some whose areas are spread over the range of all."""
+    if len(chunks) <= _TO_SWAP:
+        return chunks
+    chosen = np.arange(_TO_SWAP) * (len(chunks) - 1) // (_TO_SWAP - 1)
+    return chunks[np.argsort(area[chunks], kind="stable")[chosen]]
 
 
 def _cost(work: _Work, queries: Integers, keys: Integers, ranks: int) -> float:
