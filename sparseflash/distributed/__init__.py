@@ -10,7 +10,8 @@
 many live tiles, and few remote keys (`planner`). From the mask's lists every rank knows which key blocks it needs from
 whom (`routes`); only those are sent, in one to four exchanges that overlap with attention to what is there already
 (`exchange`), and the partial results are merged by their lse in a fixed order (`merge`). If there are heads enough and
-it costs less, heads travel instead (`ulysses`). `plan.explain()` prints the costs of both (`costs`, `explain`).
+it costs less, heads travel instead (`ulysses`), or queries to their keys if there are few (`queries`).
+`plan.explain()` prints the costs of all (`costs`, `explain`).
 
 It has been tested with gloo on CPUs, and not yet run on GPUs.
 

@@ -14,6 +14,7 @@ from sparseflash.distributed.costs import Shape
 from sparseflash.distributed.exchange import Transfers, arrived, exchanged, for_each_stage
 from sparseflash.distributed.merge import merged
 from sparseflash.distributed.plan import ShardPlan
+from sparseflash.distributed.queries import merged_with_remote
 from sparseflash.distributed.ulysses import to_heads, to_tokens
 from sparseflash.validation import check_tensors, checked_scale
 
@@ -107,6 +108,8 @@ def attention(
     _check_ranks_agree(q, k, v, plan, shape, (way.strategy, way.stages, scale, backend))
     if way.strategy == "heads":
         out, lse = _with_heads_travelling(q, k, v, plan, scale, backend)
+    elif way.strategy == "queries":
+        out, lse = _with_queries_travelling(q, k, v, plan, scale, backend)
     else:
         out, lse = _with_keys_travelling(q, k, v, plan, scale, backend, way.stages)
     return (out, lse) if return_lse else out
@@ -118,17 +121,36 @@ def _with_keys_travelling(
     stages = plan.stages_for(k.shape[0], k.shape[1], exchanges)
     transfers = Transfers(stages, plan.process_group, plan.rank, plan.sent)
     queries = for_each_stage(q, len(stages))
-    keys, values, pending = exchanged(k, v, transfers)
+    (keys, values), pending = exchanged([k, v], transfers)
     parts = []
     for number, stage in enumerate(stages):
         if number > 0:
-            keys, values = arrived(pending[number - 1], number, transfers, k, v)
+            keys, values = arrived(pending[number - 1], number, transfers, [k, v])
         mask = stage.mask_on(q.device)
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
         parts.append(
             local_attention(queries[number], keys, values, mask, scale=scale, return_lse=True, backend=backend)
         )
     return merged(parts)
+
+
+def _with_queries_travelling(
+    q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, scale: float, backend: Backend | None
+) -> tuple[Tensor, Tensor]:
+    stages = plan.query_stages_for(q.shape[0], q.shape[1])
+    transfers = Transfers(stages, plan.process_group, plan.rank, plan.sent)
+    keys, values = (for_each_stage(x, len(stages)) for x in (k, v))
+    (queries,), pending = exchanged([q], transfers)
+    parts = []
+    for number, stage in enumerate(stages):
+        if number > 0:
+            (queries,) = arrived(pending[number - 1], number, transfers, [q])
+        mask = stage.mask_on(q.device)
+        parts.append(
+            local_attention(queries, keys[number], values[number], mask, scale=scale, return_lse=True, backend=backend)
+        )
+    (out, lse), (remote_out, remote_lse) = parts
+    return merged_with_remote(out, lse, remote_out, remote_lse, transfers)
 
 
 def _with_heads_travelling(

@@ -41,6 +41,7 @@ class Machine:
 H100 = Machine("H100s with NVLink", flops=400e12, bandwidth=350e9, memory=2.5e12, latency=20e-6)
 H100_HOSTS = Machine("hosts of 8 H100s, InfiniBand", flops=400e12, bandwidth=45e9, memory=2.5e12, latency=40e-6)
 _ONE_HOST = 8
+LSE_BYTES = 4
 BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass
 
 
@@ -178,6 +179,25 @@ def keys_travel(
         "keys", stages, float(sent.mean()), float(most.max()), compute, float(per_stage.max()) * stages,
         float(finished.max()),
     )  # fmt: skip
+
+
+def queries_travel(loads: Loads, traffic: Traffic, tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
+    """Each rank receives the queries that have live scores with its keys, and sends partial results back.
+
+    `loads`, `traffic`: of the transposed mask; `tokens`: queries of each rank.
+    """
+    passes, rate, item = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops, shape.dtype.itemsize
+    result = shape.v_dim * item + LSE_BYTES
+    sent = traffic.sent * shape.dim * item + traffic.received * result
+    most = np.maximum(sent, traffic.received * shape.dim * item + traffic.sent * result)
+    there = passes * (traffic.busiest * shape.dim * item / machine.bandwidth + machine.latency)
+    back = passes * (traffic.busiest * result / machine.bandwidth + machine.latency)
+    merging = 2 * passes * (tokens * shape.batch * shape.heads + traffic.sent) * shape.v_dim * item / machine.memory
+    finished = np.maximum(loads.local * rate, there) + loads.remote * rate + back + merging
+    compute = float((loads.total * rate + merging).max())
+    return Estimate(
+        "queries", 1, float(sent.mean()), float(most.max()), compute, float((there + back).max()), float(finished.max())
+    )
 
 
 def heads_travel(

@@ -1,4 +1,4 @@
-"""Keys and values travel to the ranks that read them, and their gradients travel back.
+"""Keys and values travel to the ranks that read them, or queries to keys, and their gradients travel back.
 
 The exchanges of all stages are started together and each is waited for when its keys are needed, so that they overlap
 with attention to what is there already. Backward runs the stages in reverse order: as soon as the attention of a stage
@@ -8,6 +8,7 @@ then adds what came back in the order of the ranks, in fp32, whatever arrived fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,46 +60,49 @@ class Transfers:
         return received, (work, data)  # the data must live until they are sent
 
 
-def exchanged(k: Tensor, v: Tensor, transfers: Transfers) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Starts all exchanges: `(k, v, pending)`, with one pending tensor a stage for `arrived`."""
-    local_k, local_v, *pending = _Start.apply(transfers, k, v)  # type: ignore[no-untyped-call]
-    return local_k, local_v, pending
+def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Tensor], list[Tensor]]:
+    """Starts all exchanges of tensors `[B, H, n, D]` side by side: `(the local tensors, one pending tensor a stage)`.
+
+    Use the local tensors that are returned: their gradients are summed with those that come back.
+    """
+    found = _Start.apply(transfers, *tensors)  # type: ignore[no-untyped-call]
+    return list(found[: len(tensors)]), list(found[len(tensors) :])
 
 
-def arrived(pending: Tensor, stage: int, transfers: Transfers, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values of a stage, `[B, Hkv, slots, D]` and `[..., Dv]`, once they have come; unused slots are 0."""
-    keys, values = _Arrive.apply(transfers, stage, pending, k.shape, v.shape[-1])  # type: ignore[no-untyped-call]
-    return keys, values
+def arrived(pending: Tensor, stage: int, transfers: Transfers, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a stage, `[B, H, slots, D]` each, once they have come; unused slots are 0. `like`: those sent."""
+    shapes = [x.shape for x in like]
+    return list(_Arrive.apply(transfers, stage, pending, shapes))  # type: ignore[no-untyped-call]
 
 
 def for_each_stage(q: Tensor, stages: int) -> list[Tensor]:
-    """Copies of q for the stages, whose gradients are summed in the order of the stages, in fp32."""
+    """Copies of a tensor for the stages, whose gradients are summed in the order of the stages, in fp32."""
     if stages == 1:
         return [q]
     return list(_Share.apply(q, stages))  # type: ignore[no-untyped-call]
 
 
-def _both(k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Rows of keys and values side by side: `[rows, D + Dv]`."""
-    flat = [x.reshape(-1, x.shape[-1]) for x in (k, v)]
+def _side_by_side(tensors: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
+    """Rows of tensors `[B, H, n, D]`, of keys and values for example: `[rows, sum of the D]`."""
+    flat = [x.reshape(-1, x.shape[-1]) for x in tensors]
     return torch.cat(flat if rows is None else [x.index_select(0, rows) for x in flat], dim=1)
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, transfers: Transfers, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfers, ctx.shapes = transfers, (k.shape, v.shape)
+    def forward(ctx: Any, transfers: Transfers, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfers, ctx.shapes = transfers, [x.shape for x in tensors]
         pending = []
         for number, stage in enumerate(transfers.stages[1:], 1):
-            data = _both(k, v, stage.sent.on(k.device))
+            data = _side_by_side(tensors, stage.sent.on(tensors[0].device))
             received, transfers.works[number] = transfers.start(data, stage.sent, stage.received)
             pending.append(received)
-        return k.view_as(k), v.view_as(v), *pending
+        return *(x.view_as(x) for x in tensors), *pending
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         transfers: Transfers = ctx.transfers
-        local = _both(gradients[0], gradients[1])
+        local = _side_by_side(gradients[: len(ctx.shapes)])
         total = torch.zeros(local.shape, dtype=torch.promote_types(local.dtype, torch.float32), device=local.device)
         parts: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         for number, stage in enumerate(transfers.stages[1:], 1):
@@ -111,35 +115,34 @@ class _Start(Function):
                 total += local
             for rows, values in parts:
                 total[rows[rank]] += values[rank]  # no row comes twice from one rank
-        k_shape, v_shape = ctx.shapes
-        dk, dv = total.to(local.dtype).split([k_shape[-1], v_shape[-1]], dim=1)
-        return None, dk.reshape(k_shape), dv.reshape(v_shape)
+        summed = total.to(local.dtype).split([shape[-1] for shape in ctx.shapes], dim=1)
+        return None, *(x.reshape(shape) for x, shape in zip(summed, ctx.shapes, strict=True))
 
 
 class _Arrive(Function):
     @staticmethod
     def forward(
-        ctx: Any, transfers: Transfers, number: int, pending: Tensor, k_shape: torch.Size, v_dim: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, transfers: Transfers, number: int, pending: Tensor, shapes: list[torch.Size]
+    ) -> tuple[Tensor, ...]:
         ctx.transfers, ctx.number = transfers, number
         stage = transfers.stages[number]
         transfers.works.pop(number)[0].wait()
-        batch, heads, _, dim = k_shape
         rows = stage.received.on(pending.device)
         found = []
-        for values in pending.split([dim, v_dim], dim=1):
-            slots = values.new_zeros((batch * heads * stage.mask.k_len, values.shape[1]))
-            found.append(slots.index_copy_(0, rows, values).view(batch, heads, stage.mask.k_len, -1))
-        return found[0], found[1]
+        for values, (batch, heads, _, dim) in zip(
+            pending.split([shape[-1] for shape in shapes], dim=1), shapes, strict=True
+        ):
+            slots = values.new_zeros((batch * heads * stage.slots, dim))
+            found.append(slots.index_copy_(0, rows, values).view(batch, heads, stage.slots, dim))
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, None]:
         transfers, number = ctx.transfers, ctx.number
         stage = transfers.stages[number]
-        dk, dv = gradients
-        data = _both(dk, dv, stage.received.on(dk.device))
+        data = _side_by_side(gradients, stage.received.on(gradients[0].device))
         transfers.returned[number] = transfers.start(data, stage.received, stage.sent)
-        return None, None, data, None, None  # `_Start` takes what was sent back; this only has the right shape
+        return None, None, data, None  # `_Start` takes what was sent back; this only has the right shape
 
 
 class _Share(Function):

@@ -22,13 +22,14 @@ from sparseflash.distributed.costs import MOST_STAGES, Estimate, Loads, Machine,
 from sparseflash.distributed.exchange import Sent
 from sparseflash.distributed.explain import explained
 from sparseflash.distributed.planner import Assignment, assign
+from sparseflash.distributed.queries import query_stages, turned
 from sparseflash.distributed.routes import Heads, Readers, Stage, stages_of
 from sparseflash.distributed.shards import Shards
 
 T = TypeVar("T")
 Side = Literal["queries", "keys"]
-Strategy = Literal["auto", "keys", "heads"]
-STRATEGIES = ("auto", "keys", "heads")
+Strategy = Literal["auto", "keys", "queries", "heads"]
+STRATEGIES = ("auto", "keys", "queries", "heads")
 _KINDS_OF_CALLS = 64
 
 
@@ -133,6 +134,31 @@ class ShardPlan:
             ),
         )  # fmt: skip
 
+    @cached_property
+    def _turned(self) -> tuple[BlockMask, Readers, Loads]:
+        """The transposed mask, which key ranks read which queries, and the live tiles of each rank's keys."""
+        mask, assignment = self.mask.transpose(), turned(self.assignment)
+        readers = Readers.of(mask, assignment, self.ranks)
+        return mask, readers, Loads.of(mask, assignment, readers)
+
+    def query_traffic(self, batch: int, heads: int) -> Traffic:
+        """The queries that each rank sends and receives if queries travel."""
+        mask, readers, _ = self._turned
+        return self._once(
+            ("query traffic", batch, heads),
+            lambda: Traffic.of(mask, readers, Heads.of(mask.pattern, batch, heads)),
+        )
+
+    def query_stages_for(self, batch: int, heads: int) -> list[Stage]:
+        """This rank's attention of local queries and of those that come to its keys; made once."""
+        mask, readers, _ = self._turned
+        return self._once(
+            ("query stages", batch, heads),
+            lambda: query_stages(
+                mask, self.assignment, readers, self.rank, Heads.of(mask.pattern, batch, heads)
+            ),
+        )  # fmt: skip
+
     def mask_of_heads(self, heads: int, device: torch.device) -> BlockMask:
         """The whole mask of this rank's share of `heads` query heads."""
         share = heads // self.ranks
@@ -146,7 +172,7 @@ class ShardPlan:
         return ""
 
     def estimates(self, shape: Shape, machine: Machine | None = None) -> list[Estimate]:
-        """What the plan's strategies cost by the model: keys in each number of stages, then heads."""
+        """What the plan's strategies cost by the model: keys in each number of stages, queries, heads."""
         machine = machine or default_machine(self.ranks)
         q_tokens, k_tokens = np.array(self.queries.counts), np.array(self.keys.counts)
         found = []
@@ -155,6 +181,9 @@ class ShardPlan:
             given = range(1, MOST_STAGES + 1) if self.stages is None else [self.stages]
             for stages in given if traffic.sent.any() else [0]:
                 found.append(costs.keys_travel(self.loads, traffic, q_tokens, shape, stages, machine))
+        if self.strategy == "queries" or (self.strategy == "auto" and traffic.sent.any()):
+            queries = self.query_traffic(shape.batch, shape.heads)
+            found.append(costs.queries_travel(self._turned[2], queries, q_tokens, shape, machine))
         if self.strategy in ("auto", "heads") and not self.heads_refused(shape):
             pattern = self.mask.pattern.numpy()
             found.append(costs.heads_travel(self.loads, pattern, q_tokens, k_tokens, shape, machine))
@@ -234,8 +263,9 @@ def shard(
         like: another plan of the same lengths: leave the tokens where it has put them. Use it if the mask changes at
             every step or layer.
         strategy: `"keys"`: live remote keys travel to the queries, whatever the mask and the heads; `"heads"`: all
-            tokens of some heads travel to each rank (Ulysses), if the key heads are a multiple of the ranks; `"auto"`:
-            the one that costs less by `explain`'s model.
+            tokens of some heads travel to each rank (Ulysses), if the key heads are a multiple of the ranks;
+            `"queries"`: queries travel to live remote keys, and partial results back, for few queries and many keys;
+            `"auto"`: the one that costs least by `explain`'s model.
         stages: into how many exchanges, 1 to 4, the keys that travel are cut. None: chosen by the same model.
 
     Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, and for

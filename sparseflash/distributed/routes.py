@@ -52,12 +52,13 @@ class Rows:
 class Stage:
     """One exchange of keys and the attention to them. The first stage is that to local keys and exchanges nothing.
 
-    `mask`: of the rank's queries and of the keys of this stage, on the CPU.
+    `mask`: of the rank's queries and of the keys of this stage, on the CPU; `slots`: tokens of what comes in it.
     """
 
     mask: BlockMask
     sent: Rows
     received: Rows
+    slots: int
 
     @cached_property
     def _masks(self) -> dict[torch.device, BlockMask]:
@@ -156,7 +157,7 @@ def stages_of(
     local_columns = np.broadcast_to(readers.place, (len(heads.kinds), len(readers.place)))
     entries = _Entries.of(mask, assignment, rank, heads)
     nothing = Rows(np.zeros(0, np.int64), np.zeros(0, np.int64), [0] * ranks)
-    made = [Stage(entries.mask(stage_of == 0, local_columns, tokens), nothing, nothing)]
+    made = [Stage(entries.mask(stage_of == 0, local_columns, tokens), nothing, nothing, tokens)]
     for stage in range(stages):
         here = reads[rank] & (stage_of == stage + 1)  # [kinds, Mk]
         slot = here.cumsum(1) - 1
@@ -177,7 +178,7 @@ def stages_of(
         sent = run(part, list(reads), local_columns, tokens)
         part = [blocks[_parts(len(blocks), stages) == stage] for blocks in incoming]
         received = run(part, [reads[rank]] * ranks, slot, slots * block_k)
-        made.append(Stage(entries.mask(stage_of == stage + 1, slot, slots * block_k), sent, received))
+        made.append(Stage(entries.mask(stage_of == stage + 1, slot, slots * block_k), sent, received, slots * block_k))
     return made
 
 

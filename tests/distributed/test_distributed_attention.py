@@ -66,6 +66,15 @@ def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, stages
     testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
 
 
+@given(problem=drawn_problems(), ranks=st.integers(2, 4))
+def test_queries_that_travel_are_as_exact(pool, problem, ranks):
+    mask = problem.mask
+    assume(has_blocks_for(mask, ranks))
+    q, k, v, dout, dlse = problem.tensors()
+    function = sharded(pool, ranks, mask, {"strategy": "queries"}, scale=problem.scale)
+    testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
+
+
 @given(problem=drawn_problems(most_heads=1), ranks=st.integers(2, 4), times=st.integers(1, 2))
 @settings(max_examples=max(1, settings().max_examples // 2))
 def test_heads_that_travel_are_as_exact(pool, problem, ranks, times):
@@ -93,14 +102,14 @@ def per_head():
     return masks.per_head([masks.local(200, window=33, block=16), masks.butterfly(200, block=16)] * 2)
 
 
-@pytest.mark.parametrize("strategy", ["keys", "heads"])
+@pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
 def test_heads_of_their_own_patterns(pool, strategy):
     mask = per_head()
     q, k, v = tensors(mask, heads=4, kv_heads=2)
     testing.assert_exact(sharded(pool, 2, mask, {"strategy": strategy}), q, k, v, mask)
 
 
-@pytest.mark.parametrize("strategy", ["keys", "heads"])
+@pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
 def test_the_same_bits_every_time(pool, strategy):
     mask = masks.causal(300, block=16)
     q, k, v = tensors(mask, heads=4, dtype=torch.bfloat16)
@@ -135,6 +144,18 @@ def test_live_remote_keys_travel_and_nothing_else(pool, problem, ranks, stages):
     assert sum(total for total, _ in pool.run(ranks, sharded_attention.sent)) == 2 * needed * size
     traffic = distributed.shard(mask, ranks=ranks).traffic(problem.batch, problem.kv_heads)
     assert int(traffic.sent.sum()) == int(traffic.received.sum()) == needed
+
+
+def test_the_model_counts_the_bytes_of_queries_that_travel(pool):
+    mask = BlockMask.dense(64, 800, block=16)
+    q, k, v = tensors(mask, heads=4, kv_heads=2)
+    sharded(pool, 2, mask, {"strategy": "queries"})(q, k, v)
+    chosen = distributed.shard(mask, ranks=2, strategy="queries").chosen(
+        distributed.Shape(1, 4, 2, 16, 16, torch.float32)
+    )
+    bytes_ = sum(total for total, _ in pool.run(2, sharded_attention.sent))
+    assert bytes_ == chosen.mean_bytes * 2 == 64 * 4 * (16 + 16 + 1) * 4
+    assert bytes_ < needed_keys(mask, 2, 1, 2) * 32 * 4
 
 
 def test_the_model_counts_the_bytes_of_heads_that_travel(pool):
@@ -327,7 +348,7 @@ def test_arguments_of_shard_are_checked():
         distributed.shard(mask, ranks=2, rank=2)
     with refused("stages must be 1 to 4, or None; got 5"):
         distributed.shard(mask, ranks=2, stages=5)
-    with refused("strategy must be one of 'auto', 'keys', 'heads'; got 'ring'"):
+    with refused("strategy must be one of 'auto', 'keys', 'queries', 'heads'; got 'ring'"):
         distributed.shard(mask, ranks=2, strategy="ring")
     plan = distributed.shard(mask, ranks=2)
     with refused("like must be a plan of the same lengths and ranks; it is of 64 x 64 tokens over 2 ranks, got 65"):

@@ -123,6 +123,14 @@ def test_merging_parts_gives_the_whole_and_its_gradients():
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_queries_travel_where_they_are_few():
+    plan = distributed.shard(BlockMask.dense(256, 65536), ranks=2)
+    shape = distributed.Shape(1, 32, 8, 128, 128, torch.bfloat16)
+    assert plan.chosen(shape).strategy == "queries"
+    assert plan.query_traffic(1, 32).sent.tolist() == [128 * 32] * 2
+    assert distributed.shard(masks.causal(65536), ranks=2).chosen(shape).strategy == "keys"
+
+
 def test_explain_says_what_is_sent_and_chosen():
     plan = distributed.shard(masks.butterfly(4096, block=64), ranks=4)
     text = plan.explain(heads=8, kv_heads=4, dim=64)

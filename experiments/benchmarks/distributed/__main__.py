@@ -49,7 +49,7 @@ def measure(
     out: Annotated[Path, typer.Option(help="Where measured.json goes.")] = Path("runs/distributed"),
 ) -> None:
     """Time a forward and a backward pass in the processes that torchrun started: one rank, keys in one to four stages,
-    heads, all-gather, and PyTorch's context_parallel where it can run (causal, on GPUs).
+    queries, heads, all-gather, and PyTorch's context_parallel where it can run (causal, on GPUs).
     """
     from experiments.benchmarks.distributed.measure import measure as measured
     from experiments.benchmarks.distributed.simulate import PATTERNS

@@ -62,6 +62,7 @@ def ways(name: str, mask: BlockMask, tensors: list[Tensor], stack: ExitStack) ->
 
     for stages in range(1, 5):
         found[f"keys, {stages} st."] = forced(distributed.shard(mask, like=plan, strategy="keys", stages=stages))
+    found["queries"] = forced(distributed.shard(mask, like=plan, strategy="queries"))
     if tensors[1].shape[1] % ranks == 0:
         found["heads"] = forced(distributed.shard(mask, like=plan, strategy="heads"))
     if len(set(plan.keys.counts)) == 1:

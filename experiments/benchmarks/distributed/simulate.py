@@ -57,6 +57,7 @@ class Row:
     strategy: str
     stages: int
     keys_ms: float
+    queries_ms: float | None  # None: nothing travels
     heads_ms: float | None  # None: fewer key heads than ranks
     gather_ms: float
     ring_ms: float
@@ -73,7 +74,9 @@ def simulated(pattern: str, tokens: int, ranks: int, mask: BlockMask) -> Row:
     machine, loads = costs.default_machine(ranks), plan.loads
     estimates = plan.estimates(SHAPE)
     keys = min((each for each in estimates if each.strategy == "keys"), key=lambda each: each.total)
-    heads = next((each for each in estimates if each.strategy == "heads"), None)
+    queries, heads = (
+        next((1e3 * each.total for each in estimates if each.strategy == name), None) for name in ("queries", "heads")
+    )
     chosen, counts = plan.chosen(SHAPE), np.array(plan.keys.counts)
     gather = costs.keys_gathered(loads, counts, SHAPE, machine)
     ring = costs.keys_in_a_ring(loads, counts, SHAPE, machine)
@@ -81,7 +84,7 @@ def simulated(pattern: str, tokens: int, ranks: int, mask: BlockMask) -> Row:
         pattern, tokens, ranks, plan.assignment.name, loads.balance,
         float(loads.local.sum() / loads.total.sum()), keys.mean_bytes / 1e6, keys.most_bytes / 1e6,
         gather.mean_bytes / 1e6, chosen.strategy, chosen.stages, 1e3 * keys.total,
-        None if heads is None else 1e3 * heads.total, 1e3 * gather.total, 1e3 * ring.total, 1e3 * keys.compute, plan_ms,
+        queries, heads, 1e3 * gather.total, 1e3 * ring.total, 1e3 * keys.compute, plan_ms,
     )  # fmt: skip
 
 
@@ -102,20 +105,21 @@ def markdown(found: list[Row]) -> str:
     """The table; one pattern after the other."""
     head = (
         "| tokens | ranks | assignment | balance | local tiles | MB sent, mean | busiest | all-gather | chosen "
-        "| ms, keys | heads | all-gather | ring | compute alone | plan, ms |"
+        "| ms, keys | queries | heads | all-gather | ring | compute alone | plan, ms |"
     )
     lines = []
     for pattern in dict.fromkeys(row.pattern for row in found):
-        lines += [f"### {pattern}", "", head, "|" + "---|" * 15]
+        lines += [f"### {pattern}", "", head, "|" + "---|" * 16]
         for row in found:
             if row.pattern != pattern:
                 continue
-            heads = "-" if row.heads_ms is None else f"{row.heads_ms:.2f}"
-            chosen = row.strategy if row.strategy == "heads" or row.stages == 0 else f"{row.strategy} in {row.stages}"
+            queries, heads = ("-" if each is None else f"{each:.2f}" for each in (row.queries_ms, row.heads_ms))
+            chosen = f"keys in {row.stages}" if row.strategy == "keys" else row.strategy
             lines.append(
                 f"| {row.tokens:,} | {row.ranks:,} | {row.assignment} | {row.balance:.3f} | {100 * row.local:.1f} % "
                 f"| {row.mean_mb:.2f} | {row.busiest_mb:.2f} | {row.gather_mb:.0f} | {chosen} | {row.keys_ms:.2f} "
-                f"| {heads} | {row.gather_ms:.2f} | {row.ring_ms:.2f} | {row.compute_ms:.2f} | {row.plan_ms:.1f} |"
+                f"| {queries} | {heads} | {row.gather_ms:.2f} | {row.ring_ms:.2f} | {row.compute_ms:.2f} "
+                f"| {row.plan_ms:.1f} |"
             )
         lines.append("")
     return "\n".join(lines)
@@ -150,6 +154,7 @@ def plot(found: list[Row], path: Path) -> None:
         above.set_title(f"{pattern}\n{most:,} tokens", fontsize=9)
         for name, values in (
             ("keys travel", [row.keys_ms for row in some]),
+            ("queries travel", [row.queries_ms or np.nan for row in some]),
             ("heads travel", [row.heads_ms or np.nan for row in some]),
             ("all-gather", [row.gather_ms for row in some]),
             ("ring", [row.ring_ms for row in some]),
