@@ -50,11 +50,12 @@ class Transfers:
 
     def start(self, data: Tensor, outgoing: Rows, incoming: Rows) -> tuple[Tensor, Any]:
         """Starts sending the rows of `data`: `(rows that will come, the operation)`."""
+        data = data.contiguous()
         received = data.new_empty((sum(incoming.counts), data.shape[1]))
         self.sent.count(data.numel() * data.element_size(), outgoing.counts)
         # As bytes, so that every backend of torch.distributed takes every dtype.
         work = dist.all_to_all_single(
-            received.view(torch.uint8), data.contiguous().view(torch.uint8), incoming.counts, outgoing.counts,
+            received.view(torch.uint8), data.view(torch.uint8), incoming.counts, outgoing.counts,
             group=self.group, async_op=True,
         )  # fmt: skip
         return received, (work, data)  # the data must live until they are sent

@@ -367,6 +367,8 @@ def test_arguments_of_the_plan_are_checked():
         plan.gather(torch.zeros(64, 1))
     with refused("plan must be of a process group to exchange anything; it was made with ranks="):
         plan.gather(torch.zeros(32, 1))
+    with refused("kv_heads must divide the 4 heads of the mask; got 3"):
+        distributed.shard(per_head(), ranks=2).explain(kv_heads=3)
     heads = distributed.shard(SAME[0], ranks=2, strategy="heads")
     with refused(
         "strategy must be 'keys' or 'auto' if heads cannot be shared out; 3 key heads are not a multiple of 2"
