@@ -19,7 +19,7 @@ def simulate(
 ) -> None:
     """Plan the library's patterns over many ranks: bytes, balance, and the model's time beside that of other ways.
 
-    Needs no GPU and no other process. Two minutes on a CPU core, and 4 GB of memory for the longest masks.
+    Needs no GPU and no other process. A minute on a CPU core, and 4 GB of memory for the longest masks.
     """
     from experiments.benchmarks.distributed import simulate as simulation
 
