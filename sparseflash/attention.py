@@ -117,7 +117,7 @@ def attention(
             return (out, lse) if return_lse else out
     check_tensors(q, k, v)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch has no autocast for meta
-        q, k, v = _as_autocast_wants(q, k, v)
+        q, k, v = as_autocast_wants(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
     if mask is not None:
@@ -164,7 +164,8 @@ def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]
     return backend, "asked for"
 
 
-def _as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs in autocast's dtype; call it only where autocast is enabled."""
     dtype = torch.get_autocast_dtype(q.device.type)
     # PyTorch's own casts leave fp64 alone, too.
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))

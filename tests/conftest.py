@@ -96,6 +96,7 @@ _LONG = (
     "test_registration.py",
     "test_lra_train.py",
     "test_lra_distributed.py",
+    "test_distributed_attention.py",
     "test_pathx_train.py",
 )
 

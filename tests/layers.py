@@ -10,6 +10,7 @@ PUBLIC = (
     "sparseflash/__init__.py",
     "sparseflash/attention.py",
     "sparseflash/analysis",
+    "sparseflash/distributed",
     "sparseflash/draw",
     "sparseflash/interop",
     "sparseflash/testing",
@@ -94,6 +95,11 @@ MAY_IMPORT = {
         f"{_TRITON}/portable",  # what merges chunks, and how launches are shared
         f"{_TRITON}/schedule",
     ),
+    "sparseflash/distributed": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/validation.py",
+    ),
     "sparseflash/interop": ("sparseflash/blockmask",),
     "sparseflash/analysis": ("sparseflash/blockmask",),
     "sparseflash/draw": ("sparseflash/blockmask",),
@@ -174,6 +180,7 @@ MAY_IMPORT = {
         _BACKENDS,
         *PUBLIC,
     ),
+    f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (),
     f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,

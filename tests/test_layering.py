@@ -133,6 +133,7 @@ def test_the_docstring_of_a_folder_says_what_it_may_import(row):
         ("sparseflash.blockmask.ops.crop", "from sparseflash.backends.problem import Problem"),
         ("sparseflash.blockmask.mask", "from sparseflash.masks import causal"),
         ("sparseflash.analysis.flops", "from sparseflash.attention import attention"),
+        ("sparseflash.distributed.routes", "from sparseflash.backends.problem import Problem"),
         ("sparseflash.interop.flex", "if TYPE_CHECKING:\n    from sparseflash import masks"),
         ("sparseflash.attention", "import sparseflash.cli"),
         ("sparseflash.attention", "import experiments.training.clock"),
@@ -236,7 +237,7 @@ assert not any(name.partition(".")[0] == "scipy" for name in sys.modules)
 def test_parts_of_the_library_need_no_import_of_their_own():
     program = """
 import sys, sparseflash
-for name in ("analysis", "draw", "interop", "masks", "testing", "huggingface"):
+for name in ("analysis", "distributed", "draw", "interop", "masks", "testing", "huggingface"):
     assert name in dir(sparseflash)
     assert f"sparseflash.{name}" not in sys.modules
     assert getattr(sparseflash, name) is sys.modules[f"sparseflash.{name}"]

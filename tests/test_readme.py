@@ -18,6 +18,8 @@ def links():
 @pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("masks/README.md", 2)])
 def test_every_example_of_a_readme_runs(page, least, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)  # as torchrun does, for one process
     names = {}
     found = examples(page)
     assert len(found) >= least

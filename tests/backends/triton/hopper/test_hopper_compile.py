@@ -37,8 +37,8 @@ def check(dim, dtype, features):
     # 64 x 128 scores, 128 threads: 64 each. The compiler would rather wait first.
     assert len(forward["exponentials"]) == GROUPS
     assert min(forward["exponentials"]) >= 64, forward
-    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile, which
-    # would be 32 loads and stores at least.
+    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
+    # which would be 32 loads and stores at least.
     assert backward["spilled_in_loop"] <= (20 if dim == 64 else 0), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
     rows = backward_config_for(dim).rows

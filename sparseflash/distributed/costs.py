@@ -1,0 +1,244 @@
+"""What a call of each strategy sends and takes, by a model; `auto` takes the cheapest, `explain` prints it.
+
+Bytes, tokens and live tiles are exact. Seconds are estimates from four constants of a machine, for comparing strategies
+and numbers of stages, of a forward and a backward pass together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.stats import pattern_count
+from sparseflash.distributed.planner import Assignment
+from sparseflash.distributed.routes import Heads, Readers
+from sparseflash.distributed.shards import Integers
+
+Floats = NDArray[np.float64]
+MOST_STAGES = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank does in a second: operations of attention, bytes it sends (and as many it receives) and bytes of its
+    memory; `latency`: seconds an exchange takes beside its bytes.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+    latency: float
+
+
+# Guesses from specifications (NVLink 450 GB/s one way, InfiniBand 50 GB/s, HBM 3.3 TB/s) and from this library's speed
+# on one GPU; not measured on several.
+H100 = Machine("H100s with NVLink", flops=400e12, bandwidth=350e9, memory=2.5e12, latency=20e-6)
+H100_HOSTS = Machine("hosts of 8 H100s, InfiniBand", flops=400e12, bandwidth=45e9, memory=2.5e12, latency=40e-6)
+_ONE_HOST = 8
+LSE_BYTES = 4
+BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass
+
+
+def default_machine(ranks: int) -> Machine:
+    """The machine that the model assumes for so many ranks: one host, or several with 400 Gbit/s for each GPU."""
+    return H100 if ranks <= _ONE_HOST else H100_HOSTS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a call, all ranks together."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    dtype: torch.dtype
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and a value of one head."""
+        return (self.dim + self.v_dim) * self.dtype.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of a query and its output of one head."""
+        return (self.dim + self.v_dim) * self.dtype.itemsize
+
+    @property
+    def flops_per_score(self) -> float:
+        """Operations of a live score of the mask's mean head, forward and backward, over batch and heads."""
+        return 2.0 * (self.dim + self.v_dim) * self.batch * self.heads * (1 + BACKWARD_FLOPS)
+
+
+@dataclass(frozen=True, eq=False)
+class Loads:
+    """Live tiles of each rank, in scores, averaged over heads and batch elements: float64 `[ranks]` each."""
+
+    local: Floats
+    remote: Floats
+    of_pattern: Floats  # [P], of all ranks
+
+    @classmethod
+    def of(cls, mask: BlockMask, assignment: Assignment, readers: Readers) -> Loads:
+        """Reads the mask's lists once."""
+        row_blocks, patterns = mask.blocks[0], pattern_count(mask)
+        counts = np.diff(mask.indptr.numpy())
+        rank = np.tile(assignment.queries.rank_of_block(mask.block_q), patterns).repeat(counts)
+        remote = readers.owner[mask.indices.numpy()] != rank
+        share = None
+        if patterns > 1:
+            uses = np.bincount(mask.pattern.numpy().reshape(-1), minlength=patterns) / mask.pattern.numel()
+            share = uses.repeat(row_blocks).repeat(counts)
+        made = np.bincount(rank + remote * readers.ranks, share, minlength=2 * readers.ranks).astype(np.float64)
+        tile = mask.block_q * mask.block_k
+        of_pattern = counts.reshape(patterns, row_blocks).sum(1).astype(np.float64)
+        return cls(made[: readers.ranks] * tile, made[readers.ranks :] * tile, of_pattern * tile)
+
+    @property
+    def total(self) -> Floats:
+        """Of local and remote keys."""
+        return self.local + self.remote
+
+    @property
+    def balance(self) -> float:
+        """The mean rank's share of the most loaded one's tiles: 1 is perfect."""
+        return float(self.total.mean() / self.total.max()) if self.total.max() else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Keys that travel: pairs of a token and a key head, that each rank sends and receives; int64 `[ranks]` each."""
+
+    sent: Integers
+    received: Integers
+
+    @classmethod
+    def of(cls, mask: BlockMask, readers: Readers, heads: Heads) -> Traffic:
+        """Live remote keys, by blocks."""
+        sizes = np.full(mask.blocks[1], mask.block_k)
+        sizes[-1] -= mask.blocks[1] * mask.block_k - mask.k_len
+        uses = np.bincount(heads.kind_of_pair, minlength=len(heads.kinds))
+        sent, received = np.zeros(readers.ranks, np.int64), np.zeros(readers.ranks, np.int64)
+        for rank in range(readers.ranks):
+            remote = readers.remote(rank)
+            for kind, times in zip(heads.kinds, uses.tolist(), strict=True):
+                tokens = times * sizes * (remote & readers.reads[rank, kind].any(0))
+                received[rank] += tokens.sum()
+                sent += np.bincount(readers.owner, tokens, minlength=readers.ranks).astype(np.int64)
+        return cls(sent, received)
+
+    @cached_property
+    def busiest(self) -> Integers:
+        """The larger of what each rank sends and receives."""
+        return np.maximum(self.sent, self.received)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One way to run a call. Bytes are of one forward pass; seconds of forward and backward."""
+
+    strategy: str
+    stages: int
+    mean_bytes: float  # sent by a rank, on average
+    most_bytes: float  # sent or received by the busiest rank
+    compute: float
+    transfer: float
+    total: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the transfer behind which something is computed."""
+        return 1.0 if self.transfer == 0 else max(0.0, min(1.0, 1 - (self.total - self.compute) / self.transfer))
+
+
+def keys_travel(
+    loads: Loads, traffic: Traffic, tokens: Integers, shape: Shape, stages: int, machine: Machine
+) -> Estimate:
+    """Each rank receives the live remote keys in so many stages, 0 if there are none; `tokens`: its queries."""
+    passes, rate = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops
+    if stages == 0:  # nothing travels
+        compute = float((loads.total * rate).max())
+        return Estimate("keys", 0, 0.0, 0.0, compute, 0.0, compute)
+    sent = traffic.sent * shape.key_bytes
+    most = traffic.busiest * shape.key_bytes
+    per_stage = passes * (most / stages / machine.bandwidth + machine.latency)
+    # Each partial result is written, read by the merge, and its gradient written and read again.
+    merging = 2 * passes * tokens * shape.batch * shape.heads * shape.v_dim * shape.dtype.itemsize / machine.memory
+    finished = loads.local * rate + merging
+    for stage in range(1, stages + 1):
+        finished = np.maximum(finished, stage * per_stage) + loads.remote * rate / stages + merging
+    compute = float((loads.total * rate + (stages + 1) * merging).max())
+    return Estimate(
+        "keys", stages, float(sent.mean()), float(most.max()), compute, float(per_stage.max()) * stages,
+        float(finished.max()),
+    )  # fmt: skip
+
+
+def queries_travel(loads: Loads, traffic: Traffic, tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
+    """Each rank receives the queries that have live scores with its keys, and sends partial results back.
+
+    `loads`, `traffic`: of the transposed mask; `tokens`: queries of each rank.
+    """
+    passes, rate, item = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops, shape.dtype.itemsize
+    result = shape.v_dim * item + LSE_BYTES
+    sent = traffic.sent * shape.dim * item + traffic.received * result
+    most = np.maximum(sent, traffic.received * shape.dim * item + traffic.sent * result)
+    there = passes * (traffic.busiest * shape.dim * item / machine.bandwidth + machine.latency)
+    back = passes * (traffic.busiest * result / machine.bandwidth + machine.latency)
+    merging = 2 * passes * (tokens * shape.batch * shape.heads + traffic.sent) * shape.v_dim * item / machine.memory
+    finished = np.maximum(loads.local * rate, there) + loads.remote * rate + back + merging
+    compute = float((loads.total * rate + merging).max())
+    return Estimate(
+        "queries", 1, float(sent.mean()), float(most.max()), compute, float((there + back).max()), float(finished.max())
+    )
+
+
+def heads_travel(
+    loads: Loads, pattern: NDArray[np.int32], q_tokens: Integers, k_tokens: Integers, shape: Shape, machine: Machine
+) -> Estimate:
+    """Each rank receives all tokens of some heads, and sends the outputs back (Ulysses)."""
+    ranks = len(q_tokens)
+    passes = 1 + BACKWARD_BYTES
+    share = shape.batch / ranks
+    q, k = q_tokens * share * shape.heads, k_tokens * share * shape.kv_heads
+    out_q, out_k = (q.sum() - q), (k.sum() - k)  # what comes from the others
+    item = shape.dtype.itemsize
+    sent = ((ranks - 1) * q * shape.dim + out_q * shape.v_dim) * item + (ranks - 1) * k * shape.key_bytes
+    received = (out_q * shape.dim + (ranks - 1) * q * shape.v_dim) * item + out_k * shape.key_bytes
+    most = np.maximum(sent, received)
+    transfer = float(passes * (most.max() / machine.bandwidth + 2 * machine.latency))
+    columns = pattern.shape[1]
+    of_head = loads.of_pattern[pattern].mean(0)  # [Hq or 1]
+    per_rank = of_head.reshape(ranks, -1).sum(1) / columns if columns > 1 else np.full(ranks, of_head[0] / ranks)
+    compute = float(per_rank.max()) * shape.flops_per_score / machine.flops
+    return Estimate("heads", 1, float(sent.mean()), float(most.max()), compute, transfer, compute + transfer)
+
+
+def keys_gathered(loads: Loads, k_tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
+    """For comparison: every rank receives all keys before it begins (all-gather)."""
+    ranks, passes = len(k_tokens), 1 + BACKWARD_BYTES
+    total = float(k_tokens.sum()) * shape.batch * shape.kv_heads * shape.key_bytes
+    bytes_ = total * (ranks - 1) / ranks
+    transfer = passes * (bytes_ / machine.bandwidth + machine.latency)
+    compute = float(loads.total.max()) * shape.flops_per_score / machine.flops
+    return Estimate("all-gather", 1, bytes_, bytes_, compute, transfer, compute + transfer)
+
+
+def keys_in_a_ring(loads: Loads, k_tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
+    """For comparison: all keys go round the ranks, each step behind attention to the keys of the step before; as good
+    as a ring can be for this mask, with every step's attention as balanced as the whole.
+    """
+    ranks, passes = len(k_tokens), 1 + BACKWARD_BYTES
+    step = float(k_tokens.max()) * shape.batch * shape.kv_heads * shape.key_bytes
+    transfer = passes * (ranks - 1) * (step / machine.bandwidth + machine.latency)
+    compute = float(loads.total.max()) * shape.flops_per_score / machine.flops
+    last = compute / ranks
+    total = max(compute, transfer + last)
+    return Estimate("ring", ranks - 1, step * (ranks - 1), step * (ranks - 1), compute, transfer, total)

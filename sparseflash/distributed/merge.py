@@ -1,0 +1,74 @@
+"""Merging attention over parts of the keys into attention over all of them, in a fixed order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of attention over the union of disjoint sets of keys, from that over each set.
+
+    >>> from sparseflash import attention
+    >>> q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float64) for _ in range(3))
+    >>> halves = [attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(3), slice(3, 8))]
+    >>> torch.allclose(merged(halves)[0], attention(q, k, v))
+    True
+
+    With `lse = log(sum(exp(lse_s)))`, `out = sum(exp(lse_s - lse) * out_s)`, summed in the order of the parts, in fp32
+    (fp64 for fp64 inputs). A query without keys in any part has `out = 0` and `lse = -inf`. Differentiable.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = _Merge.apply(len(parts), *(out for out, _ in parts), *(lse for _, lse in parts))  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Merge(Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        outs, lses = tensors[:count], tensors[count:]
+        lse, weights = _weights(lses)
+        out = _weighted_sum(outs, weights)
+        ctx.save_for_backward(*tensors)
+        return out.to(outs[0].dtype), lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dout, dlse = gradients
+        tensors = ctx.saved_tensors
+        count = len(tensors) // 2
+        outs, lses = tensors[:count], tensors[count:]
+        lse, weights = _weights(lses)
+        # Recomputed rather than saved: rounded to half precision, its difference from a part would be inexact.
+        out = _weighted_sum(outs, weights)
+        dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
+        douts, dlses = [], []
+        for part, weight in zip(outs, weights, strict=True):
+            douts.append((weight.unsqueeze(-1) * dout).to(part.dtype))
+            dlses.append(weight * ((dout * (part - out)).sum(-1) + dlse))
+        return None, *douts, *dlses
+
+
+def _weights(lses: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+    """`lse` of all parts, and the share of each part in the sum of exponentials: 0 where there is no key."""
+    highest = lses[0]
+    for each in lses[1:]:
+        highest = torch.maximum(highest, each)
+    safe = highest.masked_fill(highest == -torch.inf, 0.0)  # -inf - -inf would be NaN
+    shares = [torch.exp(each - safe) for each in lses]
+    total = shares[0]
+    for share in shares[1:]:
+        total = total + share
+    divisor = total.masked_fill(total == 0, 1.0)
+    return safe + torch.log(total), [share / divisor for share in shares]
+
+
+def _weighted_sum(outs: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
+    out = weights[0].unsqueeze(-1) * outs[0]
+    for part, weight in zip(outs[1:], weights[1:], strict=True):
+        out = out + weight.unsqueeze(-1) * part
+    return out

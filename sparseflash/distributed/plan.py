@@ -1,0 +1,331 @@
+"""`shard`: the plan of one mask over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.distributed import costs
+from sparseflash.distributed.collect import gathered, scattered
+from sparseflash.distributed.costs import MOST_STAGES, Estimate, Loads, Machine, Shape, Traffic, default_machine
+from sparseflash.distributed.exchange import Sent
+from sparseflash.distributed.explain import explained
+from sparseflash.distributed.planner import Assignment, assign
+from sparseflash.distributed.queries import query_stages, turned
+from sparseflash.distributed.routes import Heads, Readers, Stage, stages_of
+from sparseflash.distributed.shards import Shards
+
+T = TypeVar("T")
+Side = Literal["queries", "keys"]
+Strategy = Literal["auto", "keys", "queries", "heads"]
+STRATEGIES = ("auto", "keys", "queries", "heads")
+_KINDS_OF_CALLS = 64
+
+
+@dataclass(eq=False)
+class ShardPlan:
+    """Where the tokens of a mask lie, and what attention over them sends. Made by `shard`.
+
+    `mask`: the whole mask, on the CPU, with its lengths written into the tiles; `queries`, `keys`: their shards, the
+    same object if they are the same tokens; `rank`, `ranks`: this process in the group; `strategy`, `stages`: as given
+    to `shard`; `sent`: the bytes and messages that attention with this plan has sent so far, forward and backward,
+    counted where they are sent.
+    """
+
+    mask: BlockMask
+    assignment: Assignment
+    group: dist.ProcessGroup | None
+    rank: int
+    ranks: int
+    strategy: Strategy = "auto"
+    stages: int | None = None
+    sent: Sent = field(default_factory=Sent)
+    # Not emptied by `clear_caches`: all ranks must remember the same calls, because the first of each kind is compared.
+    agreed: dict[object, None] = field(default_factory=dict, repr=False)
+    _made: BoundedDict = field(default_factory=lambda: BoundedDict(_KINDS_OF_CALLS), repr=False)
+
+    @property
+    def queries(self) -> Shards:
+        """Which query lies on which rank."""
+        return self.assignment.queries
+
+    @property
+    def keys(self) -> Shards:
+        """Which key lies on which rank."""
+        return self.assignment.keys
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group; ValueError if the plan was made without one."""
+        if self.group is None:
+            raise ValueError(
+                "plan must be of a process group to exchange anything; it was made with ranks=. Use shard(mask, group)."
+            )
+        return self.group
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The positions of this rank's tokens (queries) in the whole sequence, ascending, for rotary embeddings: int64
+        `[n]`, on the CPU.
+        """
+        return self.queries.positions(self.rank)
+
+    @cached_property
+    def key_positions(self) -> Tensor:
+        """The positions of this rank's keys; those of its queries if `q_len == k_len`."""
+        return self.keys.positions(self.rank)
+
+    def scatter(self, x: Tensor, dim: int = -2, *, side: Side = "queries") -> Tensor:
+        """This rank's tokens of an x that every rank holds whole.
+
+        `dim`: the dimension of the tokens: -2 for `[B, H, N, D]` and `[B, N, C]`, -1 for token numbers `[B, N]`. `side`
+        matters only if `q_len != k_len`. Forward sends nothing. Backward gathers the whole gradient on every rank, as
+        it would be on one.
+        """
+        shards = self._shards(side)
+        self._check_dim(x, dim, shards.length, "the whole sequence")
+        return scattered(x, dim, shards, self.rank, self.process_group if x.requires_grad else None)
+
+    def gather(self, x: Tensor, dim: int = -2, *, side: Side = "queries") -> Tensor:
+        """The whole x on every rank, from this rank's tokens of it; the inverse of `scatter`.
+
+        Backward takes this rank's tokens of the gradient, without a sum: what is computed from the whole x must be
+        computed by every rank alike, as a loss on it is.
+        """
+        shards = self._shards(side)
+        self._check_dim(x, dim, shards.counts[self.rank], "this rank's share")
+        return gathered(x, dim, shards, self.rank, self.process_group)
+
+    @cached_property
+    def readers(self) -> Readers:
+        """Which rank reads which key blocks."""
+        return Readers.of(self.mask, self.assignment, self.ranks)
+
+    @cached_property
+    def loads(self) -> Loads:
+        """The live tiles of each rank."""
+        return Loads.of(self.mask, self.assignment, self.readers)
+
+    def traffic(self, batch: int, kv_heads: int) -> Traffic:
+        """The keys that each rank sends and receives if keys travel."""
+        return self._once(
+            ("traffic", batch, kv_heads),
+            lambda: Traffic.of(self.mask, self.readers, Heads.of(self.mask.pattern, batch, kv_heads)),
+        )
+
+    def stages_for(self, batch: int, kv_heads: int, stages: int) -> list[Stage]:
+        """This rank's attention to local keys and its exchanges, for tensors of that many heads; made once."""
+        return self._once(
+            ("stages", batch, kv_heads, stages),
+            lambda: stages_of(
+                self.mask, self.assignment, self.readers, self.rank,
+                Heads.of(self.mask.pattern, batch, kv_heads), stages,
+            ),
+        )  # fmt: skip
+
+    @cached_property
+    def _turned(self) -> tuple[BlockMask, Readers, Loads]:
+        """The transposed mask, which key ranks read which queries, and the live tiles of each rank's keys."""
+        mask, assignment = self.mask.transpose(), turned(self.assignment)
+        readers = Readers.of(mask, assignment, self.ranks)
+        return mask, readers, Loads.of(mask, assignment, readers)
+
+    def query_traffic(self, batch: int, heads: int) -> Traffic:
+        """The queries that each rank sends and receives if queries travel."""
+        mask, readers, _ = self._turned
+        return self._once(
+            ("query traffic", batch, heads),
+            lambda: Traffic.of(mask, readers, Heads.of(mask.pattern, batch, heads)),
+        )
+
+    def query_stages_for(self, batch: int, heads: int) -> list[Stage]:
+        """This rank's attention of local queries and of those that come to its keys; made once."""
+        mask, readers, _ = self._turned
+        return self._once(
+            ("query stages", batch, heads),
+            lambda: query_stages(
+                mask, self.assignment, readers, self.rank, Heads.of(mask.pattern, batch, heads)
+            ),
+        )  # fmt: skip
+
+    def mask_of_heads(self, heads: int, device: torch.device) -> BlockMask:
+        """The whole mask of this rank's share of `heads` query heads."""
+        share = heads // self.ranks
+        mine = slice(self.rank * share, (self.rank + 1) * share) if self.mask.shape[1] > 1 else None
+        return self._once(("heads", heads, device), lambda: self.mask.select(heads=mine).to(device))
+
+    def heads_refused(self, shape: Shape) -> str:
+        """Why heads cannot travel; empty if they can."""
+        if shape.kv_heads % self.ranks:
+            return f"{shape.kv_heads} key heads are not a multiple of {self.ranks} ranks"
+        return ""
+
+    def estimates(self, shape: Shape, machine: Machine | None = None) -> list[Estimate]:
+        """What the plan's strategies cost by the model: keys in each number of stages, queries, heads."""
+        machine = machine or default_machine(self.ranks)
+        q_tokens, k_tokens = np.array(self.queries.counts), np.array(self.keys.counts)
+        found = []
+        traffic = self.traffic(shape.batch, shape.kv_heads)
+        if self.strategy in ("auto", "keys"):
+            given = range(1, MOST_STAGES + 1) if self.stages is None else [self.stages]
+            for stages in given if traffic.sent.any() else [0]:
+                found.append(costs.keys_travel(self.loads, traffic, q_tokens, shape, stages, machine))
+        if self.strategy == "queries" or (self.strategy == "auto" and traffic.sent.any()):
+            queries = self.query_traffic(shape.batch, shape.heads)
+            found.append(costs.queries_travel(self._turned[2], queries, q_tokens, shape, machine))
+        if self.strategy in ("auto", "heads") and not self.heads_refused(shape):
+            pattern = self.mask.pattern.numpy()
+            found.append(costs.heads_travel(self.loads, pattern, q_tokens, k_tokens, shape, machine))
+        return found
+
+    def chosen(self, shape: Shape, machine: Machine | None = None) -> Estimate:
+        """The cheapest of `estimates`, the first if several are."""
+        if self.strategy == "heads" and self.heads_refused(shape):
+            raise ValueError(
+                f"strategy must be 'keys' or 'auto' if heads cannot be shared out; {self.heads_refused(shape)}."
+            )
+        return self._once((shape, machine), lambda: min(self.estimates(shape, machine), key=lambda each: each.total))
+
+    def explain(
+        self, *, batch: int = 1, heads: int | None = None, kv_heads: int | None = None, dim: int = 128,
+        v_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, machine: Machine | None = None,
+    ) -> str:  # fmt: skip
+        """A table of what a call with such tensors sends, how it is balanced, and what the model says of its time.
+
+        >>> from sparseflash import masks
+        >>> print(shard(masks.causal(65536), ranks=4).explain(heads=8).splitlines()[0])
+        65536 tokens over 4 ranks: zigzag, in chunks of 128; 16384 tokens a rank
+
+        `heads`, `kv_heads`: the query and key heads; by default the mask's heads, and as many key heads. `machine`: the
+        constants of the model, by default guesses for H100s on one host or, for more than 8 ranks, on several.
+        `attention` chooses by the same estimates, with the default constants, on every rank.
+        """
+        heads = self.mask.shape[1] if heads is None else heads
+        kv_heads = heads if kv_heads is None else kv_heads
+        return explained(
+            self, Shape(batch, heads, kv_heads, dim, v_dim or dim, dtype), machine or default_machine(self.ranks)
+        )
+
+    def _once(self, key: object, make: Callable[[], T]) -> T:
+        found: T | None = self._made.get(key)
+        return self._made.put(key, make()) if found is None else found
+
+    def _shards(self, side: Side) -> Shards:
+        if side not in ("queries", "keys"):
+            raise ValueError(f"side must be 'queries' or 'keys'; got {side!r}.")
+        return self.queries if side == "queries" else self.keys
+
+    def _check_dim(self, x: Tensor, dim: int, count: int, what: str) -> None:
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != count:
+            raise ValueError(f"x must have {count} tokens, {what}, in dimension {dim}; got shape {list(x.shape)}.")
+
+
+def shard(
+    mask: BlockMask,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    ranks: int | None = None,
+    rank: int = 0,
+    like: ShardPlan | None = None,
+    strategy: Strategy = "auto",
+    stages: int | None = None,
+) -> ShardPlan:
+    """Plans the attention of a mask over the ranks of a group: which tokens lie where, and which keys travel.
+
+    Without processes, the plan of rank 0 of 4:
+
+    >>> from sparseflash import masks
+    >>> plan = shard(masks.causal(1024, block=64), ranks=4)
+    >>> plan.positions.shape, plan.queries.counts
+    (torch.Size([256]), [256, 256, 256, 256])
+
+    Ranks hold equally many chunks of tokens, up to one; a chunk is one block or several, and the last may be ragged.
+    They are dealt so that live tiles are balanced and few keys travel. The plan is a function of the mask, so every
+    rank makes the same one without talking. If `q_len == k_len`, queries and keys are taken for the same tokens.
+
+    Args:
+        mask: the whole mask, the same on every rank. Lengths are written into its tiles, and a dynamic mask is made
+            canonical, so both synchronise with the device.
+        group: a process group, or a DeviceMesh of one dimension (`mesh["cp"]`); None: the default group.
+        ranks, rank: instead of a group, make the plan of one of so many ranks without processes; it can be inspected
+            but runs no attention.
+        like: another plan of the same lengths: leave the tokens where it has put them. Use it if the mask changes at
+            every step or layer.
+        strategy: `"keys"`: live remote keys travel to the queries, whatever the mask and the heads; `"heads"`: all
+            tokens of some heads travel to each rank (Ulysses), if the key heads are a multiple of the ranks;
+            `"queries"`: queries travel to live remote keys, and partial results back, for few queries and many keys;
+            `"auto"`: the one that costs least by `explain`'s model.
+        stages: into how many exchanges, 1 to 4, the keys that travel are cut. None: chosen by the same model.
+
+    Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, and for
+    `like` of other lengths, ranks or a chunk that the mask's blocks do not divide.
+    """
+    mask = checked_mask(mask)
+    group, rank, ranks = _place(group, rank, ranks)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}; got {strategy!r}.")
+    if stages is not None and not 1 <= stages <= MOST_STAGES:
+        raise ValueError(f"stages must be 1 to {MOST_STAGES}, or None; got {stages}.")
+    mask = mask.canonical().to("cpu").bake_lengths()
+    if like is None:
+        assignment = assign(mask, ranks)
+    else:
+        assignment = like.assignment
+        _check_like(mask, like, ranks)
+    return ShardPlan(mask, assignment, group, rank, ranks, strategy, stages)
+
+
+def _place(
+    group: dist.ProcessGroup | DeviceMesh | None, rank: int, ranks: int | None
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    """`(group, rank, ranks)`, checked."""
+    if ranks is not None:
+        if group is not None:
+            raise ValueError("shard must be given a group or ranks, not both.")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank must lie in 0..{ranks - 1}; got {rank}.")
+        return None, rank, ranks
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a DeviceMesh of one dimension; got the dimensions {group.mesh_dim_names}. Pass one of "
+                'them: mesh["cp"].'
+            )
+        group = group.get_group()
+    elif group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "torch.distributed must be initialised before shard(mask); call init_process_group and start with "
+                "torchrun, or pass ranks= for a plan without processes."
+            )
+        group = dist.group.WORLD
+    return group, dist.get_rank(group), dist.get_world_size(group)
+
+
+def _check_like(mask: BlockMask, like: ShardPlan, ranks: int) -> None:
+    ours, theirs = (mask.q_len, mask.k_len, ranks), (like.queries.length, like.keys.length, like.ranks)
+    if ours != theirs:
+        raise ValueError(
+            "like must be a plan of the same lengths and ranks; it is of {} x {} tokens over {} ranks, got {} x {} "
+            "over {}.".format(*theirs, *ours)
+        )
+    for side, block, chunk in (
+        ("q", mask.block_q, like.queries.chunk),
+        ("k", mask.block_k, like.keys.chunk),
+    ):
+        if chunk % block:
+            raise ValueError(
+                f"mask must have a block_{side} that divides the chunks of like, {chunk} tokens; got {block}. Use "
+                "mask.reblock."
+            )

@@ -1,0 +1,136 @@
+"""Queries travel to the ranks that hold their keys, and partial results travel back: the exchange for few queries and
+many keys.
+
+It is the exchange of keys under the transposed mask, followed by one of results. A rank attends with its own queries,
+and with those that have come, to its own keys. The owner of a query merges the parts by their lse: its own first, then
+those of the other ranks in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.distributed.exchange import Transfers
+from sparseflash.distributed.planner import Assignment
+from sparseflash.distributed.routes import Heads, Readers, Stage, stages_of
+
+
+def turned(assignment: Assignment) -> Assignment:
+    """The assignment of the transposed mask."""
+    return Assignment(assignment.keys, assignment.queries, assignment.name)
+
+
+def query_stages(mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads) -> list[Stage]:
+    """The attention of local queries to local keys, and that of the queries that come to them.
+
+    `mask`, `readers`: of the transposed mask; `heads`: with a kind for each query head.
+    """
+    stages = stages_of(mask, turned(assignment), readers, rank, heads, 1)
+    return [replace(stage, mask=stage.mask.transpose()) for stage in stages]
+
+
+def merged_with_remote(
+    out: Tensor, lse: Tensor, remote_out: Tensor, remote_lse: Tensor, transfers: Transfers
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of this rank's queries from its own part and those that it had computed elsewhere.
+
+    `out [B, Hq, n, Dv]`, `lse [B, Hq, n]`: of local queries and keys; `remote_out [B, Hq, slots, Dv]`, `remote_lse`: of
+    the queries that came from other ranks, which are sent back to them.
+    """
+    out_rows, lse_rows = _Return.apply(transfers, remote_out, remote_lse)  # type: ignore[no-untyped-call]
+    merged_out, merged_lse = _MergeRows.apply(transfers, out, lse, out_rows, lse_rows)  # type: ignore[no-untyped-call]
+    return merged_out, merged_lse
+
+
+class _Return(Function):
+    @staticmethod
+    def forward(ctx: Any, transfers: Transfers, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.transfers, ctx.shape = transfers, out.shape
+        stage = transfers.stages[1]
+        slots = stage.received.on(out.device)
+        under_way = []
+        for values in (out.reshape(-1, out.shape[-1]), lse.reshape(-1, 1)):
+            under_way.append(transfers.start(values.index_select(0, slots), stage.received, stage.sent))
+        for _, (work, _) in under_way:
+            work.wait()
+        return under_way[0][0], under_way[1][0].squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
+        transfers, shape = ctx.transfers, ctx.shape
+        stage = transfers.stages[1]
+        slots = stage.received.on(gradients[0].device)
+        under_way = []
+        for values in (gradients[0], gradients[1].unsqueeze(1)):
+            under_way.append(transfers.start(values, stage.sent, stage.received))
+        found = []
+        for received, (work, _) in under_way:
+            work.wait()
+            whole = received.new_zeros((shape[:-1].numel(), received.shape[1]))
+            found.append(whole.index_copy_(0, slots, received))
+        return None, found[0].view(shape), found[1].view(shape[:-1])
+
+
+class _MergeRows(Function):
+    """`merge._Merge` where each part but the first has some of the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, transfers: Transfers, out: Tensor, lse: Tensor, out_rows: Tensor, lse_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.transfers = transfers
+        ctx.save_for_backward(out, lse, out_rows, lse_rows)
+        merged_out, merged_lse, _, _ = _merge(transfers, out, lse, out_rows, lse_rows)
+        return merged_out.to(out.dtype), merged_lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        transfers: Transfers = ctx.transfers
+        out, lse, out_rows, lse_rows = ctx.saved_tensors
+        merged_out, merged_lse, share, shares = _merge(transfers, out, lse, out_rows, lse_rows)
+        dout, dlse = gradients[0], gradients[1].masked_fill(merged_lse == -torch.inf, 0.0)
+        rows = transfers.stages[1].sent.on(out.device)
+
+        def part(weight: Tensor, dout: Tensor, dlse: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
+            return (weight.unsqueeze(-1) * dout).to(out.dtype), weight * ((dout * difference).sum(-1) + dlse)
+
+        width = out.shape[-1]
+        taken = (x.reshape(-1, width).index_select(0, rows) for x in (dout, merged_out))
+        dout_rows, merged_rows = taken
+        dlse_rows = dlse.reshape(-1).index_select(0, rows)
+        return (
+            None,
+            *part(share, dout, dlse, out - merged_out),
+            *part(torch.cat(shares), dout_rows, dlse_rows, out_rows - merged_rows),
+        )
+
+
+def _merge(
+    transfers: Transfers, out: Tensor, lse: Tensor, out_rows: Tensor, lse_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """`(out, lse)` in fp32 or fp64, the share of the local part, and those of the rows of each rank."""
+    sent = transfers.stages[1].sent
+    rows = sent.on(out.device).split(sent.counts)
+    lses, outs = lse_rows.split(sent.counts), out_rows.split(sent.counts)
+    highest = lse.reshape(-1).clone()
+    for some, values in zip(rows, lses, strict=True):
+        highest[some] = torch.maximum(highest[some], values)  # no row comes twice from one rank
+    safe = highest.masked_fill(highest == -torch.inf, 0.0)
+    share = torch.exp(lse.reshape(-1) - safe)
+    shares = [torch.exp(values - safe[some]) for some, values in zip(rows, lses, strict=True)]
+    total = share.clone()
+    for some, values in zip(rows, shares, strict=True):
+        total[some] += values
+    divisor = total.masked_fill(total == 0, 1.0)
+    share = share / divisor
+    shares = [values / divisor[some] for some, values in zip(rows, shares, strict=True)]
+    merged = share.unsqueeze(-1) * out.reshape(len(share), -1)
+    for some, weight, values in zip(rows, shares, outs, strict=True):
+        merged[some] += weight.unsqueeze(-1) * values
+    return merged.view(out.shape), (safe + torch.log(total)).view(lse.shape), share.view(lse.shape), shares

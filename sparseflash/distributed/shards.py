@@ -1,0 +1,68 @@
+"""Which tokens lie on which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The tokens of one side, queries or keys, cut into chunks that are assigned to ranks.
+
+    >>> shards = Shards(length=10, chunk=4, rank_of_chunk=np.array([0, 1, 0]))
+    >>> shards.positions(0).tolist(), shards.counts
+    ([0, 1, 2, 3, 8, 9], [6, 4])
+
+    `length`, `chunk`: in tokens; `rank_of_chunk`: int64 `[ceil(length / chunk)]`. A rank keeps its tokens in the order
+    of the sequence, so that a ragged last chunk is the last one of its rank.
+    """
+
+    length: int
+    chunk: int
+    rank_of_chunk: Integers
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return int(self.rank_of_chunk.max()) + 1
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The number of tokens of each rank."""
+        chunks = np.bincount(self.rank_of_chunk, minlength=self.ranks) * self.chunk
+        chunks[self.rank_of_chunk[-1]] -= len(self.rank_of_chunk) * self.chunk - self.length
+        counts: list[int] = chunks.tolist()
+        return counts
+
+    def positions(self, rank: int) -> Tensor:
+        """The positions in the whole sequence of a rank's tokens, ascending: int64 `[counts[rank]]`."""
+        chunks = np.flatnonzero(self.rank_of_chunk == rank)
+        tokens = (chunks[:, None] * self.chunk + np.arange(self.chunk)).reshape(-1)
+        return torch.from_numpy(tokens[: self.counts[rank]])
+
+    def rank_of_block(self, block: int) -> Integers:
+        """The rank of each block of `block` tokens, which must divide the chunk: int64 `[ceil(length / block)]`."""
+        return self.rank_of_chunk.repeat(self.chunk // block)[: -(-self.length // block)]
+
+    def place_of_block(self, block: int) -> Integers:
+        """The number of each block among the blocks of its rank: int64 `[ceil(length / block)]`."""
+        order = np.argsort(self.rank_of_chunk, kind="stable")
+        sizes = np.bincount(self.rank_of_chunk, minlength=self.ranks)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order)) - (sizes.cumsum() - sizes).repeat(sizes)
+        each = self.chunk // block
+        blocks = place[:, None] * each + np.arange(each)
+        return blocks.reshape(-1)[: -(-self.length // block)]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The positions of all tokens, one rank after the other: int64 `[length]`."""
+        return torch.cat([self.positions(rank) for rank in range(self.ranks)])

@@ -1,0 +1,81 @@
+"""All-to-all over heads (DeepSpeed Ulysses, Jacobs et al. 2023): each rank attends with some heads over all tokens.
+
+Backward is the same exchange in the other direction. Nothing is summed, so a result has the bits that its head has on
+one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from sparseflash.distributed.exchange import Sent
+from sparseflash.distributed.shards import Shards
+
+
+def to_heads(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
+    """This rank's tokens of all heads `[B, H, n, D]` to all tokens, in their order, of its heads `[B, H / R, N, D]`."""
+    exchanged: Tensor = _ToHeads.apply(x, shards, group, sent)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+def to_tokens(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
+    """The inverse of `to_heads`."""
+    exchanged: Tensor = _ToTokens.apply(x, shards, group, sent)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+def _exchange(parts: list[Tensor], shapes: list[torch.Size], group: dist.ProcessGroup, sent: Sent) -> list[Tensor]:
+    """Sends a part to each rank and returns those that come, of these shapes; the last dimension is common."""
+    rank, width = dist.get_rank(group), parts[0].shape[-1]
+    data = torch.cat([part.reshape(-1, width) for part in parts])
+    counts_out = [part.numel() // width for part in parts]
+    counts_in = [shape.numel() // width for shape in shapes]
+    received = data.new_empty(sum(counts_in), width)
+    others = [0 if other == rank else count for other, count in enumerate(counts_out)]
+    sent.count(sum(others) * width * data.element_size(), others)
+    dist.all_to_all_single(received.view(torch.uint8), data.view(torch.uint8), counts_in, counts_out, group=group)
+    return [part.view(shape) for part, shape in zip(received.split(counts_in), shapes, strict=True)]
+
+
+def _gather_tokens(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
+    batch, heads, _, dim = x.shape
+    shapes = [torch.Size((batch, heads // shards.ranks, count, dim)) for count in shards.counts]
+    joined = torch.cat(_exchange(list(x.chunk(shards.ranks, dim=1)), shapes, group, sent), dim=2)
+    whole = torch.empty_like(joined)
+    whole[:, :, shards.order.to(x.device)] = joined
+    return whole
+
+
+def _gather_heads(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
+    batch, heads, _, dim = x.shape
+    count = shards.counts[dist.get_rank(group)]
+    shapes = [torch.Size((batch, heads, count, dim))] * shards.ranks
+    parts = x[:, :, shards.order.to(x.device)].split(shards.counts, dim=2)
+    return torch.cat(_exchange(list(parts), shapes, group, sent), dim=1)
+
+
+class _ToHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
+        ctx.given = shards, group, sent
+        return _gather_tokens(x, *ctx.given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather_heads(gradients[0], *ctx.given), None, None, None
+
+
+class _ToTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
+        ctx.given = shards, group, sent
+        return _gather_heads(x, *ctx.given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather_tokens(gradients[0], *ctx.given), None, None, None

@@ -1,0 +1,401 @@
+"""Attention over a sharded sequence: as exact as in one process, the same bits every time, and nothing else sent."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import sharded_attention
+from process_pool import Failed, Processes
+from sharded_attention import joined, sharded
+from sparseflash import BlockMask, attention, distributed, masks, testing
+from strategies import problems
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Processes(4) as processes:
+        yield processes
+
+
+def drawn_problems(dtypes=DTYPES, most_heads=4):
+    return problems(
+        most_tokens=200, head_dims=(16, 24), value_dims=(16, 20), blocks=(16, 32), dtypes=dtypes, most_heads=most_heads
+    )
+
+
+def has_blocks_for(mask, ranks):
+    if mask is None:
+        return False
+    block_q, block_k = mask.block_q, mask.block_k
+    if mask.q_len == mask.k_len:
+        block_q = block_k = max(block_q, block_k)
+    return min(-(-mask.q_len // block_q), -(-mask.k_len // block_k)) >= ranks
+
+
+def needed_keys(mask, ranks, batch, kv_heads):
+    """Pairs of a token and a key head that travel at least, by the dense matrix: those of key blocks in which a rank
+    that does not hold the block has a live score for some query head of the key head."""
+    plan = distributed.shard(mask, ranks=ranks)
+    dense = mask.to_dense().expand(batch, -1, -1, -1)
+    group = dense.shape[1] // kv_heads if dense.shape[1] > 1 else 1
+    dense = dense.unflatten(1, (-1, group)).any(2).expand(-1, kv_heads, -1, -1)  # [B, Hkv, Nq, Nk]
+    count = 0
+    for rank in range(ranks):
+        read = dense[:, :, plan.queries.positions(rank)].any(2)
+        for other in set(range(ranks)) - {rank}:
+            held = set(plan.keys.positions(other).tolist())
+            for start in range(0, mask.k_len, mask.block_k):
+                if start in held:
+                    block = read[:, :, start : start + mask.block_k]
+                    count += int(block.any(-1).sum()) * block.shape[-1]
+    return count
+
+
+@given(problem=drawn_problems(), ranks=st.integers(2, 4), stages=st.none() | st.integers(1, 4))
+@settings(max_examples=2 * settings().max_examples)
+def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, stages):
+    mask = problem.mask
+    assume(has_blocks_for(mask, ranks))
+    q, k, v, dout, dlse = problem.tensors()
+    function = sharded(pool, ranks, mask, {"strategy": "keys", "stages": stages}, scale=problem.scale)
+    testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
+
+
+@given(problem=drawn_problems(), ranks=st.integers(2, 4))
+def test_queries_that_travel_are_as_exact(pool, problem, ranks):
+    mask = problem.mask
+    assume(has_blocks_for(mask, ranks))
+    q, k, v, dout, dlse = problem.tensors()
+    function = sharded(pool, ranks, mask, {"strategy": "queries"}, scale=problem.scale)
+    testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
+
+
+@given(problem=drawn_problems(most_heads=1), ranks=st.integers(2, 4), times=st.integers(1, 2))
+@settings(max_examples=max(1, settings().max_examples // 2))
+def test_heads_that_travel_are_as_exact(pool, problem, ranks, times):
+    mask = problem.mask
+    assume(has_blocks_for(mask, ranks))
+    heads = ranks * times
+    generator = torch.Generator().manual_seed(problem.seed)
+    q, k, v = (
+        torch.randn(problem.batch, count, length, dim, generator=generator).to(problem.dtype).requires_grad_()
+        for count, length, dim in (
+            (2 * heads, mask.q_len, problem.dim), (heads, mask.k_len, problem.dim), (heads, mask.k_len, problem.v_dim)
+        )
+    )  # fmt: skip
+    testing.assert_exact(sharded(pool, ranks, mask, {"strategy": "heads"}), q, k, v, mask)
+
+
+def tensors(mask, heads=2, kv_heads=None, dim=16, dtype=torch.float32, batch=1):
+    generator = torch.Generator().manual_seed(0)
+    kv_heads = kv_heads or heads
+    sizes = (heads, mask.q_len), (kv_heads, mask.k_len), (kv_heads, mask.k_len)
+    return [torch.randn(batch, *size, dim, generator=generator).to(dtype).requires_grad_() for size in sizes]
+
+
+def per_head():
+    return masks.per_head([masks.local(200, window=33, block=16), masks.butterfly(200, block=16)] * 2)
+
+
+@pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
+def test_heads_of_their_own_patterns(pool, strategy):
+    mask = per_head()
+    q, k, v = tensors(mask, heads=4, kv_heads=2)
+    testing.assert_exact(sharded(pool, 2, mask, {"strategy": strategy}), q, k, v, mask)
+
+
+@pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
+def test_the_same_bits_every_time(pool, strategy):
+    mask = masks.causal(300, block=16)
+    q, k, v = tensors(mask, heads=4, dtype=torch.bfloat16)
+    results = []
+    for _ in range(3):
+        out, lse = sharded(pool, 4, mask, {"strategy": strategy})(q, k, v)
+        results.append([out, lse, *torch.autograd.grad((out.float() ** 2).sum() + lse.sum(), (q, k, v))])
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+def test_heads_that_travel_give_the_bits_of_one_process(pool):
+    mask = masks.causal(300, block=16)
+    q, k, v = tensors(mask, heads=2)
+    out, lse = sharded(pool, 2, mask, {"strategy": "heads"})(q, k, v)
+    each = [attention(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], mask, return_lse=True) for h in range(2)]
+    assert torch.equal(out, torch.cat([o for o, _ in each], 1))
+    assert torch.equal(lse, torch.cat([one_lse for _, one_lse in each], 1))
+
+
+@given(problem=drawn_problems(dtypes=(torch.float32,)), ranks=st.integers(2, 4), stages=st.integers(1, 4))
+@settings(max_examples=max(1, settings().max_examples // 2))
+def test_live_remote_keys_travel_and_nothing_else(pool, problem, ranks, stages):
+    mask = problem.mask
+    assume(has_blocks_for(mask, ranks))
+    q, k, v, dout, dlse = problem.tensors()
+    needed = needed_keys(mask, ranks, problem.batch, problem.kv_heads)
+    size = (problem.dim + problem.v_dim) * 4
+    out, lse = sharded(pool, ranks, mask, {"strategy": "keys", "stages": stages})(q, k, v)
+    assert sum(total for total, _ in pool.run(ranks, sharded_attention.sent)) == needed * size
+    torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    assert sum(total for total, _ in pool.run(ranks, sharded_attention.sent)) == 2 * needed * size
+    traffic = distributed.shard(mask, ranks=ranks).traffic(problem.batch, problem.kv_heads)
+    assert int(traffic.sent.sum()) == int(traffic.received.sum()) == needed
+
+
+def test_the_model_counts_the_bytes_of_queries_that_travel(pool):
+    mask = BlockMask.dense(64, 800, block=16)
+    q, k, v = tensors(mask, heads=4, kv_heads=2)
+    sharded(pool, 2, mask, {"strategy": "queries"})(q, k, v)
+    chosen = distributed.shard(mask, ranks=2, strategy="queries").chosen(
+        distributed.Shape(1, 4, 2, 16, 16, torch.float32)
+    )
+    bytes_ = sum(total for total, _ in pool.run(2, sharded_attention.sent))
+    assert bytes_ == chosen.mean_bytes * 2 == 64 * 4 * (16 + 16 + 1) * 4
+    assert bytes_ < needed_keys(mask, 2, 1, 2) * 32 * 4
+
+
+def test_the_model_counts_the_bytes_of_heads_that_travel(pool):
+    mask = masks.causal(130, block=16)
+    q, k, v = tensors(mask, heads=8, kv_heads=4)
+    plan = distributed.shard(mask, ranks=4, strategy="heads")
+    sharded(pool, 4, mask, {"strategy": "heads"})(q, k, v)
+    bytes_ = sum(total for total, _ in pool.run(4, sharded_attention.sent))
+    lse = 3 * 8 * 130 * 4 / 4  # which the model leaves out
+    assert bytes_ == plan.chosen(distributed.Shape(1, 8, 4, 16, 16, torch.float32)).mean_bytes * 4 + lse
+
+
+def test_nothing_is_exchanged_where_documents_stay_on_their_ranks(pool):
+    mask = masks.documents([64, 64, 64, 64], causal=True, block=16)
+    q, k, v = tensors(mask)
+    testing.assert_exact(sharded(pool, 4, mask, {"strategy": "keys"}), q, k, v, mask)
+    assert pool.run(4, sharded_attention.sent) == [(0, 0)] * 4
+
+
+def only_some_gradients(member, mask, tensors, wanted):
+    plan = distributed.shard(mask, member.group, strategy="keys", stages=2)
+    local = [plan.scatter(x.detach()).requires_grad_(name in wanted) for name, x in zip("qkv", tensors, strict=True)]
+    out = distributed.attention(*local, plan)
+    if not wanted:
+        return out.requires_grad
+    first = torch.autograd.grad(out.sum(), [x for x in local if x.requires_grad], retain_graph=True)
+    again = torch.autograd.grad(out.sum(), [x for x in local if x.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    return first
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qv", ""])
+def test_some_inputs_may_need_no_gradient(pool, wanted):
+    mask = masks.local(130, window=50, block=16)
+    tensors_ = tensors(mask)
+    results = pool.run(2, only_some_gradients, mask, tensors_, wanted)
+    if not wanted:
+        assert results == [False, False]
+        return
+    inputs = [x for name, x in zip("qkv", tensors_, strict=True) if name in wanted]
+    plan = distributed.shard(mask, ranks=2)
+    for parts, expected in zip(
+        zip(*results, strict=True), torch.autograd.grad(attention(*tensors_, mask).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(joined(parts, plan, "queries"), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- tokens to ranks and back
+
+
+def scatter_and_gather(member, mask, x, dim):
+    plan = distributed.shard(mask, member.group)
+    x = x.requires_grad_(x.is_floating_point())
+    local = plan.scatter(x, dim)
+    whole = plan.gather(local, dim)
+    if not x.is_floating_point():
+        return local, whole, None, plan.positions
+    weight = torch.arange(whole.numel(), dtype=x.dtype).view(whole.shape)
+    (gradient,) = torch.autograd.grad((whole * weight).sum(), x)
+    return local.detach(), whole.detach(), gradient, plan.positions
+
+
+@pytest.mark.parametrize(
+    ("x", "dim"),
+    [
+        (torch.randn(2, 3, 90, 4), -2),
+        (torch.randn(2, 90, 4, dtype=torch.float64), 1),
+        (torch.arange(180).view(2, 90), -1),
+        (torch.randn(90).to(torch.bfloat16) > 0, 0),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_tokens_go_to_their_ranks_and_back(pool, x, dim, ranks):
+    for local, whole, gradient, positions in pool.run(ranks, scatter_and_gather, masks.causal(90, block=16), x, dim):
+        assert torch.equal(local, x.index_select(dim, positions))
+        assert torch.equal(whole, x)
+        if gradient is not None:
+            assert torch.equal(gradient, torch.arange(x.numel(), dtype=x.dtype).view(x.shape))
+
+
+def train(member, mask, steps):
+    """A small model with rotary-like positions, whose loss is computed from the gathered output."""
+    torch.manual_seed(0)
+    plan = distributed.shard(mask, member.group)
+    weights = torch.nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(4))
+    x, target = torch.randn(1, mask.q_len, 16), torch.randn(1, mask.q_len, 16)
+    optimizer = torch.optim.Adam(weights, lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        local = plan.scatter(x)
+        local = local + torch.sin(plan.positions.float() / 7)[:, None]
+        q, k, v = ((local @ weight).unflatten(-1, (2, 8)).transpose(1, 2) for weight in list(weights)[:3])
+        out = distributed.attention(q, k, v, plan).transpose(1, 2).flatten(2) @ weights[3]
+        loss = ((plan.gather(out) - target) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for weight in weights:
+            torch.distributed.all_reduce(weight.grad, group=member.group)  # each rank has its tokens' share
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def test_losses_of_two_ranks_follow_those_of_one_for_200_steps(pool):
+    mask = masks.causal(96, block=16)
+    (alone,) = pool.run(1, train, mask, 200)
+    first, second = pool.run(2, train, mask, 200)
+    assert first == second
+    assert alone[-1] < 0.8 * alone[0]
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def attend(member, mask, q_shape, dtype, scale):
+    plan = distributed.shard(mask, member.group)
+    q = plan.scatter(torch.zeros(q_shape, dtype=dtype))
+    return distributed.attention(q, q, q, plan, scale=scale)
+
+
+SAME = masks.causal(64, block=16), (1, 2, 64, 16), torch.float32, 1.0
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ((masks.local(64, window=9, block=16), *SAME[1:]), "mask"),
+        ((SAME[0], (1, 4, 64, 16), *SAME[2:]), "shapes"),
+        ((*SAME[:2], torch.float64, 1.0), "dtype"),
+        ((*SAME[:3], 0.5), "strategy, stages, scale, backend"),
+    ],
+)
+def test_ranks_that_disagree_all_raise(pool, other, named):
+    results = pool.each(3, attend, [SAME, other, SAME])
+    for result in results:
+        assert isinstance(result, Failed)
+        assert result.kind == "ValueError"
+        assert "all ranks must call attention with the same mask, shapes and options" in result.message
+        assert f"they differ in {named}" in result.message
+        assert "[0, 2] and [1]" in result.message
+    pool.run(3, attend, *SAME)  # and the group can be used again
+
+
+def wait_for_the_others(member, mask):
+    member.kept["plan"] = distributed.shard(mask, member.group)
+    return True
+
+
+def attend_or_die(member, q_shape, dies):
+    plan = member.kept["plan"]
+    q = plan.scatter(torch.zeros(q_shape))
+    distributed.attention(q, q, q, plan)
+    if dies:
+        import os
+
+        os._exit(1)
+    distributed.attention(q, q, q, plan)
+
+
+def test_ranks_do_not_hang_when_one_dies():
+    with Processes(2, timeout=20) as pool:
+        pool.run(2, wait_for_the_others, SAME[0])
+        for pipe, dies in zip(pool.pipes, (False, True), strict=True):
+            pool.send(pipe, 2, attend_or_die, ((1, 2, 64, 16), dies))
+        assert pool.pipes[0].poll(timedelta(seconds=40).total_seconds())
+        result = pool.receive(pool.pipes[0])
+        assert isinstance(result, Failed)
+        assert result.kind == "RuntimeError"
+
+
+def refused(match, error=ValueError):
+    return pytest.raises(error, match=match)
+
+
+def test_a_group_that_is_too_large_for_the_tokens_is_refused():
+    with refused("mask must have at least one block of queries for each of the 5 ranks; got 4 blocks of 16 tokens"):
+        distributed.shard(SAME[0], ranks=5)
+    with refused("at least one block of keys for each of the 3 ranks; got 2 blocks of 32"):
+        distributed.shard(BlockMask.dense(128, 64, block=32), ranks=3)
+
+
+def test_arguments_of_shard_are_checked():
+    mask = SAME[0]
+    with refused("mask must be a sparseflash BlockMask; got", TypeError):
+        distributed.shard(torch.ones(4, 4))
+    with refused("torch.distributed must be initialised before"):
+        distributed.shard(mask)
+    with refused("rank must lie in 0..1; got 2"):
+        distributed.shard(mask, ranks=2, rank=2)
+    with refused("stages must be 1 to 4, or None; got 5"):
+        distributed.shard(mask, ranks=2, stages=5)
+    with refused("strategy must be one of 'auto', 'keys', 'queries', 'heads'; got 'ring'"):
+        distributed.shard(mask, ranks=2, strategy="ring")
+    plan = distributed.shard(mask, ranks=2)
+    with refused("like must be a plan of the same lengths and ranks; it is of 64 x 64 tokens over 2 ranks, got 65"):
+        distributed.shard(masks.causal(65, block=16), ranks=2, like=plan)
+    with refused("mask must have a block_q that divides the chunks of like, 16 tokens; got 32. Use mask.reblock"):
+        distributed.shard(masks.causal(64, block=32), ranks=2, like=plan)
+
+
+def test_arguments_of_the_plan_are_checked():
+    plan = distributed.shard(SAME[0], ranks=2)
+    with refused("side must be 'queries' or 'keys'; got 'values'"):
+        plan.scatter(torch.zeros(64, 1), side="values")
+    with refused("x must have 64 tokens, the whole sequence, in dimension -2; got shape"):
+        plan.scatter(torch.zeros(32, 1))
+    with refused("x must have 32 tokens, this rank's share, in dimension -2; got shape"):
+        plan.gather(torch.zeros(64, 1))
+    with refused("plan must be of a process group to exchange anything; it was made with ranks="):
+        plan.gather(torch.zeros(32, 1))
+    with refused("kv_heads must divide the 4 heads of the mask; got 3"):
+        distributed.shard(per_head(), ranks=2).explain(kv_heads=3)
+    heads = distributed.shard(SAME[0], ranks=2, strategy="heads")
+    with refused(
+        "strategy must be 'keys' or 'auto' if heads cannot be shared out; 3 key heads are not a multiple of 2"
+    ):
+        heads.chosen(distributed.Shape(1, 3, 3, 16, 16, torch.float32))
+
+
+def test_arguments_of_attention_are_checked():
+    plan = distributed.shard(
+        masks.per_batch([masks.causal(64, block=16), masks.local(64, window=5, block=16)]), ranks=2
+    )
+    x = torch.zeros(2, 2, 32, 16)
+    with refused("plan must be a ShardPlan, made by distributed.shard", TypeError):
+        distributed.attention(x, x, x, plan.mask)
+    with refused("dropout_p must be 0 over several ranks; got 0.1"):
+        distributed.attention(x, x, x, plan, dropout_p=0.1)
+    with refused("q, k and v must have one dtype", TypeError):
+        distributed.attention(x, x.double(), x, plan)
+    whole = torch.zeros(2, 2, 64, 16)
+    with refused(r"q must hold the 32 tokens of rank 0 of 2; got 64. It looks whole: pass plan.scatter\(q\)"):
+        distributed.attention(whole, whole, whole, plan)
+    with refused("mask must be for 1 or 3 batch elements, as q has; it is for 2"):
+        three = torch.zeros(3, 2, 32, 16)
+        distributed.attention(three, three, three, plan)
+    of_heads = distributed.shard(per_head(), ranks=2)
+    with refused("mask must be for 1 or 2 heads, as q has; it is for 4"):
+        some = torch.zeros(1, 2, of_heads.queries.counts[0], 16)
+        distributed.attention(some, some, some, of_heads)
+    with refused("plan must be of a process group"):
+        distributed.attention(x, x, x, plan)

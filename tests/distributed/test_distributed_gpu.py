@@ -1,0 +1,70 @@
+"""The same on GPUs through NCCL: needs two."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import sharded_attention
+from process_pool import Processes
+from sharded_attention import sharded
+from sparseflash import distributed, masks, testing
+from strategies import problems
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def pool():
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs two GPUs; there is {count}")
+    with Processes(min(count, 4), timeout=300, backend="nccl") as processes:
+        yield processes
+
+
+def tensors(mask, heads, kv_heads, dim=64, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, mask.q_len), (kv_heads, mask.k_len), (kv_heads, mask.k_len)
+    return [torch.randn(1, *size, dim, generator=generator).to(dtype).requires_grad_() for size in sizes]
+
+
+@given(
+    problem=problems(
+        most_tokens=600, head_dims=(32, 64), value_dims=(32, 64), blocks=(32, 64),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    ),
+    stages=st.none() | st.integers(1, 4),
+)  # fmt: skip
+@settings(max_examples=2 * settings().max_examples)
+def test_it_is_as_exact_as_attention_on_one_gpu(pool, problem, stages):
+    mask, ranks = problem.mask, len(pool.pipes)
+    assume(mask is not None)
+    block = max(mask.block_q, mask.block_k)
+    assume(min(mask.q_len, mask.k_len) > (ranks - 1) * block)
+    q, k, v, dout, dlse = problem.tensors()
+    function = sharded(pool, ranks, mask, {"strategy": "keys", "stages": stages}, scale=problem.scale)
+    testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
+
+
+@pytest.mark.parametrize("strategy", ["keys", "heads"])
+@pytest.mark.parametrize("pattern", [masks.causal, masks.butterfly])
+def test_long_sequences_are_exact_and_the_same_every_time(pool, strategy, pattern):
+    mask = pattern(8192)
+    q, k, v = tensors(mask, heads=8, kv_heads=4)
+    function = sharded(pool, 2, mask, {"strategy": strategy})
+    testing.assert_exact(function, q, k, v, mask, heads=2, blocks=8)
+    results = []
+    for _ in range(3):
+        out, lse = function(q, k, v)
+        results.append([out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))])
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+def test_live_remote_keys_travel_and_nothing_else(pool):
+    mask = masks.butterfly(8192)
+    q, k, v = tensors(mask, heads=8, kv_heads=4)
+    sharded(pool, 2, mask, {"strategy": "keys"})(q, k, v)
+    needed = int(distributed.shard(mask, ranks=2).traffic(1, 4).sent.sum())
+    assert sum(total for total, _ in pool.run(2, sharded_attention.sent)) == needed * 2 * 64 * 2

@@ -1,0 +1,170 @@
+"""Plans: equal counts, balance, the same on every rank, and what is known of their cost without any process."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask, attention, distributed, masks
+from sparseflash.distributed import costs
+from sparseflash.distributed.shards import Shards
+from strategies import block_masks
+
+
+def blocks_of(mask):
+    if mask.q_len == mask.k_len:
+        return -(-mask.q_len // max(mask.block_q, mask.block_k))
+    return min(mask.blocks)
+
+
+@given(mask=block_masks(most_tokens=400, blocks=(16, 32), batch=2, heads=2), ranks=st.integers(1, 6))
+def test_every_token_lies_on_one_rank_and_counts_are_equal_up_to_a_chunk(mask, ranks):
+    assume(blocks_of(mask) >= ranks)
+    plans = [distributed.shard(mask, ranks=ranks, rank=rank) for rank in range(ranks)]
+    for side, length in (("queries", mask.q_len), ("keys", mask.k_len)):
+        shards = getattr(plans[0], side)
+        assert np.ptp(np.bincount(shards.rank_of_chunk, minlength=ranks)) <= 1
+        positions = [shards.positions(rank) for rank in range(ranks)]
+        assert [len(some) for some in positions] == shards.counts
+        assert torch.equal(torch.cat(positions), shards.order)
+        assert torch.equal(shards.order.sort()[0], torch.arange(length))
+    assert len({plan.assignment.digest for plan in plans}) == 1
+    assert all(torch.equal(plan.positions, plans[0].queries.positions(plan.rank)) for plan in plans)
+    if mask.q_len == mask.k_len:
+        assert plans[0].queries is plans[0].keys
+
+
+@given(mask=block_masks(most_tokens=300, blocks=(16, 32), batch=2, heads=2), ranks=st.integers(2, 4))
+def test_loads_and_traffic_are_those_of_the_mask(mask, ranks):
+    assume(blocks_of(mask) >= ranks)
+    plan = distributed.shard(mask, ranks=ranks)
+    layout = plan.mask.to_layout().expand(2, 2, -1, -1).double().mean((0, 1))
+    q_rank = plan.queries.rank_of_block(mask.block_q)
+    k_rank = plan.keys.rank_of_block(mask.block_k)
+    for rank in range(ranks):
+        rows = layout[torch.from_numpy(q_rank == rank)].sum(0) * mask.block_q * mask.block_k
+        assert float(rows[torch.from_numpy(k_rank == rank)].sum()) == pytest.approx(plan.loads.local[rank])
+        assert float(rows[torch.from_numpy(k_rank != rank)].sum()) == pytest.approx(plan.loads.remote[rank])
+
+
+@given(
+    mask=block_masks(most_tokens=300, blocks=(16, 32), batch=2, heads=2),
+    ranks=st.integers(1, 4),
+    stages=st.integers(1, 3),
+)
+def test_the_masks_of_all_stages_have_the_live_scores_of_the_whole(mask, ranks, stages):
+    assume(blocks_of(mask) >= ranks)
+    live = 0
+    for rank in range(ranks):
+        plan = distributed.shard(mask, ranks=ranks, rank=rank)
+        for stage in plan.stages_for(2, 2, stages):
+            stage.mask.validate()
+            live += int(stage.mask.to_dense().expand(2, 2, -1, -1).sum())
+    assert live == int(mask.to_dense().expand(2, 2, -1, -1).sum())
+
+
+@pytest.mark.parametrize(
+    ("mask", "ranks", "balance"),
+    [
+        (masks.causal(8192, block=64), 8, 0.99),
+        (masks.butterfly(8192, block=64), 8, 0.99),
+        (masks.local(8192, window=512, causal=True, block=64), 4, 0.95),
+        (masks.documents([5000, 200, 1800, 300, 892], causal=True, block=64), 4, 0.95),
+    ],
+)
+def test_live_tiles_are_balanced(mask, ranks, balance):
+    assert distributed.shard(mask, ranks=ranks).loads.balance > balance
+
+
+def test_causal_masks_are_dealt_in_zigzag_and_windows_in_runs():
+    assert distributed.shard(masks.causal(8192, block=64), ranks=8).assignment.name == "zigzag"
+    local = distributed.shard(masks.local(8192, window=128, block=64), ranks=4)
+    assert local.assignment.name.startswith("contiguous")
+    assert local.traffic(1, 1).sent.max() <= 4 * 64
+
+
+def test_documents_that_fill_ranks_exchange_nothing():
+    plan = distributed.shard(masks.documents([256] * 4, block=64), ranks=4)
+    assert plan.traffic(1, 1).sent.sum() == 0
+    assert plan.chosen(distributed.Shape(1, 4, 4, 64, 64, torch.bfloat16)).stages == 0
+
+
+def test_a_side_of_its_own_length_has_its_own_shards():
+    plan = distributed.shard(BlockMask.dense(64, 200, block=16), ranks=3)
+    assert plan.queries.length == 64
+    assert plan.keys.length == 200
+    assert len(plan.key_positions) == plan.keys.counts[0]
+
+
+def test_a_ragged_last_chunk_is_the_last_of_its_rank():
+    shards = Shards(100, 16, np.array([0, 1, 1, 0, 1, 0, 0]))
+    assert shards.counts == [16 + 16 + 16 + 4, 48]
+    assert shards.place_of_block(16).tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert shards.rank_of_block(8).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
+
+
+def test_merging_parts_gives_the_whole_and_its_gradients():
+    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mask = masks.local(40, window=9, block=16)
+    parts = []
+    for start, stop in ((0, 16), (16, 32), (32, 40)):
+        some = mask.crop(k=(start, stop))
+        parts.append(attention(q, k[:, :, start:stop], v[:, :, start:stop], some, return_lse=True))
+    merged, whole = distributed.merged(parts), attention(q, k, v, mask, return_lse=True)
+    dout, dlse = torch.randn_like(merged[0]), torch.randn_like(merged[1])
+    for ours, expected in zip(
+        (*merged, *torch.autograd.grad(merged, (q, k, v), (dout, dlse))),
+        (*whole, *torch.autograd.grad(whole, (q, k, v), (dout, dlse))),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_queries_travel_where_they_are_few():
+    plan = distributed.shard(BlockMask.dense(32, 65536, block=16), ranks=2)
+    shape = distributed.Shape(1, 32, 8, 128, 128, torch.bfloat16)
+    assert plan.chosen(shape).strategy == "queries"
+    assert plan.query_traffic(1, 32).sent.tolist() == [16 * 32] * 2
+    assert distributed.shard(masks.causal(65536), ranks=2).chosen(shape).strategy == "keys"
+
+
+def test_explain_says_what_is_sent_and_chosen():
+    plan = distributed.shard(masks.butterfly(4096, block=64), ranks=4)
+    text = plan.explain(heads=8, kv_heads=4, dim=64)
+    assert "4096 tokens over 4 ranks: contiguous, in chunks of 64; 1024 tokens a rank" in text
+    assert "times are modelled for H100s with NVLink, not measured" in text
+    shape = distributed.Shape(1, 8, 4, 64, 64, torch.bfloat16)
+    sent = plan.traffic(1, 4).sent.mean() * shape.key_bytes / 1e6
+    assert f"{sent:.2f}" in text
+    assert f"chosen (*): {plan.chosen(shape).strategy}" in text
+    odd = plan.explain(heads=6, kv_heads=3)
+    assert "heads: not possible, 3 key heads are not a multiple of 4 ranks" in odd
+
+
+def test_the_model_hides_what_it_can_and_takes_the_cheapest():
+    plan = distributed.shard(masks.causal(8192, block=64), ranks=4)
+    shape = distributed.Shape(1, 8, 8, 64, 64, torch.bfloat16)
+    slow = distributed.Machine("slow network", flops=4e14, bandwidth=1e9, memory=2e12, latency=1e-5)
+    keys = [each for each in plan.estimates(shape, slow) if each.strategy == "keys"]
+    assert [each.stages for each in keys] == [1, 2, 3, 4]
+    assert keys[3].total < keys[0].total  # more of a long transfer lies behind attention
+    assert plan.chosen(shape, slow).total == min(each.total for each in plan.estimates(shape, slow))
+    fast = distributed.Machine("fast network", flops=1e12, bandwidth=1e15, memory=1e15, latency=0.0)
+    assert all(each.hidden > 0.99 for each in plan.estimates(shape, fast) if each.strategy == "keys")
+    assert costs.default_machine(8) is distributed.H100
+    assert costs.default_machine(9) is distributed.H100_HOSTS
+
+
+@pytest.mark.parametrize("pattern", [masks.butterfly, masks.causal, lambda n: masks.local(n, window=4096, causal=True)])
+def test_a_new_mask_of_128k_tokens_is_planned_quickly(pattern):
+    """Under 20 ms on a free core; ten times that, so that a busy machine does not fail it."""
+    taken = []
+    for _ in range(3):
+        mask = pattern(131072)
+        started = time.perf_counter()
+        distributed.shard(mask, ranks=8, rank=3).stages_for(1, 8, 2)
+        taken.append(time.perf_counter() - started)
+    assert min(taken) < 0.2

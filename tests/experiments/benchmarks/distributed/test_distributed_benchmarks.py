@@ -1,0 +1,58 @@
+"""Plans simulated for many ranks, and times of two processes."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import experiments
+from experiments.benchmarks.distributed.__main__ import app
+from experiments.benchmarks.distributed.simulate import PATTERNS, SHAPE
+from sparseflash import distributed
+
+ROOT = Path(experiments.__file__).parents[1]
+
+
+def test_a_simulation_writes_the_table_the_numbers_and_the_plot(tmp_path):
+    options = ["--pattern", "butterfly", "--pattern", "causal", "--tokens", "16384", "--ranks", "2", "--ranks", "64"]
+    result = CliRunner().invoke(app, ["simulate", *options, "--ranks", "1024", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    with (tmp_path / "simulated.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    # 16,384 tokens are 128 blocks, too few for 1,024 ranks.
+    assert [(row["pattern"], row["ranks"]) for row in rows] == [
+        ("butterfly", "2"), ("butterfly", "64"), ("causal", "2"), ("causal", "64")
+    ]  # fmt: skip
+    plan = distributed.shard(PATTERNS["butterfly"][0](16384), ranks=2)
+    assert float(rows[0]["mean_mb"]) == pytest.approx(plan.traffic(1, 8).sent.mean() * SHAPE.key_bytes / 1e6)
+    assert float(rows[0]["gather_mb"]) == pytest.approx(8192 * 8 * SHAPE.key_bytes / 1e6)
+    assert rows[1]["heads_ms"] == ""  # fewer key heads than ranks
+    assert "### causal" in (tmp_path / "simulated.md").read_text()
+    assert (tmp_path / "simulated.png").stat().st_size > 1000
+
+
+def test_an_unknown_pattern_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["simulate", "--pattern", "spiral", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "must be one of" in result.output
+
+
+def test_two_processes_are_timed(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "experiments.benchmarks.distributed", "measure", "--pattern", "causal", "--device", "cpu"]
+    command += ["--tokens", "512", "--heads", "4", "--kv-heads", "2", "--dim", "16", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "measured.json").read_text())
+    assert found["settings"]["ranks"] == 2
+    assert found["settings"]["torch"] == torch.__version__
+    ways = {each["way"] for each in found["times"]}
+    assert ways == {"one rank", "auto", *(f"keys, {n} st." for n in range(1, 5)), "queries", "heads", "all-gather"}
+    assert all(each["ms"] > 0 for each in found["times"])
