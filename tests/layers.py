@@ -43,7 +43,7 @@ MAY_IMPORT = {
     ),
     "sparseflash/huggingface.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/interop"),
     "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py"),
-    "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw"),
+    "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw", "masks/block_index.py"),
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
     _BACKENDS: (),
     f"{_BACKENDS}/problem.py": ("sparseflash/blockmask",),
@@ -182,7 +182,7 @@ MAY_IMPORT = {
 FACADE = "sparseflash.blockmask.mask"
 
 # Where Triton is needed to import them; who imports these does so in a function.
-KERNELS = (_TRITON, "masks/fused/rows.py", "masks/fused/runs.py")
+KERNELS = (_TRITON, "masks/fused/index.py", "masks/fused/rows.py", "masks/fused/runs.py")
 
 
 class Imports(ast.NodeVisitor):
