@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = (
     "sparseflash/__init__.py",
     "sparseflash/attention.py",
+    "sparseflash/varlen.py",
     "sparseflash/analysis",
     "sparseflash/draw",
     "sparseflash/interop",
@@ -21,7 +22,12 @@ _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/
 # functions and for types count. Every folder has a row, and a file with a rule of its own has one, too; a module falls
 # under the longest path that it lies below.
 MAY_IMPORT = {
-    "sparseflash": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/explain.py"),
+    "sparseflash": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/explain.py",
+        "sparseflash/varlen.py",
+    ),
     "sparseflash/__main__.py": ("sparseflash/cli",),
     "sparseflash/cuda_driver.py": (),
     "sparseflash/dropout.py": (),
@@ -42,6 +48,7 @@ MAY_IMPORT = {
         "sparseflash/validation.py",
     ),
     "sparseflash/huggingface.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/interop"),
+    "sparseflash/varlen.py": ("sparseflash/attention.py", "sparseflash/blockmask"),
     "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py"),
     "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw", "masks/block_index.py"),
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
