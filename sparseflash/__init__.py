@@ -17,7 +17,16 @@ from sparseflash.varlen import attention_varlen as attention_varlen
 
 __version__ = "0.1.0"
 __all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain"]
-_MODULES = ("analysis", "draw", "huggingface", "interop", "masks", "testing", "varlen")  # imported on first access
+_MODULES = (
+    "analysis",
+    "decode",
+    "draw",
+    "huggingface",
+    "interop",
+    "masks",
+    "testing",
+    "varlen",
+)  # imported on first access
 
 if not TYPE_CHECKING:
 

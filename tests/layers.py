@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = (
     "sparseflash/__init__.py",
     "sparseflash/attention.py",
+    "sparseflash/decode.py",
     "sparseflash/varlen.py",
     "sparseflash/analysis",
     "sparseflash/draw",
@@ -49,6 +50,12 @@ MAY_IMPORT = {
     ),
     "sparseflash/huggingface.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/interop"),
     "sparseflash/varlen.py": ("sparseflash/attention.py", "sparseflash/blockmask"),
+    "sparseflash/decode.py": (
+        "sparseflash/blockmask",
+        "sparseflash/validation.py",
+        f"{_BACKENDS}/cached.py",
+        f"{_TRITON}/decode",
+    ),
     "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py"),
     "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw", "masks/block_index.py"),
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
@@ -57,6 +64,7 @@ MAY_IMPORT = {
     f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/problem.py",),
     f"{_BACKENDS}/registration.py": (f"{_BACKENDS}/problem.py", f"{_BACKENDS}/flop_counter.py"),
     f"{_BACKENDS}/reference.py": ("sparseflash/blockmask", "sparseflash/dropout.py"),
+    f"{_BACKENDS}/cached.py": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),
     f"{_BACKENDS}/blockwise.py": (
         "sparseflash/blockmask",
         "sparseflash/dropout.py",
@@ -99,6 +107,13 @@ MAY_IMPORT = {
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/portable",  # what merges chunks, and how launches are shared
         f"{_TRITON}/schedule",
+    ),
+    f"{_TRITON}/decode": (
+        "sparseflash/blockmask/cache.py",
+        f"{_BACKENDS}/cached.py",
+        f"{_TRITON}/device.py",
+        f"{_TRITON}/launcher.py",
+        f"{_TRITON}/portable/softmax.py",
     ),
     "sparseflash/interop": ("sparseflash/blockmask",),
     "sparseflash/analysis": ("sparseflash/blockmask",),
