@@ -48,7 +48,12 @@ MAY_IMPORT = {
         "sparseflash/dropout.py",
         "sparseflash/validation.py",
     ),
-    "sparseflash/huggingface.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/interop"),
+    "sparseflash/huggingface.py": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/decode.py",
+        "sparseflash/interop",
+    ),
     "sparseflash/varlen.py": ("sparseflash/attention.py", "sparseflash/blockmask"),
     "sparseflash/decode.py": (
         "sparseflash/blockmask",
