@@ -166,6 +166,7 @@ MAY_IMPORT = {
     ),
     "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
     "experiments/pathx/model": ("experiments/pathx/data", "experiments/pathx/masks", "experiments/training/layers"),
+    "experiments/selection": ("experiments/training", *PUBLIC),
     _BENCHMARKS: (),
     f"{_BENCHMARKS}/timing.py": ("experiments/training/clock.py",),
     f"{_BENCHMARKS}/calls": (
