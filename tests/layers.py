@@ -202,6 +202,8 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/exactness": (),
+    f"{_BENCHMARKS}/selection": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,
 }

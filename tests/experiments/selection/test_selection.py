@@ -1,4 +1,4 @@
-"""Choices made of the library's pieces: what they read, that they see no future, and the task on which they are held."""
+"""Choices made of the library's pieces: what they read, that they see no future, and the task that they learn."""
 
 import json
 from dataclasses import replace
