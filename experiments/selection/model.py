@@ -54,14 +54,16 @@ class RecallModel(nn.Module):
         )  # fmt: skip
         # Of one length, so that a learned factor decides how sharply attention looks.
         q, k = F.rms_norm(q, (sizes.dim,)) * self.temperature, F.rms_norm(k, (sizes.dim,))
-        out, mask = self.attention(x, q, k, v)
+        if isinstance(self.attention, VSA):  # neighbours in the sequence are those in a cube
+            video, order = self.attention.inverse, self.attention.order
+            out, mask = self.attention(x[:, video], *(y[:, :, video] for y in (q, k, v)))
+            out = out[:, :, order]
+        else:
+            out, mask = self.attention(x, q, k, v)
         asking = out[:, :, -self.task.queries :].transpose(1, 2).flatten(2)
         return self.out(asking), mask
 
     def found(self, mask: BlockMask, batch: Batch) -> Tensor:
         """Whether the query heads read the block with the answer: bool `[B, Hq or 1, Q]`."""
-        live = mask.to_dense()
-        if isinstance(self.attention, VSA):
-            live = self.attention.in_video(live)
-        rows = live[:, :, -self.task.queries :].expand(len(batch.where), -1, -1, -1)
+        rows = mask.to_dense()[:, :, -self.task.queries :].expand(len(batch.where), -1, -1, -1)
         return rows.gather(3, batch.where[:, None, :, None].expand(-1, rows.shape[1], -1, 1)).squeeze(3)

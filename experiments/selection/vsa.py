@@ -45,7 +45,3 @@ class VSA(nn.Module):
         scores = masks.pooled_scores(q, k, block=self.sizes.block)  # [B, Hq, cubes, cubes]
         index = scores.topk(min(self.sizes.chosen, scores.shape[-1]), sorted=False).indices
         return BlockMask.from_block_index(index, block=self.sizes.block, q_len=self.sizes.tokens)
-
-    def in_video(self, live: Tensor) -> Tensor:
-        """Live scores `[..., N, N]` of the mask in the order of the video."""
-        return live[..., self.inverse, :][..., self.inverse]
