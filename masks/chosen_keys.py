@@ -45,7 +45,8 @@ def selected_keys(
     `BlockMask.from_block_index`.
 
     **The kernel still walks tiles**: a tile in which one score is live costs as much as a full one. Per-query choices
-    save time only where neighbouring queries agree, or where K and `span` are such that the K runs of `block_q` queries
+    save time only where neighbouring queries agree (or, shared by the heads of a group, in `grouped.selected_attention`),
+    or where K and `span` are such that the K runs of `block_q` queries
     fall into few tiles. Compare `mask.density` with the share of live tiles to see (`repr(mask)` shows both).
 
     The mask is dynamic and made without waiting for the device, so memory is reserved for the largest possible number

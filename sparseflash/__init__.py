@@ -21,6 +21,7 @@ _MODULES = (
     "analysis",
     "decode",
     "draw",
+    "grouped",
     "huggingface",
     "interop",
     "masks",

@@ -10,6 +10,7 @@ PUBLIC = (
     "sparseflash/__init__.py",
     "sparseflash/attention.py",
     "sparseflash/decode.py",
+    "sparseflash/grouped.py",
     "sparseflash/varlen.py",
     "sparseflash/analysis",
     "sparseflash/draw",
@@ -53,6 +54,12 @@ MAY_IMPORT = {
         "sparseflash/blockmask",
         "sparseflash/decode.py",
         "sparseflash/interop",
+    ),
+    "sparseflash/grouped.py": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask/arguments.py",
+        "sparseflash/validation.py",
+        "masks/block_index.py",
     ),
     "sparseflash/varlen.py": ("sparseflash/attention.py", "sparseflash/blockmask"),
     "sparseflash/decode.py": (
