@@ -45,9 +45,9 @@ def selected_keys(
     `BlockMask.from_block_index`.
 
     **The kernel still walks tiles**: a tile in which one score is live costs as much as a full one. Per-query choices
-    save time only where neighbouring queries agree (or, shared by the heads of a group, in `grouped.selected_attention`),
-    or where K and `span` are such that the K runs of `block_q` queries
-    fall into few tiles. Compare `mask.density` with the share of live tiles to see (`repr(mask)` shows both).
+    save time only where neighbouring queries agree, or where K and `span` are such that the K runs of `block_q` queries
+    fall into few tiles. Compare `mask.density` with the share of live tiles to see (`repr(mask)` shows both). Lists
+    that a group of 16 heads shares are read query by query in `grouped.selected_attention`.
 
     The mask is dynamic and made without waiting for the device, so memory is reserved for the largest possible number
     of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; at 16,384

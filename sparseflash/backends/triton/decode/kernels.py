@@ -88,6 +88,7 @@ def decode_kernel(
         pages_ptr += (batch * (heads // kv_group) + kv_head) * choices
     if WALK == MASK:
         SUB: tl.constexpr = BLOCK_K // BLOCK_N
+        WORDS: tl.constexpr = (BLOCK_K + 31) // 32
         upper = tl.maximum(length - q_len, 0) // BLOCK_Q
         lower = tl.maximum(length - 1, 0) // BLOCK_Q  # the queries lie in one block row of the mask, or in two
         pattern = tl.load(pattern_ptr + batch * batch_patterns + head * head_patterns).to(tl.int64)
@@ -124,7 +125,6 @@ def decode_kernel(
             live = live & (position // BLOCK_Q == of_block)[:, None]
             number = tl.load(tile_ptr + entry).to(tl.int64)
             if number > 0:
-                WORDS: tl.constexpr = (BLOCK_K + 31) // 32
                 inner = tl.maximum(position, 0) % BLOCK_Q
                 word = ((number - 1) * BLOCK_Q + inner[:, None]) * WORDS + (key % BLOCK_K // 32)[None, :]
                 live = live & (((tl.load(words_ptr + word) >> (key % 32)[None, :]) & 1) != 0)
