@@ -40,9 +40,14 @@ def selected_keys(
     query heads share the choice of one head of `indices`. `k_len`, `block` in tokens. No gradient flows through the
     choice.
 
+    NSA's `topk_idx [Hkv, Nq, k]` is such a tensor, with `span=64, causal=True, group=Hq // Hkv`; a list of tokens
+    `[Nq, Hkv, k]`, as in MagiAttention, is one after `transpose(0, 1)`. One list for each block of queries:
+    `BlockMask.from_block_index`.
+
     **The kernel still walks tiles**: a tile in which one score is live costs as much as a full one. Per-query choices
     save time only where neighbouring queries agree, or where K and `span` are such that the K runs of `block_q` queries
-    fall into few tiles. Compare `mask.density` with the share of live tiles to see (`repr(mask)` shows both).
+    fall into few tiles. Compare `mask.density` with the share of live tiles to see (`repr(mask)` shows both). Lists
+    that a group of 16 heads shares are read query by query in `grouped.selected_attention`.
 
     The mask is dynamic and made without waiting for the device, so memory is reserved for the largest possible number
     of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; at 16,384
@@ -85,6 +90,14 @@ def top_k_keys(
     `scores`: floating `[Nq, R]`, `[H, Nq, R]` or `[B, H, Nq, R]`, with `R = ceil(k_len / span)`. With `span=1` they are
     `Nq x Nk` numbers, and sorting those may take longer than dense attention: if something cheaper has already chosen,
     pass its choice to `selected_keys`, whose docstring has the rest, above all what such masks cost.
+
+    MoBA's gates are such scores, with its chunk size as `span`. Of gates that are bools already, the first k open ones
+    of a query are kept:
+
+    >>> gates = torch.tensor([[True, False], [True, True]]).repeat_interleave(32, 0)  # [Nq, R]
+    >>> scores = torch.zeros(64, 2).masked_fill(~gates, -torch.inf)
+    >>> top_k_keys(scores, k=2, k_len=64, block=32, span=32, causal=True).to_layout()[0, 0].int().tolist()
+    [[1, 0], [1, 1]]
 
     Raises ValueError if the scores do not have R columns or k is less than 1.
     """

@@ -3,7 +3,8 @@
 `BlockMask` says which scores exist, `attention` computes exactly those, and `sparseflash.masks` has ready-made
 patterns.
 
-It may import `attention`, `blockmask` and `explain`; the other parts of the library are imported on first access.
+It may import `attention`, `blockmask`, `explain` and `varlen`; the other parts of the library are imported on first
+access.
 """
 
 from typing import TYPE_CHECKING
@@ -12,10 +13,22 @@ from sparseflash.attention import attention as attention
 from sparseflash.blockmask import BlockMask as BlockMask
 from sparseflash.blockmask.cache import clear_caches as clear_caches
 from sparseflash.explain import explain as explain
+from sparseflash.varlen import attention_varlen as attention_varlen
 
 __version__ = "0.1.0"
-__all__ = ["BlockMask", "attention", "clear_caches", "explain"]
-_MODULES = ("analysis", "distributed", "draw", "huggingface", "interop", "masks", "testing")  # imported on first access
+__all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain"]
+_MODULES = (
+    "analysis",
+    "decode",
+    "distributed",
+    "draw",
+    "grouped",
+    "huggingface",
+    "interop",
+    "masks",
+    "testing",
+    "varlen",
+)  # imported on first access
 
 if not TYPE_CHECKING:
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,12 +20,14 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_mask
 from sparseflash.blockmask.cache import once
 from sparseflash.blockmask.ops.stack import stack_batch
+from sparseflash.decode import attention_with_cache
 from sparseflash.interop.sdpa import from_sdpa
+from sparseflash.interop.transformers_rules import causal_window, fingerprint, first_tokens
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
 Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as in FlexAttention's mask_mod
 
-_RULES = "transformers.masking_utils"
+_FEW = 16  # new tokens that are decoded, without a mask for them
 _KEPT = 64  # the most masks without padding that are kept, one per lengths and pattern
 _masks: dict[Hashable, Any] = {}  # kept for later forwards, together with the plans that kernels derive from them
 # Arguments of models that change results but cannot be expressed as a mask.
@@ -55,6 +56,10 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
 
     A trained model selects it with `from_pretrained(..., attn_implementation=name)`, an existing one with
     `set_attn_implementation`. Needs `pip install transformers`, 5.23 or newer.
+
+    Tokens that are generated one by one, or up to 16 at a time, are decoded (`decode.attention_with_cache`): no mask is
+    built for them, whatever the pattern, if the model's own rule is causal, with or without a window, and padding is on
+    the left.
 
     What a model masks itself stays masked: the future, tokens outside a sliding window or in another packed sequence,
     and the padding of `attention_mask`. Grouped heads, dropout, attention sinks and caches work as with Transformers'
@@ -127,7 +132,7 @@ class ModelMask(FlexMask):
     may_cross: bool  # the keys may belong to another sequence
     block: Block
     device: torch.device
-    made: dict[Hashable, tuple[BlockMask | None, BlockMask | None]] = field(default_factory=dict)
+    made: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -160,6 +165,46 @@ class ModelMask(FlexMask):
 
     __radd__ = __add__
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def decoding(self, pattern: BlockMask | None, q: Tensor, k: Tensor) -> dict[str, Any] | None:
+        """The arguments of `attention_with_cache` for a few new tokens; None if they need a mask of their own.
+
+        Made once for all layers that share the pattern.
+        """
+        q_len, start = q.shape[2], self.keys[0]
+        fits = pattern is None or (
+            start == 0 and pattern.lengths is None and q_len <= pattern.block_q
+            and pattern.pattern.shape[0] in (1, q.shape[0]) and pattern.pattern.shape[1] in (1, k.shape[1], q.shape[1])
+        )  # fmt: skip
+        if q_len > _FEW or k.shape[2] == q_len or not fits or self.may_cross:
+            return None
+        key = "decoding", id(pattern), q.device
+        if key not in self.made:
+            self.made[key] = pattern, self._decoding(pattern, q)
+        found: dict[str, Any] | None = self.made[key][1]
+        return found
+
+    def _decoding(self, pattern: BlockMask | None, q: Tensor) -> dict[str, Any] | None:
+        is_causal, window = causal_window(self.rule)
+        if not is_causal:
+            return None
+        found: dict[str, Any] = {"window": window}
+        if self.padding is not None:
+            starts = first_tokens(self.padding, self.keys[0], self.queries[1])
+            if starts is None:
+                return None
+            found["starts"] = starts.to(q.device)
+        if pattern is not None:
+            if min(pattern.q_len, pattern.k_len) < self.keys[1]:
+                cropped(pattern, self.queries, self.keys)  # says so
+            key = "moved", id(pattern), q.device
+            if key not in _masks and len(_masks) >= _KEPT:
+                _masks.clear()
+            found["mask"] = once(_masks, key, lambda: (pattern, pattern.to(q.device)))[1]
+        length = self.queries[1] - self.keys[0]
+        found["lengths"] = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+        return found
+
     def within(self, pattern: BlockMask | None, device: torch.device) -> BlockMask | None:
         """The mask of the scores that both these rules and a pattern leave live; None if every score is live.
 
@@ -169,7 +214,8 @@ class ModelMask(FlexMask):
         if key not in self.made:
             mask = self._padded(self._without_padding(pattern))
             self.made[key] = pattern, None if mask is None else mask.to(device)
-        return self.made[key][1]
+        found: BlockMask | None = self.made[key][1]
+        return found
 
     def _without_padding(self, pattern: BlockMask | None) -> BlockMask | None:
         if pattern is None and self._sees_everything():
@@ -219,22 +265,6 @@ class ModelMask(FlexMask):
 
 def _computes(how: str) -> str:
     return f"this model computes with its masks ({how}), but sparseflash does not build one before the attention."
-
-
-def fingerprint(rule: Any) -> Hashable | None:
-    """A key of a rule that Transformers built from numbers and other rules; equal rules have equal keys.
-
-    None for a rule that refers to tensors, and for a user's own.
-    """
-    if isinstance(rule, int | float | str | bool | None):
-        return (type(rule), rule)
-    if isinstance(rule, tuple):
-        parts = tuple(map(fingerprint, rule))
-        return None if None in parts else parts
-    if not isinstance(rule, FunctionType) or rule.__module__ != _RULES or rule.__defaults__ or rule.__kwdefaults__:
-        return None
-    cells = fingerprint(tuple(cell.cell_contents for cell in rule.__closure__ or ()))
-    return None if cells is None else (rule.__code__, cells)
 
 
 def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
@@ -335,15 +365,39 @@ class Attention:
         for name, what in _UNKNOWN.items():
             if others.get(name) is not None:
                 raise ValueError(f"sparseflash supports masks only; {type(module).__name__} needs {what} ({name}).")
-        mask = self.mask_for(module, query, key, attention_mask, is_causal)
-        if s_aux is None:
-            out = attention(query, key, value, mask, scale=scaling, dropout_p=dropout)
+        cached = self.decoding(module, query, key, value, attention_mask, dropout)
+        if cached is not None:
+            out, lse = attention_with_cache(query, key, value, **cached, scale=scaling, return_lse=True)
         else:
+            mask = self.mask_for(module, query, key, attention_mask, is_causal)
             out, lse = attention(query, key, value, mask, scale=scaling, dropout_p=dropout, return_lse=True)
+        if s_aux is not None:
             # The sink scales the output by exp(lse) / (exp(lse) + exp(sink)); without a live key lse is -inf, and that
             # is 0.
             out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1).to(lse.dtype))[..., None].to(out.dtype)
         return out.transpose(1, 2).contiguous(), None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def decoding(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: ModelMask | Tensor | None,
+        dropout: float,
+    ) -> dict[str, Any] | None:
+        """What decoding needs to know, if the queries are a few new tokens behind a cache; otherwise None."""
+        needs_gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if not isinstance(attention_mask, ModelMask) or dropout or needs_gradients:
+            return None
+        if key.stride(-1) != 1 or value.stride(-1) != 1:
+            return None
+        return attention_mask.decoding(self._pattern_of(module), query, key)  # type: ignore[no-any-return]
+
+    def _pattern_of(self, module: nn.Module) -> BlockMask | None:
+        pattern = self.pattern if self.pattern is None or isinstance(self.pattern, BlockMask) else self.pattern(module)
+        return pattern if pattern is None else checked_mask(pattern)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mask_for(
@@ -355,9 +409,7 @@ class Attention:
         is_causal: bool | None,
     ) -> BlockMask | None:
         """The mask of one layer."""
-        pattern = self.pattern if self.pattern is None or isinstance(self.pattern, BlockMask) else self.pattern(module)
-        if pattern is not None:
-            checked_mask(pattern)
+        pattern = self._pattern_of(module)
         if isinstance(attention_mask, ModelMask):
             return attention_mask.within(pattern, query.device)
         q_len, k_len = query.shape[2], key.shape[2]

@@ -49,8 +49,8 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
         if x.is_nested:
             raise TypeError(
-                f"{name} must be a plain tensor; got a nested one. Concatenate its sequences and use "
-                "masks.documents(lengths), or pad them and use mask.with_lengths(lengths)."
+                f"{name} must be a plain tensor; got a nested one. Use attention_varlen, which takes "
+                "nested tensors, or pad the sequences and use mask.with_lengths(lengths)."
             )
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor; got one with the layout {x.layout}. Call .to_dense().")

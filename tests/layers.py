@@ -9,6 +9,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = (
     "sparseflash/__init__.py",
     "sparseflash/attention.py",
+    "sparseflash/decode.py",
+    "sparseflash/grouped.py",
+    "sparseflash/varlen.py",
     "sparseflash/analysis",
     "sparseflash/distributed",
     "sparseflash/draw",
@@ -22,7 +25,12 @@ _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/
 # functions and for types count. Every folder has a row, and a file with a rule of its own has one, too; a module falls
 # under the longest path that it lies below.
 MAY_IMPORT = {
-    "sparseflash": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/explain.py"),
+    "sparseflash": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/explain.py",
+        "sparseflash/varlen.py",
+    ),
     "sparseflash/__main__.py": ("sparseflash/cli",),
     "sparseflash/cuda_driver.py": (),
     "sparseflash/dropout.py": (),
@@ -42,15 +50,34 @@ MAY_IMPORT = {
         "sparseflash/dropout.py",
         "sparseflash/validation.py",
     ),
-    "sparseflash/huggingface.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/interop"),
+    "sparseflash/huggingface.py": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/decode.py",
+        "sparseflash/interop",
+    ),
+    "sparseflash/grouped.py": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask/arguments.py",
+        "sparseflash/validation.py",
+        "masks/block_index.py",
+    ),
+    "sparseflash/varlen.py": ("sparseflash/attention.py", "sparseflash/blockmask"),
+    "sparseflash/decode.py": (
+        "sparseflash/blockmask",
+        "sparseflash/validation.py",
+        f"{_BACKENDS}/cached.py",
+        f"{_TRITON}/decode",
+    ),
     "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py"),
-    "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw"),
+    "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw", "masks/block_index.py"),
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
     _BACKENDS: (),
     f"{_BACKENDS}/problem.py": ("sparseflash/blockmask",),
     f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/problem.py",),
     f"{_BACKENDS}/registration.py": (f"{_BACKENDS}/problem.py", f"{_BACKENDS}/flop_counter.py"),
     f"{_BACKENDS}/reference.py": ("sparseflash/blockmask", "sparseflash/dropout.py"),
+    f"{_BACKENDS}/cached.py": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),
     f"{_BACKENDS}/blockwise.py": (
         "sparseflash/blockmask",
         "sparseflash/dropout.py",
@@ -94,6 +121,13 @@ MAY_IMPORT = {
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/portable",  # what merges chunks, and how launches are shared
         f"{_TRITON}/schedule",
+    ),
+    f"{_TRITON}/decode": (
+        "sparseflash/blockmask/cache.py",
+        f"{_BACKENDS}/cached.py",
+        f"{_TRITON}/device.py",
+        f"{_TRITON}/launcher.py",
+        f"{_TRITON}/portable/softmax.py",
     ),
     "sparseflash/distributed": (
         "sparseflash/attention.py",
@@ -146,6 +180,7 @@ MAY_IMPORT = {
     ),
     "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
     "experiments/pathx/model": ("experiments/pathx/data", "experiments/pathx/masks", "experiments/training/layers"),
+    "experiments/selection": ("experiments/training", *PUBLIC),
     _BENCHMARKS: (),
     f"{_BENCHMARKS}/timing.py": ("experiments/training/clock.py",),
     f"{_BENCHMARKS}/calls": (
@@ -182,6 +217,8 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (),
+    f"{_BENCHMARKS}/selection": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,
 }
@@ -190,7 +227,7 @@ MAY_IMPORT = {
 FACADE = "sparseflash.blockmask.mask"
 
 # Where Triton is needed to import them; who imports these does so in a function.
-KERNELS = (_TRITON, "masks/fused/rows.py", "masks/fused/runs.py")
+KERNELS = (_TRITON, "masks/fused/index.py", "masks/fused/rows.py", "masks/fused/runs.py")
 
 
 class Imports(ast.NodeVisitor):

@@ -198,7 +198,7 @@ JAGGED = torch.nested.nested_tensor([torch.zeros(n, 4, 16) for n in (5, 9)], lay
             r"q must have a floating dtype \(fp16, bf16, fp32 or fp64\); got torch\.float8_e4m3fn\. Cast it first",
         ),
         ((Q, Q.to_sparse(), Q), TypeError, r"k must be a dense tensor; got one with the layout torch\.sparse_coo"),
-        ((JAGGED, JAGGED, JAGGED), TypeError, r"q must be a plain tensor; got a nested one\. .* masks\.documents"),
+        ((JAGGED, JAGGED, JAGGED), TypeError, r"q must be a plain tensor; got a nested one\. .* attention_varlen"),
         ((Q, Q.to("meta"), Q), ValueError, r"q, k and v must be on one device; q is on cpu, k is on meta"),
         ((Q, Q[:1], Q), ValueError, r"q, k and v must have one batch size; q has 2, k has 1"),
         ((Q, Q[:, :2], Q), ValueError, r"k and v must have the same heads and tokens; got \[2, 32\] and \[4, 32\]"),

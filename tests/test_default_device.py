@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from experiments.benchmarks.patterns.catalogue import PATTERNS
-from sparseflash import BlockMask, analysis, attention, interop, masks
+from sparseflash import BlockMask, analysis, attention, clear_caches, interop, masks
+from sparseflash.decode import attention_with_cache, choose_pages
+from sparseflash.grouped import selected_attention
+from sparseflash.masks.block_index import mask_of_queries
 from sparseflash.masks.tiling import chosen as choosing
+from sparseflash.varlen import attention_varlen, varlen_mask
 
 ELSEWHERE = torch.device("meta")
 
@@ -46,6 +50,17 @@ CONSTRUCTORS = {
         lambda q, k: k <= q, 100, block=32, candidates=lambda i, j: j <= i
     ),
     "from_tiles": tiles_of_a_list,
+    "from_block_index": lambda: BlockMask.from_block_index(
+        torch.tensor([[0, 1], [1, -1]], device="cpu"),
+        torch.tensor([2, 1], device="cpu"),
+        block=32,
+        q_len=40,
+        causal=True,
+    ),
+    "lists of queries": lambda: mask_of_queries(
+        torch.zeros(1, 2, 9, 2, dtype=torch.int32, device="cpu"), 16, 16, 9, True
+    ),
+    "packed sequences": lambda: varlen_mask([0, 9, 60], [0, 20, 61], pattern=masks.causal),
     "with_lengths": lambda: BlockMask.dense(64, block=32).with_lengths([40, 64]),
     "per_head": lambda: masks.per_head([masks.causal(100, block=32), masks.local(100, window=9, block=32)]),
     "per_batch": lambda: masks.per_batch([masks.causal(100, block=32), masks.local(100, window=9, block=32)]),
@@ -59,6 +74,7 @@ CONSTRUCTORS = {
 @pytest.mark.parametrize("build", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
 def test_a_constructor_makes_the_same_mask_on_the_cpu(build):
     want = build()
+    clear_caches()  # or what was made on the CPU would do
     with ELSEWHERE:
         got = build()
     assert got.device.type == "cpu" and got == want
@@ -212,6 +228,39 @@ def test_masks_go_to_other_libraries_and_come_back(make, out, back):
     want = back(out(make()), mask)
     with ELSEWHERE:
         got = back(out(mask), mask)
+    assert plain(got) == plain(want)
+
+
+def decoded(q, k, v):
+    lengths, pages = torch.tensor([40, 7], device="cpu"), torch.tensor([[[1, 0]]], device="cpu").expand(2, 2, 2)
+    low, high = (x.unflatten(2, (4, 16)).amax(3) for x in (-k, k))
+    chosen = choose_pages(q, -low, high, lengths, k=2, page=16)
+    return [
+        attention_with_cache(q[:, :, :2], k, v, lengths, mask=masks.causal(64, block=16), window=9, sinks=2),
+        attention_with_cache(q[:, :, :1], k, v, lengths, starts=lengths // 2, pages=pages, page=16),
+        attention_with_cache(q[:, :, :1], k, v, lengths, pages=chosen, page=16),
+    ]
+
+
+OTHER_CALLS = {
+    "decoding": decoded,
+    "packed sequences": lambda q, k, v: attention_varlen(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), [0, 50, 128], pattern=masks.causal
+    ),
+    "lists of groups": lambda q, k, v: selected_attention(
+        q, k, v, torch.zeros(2, 64, 1, dtype=torch.int32, device="cpu"), span=16, backend="blockwise"
+    ),
+}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_other_attentions_are_the_same(call):
+    rng = np.random.default_rng(0)
+    q, k, v = (torch.from_numpy(rng.standard_normal((2, heads, 64, 16))) for heads in (4, 2, 2))
+    want = call(q, k, v)
+    clear_caches()
+    with ELSEWHERE:
+        got = call(q, k, v)
     assert plain(got) == plain(want)
 
 

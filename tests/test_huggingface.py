@@ -243,6 +243,36 @@ def test_a_cache_changes_nothing():
     torch.testing.assert_close(torch.cat(found, 1), whole, **CLOSE)
 
 
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL], ids=name_of)
+@pytest.mark.parametrize("pattern", [None, masks.streaming(100, window=9, sink=2, block=16)], ids=["none", "pattern"])
+def test_no_mask_is_built_for_a_generated_token(model, pattern):
+    huggingface.register(pattern)
+    _, ours = pair(model)
+    tokens = torch.ones(2, 9, dtype=torch.long)
+    tokens[0, :4] = 0
+    options = {"attention_mask": tokens, "do_sample": False, "pad_token_id": 0}
+    with (
+        mock.patch.object(huggingface, "rule_mask", wraps=huggingface.rule_mask) as built,
+        mock.patch.object(huggingface, "attention_with_cache", wraps=huggingface.attention_with_cache) as decoded,
+    ):
+        got = ours.generate(ids(9), max_new_tokens=8, **options)
+    assert built.call_count <= 1  # for the prompt
+    assert decoded.call_count == 7 * 2  # tokens after the first, layers
+    with mock.patch.object(huggingface, "_FEW", 0):  # with a mask for each token
+        assert torch.equal(ours.generate(ids(9), max_new_tokens=8, **options), got)
+
+
+def test_padding_that_is_not_on_the_left_gets_a_mask():
+    _, ours = pair(LLAMA)
+    tokens = torch.ones(2, 9, dtype=torch.long)
+    tokens[0, 3:5] = 0
+    with (
+        torch.no_grad(),
+        mock.patch.object(huggingface, "attention_with_cache", side_effect=AssertionError("decoded")),
+    ):
+        ours.generate(ids(9), attention_mask=tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+
 def test_a_static_cache_is_seen_as_far_as_it_is_filled():
     _, ours = pair(LLAMA)
     cache = transformers.StaticCache(ours.config, max_cache_len=64)

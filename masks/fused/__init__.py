@@ -1,12 +1,13 @@
-"""The choices of `chosen_blocks` and `chosen_keys` as Triton kernels, for masks that are made at every step.
+"""The choices of `chosen_blocks`, `chosen_keys` and `block_index` as Triton kernels, for masks made at every step.
 
-Those two modules make a choice with PyTorch's operations: thirty to sixty calls, each of which costs the host 10 to 30
+Those modules make a choice with PyTorch's operations: thirty to sixty calls, each of which costs the host 10 to 30
 us on a GPU, more in all than attention takes. Here it is two to four launches with the same result. `serves` says when
 they are used. CPU tensors, fp64, very long rows and code that torch.compile traces (which fuses the operations itself)
 use PyTorch's operations.
 
 - `rows`: chooses the blocks of a row of scores by rank or by mass, and makes the arrays of the mask.
 - `runs`: finds the tiles that hold a chosen run of keys, and makes their bits.
+- `index`: sorts the lists of chosen blocks, and makes the arrays of the mask.
 
 May import `tiling`, `sparseflash.blockmask`, and of the Triton backend `device` and `launcher`. For the families that
 choose.
@@ -22,15 +23,16 @@ from sparseflash.backends.triton.device import runs_kernels
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A row is ranked by comparing each block with every other; longer rows are faster to sort.
 LONGEST_ROW = 1024
+LONGEST_LIST = 128  # of chosen blocks, which are compared with one another, too
 _DEVICES = ["cuda"]  # tests add the CPU, for the interpreter
 
 
-def serves(x: Tensor, row_blocks: int, col_blocks: int) -> bool:
-    """Whether the kernels here make the choice by `x` among this many tiles."""
+def serves(x: Tensor, row_blocks: int, col_blocks: int, *, longest: int | None = LONGEST_ROW) -> bool:
+    """Whether the kernels here make the choice by `x` among this many tiles, at most `longest` of them in a row."""
     return (
         not torch.compiler.is_compiling()
         and x.device.type in _DEVICES
-        and col_blocks <= LONGEST_ROW
+        and (longest is None or col_blocks <= longest)
         and x.numel() < 2**31
         and row_blocks * col_blocks * x.shape[0] * x.shape[1] < 2**31
         and type(x) is Tensor  # neither a fake tensor nor one that is being traced

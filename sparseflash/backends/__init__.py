@@ -1,4 +1,5 @@
 """The backends that compute attention, one file or folder each. `registration.py` makes each a PyTorch operator.
 
-They may import `blockmask` and `dropout`, but not one another. `attention.py` imports them all.
+They may import `blockmask` and `dropout`, but not one another; `cached`, for few queries and a cache of keys, computes
+by the definition in `reference`. `attention.py` and `decode.py` import them.
 """

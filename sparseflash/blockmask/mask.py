@@ -70,8 +70,9 @@ class BlockMask:
     - `lengths`  int32 `[2, B or 1]` or None: the number of live queries and of live keys of each sequence; tokens past
       them are dead (padding)
 
-    Build a mask with `from_dense`, `from_layout`, `from_function`, `from_tiles`, `dense`, or a function of
-    `sparseflash.masks`. Call the class itself only with arrays that obey these rules; `validate()` checks all of them.
+    Build a mask with `from_dense`, `from_layout`, `from_function`, `from_tiles`, `from_block_index`, `dense`, or a
+    function of `sparseflash.masks`. Call the class itself only with arrays that obey these rules; `validate()` checks
+    all of them.
 
     The arrays are canonical: empty tiles are not stored, full tiles have `tile == 0`, equal partial tiles and equal
     patterns are stored once, in order of first appearance, and ragged ends are partial tiles. So equal masks have equal
@@ -319,6 +320,52 @@ class BlockMask:
         if tile.numel() and not (int(tile.min()) >= 0 and int(tile.max()) <= len(live)):
             raise ValueError(f"tile must lie in 0..{len(live)}; got {int(tile.min())}..{int(tile.max())}.")
         return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, bitmask.pack(live))], 1, 1)
+
+    @classmethod
+    def from_block_index(
+        cls,
+        index: Tensor,
+        counts: Tensor | None = None,
+        *,
+        block: Block = 128,
+        q_len: int,
+        k_len: int | None = None,
+        causal: bool = False,
+        group: int = 1,
+    ) -> BlockMask:
+        """The mask of blocks that have been chosen already: for each block of queries, a list of blocks of keys.
+
+        >>> index = torch.tensor([[0, -1, -1], [1, 0, -1], [2, 0, 2]], dtype=torch.int32)
+        >>> mask = BlockMask.from_block_index(index, block=32, q_len=96, causal=True)
+        >>> mask.to_layout()[0, 0].int().tolist(), mask.dynamic
+        ([[1, 0, 0], [1, 1, 0], [1, 0, 1]], True)
+        >>> counts = torch.tensor([1, 2, 1])  # entries of each row that count
+        >>> BlockMask.from_block_index(index, counts, block=32, q_len=96).to_layout()[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+
+        Score (q, t) of head h, with `i = q // block_q`, is live iff
+
+            t // block_k is in index[b, h, i, :counts[b, h, i]]   (and, if causal, t <= q + k_len - q_len)
+
+        `index`: integers `[Mq, K]`, `[H, Mq, K]` or `[B, H, Mq, K]`, in any order, with or without repetitions; a
+        number that names no block, such as -1, chooses nothing. `counts`: integers of the same shape without K; by
+        default all entries count. `group` query heads share the choice of one head of `index`. `q_len`, `k_len` (by
+        default `q_len`) and `block` in tokens.
+
+        This is the layout of cuDNN's and FlashInfer's block-sparse attention and of FastVideo's
+        (`q2k_block_index`, `q2k_block_num`). For choices of each query (NSA's `topk_idx`, lists of tokens) see
+        `masks.selected_keys`, for MoBA's gates `masks.top_k_keys`.
+
+        The mask is dynamic and lies on the device of `index`. Nothing waits for the device: memory is reserved for K
+        tiles in each row (if causal, for those that there can be), so K is the capacity, and a CUDA graph can record
+        the call and replay it with other numbers in the same tensors. Time and memory are proportional to the lists.
+
+        Raises TypeError for tensors that are not of integers, ValueError if `index` does not have one row for each
+        block of queries or `counts` do not fit it.
+        """
+        from sparseflash.masks.block_index import mask_of_index
+
+        return mask_of_index(index, counts, block, q_len, q_len if k_len is None else k_len, causal, group)
 
     @classmethod
     @constant_when_compiled

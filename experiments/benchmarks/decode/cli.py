@@ -1,0 +1,42 @@
+"""The command: measures every case and writes the table and the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from experiments.benchmarks.decode.measure import CASES, Case, measure
+from experiments.training.atomic_files import write_json, write_text
+from experiments.training.cli_errors import short_errors
+from experiments.training.environment import device_name, versions
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+SMALL = (Case(2, 256, heads=4, kv_heads=2, dim=16, pages=2, window=32),)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table."""
+    lines = ["| case | call | ms | GB/s |", "|---|---|---|---|"]
+    lines += [f"| {row['case']} | {row['call']} | {row['ms']:.4f} | {row['gb_per_s']:,.0f} |" for row in rows]
+    return "\n".join(lines)
+
+
+@app.command()
+def decode(
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/decode"),
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a trial.")] = "cuda",
+    small: Annotated[bool, typer.Option("--small", help="One small case, to try it.")] = False,
+) -> None:
+    """Measure one layer of a decoding step: contiguous and paged caches, windows, chosen pages."""
+    with short_errors():
+        out.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        for case in SMALL if small else CASES:
+            made = measure(case, torch.device(device), round_ms=1.0 if small else 30.0)
+            rows += made
+            print("\n".join(table(made).splitlines()[2:]), flush=True)
+        write_json(out / "decode.json", {"device": device_name(torch.device(device)), **versions(), "rows": rows})
+        write_text(out / "decode.md", table(rows) + "\n")

@@ -1,0 +1,6 @@
+"""What a choice of blocks at every step costs the host and the GPU, eager and recorded, beside dense attention.
+
+    python -m experiments.benchmarks.selection --out runs/selection-cost
+
+May import `timing`, `training` and the library.
+"""

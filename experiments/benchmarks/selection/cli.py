@@ -1,0 +1,41 @@
+"""The command: measures every case and writes the table and the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from experiments.benchmarks.selection.measure import CASES, Case, measure
+from experiments.training.atomic_files import write_json, write_text
+from experiments.training.cli_errors import short_errors
+from experiments.training.environment import device_name, versions
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+SMALL = (Case(256, 2, 32, 2), Case(256, 2, 32, 2, attends=False))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table."""
+    lines = ["| case | call | ms | host, us |", "|---|---|---|---|"]
+    lines += [f"| {row['case']} | {row['call']} | {row['ms']:.3f} | {row['host_us']:,.0f} |" for row in rows]
+    return "\n".join(lines)
+
+
+@app.command()
+def selection(
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/selection-cost"),
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a trial.")] = "cuda",
+    small: Annotated[bool, typer.Option("--small", help="Two small cases, to try it.")] = False,
+) -> None:
+    """Measure the choice of blocks, its plan and attention, eager and recorded."""
+    with short_errors():
+        out.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        for case in SMALL if small else CASES:
+            rows += measure(case, torch.device(device), round_ms=1.0 if small else 60.0)
+            print(table(rows).splitlines()[-1], flush=True)
+        write_json(out / "selection.json", {"device": device_name(torch.device(device)), **versions(), "rows": rows})
+        write_text(out / "selection.md", table(rows) + "\n")

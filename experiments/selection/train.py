@@ -1,0 +1,89 @@
+"""Trains one way on recall, and measures it on sequences that it has not seen."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from experiments.selection.model import RecallModel
+from experiments.selection.recall import Recall
+from experiments.selection.sizes import Sizes
+from experiments.training.clock import Clock
+
+_TEST_SEED = 1 << 40  # apart from those of training
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a run; the same for every way."""
+
+    task: Recall
+    sizes: Sizes
+    steps: int
+    batch: int
+    lr: float = 3e-3
+    measure_every: int = 50
+    test_batches: int = 4
+
+
+PRESETS = {
+    "test": Settings(Recall(128, 32, 128), Sizes(128, width=32, dim=16, tile=16, chosen=2), 2, 2, 3e-3, 1, 1),
+    "cpu": Settings(Recall(), Sizes(256, width=64, heads=2, kv_heads=1), 400, 16),
+    "gpu": Settings(Recall(8192, 1024, 8192, block=64), Sizes(8192, block=64, tile=64, chosen=16), 2000, 16),
+}
+
+
+def train(way: str, settings: Settings, device: torch.device, seed: int = 0) -> dict[str, Any]:
+    """Accuracy, share of right blocks and tokens a second of one way, with its curve."""
+    torch.manual_seed(seed)
+    model = RecallModel(settings.task, settings.sizes, way).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
+    generator = torch.Generator(device).manual_seed(seed)
+    curve, clock, measuring = [], Clock(device), 0.0
+    warmup = max(1, settings.steps // 20)
+    for step in range(1, settings.steps + 1):
+        remaining = (settings.steps - step + 1) / settings.steps
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * min(step / warmup, remaining)
+        batch = settings.task.batch(settings.batch, generator)
+        logits, _ = model(batch)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
+        own = getattr(model.attention, "loss", None)
+        (loss if own is None else loss + own).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % settings.measure_every == 0 or step == settings.steps:
+            before = clock.finish()
+            curve.append({"step": step, "loss": loss.item(), **measure(model, settings, seed)})
+            measuring += clock.finish() - before
+    seconds = clock.finish() - measuring
+    tokens = settings.steps * settings.batch * settings.task.tokens
+    return {
+        "way": way,
+        **curve[-1],
+        "tokens_per_second": tokens / seconds,
+        "curve": curve,
+        "settings": asdict(settings),
+    }
+
+
+@torch.no_grad()
+def measure(model: RecallModel, settings: Settings, seed: int) -> dict[str, float]:
+    """On new sequences: the share of right answers, and of (query, head) that read the block with the answer."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(_TEST_SEED + seed)
+    model.eval()
+    right, found, any_head = [], [], []
+    for _ in range(settings.test_batches):
+        batch = settings.task.batch(settings.batch, generator)
+        logits, mask = model(batch)
+        right.append((logits.argmax(-1) == batch.answers).float().mean())
+        read = model.found(mask, batch)
+        found.append(read.float().mean())
+        any_head.append(read.any(1).float().mean())
+    model.train()
+    names = ("accuracy", "found", "found_by_any_head")
+    return {name: torch.stack(x).mean().item() for name, x in zip(names, (right, found, any_head), strict=True)}

@@ -1,0 +1,96 @@
+"""Lists of chosen blocks, in two launches with one program for each list: the first sorts a list, the second stores
+it behind those before it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.blockmask.cache import bounded
+from sparseflash.masks.tiling.chosen import Frame
+
+
+def tiles_of_index(index: Tensor, counts: Tensor | None, of: Frame, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The arrays `(indptr, indices, tile)` of the mask of `index [B, H, Mq, K]`, with room for `room` tiles."""
+    index = index.contiguous()
+    counts = None if counts is None else counts.contiguous()
+    device, (rows, cols), choices = index.device, of.open.shape, index.shape[3]
+    lists = index.numel() // choices
+    ordered = torch.empty(lists, choices, dtype=torch.int32, device=device)
+    found = torch.empty(lists + 1, dtype=torch.int32, device=device)
+    indices = torch.empty(room, dtype=torch.int32, device=device)
+    tile = torch.empty_like(indices)
+    padded = max(16, 1 << (choices - 1).bit_length())
+    sorting, storing = _kernels(
+        padded, index.dtype, index.data_ptr() % 16, None if counts is None else counts.dtype,
+        0 if counts is None else counts.data_ptr() % 16, device,
+    )  # fmt: skip
+    sorting.start(lists, index, counts, of.open, ordered, found, rows, cols, choices, padded)
+    indptr = found.cumsum(0, dtype=torch.int32)
+    storing.start(lists, ordered, of.kind, indptr, indices, tile, rows, cols, choices, room, -(-room // lists), padded)
+    return indptr, indices, tile
+
+
+@bounded(maxsize=128)
+def _kernels(
+    padded: int, dtype: torch.dtype, offset: int, counts: torch.dtype | None, counts_offset: int, device: torch.device
+) -> tuple[Launch, Launch]:
+    warps = 8 if padded > 64 else 4
+    return (
+        Launch.of_all_arguments(sort_kernel, device, num_warps=warps, num_stages=1),
+        Launch.of_all_arguments(store_kernel, device, num_warps=1, num_stages=1),
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "choices"])
+def sort_kernel(
+    index_ptr, counts_ptr, open_ptr,  # int [lists, choices], int [lists] or None, bool [rows, cols]
+    ordered_ptr, found_ptr,  # int32 [lists, choices], int32 [1 + lists], the first one 0
+    rows, cols, choices, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """Writes the distinct blocks of one list that may be chosen, in ascending order, and counts them."""
+    program = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CHOICES)
+    here = lane < choices
+    if counts_ptr is not None:
+        here = here & (lane.to(tl.int64) < tl.load(counts_ptr + program).to(tl.int64))
+    col = tl.load(index_ptr + program * choices + lane, mask=here, other=-1).to(tl.int64)
+    here = here & (col >= 0) & (col < cols)
+    here = here & tl.load(open_ptr + program % rows * cols + col, mask=here, other=0).to(tl.int1)
+    col = tl.where(here, col, -1).to(tl.int32)
+    again = (col[None, :] == col[:, None]) & (lane[None, :] < lane[:, None])
+    first = here & (tl.max(again.to(tl.int32), 1) == 0)
+    smaller = (first.to(tl.int32)[None, :] > 0) & (col[None, :] < col[:, None])
+    rank = tl.sum(smaller.to(tl.int32), 1)
+    tl.store(ordered_ptr + program * choices + rank, col, mask=first)
+    tl.store(found_ptr + 1 + program, tl.sum(first.to(tl.int32), 0))
+    if program == 0:
+        tl.store(found_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "choices", "room", "share"])
+def store_kernel(
+    ordered_ptr, kind_ptr, indptr_ptr,  # int32 [lists, choices], [rows, cols], [lists + 1]
+    indices_ptr, tile_ptr,  # int32 [room]
+    rows, cols, choices, room, share,  # the part of the room that a program fills
+    CHOICES: tl.constexpr,
+):  # fmt: skip
+    """Stores the tiles of one row, and zeros in a part of the unused room."""
+    program = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CHOICES)
+    start, stop = tl.load(indptr_ptr + program), tl.load(indptr_ptr + program + 1)
+    here = lane < stop - start
+    col = tl.load(ordered_ptr + program * choices + lane, mask=here, other=0)
+    kind = tl.load(kind_ptr + program % rows * cols + col, mask=here, other=0)
+    tl.store(indices_ptr + start + lane, col, mask=here)
+    tl.store(tile_ptr + start + lane, kind, mask=here)
+    used = tl.load(indptr_ptr + tl.num_programs(0))
+    end = tl.minimum((program + 1) * share, room)
+    for first in range(program * share, end, CHOICES):
+        unused = first + lane
+        tl.store(indices_ptr + unused, tl.zeros([CHOICES], tl.int32), mask=(unused >= used) & (unused < end))
+        tl.store(tile_ptr + unused, tl.zeros([CHOICES], tl.int32), mask=(unused >= used) & (unused < end))

@@ -1,0 +1,119 @@
+"""Launches the kernels for few queries: sizes from shapes alone, nothing read from the device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.cached import Cached
+from sparseflash.backends.triton.decode.kernels import combine_kernel, decode_kernel
+from sparseflash.backends.triton.device import multiplies_in_tf32
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.blockmask.cache import bounded
+
+BLOCK_N = 64  # keys at a time
+MOST_ROWS = 64  # of a tile of queries
+KEYS_OF_SPLIT = 512  # the fewest that are worth a program of their own
+MOST_SPLITS = 64
+_LOG2E = math.log2(math.e)
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, of: Cached, scale: float, splits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(out [B, Hq, Nq, Dv], lse fp32 [B, Hq, Nq])`."""
+    if scale < 0:  # the softmax takes the maximum before scaling, which is right only for scale >= 0
+        q, scale = -q, -scale
+    (batch, q_heads, q_len, dim), v_dim = q.shape, v_cache.shape[3]
+    kv_heads, device, mask = k_cache.shape[1], q.device, of.mask
+    # Heads that share keys but not their rows of the mask get programs of their own.
+    apart = mask is not None and mask.pattern.shape[1] not in (1, kv_heads)
+    heads = q_heads if apart else kv_heads
+    rows = q_heads // heads * q_len
+    block_m = min(MOST_ROWS, max(16, _power(rows)))
+    row_tiles = -(-rows // block_m)
+    capacity = of.capacity(k_cache)
+    splits = splits_of(of, capacity, q_len) if splits is None else splits
+    padded_d, padded_v = max(16, _power(dim)), max(16, _power(v_dim))
+    sums = torch.empty(batch * q_heads * q_len * splits, padded_v, dtype=torch.float32, device=device)
+    maxima, totals = torch.empty(2, batch * q_heads * q_len * splits, dtype=torch.float32, device=device).unbind()
+    out = torch.empty(batch, q_heads, q_len, v_dim, dtype=q.dtype, device=device)
+    lse = torch.empty(batch, q_heads, q_len, dtype=torch.float32, device=device)
+    if out.numel() == 0:
+        return out, lse
+
+    keep = q.dtype == torch.float32
+    precision = "tf32" if keep and multiplies_in_tf32() else "ieee"
+    arrays: tuple[Any, ...] = (None,) * 5
+    numbers, block, walk, block_n = (0, 0, 0), (16, 16), "range", BLOCK_N
+    if mask is not None:
+        arrays = (mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern)
+        of_batch, of_head = (
+            stride if size > 1 else 0 for size, stride in zip(mask.pattern.shape, mask.pattern.stride())
+        )
+        numbers, block, walk = (of_batch, of_head, mask.blocks[0]), (mask.block_q, mask.block_k), "mask"
+        block_n = min(block_n, mask.block_k)
+    if of.pages is not None:
+        walk = "pages"
+    tensors = (
+        q, k_cache, v_cache, sums, maxima, totals, of.lengths, of.starts, of.block_table, of.pages, *arrays
+    )  # fmt: skip
+    strides = (*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3])
+    constants = (
+        dim, v_dim, padded_d, padded_v, block_m, block_n, max(of.page, 1), *block, walk, keep, precision
+    )  # fmt: skip
+    decoding, combining = _kernels(
+        constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
+        tuple(x.data_ptr() % 16 == 0 for x in tensors[:6] if x is not None), tuple(map(_kind, strides)), device,
+    )  # fmt: skip
+    sizes = (
+        of.lengths.stride(0), 0 if of.starts is None else of.starts.stride(0),
+        0 if of.pages is None else of.pages.shape[2], 0 if of.block_table is None else of.block_table.shape[1],
+    )  # fmt: skip
+    decoding.start(
+        batch * heads * row_tiles * splits, *tensors, *sizes, *numbers, scale * _LOG2E, q_len, rows, heads,
+        heads // kv_heads, q_heads // heads, splits, row_tiles, of.window or 0, of.sinks, capacity, *strides,
+        *constants,
+    )  # fmt: skip
+    combining.start(
+        batch * q_heads * q_len, sums, maxima, totals, out, lse, scale, scale * _LOG2E, splits, v_dim, padded_v,
+        _power(splits), keep,
+    )  # fmt: skip
+    return out, lse
+
+
+def splits_of(of: Cached, capacity: int, q_len: int) -> int:
+    """Among how many programs the keys are split.
+
+    It follows from the capacity and the pattern alone, so that a sequence gets the same bits in a batch as alone.
+    """
+    walked = capacity
+    if of.window is not None:
+        walked = min(walked, of.window + q_len + of.sinks)
+    if of.pages is not None:
+        walked = min(walked, of.pages.shape[2] * of.page)
+    return min(MOST_SPLITS, max(1, walked // KEYS_OF_SPLIT))
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _kind(stride: int) -> tuple[bool, bool, bool]:
+    """On what Triton specialises."""
+    return stride % 16 == 0, stride == 1, stride >= 2**31
+
+
+@bounded(maxsize=128)
+def _kernels(
+    constants: tuple[Any, ...], splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],
+    strides: tuple[tuple[bool, bool, bool], ...], device: torch.device,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    return (
+        Launch.of_all_arguments(decode_kernel, device, num_warps=4, num_stages=2),
+        Launch.of_all_arguments(combine_kernel, device, num_warps=4, num_stages=1),
+    )

@@ -1,0 +1,184 @@
+"""The kernels: one program adds up a share of the keys for the queries of a group of heads, another joins the shares.
+
+The query heads that share a key head are rows of one tile, so the keys are read once for all of them and fill the
+matrix units. Which keys a program walks follows from the lengths in device memory: nothing is planned, and the grid
+depends on the capacity of the cache alone, so a CUDA graph can be replayed while the cache grows.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.portable.softmax import decay, softmax_step
+
+LN2 = tl.constexpr(0.6931471805599453)
+# What a program walks: the keys of a range, the chosen pages, or the tiles of rows of a mask.
+RANGE = tl.constexpr("range")
+PAGES = tl.constexpr("pages")
+MASK = tl.constexpr("mask")
+
+
+@triton.jit
+def live_range(length, start, q_len, window, sinks, BLOCK_N: tl.constexpr):
+    """The tiles of BLOCK_N keys with a live one: `(first tile of the sinks, how many, first of the rest, all)`."""
+    end = (length + BLOCK_N - 1) // BLOCK_N
+    first_sink = start // BLOCK_N
+    first, sink_tiles = first_sink, tl.zeros([], tl.int32)
+    if window > 0:
+        first = tl.maximum(length - q_len - window + 1, start) // BLOCK_N
+        if sinks > 0:
+            stop = (start + sinks + BLOCK_N - 1) // BLOCK_N
+            sink_tiles = tl.maximum(tl.minimum(stop, first) - first_sink, 0)
+    return first_sink, sink_tiles, first, sink_tiles + tl.maximum(end - first, 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lengths_stride", "starts_stride", "choices", "table_width", "batch_patterns", "head_patterns", "row_blocks",
+        "qk_scale", "q_len", "rows", "heads", "kv_group", "group", "splits", "row_tiles", "window", "sinks",
+        "capacity",
+    ],
+    do_not_specialize_on_alignment=[
+        "lengths_ptr", "starts_ptr", "table_ptr", "pages_ptr", "indptr_ptr", "index_ptr", "tile_ptr", "words_ptr",
+        "pattern_ptr",
+    ],
+)  # fmt: skip
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr,  # [B, Hq, Nq, D]; [B or pages, Hkv, tokens, D and DV]
+    sums_ptr, maxima_ptr, totals_ptr,  # fp32 [B, heads, rows, splits, DV padded], [B, heads, rows, splits] twice
+    lengths_ptr, starts_ptr,  # int32 [B], and [B] or None
+    table_ptr, pages_ptr,  # int32 [B, table_width] or None; [B, Hkv, choices] or None
+    indptr_ptr, index_ptr, tile_ptr, words_ptr, pattern_ptr,  # of the mask, or None
+    lengths_stride, starts_stride, choices, table_width,
+    batch_patterns, head_patterns, row_blocks,  # strides of the patterns, 0 if shared; block rows of the mask
+    qk_scale, q_len, rows,  # rows: of all tiles of a program's heads
+    heads, kv_group,  # heads that have programs, and how many of these share a key head
+    group,  # query heads of a program
+    splits, row_tiles, window, sinks, capacity,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,  # tokens of a page
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # of the mask
+    WALK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums of one share of the keys, for up to BLOCK_M rows: those of query r % q_len of head r // q_len."""
+    program = tl.program_id(0)
+    split, item = program % splits, program // splits
+    row_tile, batch_head = item % row_tiles, item // row_tiles
+    batch, head = (batch_head // heads).to(tl.int64), batch_head % heads
+    kv_head = head // kv_group
+    length = tl.minimum(tl.load(lengths_ptr + batch * lengths_stride).to(tl.int32), capacity)
+    start = tl.zeros([], tl.int32)
+    if starts_ptr is not None:
+        start = tl.maximum(tl.load(starts_ptr + batch * starts_stride).to(tl.int32), 0)
+
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = length - q_len + row % q_len
+    dims, v_dims, lane = tl.arange(0, PADDED_D), tl.arange(0, PADDED_DV), tl.arange(0, BLOCK_N)
+    of_row = (head * group + row // q_len).to(tl.int64) * q_head + (row % q_len).to(tl.int64) * q_token
+    q_tile = tl.load(
+        q_ptr + batch * q_batch + of_row[:, None] + dims[None, :], mask=(row < rows)[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )  # fmt: skip
+
+    # The tiles of keys, and this program's share of them.
+    first_sink, sink_tiles, first, count = live_range(length, start, q_len, window, sinks, BLOCK_N)
+    if WALK == PAGES:
+        count = (choices * PAGE + BLOCK_N - 1) // BLOCK_N
+        pages_ptr += (batch * (heads // kv_group) + kv_head) * choices
+    if WALK == MASK:
+        SUB: tl.constexpr = BLOCK_K // BLOCK_N
+        WORDS: tl.constexpr = (BLOCK_K + 31) // 32
+        upper = tl.maximum(length - q_len, 0) // BLOCK_Q
+        lower = tl.maximum(length - 1, 0) // BLOCK_Q  # the queries lie in one block row of the mask, or in two
+        pattern = tl.load(pattern_ptr + batch * batch_patterns + head * head_patterns).to(tl.int64)
+        indptr_ptr += pattern * row_blocks
+        upper_start = tl.load(indptr_ptr + upper)
+        upper_count = tl.load(indptr_ptr + upper + 1) - upper_start
+        lower_start = tl.load(indptr_ptr + lower)
+        lower_count = tl.where(lower > upper, tl.load(indptr_ptr + lower + 1) - lower_start, 0)
+        count = (upper_count + lower_count) * SUB
+    share = (count + splits - 1) // splits
+    begin, end = split * share, tl.minimum((split + 1) * share, count)
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
+    for i in range(begin, end):
+        exists = lane >= 0
+        if WALK == PAGES:
+            place = i * BLOCK_N + lane
+            page = tl.load(pages_ptr + place // PAGE, mask=place < choices * PAGE, other=-1).to(tl.int32)
+            exists = (page >= 0) & (page < (capacity + PAGE - 1) // PAGE)
+            key = tl.where(exists, page, 0) * PAGE + place % PAGE
+        elif WALK == MASK:
+            entry = tl.where(i < upper_count * SUB, upper_start + i // SUB, lower_start + i // SUB - upper_count)
+            key = tl.load(index_ptr + entry) * BLOCK_K + i % SUB * BLOCK_N + lane
+        else:
+            key = tl.where(i < sink_tiles, first_sink + i, first + i - sink_tiles) * BLOCK_N + lane
+        exists = exists & (key < length) & (key >= start)
+        live = exists[None, :] & (key[None, :] <= position[:, None])
+        if window > 0:
+            live = live & ((key[None, :] > position[:, None] - window) | (key < start + sinks)[None, :])
+        if WALK == MASK:
+            of_block = tl.where(i < upper_count * SUB, upper, lower)
+            live = live & (position // BLOCK_Q == of_block)[:, None]
+            number = tl.load(tile_ptr + entry).to(tl.int64)
+            if number > 0:
+                inner = tl.maximum(position, 0) % BLOCK_Q
+                word = ((number - 1) * BLOCK_Q + inner[:, None]) * WORDS + (key % BLOCK_K // 32)[None, :]
+                live = live & (((tl.load(words_ptr + word) >> (key % 32)[None, :]) & 1) != 0)
+
+        at, of_page = key.to(tl.int64), batch
+        if table_ptr is not None:
+            of_page = tl.load(table_ptr + batch * table_width + key // PAGE, mask=exists, other=0).to(tl.int64)
+            at = (key % PAGE).to(tl.int64)
+        k_at = of_page * k_batch + kv_head.to(tl.int64) * k_head + at * k_token
+        k_tile = tl.load(
+            k_ptr + k_at[:, None] + dims[None, :], mask=exists[:, None] & (dims < D)[None, :], other=0.0
+        )  # fmt: skip
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION)
+        v_at = of_page * v_batch + kv_head.to(tl.int64) * v_head + at * v_token
+        v_tile = tl.load(
+            v_ptr + v_at[:, None] + v_dims[None, :], mask=exists[:, None] & (v_dims < DV)[None, :], other=0.0
+        )  # fmt: skip
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+
+    part = (batch_head.to(tl.int64) * rows + row) * splits + split
+    tl.store(maxima_ptr + part, m_i, mask=row < rows)
+    tl.store(totals_ptr + part, l_i, mask=row < rows)
+    tl.store(sums_ptr + part[:, None] * PADDED_DV + v_dims[None, :], acc, mask=(row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["scale", "qk_scale", "splits"])
+def combine_kernel(
+    sums_ptr, maxima_ptr, totals_ptr,  # of decode_kernel
+    out_ptr, lse_ptr,  # [B, Hq, Nq, DV], fp32 [B, Hq, Nq], both contiguous
+    scale, qk_scale, splits,
+    DV: tl.constexpr, PADDED_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one query of one head. A share without a live key has maximum -inf and sum 0."""
+    row = tl.program_id(0).to(tl.int64)
+    split, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_DV)
+    here = split < splits
+    part = row * splits + split
+    m_part = tl.load(maxima_ptr + part, mask=here, other=float("-inf"))
+    l_part = tl.load(totals_ptr + part, mask=here, other=0.0)
+    acc_part = tl.load(sums_ptr + part[:, None] * PADDED_DV + dims[None, :], mask=here[:, None], other=0.0)
+    m_i = tl.max(m_part, 0)
+    empty = m_i == float("-inf")
+    m_safe = tl.where(empty, 0.0, m_i)  # -inf - -inf is NaN
+    alpha = decay(m_part, m_safe, qk_scale, KEEP)
+    total = tl.sum(l_part * alpha, 0)
+    total = tl.where(empty, 1.0, total)
+    out = tl.sum(acc_part * alpha[:, None], 0)
+    if KEEP:
+        out = tl.div_rn(out, tl.full([PADDED_DV], 1.0, tl.float32) * total)
+        lse = m_safe * scale + tl.log2(total) * LN2
+    else:
+        out = out / total
+        lse = (m_safe + tl.log2(total)) * LN2
+    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), lse))
+    out = tl.where(empty, 0.0, out)
+    tl.store(out_ptr + row * DV + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DV)

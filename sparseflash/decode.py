@@ -1,0 +1,274 @@
+"""Decoding: a few new tokens attend to a long cache of keys and values, contiguous or in pages."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends import cached
+from sparseflash.backends.cached import Cached
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import checked_mask, integer
+from sparseflash.validation import check_tensors, checked_scale
+
+BACKENDS = ("triton", "reference")
+Backend = Literal["triton", "reference"]
+
+
+@overload
+def attention_with_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, block_table: Tensor | None = None,
+    starts: Tensor | None = None, window: int | None = None, sinks: int = 0, pages: Tensor | None = None,
+    page: int | None = None, mask: BlockMask | None = None, scale: float | None = None,
+    return_lse: Literal[False] = False, splits: int | None = None, backend: Backend | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_with_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, block_table: Tensor | None = None,
+    starts: Tensor | None = None, window: int | None = None, sinks: int = 0, pages: Tensor | None = None,
+    page: int | None = None, mask: BlockMask | None = None, scale: float | None = None,
+    return_lse: Literal[True], splits: int | None = None, backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention_with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    starts: Tensor | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    pages: Tensor | None = None,
+    page: int | None = None,
+    mask: BlockMask | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    splits: int | None = None,
+    backend: Backend | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of a few new tokens over the keys and values of a cache, causal, for inference.
+
+    >>> q = torch.randn(2, 4, 1, 16)  # one new token in each of two sequences, four query heads
+    >>> k_cache, v_cache = torch.randn(2, 2, 2, 1024, 16)  # two key heads, room for 1024 tokens
+    >>> lengths = torch.tensor([700, 12])  # tokens in the cache, the new ones included
+    >>> attention_with_cache(q, k_cache, v_cache, lengths).shape
+    torch.Size([2, 4, 1, 16])
+
+    The last 256 tokens, and the first 4 (a streaming model):
+
+    >>> out = attention_with_cache(q, k_cache, v_cache, lengths, window=256, sinks=4)
+
+    In pages of 64 tokens, as vLLM and FlashInfer keep them. `block_table` says which pages a sequence has:
+
+    >>> k_pages, v_pages = (x.unflatten(2, (16, 64)).transpose(1, 2).flatten(0, 1) for x in (k_cache, v_cache))
+    >>> block_table = torch.arange(32).view(2, 16)
+    >>> paged = attention_with_cache(q, k_pages, v_pages, lengths, block_table=block_table, window=256, sinks=4)
+    >>> torch.equal(out, paged)
+    True
+
+    With `n = lengths[b]`, query i of Nq is token `p = n - Nq + i` of its sequence. Key t is live iff
+
+        starts[b] <= t <= p   and   (t > p - window  or  t < starts[b] + sinks)        (the latter if window is given)
+        and   t // page is in pages[b, h]   (if given)   and   score (p, t) of the mask is live   (if given)
+
+    Args:
+        q: queries `[B, Hq, Nq, D]`, meant for Nq from 1 to 16; fp16, bf16 or fp32 on a GPU.
+        k_cache: keys `[B, Hkv, S, D]`, with room for S tokens, Hq a multiple of Hkv; or, with `block_table`, all pages,
+            `[P, Hkv, page, D]`. Any strides with a contiguous last dimension: a cache `[B, S, Hkv, D]` or
+            `[P, page, Hkv, D]` is passed by `transpose(1, 2)`. The new keys must have been written. What is not live
+            need not be finite, as long as it lies past the length, before `starts` or in a page that is not chosen.
+        v_cache: values `[B, Hkv, S, Dv]` or `[P, Hkv, page, Dv]`.
+        lengths: tokens of each sequence, the new ones included, integers `[B]` on q's device. More than there is room
+            for count as the room. A sequence of length 0 gives 0.
+        block_table: integers `[B, n]`: page `t // page` of sequence b is `k_cache[block_table[b, t // page]]`. What
+            lies past the length is not looked at.
+        starts: the first live token of each sequence, integers `[B]`, for rows that are padded on the left.
+        window: how many keys a query sees, itself included. sinks: first keys that are seen besides.
+        pages: chosen pages of each sequence and key head, integers `[B, Hkv, K]`, in any order, with or without
+            repetitions, numbered within the sequence; a number that names no page, such as -1, chooses nothing
+            (`choose_pages` makes such a choice). Include the newest page.
+        page: tokens of a chosen page, if the cache is contiguous; in a paged cache it is that of the cache.
+        mask: any mask over at least as many tokens as there is room for, on q's device: the query at position p sees
+            what row p of the mask says. Nothing is cropped or built for a new token. Its heads: 1, Hkv or Hq.
+        scale: factor of the scores, `1 / sqrt(D)` by default.
+        return_lse: also return `lse [B, Hq, Nq]`, natural, fp32.
+        splits: among how many programs the keys of a sequence are split; by default as many as its capacity (or window,
+            or chosen pages) keeps busy, at most 64, whatever the batch, so that a sequence has the same bits in a
+            batch as alone.
+        backend: `"triton"`, the default for CUDA tensors, or `"reference"`, plain PyTorch, for all others.
+
+    Returns:
+        `out [B, Hq, Nq, Dv]`, or `(out, lse)`. A query without a live key has `out = 0` and `lse = -inf`.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit together.
+        RuntimeError: the backend cannot run here.
+
+    Nothing is planned, and no number is read from the device: launches depend on shapes alone, so after one call like
+    it a CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. The
+    query heads of a group are rows of one tile, so keys are read once for all of them. There is no backward; to train
+    use `attention` with a mask.
+    """
+    of = _checked(q, k_cache, v_cache, lengths, block_table, starts, window, sinks, pages, page, mask)
+    scale = checked_scale(scale, q.shape[-1])
+    if splits is not None and integer(splits, "splits", "") < 1:
+        raise ValueError(f"splits must be at least 1; got {splits}.")
+    if backend is None:
+        backend = "triton" if q.device.type == "cuda" else "reference"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
+    if backend == "reference":
+        out, lse = cached.attention(q, k_cache, v_cache, of, scale)
+        return (out, lse) if return_lse else out
+    if q.dtype == torch.float64:
+        raise TypeError("q must be fp16, bf16 or fp32 for the triton backend; got fp64: use backend='reference'.")
+    from sparseflash.backends.triton.decode import api  # imported late: the library must work without Triton
+
+    out, lse = api.attention(q if q.stride(-1) == 1 else q.contiguous(), k_cache, v_cache, of, scale, splits)
+    return (out, lse) if return_lse else out
+
+
+def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k: int, page: int) -> Tensor:
+    """The k pages of each key head that may hold the highest scores, the newest page among them: int32 `[B, Hkv, k]`.
+
+    >>> k_cache = torch.eye(256)[None, None]
+    >>> of_pages = k_cache.unflatten(2, (-1, 32))  # [B, Hkv, n, 32, D]
+    >>> q = k_cache[:, :, 70:71]  # looks for token 70, in page 2
+    >>> choose_pages(q, of_pages.amin(3), of_pages.amax(3), torch.tensor([256]), k=2, page=32)[0, 0].tolist()
+    [7, 2]
+
+    A page of keys between `k_min` and `k_max`, in every dimension, cannot have a score above
+
+        sum over d of max(q_d * k_min_d, q_d * k_max_d)
+
+    and the pages with the highest bound are chosen; heads of a group, and several queries, are joined by their highest
+    bound. `q` `[B, Hq, Nq, D]`; `k_min`, `k_max` `[B, Hkv, n, D]`, of every page of a sequence, kept up to date as
+    tokens are added; `lengths` `[B]`, the new tokens included; `k` in pages, `page` in tokens. Pages past the length
+    are never chosen (-1 in their place). Nothing waits for the device.
+
+    Source: Quest (Tang et al., 2024).
+    """
+    batch, dim = q.shape[0], q.shape[3]
+    if k_min.shape != k_max.shape or k_min.ndim != 4 or k_min.shape[0] != batch or k_min.shape[3] != dim:
+        raise ValueError(
+            f"k_min and k_max must have shape [{batch}, Hkv, pages, {dim}]; got {list(k_min.shape)} and "
+            f"{list(k_max.shape)}."
+        )
+    kv_heads, count = k_min.shape[1:3]
+    grouped = q.float().reshape(batch, kv_heads, -1, dim)  # [B, Hkv, G * Nq, D]
+    # max(q min, q max) is q max for positive q, and q min for negative q.
+    bound = grouped.clamp(min=0) @ k_max.float().mT + grouped.clamp(max=0) @ k_min.float().mT
+    newest = torch.div(lengths.long() - 1, page, rounding_mode="floor").view(-1, 1, 1)
+    number = torch.arange(count, device=q.device)
+    score = bound.amax(2).masked_fill(number == newest, torch.inf).masked_fill(number > newest, -torch.inf)
+    best = score.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return best.masked_fill(best > newest, -1).to(torch.int32)
+
+
+def _checked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, block_table: Any, starts: Any, window: Any, sinks: Any,
+    pages: Any, page: Any, mask: Any,
+) -> Cached:  # fmt: skip
+    """Raises TypeError or ValueError unless the arguments fit together."""
+    table = None if block_table is None else _integers(block_table, "block_table", 2, q)
+    if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):
+        check_tensors(q, k_cache, v_cache)
+    else:  # the pages are of any number; for the rest they are checked as caches
+        one = (slice(0, 1),)
+        check_tensors(q[one], k_cache[one], v_cache[one])
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise TypeError(
+            f"q, k_cache and v_cache must have one dtype; got {q.dtype}, {k_cache.dtype} and {v_cache.dtype}."
+        )
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        raise ValueError(
+            "q, k_cache and v_cache must not require gradients: attention_with_cache has no backward. Call it under "
+            "torch.no_grad(), or train with attention and a mask."
+        )
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension; got strides {list(x.stride())}.")
+    batch, kv_heads = q.shape[0], k_cache.shape[1]
+    lengths = _sized(_integers(lengths, "lengths", 1, q), "lengths", (batch,))
+    starts = None if starts is None else _sized(_integers(starts, "starts", 1, q), "starts", (batch,))
+    if table is not None:
+        _sized(table, "block_table", (batch, table.shape[1]))
+    if window is not None and integer(window, "window", "keys") < 1:
+        raise ValueError(f"window must be at least 1 key; got {window}.")
+    if integer(sinks, "sinks", "keys") < 0 or (sinks and window is None):
+        raise ValueError(f"sinks must be at least 0 and go with a window; got {sinks} and window {window}.")
+    if table is not None:
+        if page not in (None, k_cache.shape[2]):
+            raise ValueError(f"page must be that of the cache, {k_cache.shape[2]} tokens; got {page}.")
+        page = k_cache.shape[2]
+    if (page is None) != (table is None and pages is None):
+        raise ValueError(
+            "page must be given with pages of a contiguous cache, and only then: it is how many tokens a page has; got "
+            f"{page}."
+        )
+    if page is not None and integer(page, "page", "tokens") < 1:
+        raise ValueError(f"page must be at least 1 token; got {page}.")
+    if pages is not None:
+        pages = _integers(pages, "pages", 3, q)
+        _sized(pages, "pages", (batch, kv_heads, pages.shape[2]))
+        if mask is not None:
+            raise ValueError("pages must not be given with a mask; got both.")
+        pages = _once(pages)
+    if table is not None:
+        table = table.contiguous()
+    of = Cached(lengths, starts, window, int(sinks), page or 0, table, pages, mask)
+    if mask is not None:
+        _check_mask(mask, q, kv_heads, of.capacity(k_cache))
+    return of
+
+
+def _check_mask(mask: Any, q: Tensor, kv_heads: int, capacity: int) -> None:
+    mask = checked_mask(mask)
+    if min(mask.q_len, mask.k_len) < capacity:
+        raise ValueError(
+            f"mask must be for at least as many tokens as the cache has room for, {capacity}; it is for {mask.q_len} "
+            f"queries and {mask.k_len} keys."
+        )
+    if mask.lengths is not None:
+        raise ValueError("mask must have no lengths of its own: pass them as lengths; got some.")
+    if mask.pattern.shape[0] not in (1, q.shape[0]) or mask.pattern.shape[1] not in (1, kv_heads, q.shape[1]):
+        raise ValueError(
+            f"mask must be for 1 or {q.shape[0]} batch elements and 1, {kv_heads} or {q.shape[1]} heads; it is for "
+            f"{list(mask.pattern.shape)}."
+        )
+    if mask.device != q.device:
+        raise ValueError(f"mask must be on q's device {q.device}; it is on {mask.device}. Move it once.")
+    if q.shape[2] > mask.block_q:
+        raise ValueError(f"q must have at most {mask.block_q} tokens, a block of the mask; got {q.shape[2]}.")
+
+
+def _integers(value: Any, name: str, dimensions: int, q: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be an integer tensor; got {got}.")
+    if value.ndim != dimensions:
+        raise ValueError(f"{name} must have {dimensions} dimensions; got {list(value.shape)}.")
+    if value.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}; got {value.device}.")
+    return value
+
+
+def _sized(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}; got {list(value.shape)}.")
+    return value
+
+
+def _once(pages: Tensor) -> Tensor:
+    """The chosen pages, each once, and -1 in place of repetitions."""
+    pages = pages.to(torch.int32).sort(dim=-1, descending=True).values
+    again = torch.nn.functional.pad(pages[..., 1:] == pages[..., :-1], (1, 0))
+    return pages.masked_fill(again, -1)

@@ -1,0 +1,99 @@
+"""Grouped heads that share a choice: the queries of a group are rows of one tile."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from sparseflash.attention import Backend, attention
+from sparseflash.blockmask.arguments import BLOCKS, flag
+from sparseflash.validation import check_tensors, checked_scale
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True,
+    scale: float | None = None, return_lse: Literal[False] = False, backend: Backend | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True,
+    scale: float | None = None, return_lse: Literal[True], backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True,
+    scale: float | None = None, return_lse: bool = False, backend: Backend | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Exact attention in which every query has a list of blocks of keys, shared by the heads of its group (NSA).
+
+    >>> q, k, v = torch.randn(1, 32, 200, 64), torch.randn(1, 2, 200, 64), torch.randn(1, 2, 200, 64)
+    >>> own = torch.arange(200) // 64
+    >>> index = torch.stack([own, own - 1, own * 0], -1).expand(2, 200, 3)  # its own block, the one before, the first
+    >>> selected_attention(q, k, v, index).shape
+    torch.Size([1, 32, 200, 64])
+
+    Query p of head h sees key t iff
+
+        t // span is in index[b, h // group, p]   (and, if causal, t <= p + Nk - Nq)
+
+    `q` `[B, Hq, Nq, D]`, `k` and `v` `[B, Hkv, Nk, D and Dv]` as for `attention`, with `group = Hq // Hkv`. `index`:
+    integers `[Hkv, Nq, K]` or `[B, Hkv, Nq, K]`, in any order, with or without repetitions; a number that names no
+    block, such as -1, chooses nothing. `span`: tokens of a block, a power of two from 16 to 256.
+
+    The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`, so that a tile of the kernels holds one
+    query of a whole group, and reads exactly the blocks that this query has chosen: the same scores as under
+    `masks.selected_keys(index, span=span, group=group)`, without the blocks that only its neighbours have chosen.
+    Groups of fewer than 16 heads are filled up with zeros to 16. The choice and its plan wait for nothing; gradients
+    flow to q, k and v and are deterministic.
+
+    Raises ValueError if the shapes do not fit together or `span` is no block size.
+
+    Source: the selected branch of NSA (Yuan et al., 2025, section 3.4).
+    """
+    check_tensors(q, k, v)
+    (batch, heads, q_len, dim), (_, kv_heads, k_len, _) = q.shape, k.shape
+    index = _checked_index(index, batch, kv_heads, q_len, q.device)
+    if span not in BLOCKS:
+        raise ValueError(f"span must be one of {', '.join(map(str, BLOCKS))}; got {span}.")
+    group = heads // kv_heads
+    if group > BLOCKS[-1]:
+        raise ValueError(f"groups must be of at most {BLOCKS[-1]} query heads; got {group}.")
+    rows = next(block for block in BLOCKS if block >= group)
+    from sparseflash.masks.block_index import mask_of_queries  # imported late: masks are no part of the core
+
+    mask = mask_of_queries(index, rows, span, k_len, flag(causal, "causal"))
+    packed = torch.nn.functional.pad(
+        q.unflatten(1, (kv_heads, group)).transpose(2, 3), (0, 0, 0, rows - group)
+    )  # [B, Hkv, Nq, rows, D]
+    out, lse = attention(
+        packed.flatten(2, 3), k, v, mask, scale=checked_scale(scale, dim), return_lse=True, backend=backend
+    )
+    out = _by_heads(out.unflatten(2, (q_len, rows)), group)
+    return (out, _by_heads(lse.unflatten(2, (q_len, rows)), group)) if return_lse else out
+
+
+def _by_heads(x: Tensor, group: int) -> Tensor:
+    """`[B, Hkv, Nq, rows, ...]` as `[B, Hq, Nq, ...]`."""
+    return x[:, :, :, :group].transpose(2, 3).flatten(1, 2)
+
+
+def _checked_index(index: Tensor, batch: int, kv_heads: int, q_len: int, device: torch.device) -> Tensor:
+    """The lists as `[B, Hkv, Nq, K]`."""
+    if not isinstance(index, Tensor) or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        got = index.dtype if isinstance(index, Tensor) else type(index).__name__
+        raise TypeError(f"index must be an integer tensor; got {got}.")
+    shape = (1,) * (4 - index.ndim) + tuple(index.shape)
+    if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len) or shape[3] == 0:
+        raise ValueError(
+            f"index must have shape [{kv_heads}, {q_len}, K] or [{batch}, {kv_heads}, {q_len}, K]; got "
+            f"{list(index.shape)}."
+        )
+    if index.device != device:
+        raise ValueError(f"index must be on q's device {device}; got {index.device}.")
+    return index.detach().reshape(shape).expand(batch, -1, -1, -1)

@@ -1,0 +1,249 @@
+"""`attention_varlen`: attention within each of several sequences that lie one behind the other, without padding."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from sparseflash.attention import Backend, attention
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, integers
+from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.ops.place import place
+
+Pattern = Callable[..., Any]
+_masks = BoundedDict(32)  # by lengths, pattern, block and device
+_sums = BoundedDict(32)  # the running sums of tensors on GPUs, which layer after layer passes, by id
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    pattern: Pattern | None = None, *, block: Block = 128, scale: float | None = None,
+    return_lse: Literal[False] = False, dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    backend: Backend | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    pattern: Pattern | None = None, *, block: Block = 128, scale: float | None = None,
+    return_lse: Literal[True], dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    pattern: Pattern | None = None,
+    *,
+    block: Block = 128,
+    scale: float | None = None,
+    return_lse: bool = False,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    backend: Backend | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention within each of several packed sequences, over the live scores of each sequence's mask.
+
+    >>> from sparseflash import masks
+    >>> q, k, v = torch.randn(3, 300, 2, 16)  # 300 tokens, 2 heads
+    >>> cu_seqlens = torch.tensor([0, 100, 250, 300])  # of three sequences
+    >>> attention_varlen(q, k, v, cu_seqlens, pattern=masks.causal).shape
+    torch.Size([300, 2, 16])
+
+    Any function of a length is a pattern, and so is a rule for the positions of a query and a key:
+
+    >>> from functools import partial
+    >>> near = partial(masks.local, window=32, causal=True)
+    >>> out = attention_varlen(q, k, v, cu_seqlens, pattern=near)
+    >>> same = attention_varlen(q, k, v, cu_seqlens, pattern=lambda q, k: (k <= q) & (q - k < 32))
+    >>> torch.equal(out, same)
+    True
+
+    Nested tensors (`layout=torch.jagged`) hold the running sums themselves:
+
+    >>> x = torch.nested.nested_tensor([torch.randn(n, 2, 16) for n in (5, 9)], layout=torch.jagged)
+    >>> [sequence.shape[0] for sequence in attention_varlen(x, x, x, pattern=masks.causal).unbind()]
+    [5, 9]
+
+    Args:
+        q: queries of all sequences, `[total_q, Hq, D]`, as FlashAttention's variable-length functions take them; or a
+            nested tensor `[B, Nq, Hq, D]`, or `[B, Hq, Nq, D]` by `transpose(1, 2)`.
+        k, v: keys `[total_k, Hkv, D]` and values `[total_k, Hkv, Dv]`, or nested tensors.
+        cu_seqlens_q: the running sums of the sequences' lengths, from 0 to `total_q`: integers `[B + 1]`, a list or a
+            tensor. A sequence may be empty.
+        cu_seqlens_k: those of the keys; by default those of the queries.
+        pattern: what is live within a sequence. A function that needs one argument, such as `masks.causal`, returns the
+            mask of a sequence of that many tokens; if a sequence has other numbers of queries and keys, it gets both.
+            (Most masks are then aligned at the bottom right: the last query sees the last key.) A function that needs
+            two arguments is a rule, as for `BlockMask.from_function`: it gets the positions of queries and keys, int64
+            tensors, in which the last query and the last key of a sequence are at the same position. None: everything
+            within a sequence is live.
+        block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
+        scale, return_lse, dropout_p, seed, backend: as for `attention`; lse is `[Hq, total_q]`.
+
+    Returns:
+        `out [total_q, Hq, Dv]`, nested if q is, or `(out, lse)`.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit together.
+
+    One mask is made for the packed tokens, from the masks of the distinct lengths, without any N x N matrix. It is
+    cached for these lengths and this `pattern`, so give the same function object at every call, not a new lambda. The
+    lengths are read on the host: give `cu_seqlens` on the CPU, or else the first call with a tensor on a GPU waits for
+    it. To make the mask yourself, once for all layers, call `varlen_mask`.
+    """
+    if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            raise TypeError("cu_seqlens must not be given with nested tensors, which hold them; got both.")
+        return _nested(q, k, v, pattern, block, scale, return_lse, dropout_p, seed, backend)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            shown = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor of packed tokens, [tokens, heads, head dim]; got {shown}.")
+    if cu_seqlens_q is None:
+        raise TypeError("cu_seqlens_q must be given unless q, k and v are nested tensors; got None.")
+    mask = varlen_mask(cu_seqlens_q, cu_seqlens_k, pattern, block=block, device=q.device)
+    for name, got, want in (("q", q.shape[0], mask.q_len), ("k", k.shape[0], mask.k_len)):
+        if got != want:
+            raise ValueError(f"cu_seqlens_{name} must end with the number of tokens of {name}, {got}; got {want}.")
+    out, lse = attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, scale=scale, return_lse=True,
+        dropout_p=dropout_p, seed=seed, backend=backend,
+    )  # fmt: skip
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+
+
+def _nested(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, block: Block, *options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_varlen` of nested tensors."""
+    packed: list[Any] = []  # annotations of nested tensors lack their methods
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged or x.ndim != 4:
+            got = f"{x.layout} of {x.ndim} dimensions" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(
+                f"{name} must be a nested tensor of layout torch.jagged, [batch, tokens, heads, head dim], as the "
+                f"others are; got {got}."
+            )
+        if x._ragged_idx == 2:  # type: ignore[attr-defined]
+            x = x.transpose(1, 2)
+        if x._ragged_idx != 1 or x.lengths() is not None:  # type: ignore[attr-defined]
+            raise ValueError(f"{name} must have no gaps between its sequences; got a view. Call .contiguous().")
+        packed.append(x)
+    if not torch.equal(packed[1].offsets(), packed[2].offsets()):
+        raise ValueError("k and v must have sequences of the same lengths; got different ones.")
+    scale, return_lse, dropout_p, seed, backend = options
+    sums = packed[0].offsets()
+    out, lse = attention_varlen(
+        packed[0].values(), packed[1].values(), packed[2].values(), sums, packed[1].offsets(), pattern, block=block,
+        scale=scale, return_lse=True, dropout_p=dropout_p, seed=seed, backend=backend,
+    )  # fmt: skip
+
+    def nested(x: Tensor) -> Tensor:
+        made: Tensor = torch.nested.nested_tensor_from_jagged(x.contiguous(), sums)
+        return made
+
+    headwise = q._ragged_idx == 2  # type: ignore[attr-defined]
+    out, lse = nested(out), nested(lse.transpose(0, 1))
+    if headwise:
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def varlen_mask(
+    cu_seqlens_q: Any, cu_seqlens_k: Any = None, pattern: Pattern | None = None, *, block: Block = 128,
+    device: torch.device | str = "cpu",
+) -> BlockMask:  # fmt: skip
+    """The mask of packed sequences that `attention_varlen` uses: within each sequence what the pattern says.
+
+    >>> from sparseflash import masks
+    >>> varlen_mask([0, 1000, 4000, 4096], pattern=masks.causal) == masks.documents([1000, 3000, 96], causal=True)
+    True
+
+    The arguments are those of `attention_varlen`. Made once for these lengths and this pattern, and cached.
+    """
+    q_sums = _running_sums(cu_seqlens_q, "cu_seqlens_q")
+    k_sums = q_sums if cu_seqlens_k is None else _running_sums(cu_seqlens_k, "cu_seqlens_k")
+    if len(q_sums) != len(k_sums):
+        raise ValueError(
+            f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
+        )
+    if pattern is not None and not callable(pattern):
+        raise TypeError(
+            "pattern must be a function of a sequence's length that returns its mask, such as masks.causal, or a rule "
+            f"of positions (q, k); got {type(pattern).__name__}."
+        )
+    key = q_sums, k_sums, pattern, block_pair(block), torch.device(device)
+    mask: BlockMask | None = _masks.get(key)
+    return _masks.put(key, _made(q_sums, k_sums, pattern, block).to(device)) if mask is None else mask
+
+
+def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | None, block: Block) -> BlockMask:
+    of_length: dict[tuple[int, int], BlockMask] = {}
+    parts = []
+    for i in range(len(q_sums) - 1):
+        size = q_sums[i + 1] - q_sums[i], k_sums[i + 1] - k_sums[i]
+        if 0 in size:
+            continue
+        if size not in of_length:
+            of_length[size] = _of_one_sequence(pattern, *size, block)
+        parts.append((of_length[size], q_sums[i], k_sums[i]))
+    if not parts:
+        raise ValueError("cu_seqlens must be of at least one sequence with a query and a key; got none.")
+    return place(parts, q_sums[-1], k_sums[-1])
+
+
+def _of_one_sequence(pattern: Pattern | None, q_len: int, k_len: int, block: Block) -> BlockMask:
+    if pattern is None:
+        return BlockMask.dense(q_len, k_len, block=block)
+    if _is_rule(pattern):
+        # Positions count from 0 at whichever side is longer.
+        first_q, first_k = max(0, k_len - q_len), max(0, q_len - k_len)
+        return BlockMask.from_function(lambda q, k: pattern(q + first_q, k + first_k), q_len, k_len, block=block)
+    mask = checked_mask(pattern(q_len) if q_len == k_len else pattern(q_len, k_len)).to("cpu")
+    if (mask.q_len, mask.k_len) != (q_len, k_len):
+        raise ValueError(
+            f"pattern must return a mask of the sequence's length, {q_len} queries and {k_len} keys; it returned one "
+            f"of {mask.q_len} and {mask.k_len}."
+        )
+    return mask
+
+
+def _is_rule(pattern: Pattern) -> bool:
+    """Whether a function needs two positions, and not one length."""
+    try:
+        parameters = inspect.signature(pattern).parameters.values()
+    except ValueError:  # of a function in C, such as torch.ge
+        return True
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == 2
+
+
+def _running_sums(values: Any, name: str) -> tuple[int, ...]:
+    """Running sums as Python integers, checked. Those of a tensor on a GPU are read once for as long as it is not
+    written to.
+    """
+    remembered = isinstance(values, Tensor) and values.device.type != "cpu" and not values.is_inference()
+    if remembered and (found := _sums.get(id(values))) is not None and found[1] == values._version:
+        return found[2]  # type: ignore[no-any-return]
+    sums = tuple(integers(values, name).tolist())
+    if len(sums) < 2 or sums[0] != 0 or any(a > b for a, b in pairwise(sums)):
+        shown = str(list(sums)) if len(sums) <= 8 else f"{str(list(sums[:8]))[:-1]}, ...]"
+        raise ValueError(f"{name} must be running sums that begin with 0 and do not decrease; got {shown}.")
+    if remembered:
+        _sums.put(id(values), (values, values._version, sums))  # the id is not reused while the tensor is kept
+    return sums

@@ -1,0 +1,29 @@
+"""The benchmark of choices measures what it says."""
+
+import json
+
+import torch
+from typer.testing import CliRunner
+
+from experiments.benchmarks.selection.cli import SMALL, app, table
+from experiments.benchmarks.selection.measure import calls_of, host_microseconds
+
+
+def test_a_choice_has_its_blocks_and_no_future():
+    mask = calls_of(SMALL[0], torch.device("cpu"))["choice"]()
+    assert mask.to_layout().sum(-1)[0, 0].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert not mask.to_dense().triu(1).any()
+
+
+def test_the_host_is_timed_by_the_call():
+    calls = []
+    assert host_microseconds(lambda: calls.append(1), torch.device("cpu"), count=3, rounds=2) > 0
+    assert len(calls) == 6
+
+
+def test_the_command_writes_a_table_and_numbers(tmp_path):
+    found = CliRunner().invoke(app, ["--small", "--device", "cpu", "--out", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    rows = json.loads((tmp_path / "selection.json").read_text())["rows"]
+    assert [row["call"] for row in rows][:2] == ["choice", "choice + plan + forward"] and len(rows) == 5
+    assert (tmp_path / "selection.md").read_text() == table(rows) + "\n"

@@ -1,0 +1,164 @@
+"""Choices made of the library's pieces: what they read, that they see no future, and the task that they learn."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments.selection.cli import app
+from experiments.selection.moba import MoBA
+from experiments.selection.model import WAYS, RecallModel
+from experiments.selection.nsa import NSA
+from experiments.selection.recall import Recall
+from experiments.selection.report import table
+from experiments.selection.shared_blocks import SharedBlocks
+from experiments.selection.sizes import Sizes
+from experiments.selection.train import PRESETS, Settings, train
+from experiments.selection.vsa import VSA
+from sparseflash import attention, masks
+
+SIZES = Sizes(128, width=32, dim=16, tile=16, chosen=2)
+CPU = torch.device("cpu")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def problem(sizes=SIZES, seed=0):
+    g = generator(seed)
+    shapes = (sizes.tokens, sizes.width), *((h, sizes.tokens, sizes.dim) for h in (sizes.heads, *[sizes.kv_heads] * 2))
+    return [torch.randn(2, *shape, generator=g) for shape in shapes]
+
+
+@pytest.mark.parametrize("spread", [1, 3])
+def test_every_query_asks_for_a_pair_of_one_of_a_few_blocks(spread):
+    task = Recall(128, 32, 200, spread=spread)
+    batch = task.batch(5, generator())
+    pairs = task.tokens - task.queries
+    assert torch.equal(batch.keys[:, pairs:], batch.keys.gather(1, batch.where))
+    assert torch.equal(batch.answers, batch.values.gather(1, batch.where))
+    assert (batch.values[:, pairs:] == task.values).all() and (batch.where < pairs).all()
+    for keys, where in zip(batch.keys, batch.where):
+        assert len(keys[:pairs].unique()) == pairs
+        for asked in where.view(-1, task.block):
+            assert len((asked // task.block).unique()) <= spread
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tokens": 120, "queries": 32}, {"tokens": 128, "queries": 20}, {"tokens": 48, "queries": 16, "spread": 3}],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments):
+    with pytest.raises(ValueError, match=r"tokens and queries must be multiples of the block, with . blocks of pairs"):
+        Recall(**arguments)
+    with pytest.raises(ValueError, match=r"keys must be at least as many as pairs, 96; got 50"):
+        Recall(128, 32, 50)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "VSA"])
+def test_the_future_changes_nothing(way):
+    torch.manual_seed(0)
+    layer = WAYS[way](SIZES)
+    tensors = problem()
+    out, mask = layer(*tensors)
+    assert not mask.to_dense().triu(1).any()
+    later = [x.clone() for x in tensors]
+    for x in later:
+        x[..., 77:, :] += 1.0
+    torch.testing.assert_close(layer(*later)[0][:, :, :77], out[:, :, :77], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["NSA", "MoBA", "shared blocks", "VSA"])
+def test_a_query_reads_as_many_blocks_as_it_may_choose(way):
+    sizes = replace(SIZES, chosen=3)
+    layer = WAYS[way](sizes)
+    _, mask = layer(*problem(sizes))
+    blocks = mask.to_dense().unflatten(3, (-1, sizes.block)).any(4)
+    own = torch.arange(sizes.tokens) // sizes.block
+    if way == "VSA":
+        assert (blocks.sum(-1) == 3).all()
+    else:
+        assert torch.equal(blocks.sum(-1), torch.minimum(own + 1, torch.tensor(3)).expand(blocks.shape[:3]))
+        assert blocks[..., torch.arange(sizes.tokens), own].all()
+    if way in ("NSA", "shared blocks"):
+        assert torch.equal(blocks[:, ::2], blocks[:, 1::2])  # groups of two share
+
+
+@pytest.mark.parametrize("kind", [MoBA, SharedBlocks])
+def test_all_blocks_are_dense_attention(kind):
+    sizes = replace(SIZES, chosen=8)
+    x, q, k, v = problem(sizes)
+    out, _ = kind(sizes)(x, q, k, v)
+    torch.testing.assert_close(out, attention(q, k, v, masks.causal(128)), rtol=1e-4, atol=1e-5)
+
+
+def test_all_cubes_are_dense_attention_beside_the_coarse_one():
+    sizes = replace(SIZES, chosen=8)
+    x, q, k, v = problem(sizes)
+    layer = VSA(sizes, (2, 8, 8), (1, 4, 4))
+    torch.nn.init.zeros_(layer.gate.weight)
+    layer.gate.bias.data = torch.tensor([-100.0] * 4 + [100.0] * 4)  # the fine stage alone
+    torch.testing.assert_close(layer(x, q, k, v)[0], attention(q, k, v), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"cube and shape must have 16 and 128 tokens; got \(1, 4, 8\)"):
+        VSA(sizes, (2, 8, 8), (1, 4, 8))
+
+
+def test_the_branches_of_nsa_are_joined_by_their_gates():
+    x, q, k, v = problem()
+    layer = NSA(SIZES)
+    torch.nn.init.zeros_(layer.gate.weight)
+    near = attention(q, k, v, masks.local(128, window=16, causal=True))
+    layer.gate.bias.data = torch.tensor([-100.0] * 8 + [100.0] * 4)
+    torch.testing.assert_close(layer(x, q, k, v)[0], near, rtol=1e-4, atol=1e-5)
+    means = [y.unflatten(2, (8, 16)).mean(3).repeat_interleave(2, 1) for y in (k, v)]  # before anything is learned
+    live = (torch.arange(8) + 1) * 16 <= torch.arange(128)[:, None] + 1
+    weights = (q @ means[0].mT * 16**-0.5).masked_fill(~live, -torch.inf).softmax(-1).nan_to_num(0.0)
+    layer.gate.bias.data = torch.tensor([100.0] * 4 + [-100.0] * 8)
+    torch.testing.assert_close(layer(x, q, k, v)[0], weights @ means[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_parameter_learns(way):
+    torch.manual_seed(0)
+    task = Recall(128, 32, 128)
+    model = RecallModel(task, SIZES, way)
+    logits, _ = model(task.batch(2, generator()))
+    own = getattr(model.attention, "loss", None)
+    (logits.square().sum() + (0.0 if own is None else own)).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()} == set()
+
+
+def test_what_was_read_is_told_by_the_mask():
+    task = Recall(128, 32, 128)
+    batch = task.batch(2, generator())
+    model = RecallModel(task, SIZES, "window")
+    _, mask = model(batch)
+    asked_at = torch.arange(96, 128)
+    want = (asked_at - batch.where < 32) & (batch.where <= asked_at)
+    assert torch.equal(model.found(mask, batch)[:, 0], want)
+    assert RecallModel(task, SIZES, "dense").found(masks.causal(128), batch).all()
+
+
+def test_dense_attention_learns_the_task():
+    settings = Settings(Recall(48, 16, 32, values=4, spread=1), Sizes(48, width=32, heads=1, kv_heads=1), 120, 32)
+    found = train("dense", replace(settings, measure_every=120), CPU)
+    assert found["accuracy"] > 0.9 and found["found"] == 1.0
+
+
+def test_ways_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"way must be one of dense, window, .*; got 'best'"):
+        RecallModel(Recall(), SIZES, "best")
+
+
+def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path):
+    found = CliRunner().invoke(app, ["--preset", "test", "--out", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [each["way"] for each in results] == list(WAYS)
+    assert (tmp_path / "table.md").read_text() == table(results) + "\n"
+    assert (tmp_path / "recall.png").stat().st_size > 5000
+    assert CliRunner().invoke(app, ["--preset", "huge", "--out", str(tmp_path)]).exit_code == 1
+    assert all(settings.task.tokens == settings.sizes.tokens for settings in PRESETS.values())

@@ -1,0 +1,342 @@
+"""Decoding: a cache gives what attention over its live keys gives, however it lies in memory."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask, masks, testing
+from sparseflash.backends.cached import rows_of
+from sparseflash.backends.triton.decode import api
+from sparseflash.decode import attention_with_cache, choose_pages
+from strategies import SEEDS
+from waiting import NoWaiting, waiting_raises
+
+BACKENDS = ("triton", "reference")
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of sequences in a cache with room for `room` tokens, and which keys their last queries see."""
+
+    lengths: tuple
+    heads: tuple  # query heads, key heads
+    q_len: int
+    room: int
+    starts: tuple | None
+    window: tuple | None  # window, sinks
+    chosen: int  # pages, 0 for all
+    page: int
+    paged: bool
+    mask: str | None
+    splits: int | None
+    dtype: torch.dtype
+    v_dim: int
+    seed: int
+
+    def pages(self):
+        shape = (len(self.lengths), self.heads[1], self.chosen)
+        return torch.randint(-1, -(-self.room // self.page) + 1, shape, generator=generator(self.seed + 1))
+
+    def block_mask(self):
+        room = self.room + 7  # masks may be of more tokens than there is room for
+        causal = masks.causal(room, block=(16, 32))
+        if self.mask == "one":
+            return masks.local(room, window=30, causal=True, block=(32, 64))
+        drawn = [torch.rand(room, room, generator=generator(self.seed + n)) < 0.3 for n in range(3)]
+        others = [causal & BlockMask.from_dense(live, block=(16, 32)) for live in drawn]
+        heads = self.heads[1] if self.mask == "of key heads" else self.heads[0]
+        return masks.per_head([causal, *others, *others][:heads])
+
+    def options(self):
+        """The keyword arguments that say what is live."""
+        found = {}
+        if self.starts is not None:
+            found["starts"] = torch.tensor(self.starts)
+        if self.window is not None:
+            found["window"], found["sinks"] = self.window
+        if self.mask is not None:
+            found["mask"] = self.block_mask()
+        elif self.chosen:
+            found["pages"] = self.pages()
+        if self.chosen and self.mask is None and not self.paged:
+            found["page"] = self.page
+        return found
+
+    def live(self):
+        """By the docstring, one query at a time: bool `[B, Hq, Nq, room]`."""
+        q_heads, kv_heads = self.heads
+        live = torch.zeros(len(self.lengths), q_heads, self.q_len, self.room, dtype=torch.bool)
+        t = torch.arange(self.room)
+        pages = self.pages() if self.chosen and self.mask is None else None
+        dense = self.block_mask().to_dense()[0] if self.mask is not None else None
+        for b, n in enumerate(self.lengths):
+            start = 0 if self.starts is None else self.starts[b]
+            for h in range(q_heads):
+                for i in range(self.q_len):
+                    p = min(n, self.room) - self.q_len + i
+                    row = (t >= start) & (t <= p)
+                    if self.window is not None:
+                        row &= (t > p - self.window[0]) | (t < start + self.window[1])
+                    if pages is not None:
+                        row &= torch.isin(t // self.page, pages[b, h * kv_heads // q_heads])
+                    if dense is not None and p >= 0:
+                        row &= dense[h * len(dense) // q_heads, p, : self.room]
+                    live[b, h, i] = row
+        return live
+
+    def call(self, backend, q, k, v):
+        dead = ~self.live().any(2).any(1)[:, None, :, None] & (torch.arange(self.room) >= max(self.lengths))[:, None]
+        k, v = (x.masked_fill(dead, torch.nan) for x in (k, v))  # nobody has written it yet
+        table = None
+        if self.paged:
+            (k, v), table = self.in_pages(k, v)
+        return attention_with_cache(
+            q, k, v, torch.tensor(self.lengths), block_table=table, return_lse=True, splits=self.splits,
+            backend=backend, **self.options(),
+        )  # fmt: skip
+
+    def in_pages(self, *caches):
+        """The caches in shuffled pages, `[P, page, H, D]` in memory, among others that nobody reads."""
+        n = -(-self.room // self.page)
+        table = torch.randperm(len(self.lengths) * n + 3, generator=generator(self.seed))[: len(self.lengths) * n]
+        table = table.view(len(self.lengths), n).int()
+        made = []
+        for x in caches:
+            x = torch.nn.functional.pad(x, (0, 0, 0, n * self.page - self.room), value=torch.nan)
+            pool = torch.full((len(self.lengths) * n + 3, self.page, x.shape[1], x.shape[3]), torch.nan, dtype=x.dtype)
+            pool[table.long()] = x.unflatten(2, (n, self.page)).permute(0, 2, 3, 1, 4)
+            made.append(pool.transpose(1, 2))
+        return made, table
+
+
+@st.composite
+def cases(draw):
+    page, paged = draw(st.sampled_from([16, 32, 12])), draw(st.booleans())
+    room = draw(st.integers(1, 150))
+    if paged:
+        room = -(-room // page) * page
+    batch = draw(st.integers(1, 3))
+    lengths = tuple(draw(st.integers(0, room)) for _ in range(batch))
+    return Case(
+        lengths,
+        draw(st.sampled_from([(4, 2), (2, 2), (4, 1)])),
+        draw(st.sampled_from([1, 1, 3, 16])),
+        room,
+        draw(st.none() | st.just(tuple(n // 3 for n in lengths))),
+        draw(st.none() | st.tuples(st.integers(1, 80), st.integers(0, 20))),
+        draw(st.sampled_from([0, 0, 3])),
+        page,
+        paged,
+        draw(st.sampled_from([None, None, "one", "of key heads", "of query heads"])),
+        draw(st.sampled_from([None, 1, 3])),
+        draw(st.sampled_from([torch.float32, torch.float16])),
+        draw(st.sampled_from([16, 24])),
+        draw(SEEDS),
+    )
+
+
+PLAIN = Case((40, 7), (4, 2), 1, 64, None, None, 0, 16, False, None, None, torch.float32, 16, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(cases())
+@example(PLAIN)
+def test_few_queries_are_exact_over_the_live_keys_of_a_cache(backend, case):
+    (q_heads, kv_heads), batch = case.heads, len(case.lengths)
+    shapes = [(batch, q_heads, case.q_len, 16), (batch, kv_heads, case.room, 16)]
+    g = generator(case.seed)
+    q, k, v = (torch.randn(s, generator=g).to(case.dtype) for s in (*shapes, (*shapes[1][:3], case.v_dim)))
+    mask = BlockMask.from_dense(case.live(), block=16)
+    with torch.no_grad():
+        testing.assert_exact(lambda q, k, v: case.call(backend, q.detach(), k.detach(), v.detach()), q, k, v, mask)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"window": 30, "sinks": 3}])
+def test_pages_are_the_same_as_a_contiguous_cache(backend, options):
+    q = torch.randn(2, 4, 2, 16, generator=generator(0))
+    k, v = torch.randn(2, 2, 2, 128, 16, generator=generator(1))
+    (k_pages, v_pages), table = Case(**{**PLAIN.__dict__, "room": 128}).in_pages(k, v)
+    lengths = torch.tensor([128, 33])
+    contiguous = attention_with_cache(q, k, v, lengths, backend=backend, **options)
+    paged = attention_with_cache(q, k_pages, v_pages, lengths, block_table=table, backend=backend, **options)
+    assert torch.equal(contiguous, paged)
+
+
+def test_a_sequence_has_the_same_bits_alone_as_in_a_batch():
+    q = torch.randn(3, 4, 1, 16, generator=generator(0))
+    k, v = torch.randn(2, 3, 2, 2000, 16, generator=generator(1))
+    lengths = torch.tensor([2000, 1, 900])
+    together = attention_with_cache(q, k, v, lengths, backend="triton")
+    for b in range(3):
+        one = slice(b, b + 1)
+        assert torch.equal(attention_with_cache(q[one], k[one], v[one], lengths[one], backend="triton"), together[one])
+
+
+def test_keys_are_split_by_the_capacity_or_what_is_walked_of_it():
+    lengths = torch.tensor([1])
+    of = api.Cached(lengths)
+    assert [api.splits_of(of, n, 1) for n in (100, 1024, 2048, 1 << 20)] == [1, 2, 4, 64]
+    assert api.splits_of(api.Cached(lengths, window=1024, sinks=64), 1 << 20, 1) == 2
+    assert api.splits_of(api.Cached(lengths, page=64, pages=torch.zeros(1, 1, 32)), 1 << 20, 1) == 4
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_step_waits_for_nothing_and_starts_few_kernels(paged):
+    q = torch.randn(2, 4, 1, 16)
+    k, v = torch.randn(2, 2, 2, 64, 16)
+    table = None
+    if paged:
+        (k, v), table = PLAIN.in_pages(k, v)
+    lengths, pages = torch.tensor([40, 7]), torch.tensor([2, 0, 0]).expand(2, 2, 3)
+
+    def step():
+        attention_with_cache(q, k, v, lengths, block_table=table, window=20, sinks=2, backend="triton")
+        return attention_with_cache(
+            q, k, v, lengths, block_table=table, pages=pages, page=None if paged else 16, backend="triton"
+        )
+
+    step()
+    launches = []
+    with NoWaiting() as seen, pytest.MonkeyPatch.context() as patch:  # the interpreter copies what it works on
+        patch.setattr(api.Launch, "start", lambda self, programs, *given: launches.append(programs))
+        step()
+    assert len(launches) == 4 and seen.started <= 8
+
+
+def test_rows_of_a_mask_are_those_of_the_dense_one():
+    mask = masks.per_head([masks.causal(70, block=16), masks.local(70, window=9, block=32)])
+    positions = torch.tensor([[0, 69], [17, 33]])
+    dense = mask.to_dense()[0]
+    found = rows_of(mask, positions)[..., :70]
+    for b in range(2):
+        assert torch.equal(found[b], dense[:, positions[b]])
+
+
+@given(SEEDS, st.integers(1, 5), st.integers(1, 128))
+def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k, length):
+    g = generator(seed)
+    q, cache = torch.randn(1, 4, 1, 8, generator=g), torch.randn(1, 2, 128, 8, generator=g)
+    of_pages = cache.unflatten(2, (-1, 16))
+    low, high = of_pages.amin(3), of_pages.amax(3)
+    pages = choose_pages(q, low, high, torch.tensor([length]), k=k, page=16)
+    newest = (length - 1) // 16
+    for head in range(2):
+        bounds = torch.maximum(
+            q[0, 2 * head : 2 * head + 2] * low[0, head], q[0, 2 * head : 2 * head + 2] * high[0, head]
+        )
+        bounds = bounds.sum(-1).amax(0)[:newest].tolist()
+        want = [newest, *sorted(range(newest), key=lambda j: -bounds[j])][:k]
+        got = pages[0, head]
+        assert sorted(got[got >= 0].tolist()) == sorted(want)
+
+
+Q, K = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 64, 16)
+L, T = torch.tensor([3, 4]), torch.zeros(2, 4, dtype=torch.int32)
+P = torch.zeros(2, 2, 3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q": Q[0]}, ValueError, r"q must have shape \[batch, heads, tokens, head dim\]"),
+        ({"q": Q.half()}, TypeError, r"q, k_cache and v_cache must have one dtype; got torch\.float16"),
+        ({"q": Q.clone().requires_grad_()}, ValueError, r"must not require gradients: .* no backward"),
+        ({"k_cache": K.mT.contiguous().mT}, ValueError, r"k_cache must be contiguous in its last dimension"),
+        ({"lengths": [3, 4]}, TypeError, r"lengths must be an integer tensor; got list"),
+        ({"lengths": L.float()}, TypeError, r"lengths must be an integer tensor; got torch\.float32"),
+        ({"lengths": L[:1]}, ValueError, r"lengths must have shape \[2\]; got \[1\]"),
+        ({"lengths": L[None]}, ValueError, r"lengths must have 1 dimensions; got \[1, 2\]"),
+        ({"lengths": L.to("meta")}, ValueError, r"lengths must be on q's device cpu; got meta"),
+        ({"starts": L[:1]}, ValueError, r"starts must have shape \[2\]; got \[1\]"),
+        ({"block_table": T[:1]}, ValueError, r"block_table must have shape \[2, 4\]; got \[1, 4\]"),
+        ({"window": 0}, ValueError, r"window must be at least 1 key; got 0"),
+        ({"sinks": 4}, ValueError, r"sinks must be at least 0 and go with a window; got 4 and window None"),
+        ({"block_table": T, "page": 32}, ValueError, r"page must be that of the cache, 64 tokens; got 32"),
+        ({"pages": P}, ValueError, r"page must be given with pages of a contiguous cache.*; got None"),
+        ({"page": 16}, ValueError, r"page must be given with pages of a contiguous cache.*; got 16"),
+        ({"pages": P, "page": 0}, ValueError, r"page must be at least 1 token; got 0"),
+        ({"pages": P[:, :1], "page": 16}, ValueError, r"pages must have shape \[2, 2, 3\]; got \[2, 1, 3\]"),
+        ({"pages": P, "page": 16, "mask": masks.causal(64)}, ValueError, r"pages must not be given with a mask"),
+        ({"mask": K}, TypeError, r"mask must be a sparseflash BlockMask; got torch\.Tensor"),
+        ({"mask": masks.causal(63)}, ValueError, r"mask must be for at least as many tokens .*, 64; it is for 63"),
+        ({"mask": masks.causal(64).with_lengths([3, 4])}, ValueError, r"mask must have no lengths of its own"),
+        ({"mask": masks.per_head([masks.causal(64)] * 3)}, ValueError, r"and 1, 2 or 4 heads; it is for \[1, 3\]"),
+        ({"q": Q.expand(2, 4, 17, 16), "mask": masks.causal(64, block=16)}, ValueError, r"at most 16 tokens.*got 17"),
+        ({"splits": 0}, ValueError, r"splits must be at least 1; got 0"),
+        ({"backend": "blockwise"}, ValueError, r"backend must be one of 'triton', 'reference', or None; got 'block"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_and_why(arguments, error, message):
+    with pytest.raises(error, match=message):
+        attention_with_cache(**({"q": Q, "k_cache": K, "v_cache": K, "lengths": L} | arguments))
+
+
+def test_double_precision_is_for_the_reference():
+    with pytest.raises(TypeError, match=r"q must be fp16, bf16 or fp32 for the triton backend; got fp64"):
+        attention_with_cache(Q.double(), K.double(), K.double(), L, backend="triton")
+
+
+def test_bounds_of_pages_must_fit():
+    with pytest.raises(
+        ValueError, match=r"k_min and k_max must have shape \[2, Hkv, pages, 16\]; got \[2, 2, 64, 16\]"
+    ):
+        choose_pages(Q, K, K[..., :8], L, k=1, page=16)
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_the_gpu_is_exact(dtype, dim):
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(2, 16, 2, dim, generator=g, device="cuda").to(dtype)
+    k, v = (torch.randn(2, 2, 3000, dim, generator=g, device="cuda").to(dtype) for _ in range(2))
+    case = Case((3000, 1111), (16, 2), 2, 3000, None, (500, 7), 0, 16, False, None, None, dtype, dim, 0)
+    mask = BlockMask.from_dense(case.live(), block=16).to("cuda")
+    lengths = torch.tensor(case.lengths, device="cuda")
+
+    def decoded(q, k, v):
+        return attention_with_cache(q.detach(), k.detach(), v.detach(), lengths, return_lse=True, window=500, sinks=7)
+
+    testing.assert_exact(decoded, q, k, v, mask)
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_while_the_cache_grows():
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(2, 8, 1, 128, generator=g, device="cuda").half()
+    k, v = (torch.randn(2, 2, 4096, 128, generator=g, device="cuda").half() for _ in range(2))
+    (k_pages, v_pages) = (x.unflatten(2, (64, 64)).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v))
+    table = torch.arange(128, device="cuda", dtype=torch.int32).view(2, 64)
+    lengths, pages = torch.tensor([1, 5], device="cuda"), torch.zeros(2, 2, 8, dtype=torch.int32, device="cuda")
+
+    def step():
+        return (
+            attention_with_cache(q, k, v, lengths),
+            attention_with_cache(q, k_pages, v_pages, lengths, block_table=table, window=256, sinks=4),
+            attention_with_cache(q, k_pages, v_pages, lengths, block_table=table, pages=pages),
+        )
+
+    for _ in range(2):
+        step()
+    with waiting_raises():
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for grown in ((70, 64), (4096, 3000), (4096, 1)):
+        lengths.copy_(torch.tensor(grown))
+        pages.copy_(torch.randint(-1, 64, pages.shape, generator=generator(grown[1])))
+        graph.replay()
+        for got, want in zip(recorded, step(), strict=True):
+            assert torch.equal(got, want)

@@ -1,0 +1,124 @@
+"""Grouped heads that share a choice of blocks: the same as with a mask of chosen keys."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask, masks, testing
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.schedule.plan import plan_of
+from sparseflash.grouped import selected_attention
+from sparseflash.masks.block_index import mask_of_queries
+from strategies import SEEDS
+from waiting import NoWaiting, waiting_raises
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def live_of(index, group, span, k_len, causal):
+    """The docstring's rule, an entry at a time: bool `[B, Hq, Nq, Nk]`."""
+    batch, kv_heads, q_len, _ = index.shape
+    live = torch.zeros(batch, kv_heads, q_len, k_len, dtype=torch.bool)
+    for b, h, q, n in (index >= 0).nonzero().tolist():
+        start = int(index[b, h, q, n]) * span
+        live[b, h, q, start : start + span] = True
+    if causal:
+        live &= torch.arange(k_len) <= torch.arange(q_len)[:, None] + (k_len - q_len)
+    return live.repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+@given(
+    st.integers(1, 12), st.integers(1, 70), st.sampled_from([(1, 2, 2), (2, 1, 16), (1, 1, 17)]), st.integers(1, 4),
+    st.sampled_from([16, 32]), st.booleans(), st.sampled_from([torch.float32, torch.float16]), SEEDS,
+)  # fmt: skip
+@example(20, 20, (1, 1, 16), 3, 16, True, torch.float32, 0)
+def test_attention_over_the_lists_of_queries_is_exact_with_its_gradients(
+    backend, q_len, k_len, heads, choices, span, causal, dtype, seed
+):
+    (batch, kv_heads, group), g = heads, generator(seed)
+    index = torch.randint(-1, -(-k_len // span) + 1, (batch, kv_heads, q_len, choices), generator=g)
+    shapes = [(batch, kv_heads * group, q_len, 16), *[(batch, kv_heads, k_len, 16)] * 2]
+    q, k, v = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
+    mask = BlockMask.from_dense(live_of(index, group, span, k_len, causal), block=16)
+
+    def selected(q, k, v):
+        return selected_attention(q, k, v, index, span=span, causal=causal, return_lse=True, backend=backend)
+
+    testing.assert_exact(selected, q, k, v, mask)
+
+
+@given(st.integers(1, 70), st.integers(0, 30), st.sampled_from([16, 32]), st.booleans(), SEEDS)
+def test_the_mask_has_a_block_row_for_each_query(q_len, cache, span, causal, seed):
+    k_len = q_len + cache
+    index = torch.randint(-1, -(-k_len // span) + 1, (1, 2, q_len, 3), generator=generator(seed))
+    mask = mask_of_queries(index, 16, span, k_len, causal)
+    mask.validate()
+    assert torch.equal(mask.to_dense()[:, :, ::16], live_of(index, 1, span, k_len, causal))
+    assert torch.equal(mask.to_dense()[:, :, 15::16], mask.to_dense()[:, :, ::16])
+    same = masks.selected_keys(index, k_len=k_len, block=16, span=span, causal=causal)
+    assert torch.equal(same.to_dense(), mask.to_dense()[:, :, ::16])
+
+
+def test_choosing_and_planning_wait_for_nothing():
+    index = torch.randint(-1, 3, (1, 2, 40, 3), generator=generator(0))
+    mask_of_queries(index, 16, 16, 40, True)
+    with NoWaiting():
+        mask = mask_of_queries(index, 16, 16, 40, True)
+        plan = plan_of(Problem.of(mask, scale=1.0), (1, 2), 2, (640, 40))
+        plan.worklist(0, 16), plan.worklist(1, 16)
+
+
+Q, K = torch.zeros(2, 4, 10, 16), torch.zeros(2, 2, 10, 16)
+INDEX = torch.zeros(2, 10, 3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"index": INDEX.float()}, TypeError, r"index must be an integer tensor; got torch\.float32"),
+        ({"index": [[0]]}, TypeError, r"index must be an integer tensor; got list"),
+        (
+            {"index": INDEX[:, :9]},
+            ValueError,
+            r"index must have shape \[2, 10, K\] or \[2, 2, 10, K\]; got \[2, 9",
+        ),
+        ({"index": INDEX.expand(3, 2, 10, 3)}, ValueError, r"index must have shape .*; got \[3, 2, 10, 3\]"),
+        ({"index": INDEX.to("meta")}, ValueError, r"index must be on q's device cpu; got meta"),
+        ({"span": 48}, ValueError, r"span must be one of 16, 32, 64, 128, 256; got 48"),
+        ({"causal": 1}, TypeError, r"causal must be True or False; got 1"),
+        ({"q": torch.zeros(2, 514, 10, 16)}, ValueError, r"groups must be of at most 256 query heads; got 257"),
+    ],
+)
+def test_what_is_refused_and_why(arguments, error, message):
+    with pytest.raises(error, match=message):
+        selected_attention(**({"q": Q, "k": K, "v": K, "index": INDEX} | arguments))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_nsa_is_replayed_with_other_choices():
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(1, h, 1024, 64, generator=g, device="cuda").half().requires_grad_() for h in (32, 2, 2))
+    index = torch.randint(-1, 16, (1, 2, 1024, 4), generator=g, device="cuda", dtype=torch.int32)
+
+    def step():
+        out = selected_attention(q, k, v, index)
+        return out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+    for _ in range(2):
+        step()
+    with waiting_raises():
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for seed in range(3):
+        index.copy_(torch.randint(-1, 16, index.shape, generator=generator(seed)))
+        graph.replay()
+        for got, want in zip(recorded, step(), strict=True):
+            assert torch.equal(got, want)
+    mask = masks.selected_keys(index, k_len=1024, block=64, span=64, causal=True, group=16)
+    testing.assert_exact(lambda q, k, v: selected_attention(q, k, v, index, return_lse=True), q, k, v, mask)

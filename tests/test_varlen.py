@@ -1,0 +1,211 @@
+"""Packed sequences: each gets what attention gives it alone."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import sparseflash
+from sparseflash import BlockMask, attention_varlen, masks, testing
+from sparseflash.blockmask.ops.place import place
+from sparseflash.varlen import varlen_mask
+from strategies import SEEDS
+from waiting import waiting_raises
+
+
+def window_rule(q, k):
+    return (k <= q) & (q - k < 20)
+
+
+def two_heads(q_len, k_len=None):
+    return masks.per_head([masks.causal(q_len, k_len, block=16), masks.local(q_len, k_len, window=9, block=32)])
+
+
+def padded(q_len, k_len=None):
+    return masks.causal(q_len, k_len, block=16).with_lengths([max(1, q_len - 3)])
+
+
+PATTERNS = {
+    "everything": None,
+    "causal": partial(masks.causal, block=(16, 32)),
+    "window": partial(masks.local, window=20, causal=True, block=32),
+    "rule": window_rule,
+    "heads": two_heads,
+    "padded": padded,
+}
+
+
+def dense_of(pattern, q_len, k_len):
+    """Bool `[heads, Nq, Nk]` of one sequence."""
+    if pattern is None:
+        return torch.ones(1, q_len, k_len, dtype=torch.bool)
+    if pattern is window_rule:
+        q = torch.arange(q_len)[:, None] + max(0, k_len - q_len)
+        return window_rule(q, torch.arange(k_len) + max(0, q_len - k_len))[None]
+    return pattern(q_len, k_len).to_dense()[0]
+
+
+def block_diagonal(pattern, q_lengths, k_lengths):
+    heads = 2 if pattern is two_heads else 1
+    live = torch.zeros(heads, sum(q_lengths), sum(k_lengths), dtype=torch.bool)
+    q_start = k_start = 0
+    for q_len, k_len in zip(q_lengths, k_lengths):
+        if q_len and k_len:
+            live[:, q_start : q_start + q_len, k_start : k_start + k_len] = dense_of(pattern, q_len, k_len)
+        q_start, k_start = q_start + q_len, k_start + k_len
+    return live
+
+
+def sums(lengths):
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 70) | st.integers(1, 5), st.integers(0, 70)), min_size=1, max_size=7)
+SIZES = SIZES.filter(lambda sizes: any(q and k for q, k in sizes))
+
+SHORT = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4)
+SHORT = SHORT.filter(lambda sizes: any(q and k for q, k in sizes))
+
+
+@given(SIZES, st.booleans(), st.sampled_from(list(PATTERNS)))
+@example([(5, 5)] * 13, True, "causal")  # several sequences in a tile
+@example([(0, 3), (16, 16), (32, 16), (0, 0)], False, "heads")
+def test_the_mask_is_block_diagonal(sizes, equal, name):
+    q_lengths, k_lengths = ([size[0] for size in sizes] for _ in range(2))
+    if not equal:
+        k_lengths = [size[1] for size in sizes]
+    elif not any(q_lengths):
+        return
+    mask = varlen_mask(sums(q_lengths), sums(k_lengths), PATTERNS[name], block=16)
+    mask.validate()
+    want = block_diagonal(PATTERNS[name], q_lengths, k_lengths)
+    assert mask == BlockMask.from_dense(want, block=(mask.block_q, mask.block_k))
+
+
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=6).filter(any), st.booleans())
+def test_documents_are_the_same_made_directly(lengths, causal):
+    pattern = partial(masks.causal if causal else masks.dense, block=32)
+    assert varlen_mask(sums(lengths), pattern=pattern) == masks.documents(lengths, causal=causal, block=32)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+@given(SHORT, st.sampled_from(list(PATTERNS)), st.sampled_from([torch.float32, torch.float16]), SEEDS)
+def test_each_sequence_is_exact_with_its_gradients(backend, sizes, name, dtype, seed):
+    q_lengths, k_lengths = [size[0] for size in sizes], [size[1] for size in sizes]
+    shapes = [(1, 2, sum(q_lengths), 16), (1, 1, sum(k_lengths), 16), (1, 1, sum(k_lengths), 16)]
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
+
+    def packed(q, k, v):
+        out, lse = attention_varlen(
+            *(x[0].transpose(0, 1) for x in (q, k, v)), sums(q_lengths), sums(k_lengths), PATTERNS[name], block=16,
+            return_lse=True, backend=backend,
+        )  # fmt: skip
+        return out.transpose(0, 1)[None], lse[None]
+
+    mask = BlockMask.from_dense(block_diagonal(PATTERNS[name], q_lengths, k_lengths), block=16)
+    testing.assert_exact(packed, q, k, v, mask)
+
+
+def test_a_mask_is_made_once_for_its_lengths_and_pattern():
+    made = []
+
+    def pattern(length):
+        made.append(length)
+        return masks.causal(length)
+
+    first = varlen_mask([0, 5, 15, 20], pattern=pattern)
+    assert made == [5, 10]  # once for a length
+    assert varlen_mask(torch.tensor([0, 5, 15, 20]), pattern=pattern) is first and made == [5, 10]
+    sparseflash.clear_caches()
+    assert varlen_mask([0, 5, 15, 20], pattern=pattern) == first and made == [5, 10, 5, 10]
+
+
+def test_long_sequences_take_memory_by_their_tiles():
+    lengths = [100_003] * 10
+    mask = varlen_mask(sums(lengths), pattern=partial(masks.local, window=256, causal=True))
+    assert mask.q_len == 1_000_030 and mask.nbytes < 8 << 20
+
+
+@pytest.mark.parametrize("headwise", [False, True], ids=["tokens first", "heads first"])
+def test_nested_tensors_go_in_and_come_out(headwise):
+    g = torch.Generator().manual_seed(0)
+    lengths = [5, 1, 17]
+    q, k, v = ([torch.randn(n, heads, 16, generator=g) for n in lengths] for heads in (4, 2, 2))
+    nested = [torch.nested.nested_tensor(x, layout=torch.jagged, requires_grad=True) for x in (q, k, v)]
+    given_tensors = [x.transpose(1, 2) for x in nested] if headwise else nested
+    out, lse = attention_varlen(*given_tensors, pattern=masks.causal, return_lse=True)
+    assert out.is_nested and out.shape == given_tensors[0].shape
+    packed = [torch.cat(x).requires_grad_() for x in (q, k, v)]
+    want, want_lse = attention_varlen(*packed, sums(lengths), pattern=masks.causal, return_lse=True)
+    if headwise:
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    assert torch.equal(out.values(), want) and torch.equal(lse.values(), want_lse.transpose(0, 1))
+    gradients = torch.autograd.grad(out.values().square().sum(), nested)
+    for got, wanted in zip(gradients, torch.autograd.grad(want.square().sum(), packed), strict=True):
+        assert torch.equal(got.values(), wanted)
+
+
+def test_parts_must_have_heads_that_fit():
+    causal = masks.causal(8, block=16)
+    with pytest.raises(ValueError, match="of one batch element and of 1 or 3 heads; got one of 1 batch elements and 2"):
+        place([(masks.per_head([causal] * 3), 0, 0), (masks.per_head([causal] * 2), 8, 8)], 16, 16)
+    with pytest.raises(ValueError, match="got one of 2 batch elements and 1 heads"):
+        place([(masks.per_batch([causal] * 2), 0, 0)], 8, 8)
+
+
+X = torch.zeros(10, 2, 16)
+N = torch.nested.nested_tensor([X, X], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "arguments", "error", "message"),
+    [
+        ((X[None], X, X), {}, ValueError, r"q must be a tensor of packed tokens, .*; got \[1, 10, 2, 16\]"),
+        ((X, None, X), {}, ValueError, r"k must be a tensor of packed tokens, .*; got NoneType"),
+        ((X, X, X), {"cu_seqlens_q": None}, TypeError, r"cu_seqlens_q must be given unless .* nested .*; got None"),
+        ((X, X, X), {"cu_seqlens_q": [0, 9]}, ValueError, r"cu_seqlens_q must end with .* of q, 10; got 9"),
+        ((X, X[:8], X[:8]), {}, ValueError, r"cu_seqlens_k must end with .* of k, 8; got 10"),
+        ((X, X, X), {"cu_seqlens_q": [1, 10]}, ValueError, r"cu_seqlens_q must be running sums .*; got \[1, 10\]"),
+        ((X, X, X), {"cu_seqlens_q": [0, 10, 5]}, ValueError, r"do not decrease; got \[0, 10, 5\]"),
+        ((X, X, X), {"cu_seqlens_q": [0] * 9 + [-1]}, ValueError, r"got \[0, 0, 0, 0, 0, 0, 0, 0, \.\.\.\]"),
+        ((X, X, X), {"cu_seqlens_q": [0.0, 10.0]}, TypeError, r"cu_seqlens_q must be a list of integers"),
+        ((X, X, X), {"cu_seqlens_k": [0, 5, 10]}, ValueError, r"as many sequences as cu_seqlens_q, 1; got 2"),
+        ((X, X, X), {"pattern": masks.causal(10)}, TypeError, r"pattern must be a function .*; got BlockMask"),
+        ((X, X, X), {"pattern": lambda n: None}, TypeError, r"mask must be a sparseflash BlockMask; got NoneType"),
+        ((X, X, X), {"pattern": lambda n: masks.causal(9)}, ValueError, r"must return .* 10 queries .*; it .* 9 and 9"),
+        ((X, X, X), {"cu_seqlens_k": [0, 0]}, ValueError, r"at least one sequence with a query and a key; got none"),
+        ((N, N, N), {}, TypeError, r"cu_seqlens must not be given with nested tensors, .*; got both"),
+        ((N, N, X), {"cu_seqlens_q": None}, TypeError, r"v must be a nested tensor .*; got torch\.strided of 3 dim"),
+        (
+            (N, N, torch.nested.nested_tensor([X[:9], X], layout=torch.jagged)),
+            {"cu_seqlens_q": None},
+            ValueError,
+            r"k and v must have sequences of the same lengths",
+        ),
+    ],
+)
+def test_what_is_refused_and_why(tensors, arguments, error, message):
+    with pytest.raises(error, match=message):
+        attention_varlen(*tensors, **({"cu_seqlens_q": [0, 10]} | arguments))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_only_the_first_layer_waits_for_the_lengths():
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(3000, h, 64, generator=g, device="cuda").half().requires_grad_() for h in (8, 2, 2))
+    cu_seqlens = torch.tensor([0, 700, 701, 1999, 3000], device="cuda", dtype=torch.int32)
+    first = attention_varlen(q, k, v, cu_seqlens, pattern=masks.causal)
+    torch.autograd.grad(first.float().sum(), (q, k, v))
+    with waiting_raises():
+        out = attention_varlen(q, k, v, cu_seqlens, pattern=masks.causal)
+        gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
+    assert torch.equal(out, first)
+    own = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
+    want = attention_varlen(*own, cu_seqlens.cpu(), pattern=masks.causal, backend="reference")
+    wanted = torch.autograd.grad(want.sum(), own)
+    torch.testing.assert_close(out.cpu().double(), want, rtol=2e-3, atol=2e-3)
+    for got, expected in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-2, atol=1e-2)
