@@ -15,7 +15,7 @@ from sparseflash.explain import explain as explain
 
 __version__ = "0.1.0"
 __all__ = ["BlockMask", "attention", "clear_caches", "explain"]
-_MODULES = ("analysis", "draw", "huggingface", "interop", "masks", "testing")  # imported on first access
+_MODULES = ("analysis", "draw", "huggingface", "interop", "masks", "scores", "testing")  # imported on first access
 
 if not TYPE_CHECKING:
 
