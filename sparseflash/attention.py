@@ -149,8 +149,8 @@ def attention(
         q, scale, place = -q, -scale, None
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped, kernels=KERNELS[backend])
     if changes is not None and changes.changes:
-        raise NotImplementedError("the triton backend does not change scores yet; use backend='blockwise'.")
-    if place is not None and q.numel() and k.numel():
+        out, lse = api.scored_attention(q, k, v, problem, changes)
+    elif place is not None and q.numel() and k.numel():
         api.check(q, k, v)
         call = place[0].put(place[1], api.Call(q, k, v, problem))
         out, lse = call_cache.run(call, q, k, v, mask)

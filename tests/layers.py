@@ -44,7 +44,12 @@ MAY_IMPORT = {
         "sparseflash/dropout.py",
         "sparseflash/validation.py",
     ),
-    "sparseflash/huggingface.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/interop"),
+    "sparseflash/huggingface.py": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/interop",
+        "sparseflash/scores",
+    ),
     "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py"),
     "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw"),
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
@@ -92,6 +97,7 @@ MAY_IMPORT = {
     f"{_TRITON}/portable": (
         "sparseflash/blockmask/cache.py",
         "sparseflash/dropout.py",
+        "sparseflash/scores",
         f"{_BACKENDS}/registration.py",
         f"{_TRITON}/alignment.py",
         f"{_TRITON}/configs.py",

@@ -244,18 +244,18 @@ def config_for(
     return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
 
 
-def roomier(config: Config, *, lengths: bool, dropout: bool) -> Config:
+def roomier(config: Config, *, lengths: bool, dropout: bool, changes: bool = False) -> Config:
     """The same with a higher register limit, if there is one, for kernels that do more than it was tuned for.
 
     >>> print(roomier(Config(64, 64, 4, 2, 128), lengths=True, dropout=False))
     64x64x4x2x168
 
     If the mask has lengths, dq with 128 registers spills in its loop, and ptxas serialises its matrix instructions;
-    with dropout, dk_dv with 168 spills 512 bytes or more.
+    with dropout, dk_dv with 168 spills 512 bytes or more. With changed scores both happen.
     """
-    if config.registers == 128 and (lengths or dropout):
+    if config.registers == 128 and (lengths or dropout or changes):
         return config._replace(registers=168)
-    return config._replace(registers=0) if dropout else config
+    return config._replace(registers=0) if dropout or changes else config
 
 
 def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:

@@ -45,12 +45,15 @@ class Choice(NamedTuple):
 class Chooser:
     """Chooses for one kernel and tensors of one layout; the tiling also depends on the plan."""
 
-    def __init__(self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor]) -> None:
-        """dims: D and Dv. loaded: the tensors whose tiles the kernel loads; q, k and v first."""
+    def __init__(
+        self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor], *,
+        changes: bool = False,
+    ) -> None:  # fmt: skip
+        """dims: D and Dv. loaded: the tensors whose tiles the kernel loads; q, k and v first. changes: of scores."""
         q, v = loaded[0], loaded[2]
         self._overrides = overrides()
         self._kernel, self._capability = kernel, setting.capability
-        self._lengths, self._dropout = setting.lengths, setting.dropout
+        self._lengths, self._dropout, self._changes = setting.lengths, setting.dropout, changes
         self._pieces = q.ndim == 5
         self._arithmetic = arithmetic_of(torch.float32 if self._pieces else q.dtype, setting.tf32)
         if self._pieces:
@@ -114,7 +117,9 @@ class Chooser:
         if not why and not (few_registers or from_shared):
             why = "tiles that are multiplied from registers need not come through shared memory"
         descriptors = not why
-        config = roomier(self._config(block, descriptors), lengths=self._lengths, dropout=self._dropout)
+        config = roomier(
+            self._config(block, descriptors), lengths=self._lengths, dropout=self._dropout, changes=self._changes
+        )
         # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
         return Choice(
