@@ -198,6 +198,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/exactness": (),
+    f"{_BENCHMARKS}/scores": (f"{_BENCHMARKS}/timing.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,
 }

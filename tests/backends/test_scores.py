@@ -9,6 +9,8 @@ from cutting import chunks_of
 from exactness import loads
 from scored import KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores
+from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.hopper.support import refuses
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
@@ -98,10 +100,23 @@ def test_sums_of_groups_are_those_of_their_rows(each):
     torch.testing.assert_close(sums_of_groups(values, group, 3, each), expected)
 
 
-def test_the_kernels_refuse_functions_and_the_hopper_kernels_all_changes():
+def test_the_kernels_refuse_functions():
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=torch.float16) for _ in range(3))
     with pytest.raises(ValueError, match="scores must be of the closed family for the triton backend"):
         attention(q, k, v, scores=scores.function(lambda s, b, h, q, k: s), backend="triton")
+
+
+def test_the_operator_passes_pytorchs_own_checks():
+    q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
+    changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.sink(torch.randn(2, requires_grad=True))
+    problem = (None, None, None, None, None, None, 16, 16, 0.25, None, 0, "")
+    arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
+    torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)
+
+
+def test_the_hopper_kernels_say_that_they_change_no_scores():
+    request = Request((9, 0), torch.bfloat16, (64, 64), (128, 128), False, False, False, ("softcap", "sink"))
+    assert refuses(request) == "they change no scores; got softcap, sink"
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -98,14 +98,15 @@ class KernelLayout:
         self.kernel, self.numbers = kernel, numbers
         self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
         self.device = setting.plan.device
-        is_changed = changed is not None and changed.flags > 0
-        self._chooser = Chooser(kernel, setting, numbers.dims, list(tiles.values()), changes=is_changed)
+        self._chooser = Chooser(
+            kernel, setting, numbers.dims, list(tiles.values()), changes=() if changed is None else changed.kinds
+        )  # fmt: skip
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
         self._changed, self._more = changed, dict(more or {})
         # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
         self.unit, self.unit2 = numbers.scale, numbers.scale * LOG2E
-        if is_changed:
+        if changed is not None and changed.flags:
             self.unit, self.unit2 = 1.0, LOG2E
         self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; there are few tilings
 

@@ -37,6 +37,7 @@ class Changed:
             self.flags |= CAPPED.value if cap is not None else 0
             self.flags |= LOGARITHMIC.value if decay is not None and decay.is_log else 0
             self.flags |= 0 if keep or _INTERPRETED else HARDWARE_TANH.value
+        self.kinds = changes.kinds if self.flags else ()  # of what is done to every score
         self.numbers: dict[str, Any] = {}
         self.examples: dict[str, Tensor] = {}
         if cap is not None:
