@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -51,7 +50,6 @@ class Grid(Change):
         return Codes(self.table.flatten(1), buckets, codes[0] + count // 2, codes[1])
 
 
-@lru_cache(maxsize=16)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(2 * n - 1 for n in shape[axis + 1 :]) for axis in range(len(shape)))
 

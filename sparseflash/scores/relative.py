@@ -56,9 +56,12 @@ class Relative(Change):
 
     def prepared(self, sizes: Sizes) -> Codes:
         per_head(self.table, "table", sizes)
+        if torch.compiler.is_compiling():  # compiled code computes the arrays anew, without asking for their contents
+            return Codes(self.table, *self._codes(sizes))
         key = sizes.q_len, sizes.k_len, sizes.device
         if key not in self._made:
             made = self._codes(sizes)
+            self._check_range(made[0])
             self._made.clear()
             self._made[key] = made
         return Codes(self.table, *self._made[key])
@@ -68,19 +71,21 @@ class Relative(Change):
         # The code of query i, at position i + Nk - Nq, minus that of key j is i - j + Nk - 1.
         offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
         buckets = self.bucket(offsets)
-        most = self.table.shape[1]
         if not isinstance(buckets, Tensor) or buckets.shape != offsets.shape or buckets.is_floating_point():
             got = list(buckets.shape) if isinstance(buckets, Tensor) else type(buckets).__name__
             raise ValueError(
                 f"bucket must return one integer for each of the {len(offsets)} offsets that it gets; got {got}."
             )
+        q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
+        return buckets.to(torch.int32), q_codes, torch.arange(k_len, dtype=torch.int32, device=device)
+
+    def _check_range(self, buckets: Tensor) -> None:
+        most = self.table.shape[1]
         if len(buckets) and not 0 <= int(buckets.min()) <= int(buckets.max()) < most:
             raise ValueError(
                 f"bucket must return numbers from 0 to {most - 1}, the table's columns; "
                 f"got {int(buckets.min())} to {int(buckets.max())}."
             )
-        q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
-        return buckets.to(torch.int32), q_codes, torch.arange(k_len, dtype=torch.int32, device=device)
 
 
 def relative(table: Tensor, bucket: Bucket) -> Relative:

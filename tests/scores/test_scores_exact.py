@@ -131,17 +131,19 @@ def test_three_axes_are_told_apart():
     torch.testing.assert_close(lse, pairs.logsumexp(-1)[None])
 
 
-def test_changed_scores_compile_without_a_break():
-    q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
-    slopes = torch.rand(2, requires_grad=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_scores_compile_without_a_break(kind):
+    case = Scored(plain_problem(dtype=torch.float32, batch=1, heads=2, kv_heads=1), (kind,))
+    changes, learned = case.changes("cpu", torch.float32)
+    q, k, v, *_ = case.problem.tensors()
 
-    def run(q, k, v, slopes):
-        return attention(q, k, v, scores=scores.alibi(slopes) + scores.softcap(5.0)).square().sum()
+    def run(q, k, v, *learned):
+        return attention(q, k, v, scores=changes.with_tensors(learned)).square().sum()
 
-    eager = torch.autograd.grad(run(q, k, v, slopes), (q, k, v, slopes))
-    compiled = torch.autograd.grad(
-        torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v, slopes), (q, k, v, slopes)
-    )
+    eager = torch.autograd.grad(run(q, k, v, *learned), (q, k, v, *learned))
+    torch._dynamo.reset()
+    whole = torch.compile(run, backend="aot_eager", fullgraph=True)
+    compiled = torch.autograd.grad(whole(q, k, v, *learned), (q, k, v, *learned))
     for one, other in zip(eager, compiled, strict=True):
         torch.testing.assert_close(one, other)
 
