@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Gradients of a change's tensors, as zeros to add to; None where none is wanted.
 Learned = Sequence[Tensor | None]
+_LANES = 64
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -236,7 +237,14 @@ def add_at(zeros: Tensor | None, indices: Sequence[Tensor], values: Tensor) -> N
     shared = [axis for axis, n in enumerate((1,) * (values.ndim - flat.ndim) + tuple(flat.shape)) if n == 1]
     if shared:  # what goes to the same place is summed first, which is faster and more accurate
         values = values.sum(shared, keepdim=True)
-    zeros.view(-1).index_add_(0, flat.expand(values.shape).reshape(-1), values.reshape(-1).to(zeros.dtype))
+    flat, values = flat.expand(values.shape).reshape(-1), values.reshape(-1).to(zeros.dtype)
+    if zeros.numel() * _LANES > values.numel():
+        zeros.view(-1).index_add_(0, flat, values)
+        return
+    # One long sum loses digits, so few entries that get many values each are summed in lanes first.
+    lane = torch.arange(len(values), device=values.device) % _LANES
+    sums = values.new_zeros(_LANES * zeros.numel()).index_add_(0, flat + lane * zeros.numel(), values)
+    zeros += sums.view(_LANES, *zeros.shape).sum(0)
 
 
 def shared_or_own(x: Tensor, indices: Sequence[Tensor]) -> list[Tensor]:

@@ -44,14 +44,15 @@ class Grid(Change):
             else:
                 cells = self.cells.to(sizes.device)
             codes.append(_codes(cells, self.shape))
-        count = prod(2 * n - 1 for n in self.shape)
+        count = prod([2 * n - 1 for n in self.shape])
         # The difference of two codes is the place in the flattened table, up to that of the offset 0.
         buckets = torch.arange(count, dtype=torch.int32, device=sizes.device)
         return Codes(self.table.flatten(1), buckets, codes[0] + count // 2, codes[1])
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(2 * n - 1 for n in shape[axis + 1 :]) for axis in range(len(shape)))
+    # Lists, because torch.compile cannot trace generators here.
+    return tuple([prod([2 * n - 1 for n in shape[axis + 1 :]]) for axis in range(len(shape))])
 
 
 def _codes(cells: Tensor, shape: tuple[int, ...]) -> Tensor:
