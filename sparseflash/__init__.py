@@ -26,6 +26,7 @@ _MODULES = (
     "huggingface",
     "interop",
     "masks",
+    "scores",
     "testing",
     "varlen",
 )  # imported on first access

@@ -14,7 +14,8 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import call_cache
 from sparseflash.blockmask import BlockMask
 from sparseflash.remedies import refuse
-from sparseflash.validation import check_mask, check_tensors, checked_scale
+from sparseflash.scores.change import Change, Scores
+from sparseflash.validation import check_mask, check_tensors, checked_scale, prepared_scores
 
 BACKENDS = ("triton", "hopper", "blockwise", "reference")
 Backend = Literal["triton", "hopper", "blockwise", "reference"]
@@ -26,7 +27,7 @@ KERNELS = {None: "", "triton": "portable", "hopper": "hopper"}
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None,
     return_lse: Literal[False] = False, dropout_p: float = 0.0, seed: int | Tensor | None = None,
-    backend: Backend | None = None,
+    scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None,
     return_lse: Literal[True], dropout_p: float = 0.0, seed: int | Tensor | None = None,
-    backend: Backend | None = None,
+    scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def attention(
     return_lse: bool = False,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
+    scores: Scores | Change | None = None,
     backend: Backend | None = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -80,6 +82,8 @@ def attention(
             of a CUDA graph. The same seed drops the same weights in every backend and on every device
             (`dropout.keep_mask` returns them). None: drawn from PyTorch's generator of q's device, so that
             `torch.manual_seed` fixes it.
+        scores: changes of the scores before the softmax, such as `scores.alibi(slopes) + scores.softcap(50.0)` of
+            `sparseflash.scores`, which also says in which order they are applied. Tensors in them get gradients.
         backend: by default, for CUDA tensors, each pass runs on the fastest kernels that can serve it; `explain` says
             which and why. `"triton"` insists on the portable ones (fp16, bf16, fp32; D and Dv from 16 to 256), which
             give gradients the same bits whatever else is in the batch; `"hopper"` on those for compute capability 9.0
@@ -110,7 +114,7 @@ def attention(
         refuse(others)
     place = None
     kernels = KERNELS.get(backend)
-    if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
+    if kernels is not None and scores is None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
         if place is not None and (call := place[0].get(place[1])) is not None:
             out, lse = call_cache.run(call, q, k, v, mask)
@@ -123,22 +127,30 @@ def attention(
     if mask is not None:
         check_mask(mask, q, k)
     scale = checked_scale(scale, q.shape[-1])
+    changes = prepared_scores(scores, q, k)
     dropped = dropout.threshold(dropout_p)
     seeds = dropout.seed_tensor(seed, q.device) if dropped else None
     chosen, _ = chosen_backend(backend, q.device)
     if chosen == "reference":
-        out, lse = reference.attention(q, k, v, mask, scale, *((seeds, dropped) if dropped else ()))
+        out, lse = reference.attention(q, k, v, mask, scale, seeds, dropped, changes)
         return (out, lse) if return_lse else out
     if chosen == "blockwise":
         problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped)
-        out, lse = blockwise.attention(q, k, v, problem)
+        if changes is None:
+            out, lse = blockwise.attention(q, k, v, problem)
+        else:
+            out, lse = blockwise.scored_attention(q, k, v, problem, changes)
         return (out, lse) if return_lse else out
     from sparseflash.backends.triton import api  # imported late: the library must work without Triton
 
+    if changes is not None and (divided := changes.find("temperature")) is not None:
+        q, changes = divided.applied_to(q), changes.without("temperature")
     if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
         q, scale, place = -q, -scale, None
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped, kernels=KERNELS[backend])
-    if place is not None and q.numel() and k.numel():
+    if changes is not None and changes.changes:
+        out, lse = api.scored_attention(q, k, v, problem, changes)
+    elif place is not None and q.numel() and k.numel():
         api.check(q, k, v)
         call = place[0].put(place[1], api.Call(q, k, v, problem))
         out, lse = call_cache.run(call, q, k, v, mask)

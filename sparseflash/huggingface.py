@@ -23,6 +23,10 @@ from sparseflash.blockmask.ops.stack import stack_batch
 from sparseflash.decode import attention_with_cache
 from sparseflash.interop.sdpa import from_sdpa
 from sparseflash.interop.transformers_rules import causal_window, fingerprint, first_tokens
+from sparseflash.scores.bias import bias
+from sparseflash.scores.change import Scores
+from sparseflash.scores.sink import sink
+from sparseflash.scores.softcap import softcap as softcap_of_scores
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
 Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as in FlexAttention's mask_mod
@@ -30,10 +34,8 @@ Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as in F
 _FEW = 16  # new tokens that are decoded, without a mask for them
 _KEPT = 64  # the most masks without padding that are kept, one per lengths and pattern
 _masks: dict[Hashable, Any] = {}  # kept for later forwards, together with the plans that kernels derive from them
-# Arguments of models that change results but cannot be expressed as a mask.
+# Arguments of models that change results but can be expressed neither as a mask nor as a change of scores.
 _UNKNOWN = {
-    "softcap": "a soft cap of the scores",
-    "position_bias": "a bias of the scores",
     "sinks": "a sink for each query",
     "indices": "keys that it chooses itself",
     "block_indices": "blocks that it chooses itself",
@@ -62,9 +64,9 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     the left.
 
     What a model masks itself stays masked: the future, tokens outside a sliding window or in another packed sequence,
-    and the padding of `attention_mask`. Grouped heads, dropout, attention sinks and caches work as with Transformers'
-    own implementations. Every layer gives the numbers of `"eager"` up to rounding, except that a query without any live
-    key gives 0.
+    and the padding of `attention_mask`. Grouped heads, dropout, attention sinks (gpt-oss), soft caps (Gemma 2), biases
+    (T5, Swin) and caches work as with Transformers' own implementations. Every layer gives the numbers of `"eager"` up
+    to rounding, except that a query without any live key gives 0.
 
     Args:
         pattern: a mask that restricts the live scores further. Its query i and key j are tokens i and j of a row of the
@@ -82,10 +84,10 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     `model._can_set_attn_implementation()` is False.
 
     Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
-    ImportError if Transformers is missing or too old. Models raise ValueError if a layer needs something that is not a
-    mask (a soft cap or a bias of the scores, an additive `attention_mask` with finite values, keys that it chooses
-    itself, a paged cache), TypeError or AttributeError if they compute with their masks themselves. `torch.compile`
-    works without `fullgraph`. Attention weights (`output_attentions`) are not available.
+    ImportError if Transformers is missing or too old. Models raise ValueError if a layer needs something that is
+    not a mask and no change of scores (keys that it chooses itself, a paged cache), TypeError or AttributeError if
+    they compute with their masks themselves. `torch.compile` works without `fullgraph`. Attention weights
+    (`output_attentions`) are not available.
     """
     attentions, rules = _interfaces()
     if not name.isidentifier() or "flash" in name:
@@ -356,25 +358,36 @@ class Attention:
         scaling: float | None = None,
         is_causal: bool | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        position_bias: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Attention `[B, N, H, D]` of query `[B, H, N, D]`, key and value `[B, Hkv, Nk, D]`.
 
-        s_aux: attention sinks, one score per head that takes part in the softmax but has no value.
+        s_aux: attention sinks, one score per head that takes part in the softmax but has no value. softcap: of the
+        scores. position_bias: `[1, H, N, Nk]`, added to them; so are the finite entries of a finished attention_mask.
         """
         for name, what in _UNKNOWN.items():
             if others.get(name) is not None:
-                raise ValueError(f"sparseflash supports masks only; {type(module).__name__} needs {what} ({name}).")
-        cached = self.decoding(module, query, key, value, attention_mask, dropout)
+                raise ValueError(
+                    f"sparseflash supports masks and changes of scores; {type(module).__name__} needs {what} ({name})."
+                )
+        added = _finite_part(attention_mask, key.shape[2])
+        if position_bias is not None:
+            added = position_bias if added is None else added + position_bias
+        cached = None
+        if softcap is None and added is None:
+            cached = self.decoding(module, query, key, value, attention_mask, dropout)
         if cached is not None:
             out, lse = attention_with_cache(query, key, value, **cached, scale=scaling, return_lse=True)
+            if s_aux is not None:
+                # The sink scales the output by exp(lse) / (exp(lse) + exp(sink)); without a live key lse is -inf, and
+                # that is 0.
+                out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1).to(lse.dtype))[..., None].to(out.dtype)
         else:
             mask = self.mask_for(module, query, key, attention_mask, is_causal)
-            out, lse = attention(query, key, value, mask, scale=scaling, dropout_p=dropout, return_lse=True)
-        if s_aux is not None:
-            # The sink scales the output by exp(lse) / (exp(lse) + exp(sink)); without a live key lse is -inf, and that
-            # is 0.
-            out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1).to(lse.dtype))[..., None].to(out.dtype)
+            changes = _changes(softcap, added, s_aux)
+            out = attention(query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes)
         return out.transpose(1, 2).contiguous(), None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -420,7 +433,10 @@ class Attention:
                 "model with a two-dimensional attention_mask, or none, instead of a finished one."
             )
         if attention_mask is not None:
-            own = from_sdpa(_live(attention_mask[..., :k_len]), q_len=q_len, block=self.block)
+            live = _live(attention_mask[..., :k_len])
+            if pattern is None and bool(live.all()):
+                return None
+            own = from_sdpa(live, q_len=q_len, block=self.block)
             return own if pattern is None else own & cropped(pattern, (0, q_len), (0, k_len)).to(query.device)
         from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -442,7 +458,26 @@ def _live(attention_mask: Tensor) -> Tensor:
         raise TypeError(
             f"a four-dimensional attention_mask must be bool or floating point; got {attention_mask.dtype}."
         )
-    live = attention_mask == 0
-    if bool((~live & ~(attention_mask <= _DEAD)).any()):
-        raise ValueError(f"attention_mask must hold 0, or {_DEAD:g} or less for dead scores: a bias is not a mask.")
-    return live
+    return attention_mask.detach() > _DEAD
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _finite_part(attention_mask: ModelMask | Tensor | None, k_len: int) -> Tensor | None:
+    """What a finished mask adds to live scores; None if it adds nothing."""
+    if not isinstance(attention_mask, Tensor) or not attention_mask.is_floating_point():
+        return None
+    attention_mask = attention_mask[..., :k_len]
+    added = attention_mask.masked_fill(~_live(attention_mask), 0.0)
+    return added if added.requires_grad or bool((added != 0).any()) else None
+
+
+def _changes(cap: float | None, added: Tensor | None, sinks: Tensor | None) -> Scores | None:
+    """The changes of scores that a model asks for."""
+    changes = Scores(())
+    if cap is not None:
+        changes = changes + softcap_of_scores(cap)
+    if added is not None:
+        changes = changes + bias(added)
+    if sinks is not None:
+        changes = changes + sink(sinks.view(-1))
+    return changes if changes.changes else None

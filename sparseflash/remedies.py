@@ -10,13 +10,12 @@ _CAUSAL = (
     "the bottom right, so the last query sees the last key; PyTorch's is_causal is aligned at the top left, as is "
     "masks.causal(..., offset=0)"
 )
-_BIAS = "it is not supported: scores are scaled and masked, and nothing else is done to them"
 REMEDIES = {
-    "alibi_slopes": _BIAS,
-    "attn_bias": _BIAS,
+    "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
+    "attn_bias": "pass scores=scores.bias(attn_bias), and what it makes dead as a mask",
     "attn_mask": (
         "pass a mask, attention(q, k, v, interop.from_sdpa(attn_mask)), for an attn_mask of booleans, True where a "
-        "score is live; an additive mask is not supported"
+        "score is live; what is added to live scores goes into scores=scores.bias(...)"
     ),
     "block_mask": "pass a mask, attention(q, k, v, interop.from_flex(block_mask))",
     "causal": _CAUSAL,
@@ -27,8 +26,11 @@ REMEDIES = {
         "pass a mask, attention(q, k, v, mask.with_lengths(lengths)), or interop.from_sdpa(~padding[:, None, None, :], "
         "q_len=q.shape[2]) if only keys are padded"
     ),
-    "score_mod": _BIAS,
-    "softcap": _BIAS,
+    "score_mod": (
+        "pass scores=, such as scores.alibi(slopes), scores.bias(tensor) or scores.softcap(cap), or "
+        "scores.function(score_mod) for backends in PyTorch"
+    ),
+    "softcap": "pass scores=scores.softcap(softcap)",
     "softmax_scale": "it is called scale",
     "window_size": (
         "pass a mask, attention(q, k, v, masks.local(q.shape[2], k.shape[2], left=left, right=right)), with the length "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import described
+from sparseflash.scores.change import Scores, Sizes, scores_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -119,6 +120,16 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
         raise ValueError(
             f"mask must be on q's device {q.device}; it is on {mask.indices.device}. Move it once: mask.to(q.device)."
         )
+
+
+def prepared_scores(scores: object, q: Tensor, k: Tensor) -> Scores | None:
+    """The changes of scores as backends take them; None if there are none. Raises TypeError or ValueError if they do
+    not fit.
+    """
+    if scores is None:
+        return None
+    changes = scores_of(scores).prepared(Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device))
+    return changes if changes.changes else None
 
 
 def checked_scale(scale: float | Tensor | None, head_dim: int) -> float:

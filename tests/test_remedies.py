@@ -27,7 +27,7 @@ def inputs(q_len=20, k_len=20, heads=2):
         ("attn_mask", "interop.from_sdpa(attn_mask)"),
         ("block_mask", "interop.from_flex(block_mask)"),
         ("enable_gqa", "query heads are grouped whenever k and v have fewer heads"),
-        ("score_mod", "scores are scaled and masked, and nothing else"),
+        ("score_mod", "pass scores=, such as scores.alibi(slopes)"),
         ("softmax_scale", "it is called scale"),
         ("window_size", "masks.local(q.shape[2], k.shape[2], left=left, right=right)"),
         *((name, REMEDIES[name]) for name in REMEDIES),

@@ -8,7 +8,7 @@ Nk`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ from torch import Tensor
 from sparseflash import dropout
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.scored import ScoredOperator
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.cache import bounded, mask_cache, once
 from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.scores.change import Place, Scores
 
 _SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32, which nearly fits the cache; larger chunks were not faster
 
@@ -51,8 +53,8 @@ def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_as_given
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
     mask, scale, seed, dropped = _Mask(q, k, problem), problem.scale, problem.seed, problem.dropped
@@ -60,13 +62,22 @@ def _forward(
     out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, height, Dv]
     maximum, total = q_tiles.new_zeros(q_tiles.shape[:-1]), q_tiles.new_zeros(q_tiles.shape[:-1])
     for part in mask.parts():
-        scores, _, keys = mask.scores(part, q_tiles, k_tiles, scale)
+        scores, _, keys = mask.products(part, q_tiles, k_tiles, scale)
+        if changes is not None:
+            scores = changes.changed(scores, mask.place(part))
+        scores = mask.of_live(part, scores)
         highest = scores.amax(-1)  # [n, R, height]
+        empty = highest == -torch.inf
+        sink = mask.sink(part, changes)
+        if sink is not None:
+            highest = torch.maximum(highest, sink)
         # For a query without keys the maximum is -inf, and -inf - -inf is NaN; 0 gives exp(-inf) = 0.
-        highest = highest.masked_fill(highest == -torch.inf, 0.0)
+        highest = highest.masked_fill(empty, 0.0)
         weights = torch.exp(scores - highest.unsqueeze(-1))
         where = part.heads[:, None], part.rows[None, :]
         maximum[where], total[where] = highest, weights.sum(-1)
+        if sink is not None:
+            total[where] += torch.exp(sink - highest).masked_fill(empty, 0.0)
         if seed is not None:
             weights *= mask.kept(part, seed, dropped)
         out[where] = (weights @ mask.gather(v_tiles, keys, part.cols)) / _or_one(total[where]).unsqueeze(-1)
@@ -79,8 +90,9 @@ def _forward(
 @_as_given
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    problem: Problem,
+    problem: Problem, changes: Scores | None = None, learned: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """learned: zeros for each tensor of `changes`, to which its gradient is added; None for no gradient."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mask, scale, seed, dropped = _Mask(q, k, problem), problem.scale, problem.seed, problem.dropped
@@ -92,7 +104,12 @@ def _backward(
     dlse_tiles = mask.cut(dlse.unsqueeze(-1), mask.height).squeeze(-1)
     dq, dk, dv = torch.zeros_like(q_tiles), torch.zeros_like(k_tiles), torch.zeros_like(v_tiles)
     for part in mask.parts():
-        scores, queries, keys = mask.scores(part, q_tiles, k_tiles, scale)
+        scores, queries, keys = mask.products(part, q_tiles, k_tiles, scale)
+        steps: list[Tensor] = []
+        if changes is not None:
+            steps = changes.steps(scores, mask.place(part))
+            scores = steps[-1].clone()
+        scores = mask.of_live(part, scores)
         where = part.heads[:, None], part.rows[None, :]
         weights = torch.exp(scores - maximum[where].unsqueeze(-1))  # [n, R, height, c * block_k]
         weights /= _or_one(total[where]).unsqueeze(-1)
@@ -105,10 +122,15 @@ def _backward(
             passed = weights * kept_weights
         delta = (weights * dweights).sum(-1)
         # dlse is added last: if one key has all the weight, the other terms cancel exactly.
-        dscores = weights * (dweights - delta.unsqueeze(-1) + dlse_tiles[where].unsqueeze(-1)) * scale
+        dscores = weights * (dweights - delta.unsqueeze(-1) + dlse_tiles[where].unsqueeze(-1))
+        if changes is not None:
+            dscores = changes.gradient(dscores, steps, mask.place(part), learned)
+        dscores = dscores * scale
         dq[where] = dscores @ mask.gather(k_tiles, keys, part.cols)
         mask.scatter_add(dv, keys, part.cols, passed.transpose(-1, -2) @ dout_rows)
         mask.scatter_add(dk, keys, part.cols, dscores.transpose(-1, -2) @ queries)
+        if changes is not None:
+            mask.add_sinks(part, changes, learned, maximum[where], total[where], dlse_tiles[where] - delta)
     return (
         empty_gradient(q).copy_(mask.join(dq, q)),
         empty_gradient(k).copy_(mask.join(dk, k)),
@@ -122,6 +144,23 @@ def _empty_kept(q: Tensor) -> Tensor:
 
 
 attention = Operator("blockwise", _forward, _backward, _empty_kept)
+
+
+def _scored_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
+    changes: Scores, wanted: Sequence[bool], problem: Problem,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    """Gradients of tensors are summed in the precision in which everything is computed."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    learned = [
+        torch.zeros(x.shape, dtype=torch.promote_types(dtype, x.dtype), device=x.device) if wants else None
+        for x, wants in zip(changes.tensors(), wanted, strict=True)
+    ]
+    gradients = _backward(dout, dlse, q, k, v, out, lse, kept, problem, changes, learned)
+    return *gradients, learned
+
+
+scored_attention = ScoredOperator("blockwise", _forward, _scored_backward, _empty_kept)
 
 
 class _Mask:
@@ -162,13 +201,44 @@ class _Mask:
         batch, heads, length = like.shape[:3]
         return x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :length]
 
-    def scores(self, part: _Rows, q_tiles: Tensor, k_tiles: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The scores `[n, R, height, c * block_k]` with -inf for dead ones, the queries, and the key heads `[n]`."""
+    def products(self, part: _Rows, q_tiles: Tensor, k_tiles: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """All scores `[n, R, height, c * block_k]`, dead ones, too, the queries, and the key heads `[n]`."""
         keys = part.heads // self.heads * self.kv_heads + part.heads % self.heads // (self.heads // self.kv_heads)
         queries = q_tiles[part.heads[:, None], part.rows[None, :]]  # [n, R, height, D]
-        scores = (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale
+        return (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale, queries, keys
+
+    def of_live(self, part: _Rows, scores: Tensor) -> Tensor:
+        """The scores with -inf for dead ones, in place."""
         live = self.live(part)
-        return scores if live is None else scores.masked_fill_(~live, -torch.inf), queries, keys
+        return scores if live is None else scores.masked_fill_(~live, -torch.inf)
+
+    def place(self, part: _Rows) -> Place:
+        """Where the scores of these rows lie; those past the ends, which are dead, are placed at the ends."""
+        rows, device = len(part.rows), part.rows.device
+        q = part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)
+        k = part.cols[:, :, None] * self.block_k + torch.arange(self.block_k, device=device)
+        heads = part.heads.view(-1, 1, 1, 1)
+        return Place(
+            heads // self.heads, heads % self.heads, q.clamp(max=self.q_len - 1).unsqueeze(-1),
+            k.clamp(max=self.k_len - 1).view(rows, 1, -1), self.k_len - self.q_len,
+        )  # fmt: skip
+
+    def sink(self, part: _Rows, changes: Scores | None) -> Tensor | None:
+        """The logits of the heads' sinks, `[n, 1, 1]`."""
+        found = None if changes is None else changes.find("sink")
+        return None if found is None else found.logits[part.heads % self.heads].view(-1, 1, 1).to(self.dtype)
+
+    def add_sinks(
+        self, part: _Rows, changes: Scores, learned: Sequence[Tensor | None], maximum: Tensor, total: Tensor,
+        drow: Tensor,
+    ) -> None:  # fmt: skip
+        """Adds the gradients of the sinks; `drow`: of the score of a key without a value, divided by its weight."""
+        sink = self.sink(part, changes)
+        zeros = learned[-1] if sink is not None else None  # a sink is the last change and has one tensor
+        if sink is None or zeros is None:
+            return
+        weights = torch.exp(sink - maximum) / total.masked_fill(total == 0, torch.inf)
+        zeros.index_add_(0, part.heads % self.heads, (weights * drow).sum((1, 2)).to(zeros.dtype))
 
     def live(self, part: _Rows) -> Tensor | None:
         """The live scores, bool `[R, height, c * block_k]`, or None if every score of these rows is live."""

@@ -60,7 +60,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def schema() -> str:
+def schema(*, with_defaults: bool = True) -> str:
     """The part of an operator's schema that is a problem.
 
     >>> schema()  # doctest: +ELLIPSIS
@@ -68,6 +68,6 @@ def schema() -> str:
     """
     defaults = {name: '""' if value == "" else value for name, value in Problem._field_defaults.items()}
     return ", ".join(
-        f"{_TYPES.get(name, 'Tensor?')} {name}" + (f"={defaults[name]}" if name in defaults else "")
+        f"{_TYPES.get(name, 'Tensor?')} {name}" + (f"={defaults[name]}" if with_defaults and name in defaults else "")
         for name in Problem._fields
     )

@@ -11,36 +11,47 @@ from torch import Tensor
 
 from sparseflash import dropout
 from sparseflash.blockmask import BlockMask
+from sparseflash.scores.change import Place, Scores
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, seed: Tensor | None = None, dropped: int = 0
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, seed: Tensor | None = None,
+    dropped: int = 0, changes: Scores | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd. Shapes as in `sparseflash.attention`.
 
     A query without a live key has `out = 0` and `lse = -inf`, and passes on no gradient. `lse` is fp32 for inputs of
-    lower precision, as in the other backends.
+    lower precision, as in the other backends. changes: those of the scores, prepared for these sizes.
     """
     live = None if mask is None else mask.to_dense()
-    return attention_of_live(q, k, v, live, scale, seed, dropped)
+    return attention_of_live(q, k, v, live, scale, seed, dropped, changes)
 
 
 def attention_of_live(
-    q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, seed: Tensor | None = None, dropped: int = 0
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, seed: Tensor | None = None,
+    dropped: int = 0, changes: Scores | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, Hq, Nk, D]
     scores = (q @ k.transpose(-1, -2)) * scale  # [B, Hq, Nq, Nk]
+    if changes is not None:
+        scores = changes.changed(scores, Place.everywhere(scores.shape, scores.device))
     if live is not None:
         scores = scores.masked_fill(~live, -torch.inf)
     if k.shape[2] == 0:
         return scores @ v, q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))  # empty sums are 0
     highest = scores.detach().amax(-1, keepdim=True)
+    sink = None if changes is None else changes.find("sink")
+    if sink is not None:
+        logits = sink.logits.view(-1, 1, 1).to(scores.dtype)
+        highest = torch.where(highest == -torch.inf, highest, torch.maximum(highest, logits.detach()))
     # Without a live key the maximum is -inf, and -inf - -inf is NaN; any finite number gives exp(-inf) = 0 instead.
     weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))
     total = weights.sum(-1, keepdim=True)
-    empty = total == 0
+    empty = total == 0 if sink is None else highest == -torch.inf
+    if sink is not None:  # without a live key there is no softmax
+        total = total + torch.exp(logits - highest.masked_fill(empty, torch.inf))
     weights = weights / total.masked_fill(empty, 1.0)
     if seed is not None:
         keep = dropout.kept_everywhere(seed, dropped, *weights.shape)

@@ -23,7 +23,7 @@ from sparseflash.backends import flop_counter
 from sparseflash.backends.problem import Problem, schema
 
 # `torch.library.custom_op` would add 8 us per call: it checks at run time what opcheck checks in the tests.
-_LIBRARY = torch.library.Library("sparseflash", "DEF")
+LIBRARY = torch.library.Library("sparseflash", "DEF")
 
 # With cudagraph_unsafe torch.compile(mode="reduce-overhead") leaves the operator out of its CUDA graphs; a plan that
 # the first call makes and caches would otherwise be allocated in their memory. Old versions of PyTorch lack the tag.
@@ -100,9 +100,9 @@ class Operator:
         self.name, self.forward, self._empty_kept = name, forward, empty_kept
         self.direct_backward = backward
         inputs, problem = "Tensor q, Tensor k, Tensor v", schema()
-        self._packets = _define(
+        self._packets = define(
             name, f"({inputs}, {problem}) -> (Tensor, Tensor, Tensor)", self._guarded, self._fake_forward
-        ), _define(
+        ), define(
             f"{name}_backward",
             f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {problem}) "
             "-> (Tensor, Tensor, Tensor)",
@@ -110,14 +110,14 @@ class Operator:
         )  # fmt: skip
         self._forward_op, self._backward_op = (packet.default for packet in self._packets)
         torch.library.register_autograd(
-            f"sparseflash::{name}", self._differentiate, setup_context=_save, lib=_LIBRARY
+            f"sparseflash::{name}", self._differentiate, setup_context=_save, lib=LIBRARY
         )  # fmt: skip
         # Without this PyTorch would treat the gradients as constants, with no more than a warning.
-        torch.library.register_autograd(f"sparseflash::{name}_backward", self._refuse, lib=_LIBRARY)
+        torch.library.register_autograd(f"sparseflash::{name}_backward", refuse_second_gradients(name), lib=LIBRARY)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, differentiable."""
-        _refuse_transforms(self.name, q, k, v)
+        refuse_transforms(self.name, q, k, v)
         if nobody_watches(q, k, v):
             return call_directly(_Run(self, problem), q, k, v)
         self._let_count()
@@ -166,10 +166,16 @@ class Operator:
         dq, dk, dv = self.backward(dout, dlse, q, k, v, out, lse, kept, ctx.problem._replace(seed=seed))
         return dq, dk, dv, *(None,) * _PROBLEM
 
-    def _refuse(self, ctx: Any, *gradients: Any) -> NoReturn:
+
+def refuse_second_gradients(name: str) -> Callable[..., NoReturn]:
+    """A backward of a backend's backward, which says that there is none."""
+
+    def refuse(ctx: Any, *gradients: Any) -> NoReturn:
         raise NotImplementedError(
-            f"gradients of gradients are not implemented by the {self.name} backend; backend='reference' has them."
+            f"gradients of gradients are not implemented by the {name} backend; backend='reference' has them."
         )
+
+    return refuse
 
 
 class _Run:
@@ -224,7 +230,7 @@ def _refuse_unasked(name: str) -> None:
         raise _no_forward_mode(name)
 
 
-def _refuse_transforms(name: str, *tensors: Tensor) -> None:
+def refuse_transforms(name: str, *tensors: Tensor) -> None:
     """Raises for derivatives that PyTorch would silently treat as 0, or refuse with an obscure error."""
     if torch.compiler.is_compiling():
         return
@@ -263,11 +269,11 @@ def nobody_watches(*tensors: Tensor) -> bool:
     )
 
 
-def _define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Registers an operator and its fake implementation; returns its packet, with all overloads."""
-    _LIBRARY.define(name + schema, tags=_TAGS)
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sparseflash::{name}", fake, lib=_LIBRARY)
+    LIBRARY.define(name + schema, tags=_TAGS)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparseflash::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.sparseflash, name)
 
 

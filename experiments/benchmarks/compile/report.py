@@ -23,6 +23,7 @@ from sparseflash.backends.triton.launcher import BoundLaunch, is_direct_version
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
 from sparseflash.backends.triton.portable.passes import Backward, BackwardLayout, Forward, ForwardLayout
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.scores.change import Scores, Sizes
 
 TOKENS = 1024
 
@@ -42,6 +43,7 @@ class Report:
     dropout: bool
     split: bool  # for a mask whose rows and columns are cut into chunks
     gathered: bool  # tiles are gathered from the blocks of the mask
+    scores: str  # the kinds of changes of scores
     registers: int  # per thread
     spilled: int  # bytes that a thread writes to memory for lack of registers
     shared: int  # bytes of shared memory per program
@@ -63,6 +65,7 @@ def compile_all(
     dropout: bool = False,
     split: bool = False,
     gathered: bool = False,
+    changes: Scores | None = None,
     only: Kernel | None = None,
     config: Config | None = None,
 ) -> list[Report]:
@@ -72,6 +75,7 @@ def compile_all(
     `value_dim`: the head dim of the values, if it differs. `descriptors`: load tiles by tensor descriptors where
     possible. `split`: rows and columns are cut into chunks, which adds the kernels that merge them. `gathered`: the
     mask has small blocks, and each tile is gathered from as many as fit; otherwise the tiles are those of the mask.
+    `changes`: of the scores, for 2 heads and `TOKENS` tokens, whose tensors all get gradients.
     `only`: compile only this kernel. `config`: its configuration, instead of that of the table.
     """
     value_dim = value_dim or dim
@@ -81,10 +85,11 @@ def compile_all(
         "configs": {} if only is None or config is None else {only: config},
     }  # fmt: skip
     with override(**choices), compiling_for(arch, only) as compiled:
-        launch_all(arch, arithmetic, dim, value_dim, block, lengths=lengths, dropout=dropout)
+        launch_all(arch, arithmetic, dim, value_dim, block, lengths=lengths, dropout=dropout, changes=changes)
     asked = {
         "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim, "block": block,
         "lengths": lengths, "dropout": dropout, "split": split, "gathered": gathered,
+        "scores": "" if changes is None else "+".join(changes.kinds),
     }  # fmt: skip
     different = {(name, kernel.hash): (name, kernel) for name, kernel in compiled}
     return [_report(name, kernel, asked) for name, kernel in different.values()]
@@ -99,8 +104,9 @@ def _gathered(tilings: Sequence[Tiling]) -> Tiling:
 
 
 def launch_all(
-    arch: int, arithmetic: str, dim: int, value_dim: int, block: int, *, lengths: bool, dropout: bool
-) -> list[BoundLaunch]:
+    arch: int, arithmetic: str, dim: int, value_dim: int, block: int, *, lengths: bool, dropout: bool,
+    changes: Scores | None = None,
+) -> list[BoundLaunch]:  # fmt: skip
     """Launches a forward and a backward, with a gradient of lse, and returns their launches."""
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
     q, k, v, dout = (torch.empty(1, 2, TOKENS, d, dtype=dtype) for d in (dim, dim, value_dim, value_dim))
@@ -111,10 +117,19 @@ def launch_all(
     )  # fmt: skip
     setting = api.setting_of(q, k, problem, divmod(arch, 10))._replace(tf32=arithmetic == "tf32")
     numbers = problem.scale, problem.dropped
-    forward = Forward(ForwardLayout(setting, q, k, v, *numbers), setting.plan)
-    out, lse, kept = forward(q, k, v, problem.lengths, problem.seed)
-    backward = Backward(BackwardLayout(setting, q, k, v, out, dout, *numbers, dlse=True), setting.plan)
-    backward(dout, torch.empty_like(lse), q, k, v, out, lse, kept, problem.lengths, problem.seed)
+    wanted: list[bool] = []
+    if changes is not None:
+        changes = changes.prepared(Sizes(1, 2, TOKENS, TOKENS, q.device))
+        wanted = [x.is_floating_point() for x in changes.tensors()]
+    forward = Forward(ForwardLayout(setting, q, k, v, *numbers, changes), setting.plan)
+    out, lse, kept = forward(q, k, v, problem.lengths, problem.seed, changes)
+    layout = BackwardLayout(setting, q, k, v, out, dout, *numbers, dlse=True, changes=changes, wanted=wanted)
+    backward = Backward(layout, setting.plan)
+    arguments = dout, torch.empty_like(lse), q, k, v, out, lse, kept, problem.lengths, problem.seed
+    if changes is None:
+        backward(*arguments)
+    else:
+        backward.with_learned(*arguments, changes)
     return [*forward.launches(), *backward.launches()]
 
 

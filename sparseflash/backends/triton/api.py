@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
@@ -28,6 +29,7 @@ from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.passes import empty_kept, like
 from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.scores.change import Scores
 
 # Offsets inside a tile, of at most 256 tokens, must fit in 32 bits.
 _FAR = 2**31 // 256
@@ -56,6 +58,45 @@ def _backward(
 attention = Operator("triton", _forward, _backward, empty_kept)
 
 
+def _scored_forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    check(q, k, v)
+    _check_changes(changes)
+    if q.numel() == 0 or k.numel() == 0:
+        return _forward(q, k, v, problem)
+    run: Any = forward_pass(q, k, v, problem, changes)
+    out, lse, kept = run(q, k, v, problem.lengths, problem.seed, changes)
+    return out, lse, empty_kept(q) if kept is None else kept
+
+
+def _scored_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
+    changes: Scores, wanted: Sequence[bool], problem: Problem,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    if q.numel() == 0 or k.numel() == 0:
+        learned = [torch.zeros_like(x) if wants else None for x, wants in zip(changes.tensors(), wanted, strict=True)]
+        return *(empty_gradient(x).zero_() for x in (q, k, v)), learned  # type: ignore[return-value]
+    dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
+    run: Any = backward_pass(q, k, v, out, dout, problem, dlse=dlse is not None, changes=changes, wanted=wanted)
+    kept = aligned_start(kept.contiguous())
+    gradients, learned = run.with_learned(
+        dout, dlse, q, k, v, out, lse, kept, problem.lengths, problem.seed, changes
+    )  # fmt: skip
+    return *gradients, learned
+
+
+scored_attention = ScoredOperator("triton", _scored_forward, _scored_backward, empty_kept)
+
+
+def _check_changes(changes: Scores) -> None:
+    if changes.find("function") is not None:
+        raise ValueError(
+            "scores must be of the closed family for the triton backend, which compiles no functions; got "
+            "scores.function. Use backend='blockwise', or express it by scores.bias."
+        )
+
+
 def as_kernels_read(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -66,16 +107,19 @@ def as_kernels_read(
     return dout, dlse, aligned_start(out), aligned_start(lse.contiguous())
 
 
-def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> ForwardPass:
+def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> ForwardPass:
     """The forward for tensors of this layout, cached with the plan."""
-    setting, family = _decided(q, k, v, problem, backward=False)
-    key = ("forward", family.name, *_key(setting, problem, q, k, v))
+    setting, family = _decided(q, k, v, problem, changes, backward=False)
+    key = ("forward", family.name, *_key(setting, problem, q, k, v), *_key_of_changes(changes))
     made: ForwardPass | None = setting.plan.launches.get(key)
     if made is None:
         _refuse(setting.plan)
         forward, _ = family.passes()
-        made = forward(setting, (q.device, key), q, k, v, problem.scale, problem.dropped)
+        more = {} if changes is None else {"changes": changes}
+        made = forward(setting, (q.device, key), q, k, v, problem.scale, problem.dropped, **more)
         setting.plan.launches.put(key, made)
+        if changes is not None:
+            return made
         if q.requires_grad or k.requires_grad or v.requires_grad:  # the backward will follow soon
             out = empty_out(like(q), like(v))
             compile_side_by_side([*made.launches(), *backward_pass(q, k, v, out, out, problem, dlse=False).launches()])
@@ -83,23 +127,40 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> ForwardPa
 
 
 def backward_pass(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, problem: Problem, *, dlse: bool
-) -> BackwardPass:
-    """The backward for tensors of this layout, cached with the plan."""
-    setting, family = _decided(q, k, v, problem, backward=True)
-    key = ("backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout))
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, problem: Problem, *, dlse: bool,
+    changes: Scores | None = None, wanted: Sequence[bool] = (),
+) -> BackwardPass:  # fmt: skip
+    """The backward for tensors of this layout, cached with the plan. wanted: which tensors of the changes get a
+    gradient.
+    """
+    setting, family = _decided(q, k, v, problem, changes, backward=True)
+    key = (
+        "backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout), *_key_of_changes(changes), *wanted,
+    )  # fmt: skip
     made: BackwardPass | None = setting.plan.launches.get(key)
     if made is None:
         _refuse(setting.plan)
         _, backward = family.passes()
-        made = backward(setting, (q.device, key), q, k, v, out, dout, problem.scale, problem.dropped, dlse=dlse)
+        more: dict[str, Any] = {} if changes is None else {"changes": changes, "wanted": wanted}
+        made = backward(
+            setting, (q.device, key), q, k, v, out, dout, problem.scale, problem.dropped, dlse=dlse, **more
+        )  # fmt: skip
         setting.plan.launches.put(key, made)
     return made
 
 
-def _decided(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: bool) -> tuple[Setting, Family]:
+def _decided(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None, *, backward: bool
+) -> tuple[Setting, Family]:
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
-    return setting, decide(Request.of(setting, q, v, backward=backward), problem.kernels).family
+    return setting, decide(Request.of(setting, q, v, changes, backward=backward), problem.kernels).family
+
+
+def _key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
+    """Everything that launches depend on besides `_key`."""
+    if changes is None:
+        return ()
+    return changes.described(), *((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in changes.tensors())
 
 
 def choices(

@@ -244,18 +244,38 @@ def config_for(
     return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
 
 
-def roomier(config: Config, *, lengths: bool, dropout: bool) -> Config:
+def roomier(config: Config, *, lengths: bool, dropout: bool, changes: bool = False) -> Config:
     """The same with a higher register limit, if there is one, for kernels that do more than it was tuned for.
 
     >>> print(roomier(Config(64, 64, 4, 2, 128), lengths=True, dropout=False))
     64x64x4x2x168
 
     If the mask has lengths, dq with 128 registers spills in its loop, and ptxas serialises its matrix instructions;
-    with dropout, dk_dv with 168 spills 512 bytes or more.
+    with dropout, dk_dv with 168 spills 512 bytes or more. With changed scores both happen.
     """
-    if config.registers == 128 and (lengths or dropout):
+    if config.registers == 128 and (lengths or dropout or changes):
         return config._replace(registers=168)
-    return config._replace(registers=0) if dropout else config
+    return config._replace(registers=0) if dropout or changes else config
+
+
+def with_addresses(kernel: Kernel, config: Config, dim: int, *, table: bool, whole: bool) -> Config:
+    """The same for kernels in which every score reads a number of its own, of a bias or of a `table`.
+
+    >>> print(with_addresses("forward", Config(128, 64, 4, 2), 128, table=False, whole=False))
+    128x64x8x2
+    >>> print(with_addresses("forward", Config(128, 128, 8, 2), 64, table=True, whole=False))
+    128x64x8x2
+
+    The addresses of a tile need registers: with those of a table the forward spills 3,000 bytes at D = 64 and 5,000 at
+    D = 128, and none so (compiled for 9.0, not timed). whole: the streamed tokens of a step must not be cut.
+    """
+    if dim > 64:
+        config = config._replace(num_warps=max(config.num_warps, 8), registers=0)
+    if not table or whole:
+        return config
+    if kernel == "dk_dv":
+        return config._replace(block_m=max(min(config.block_m, 32), config.block_m // 2))
+    return config._replace(block_n=max(min(config.block_n, 32), config.block_n // 2))
 
 
 def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:

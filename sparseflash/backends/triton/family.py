@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.scores.change import Scores
 
 
 class Setting(NamedTuple):
@@ -36,15 +37,17 @@ class Request(NamedTuple):
     tokens: tuple[int, int]  # queries and keys of a head
     keys: float  # in the live tiles of a query, mean
     backward: bool
+    changes: tuple[str, ...] = ()  # the kinds of changes of scores
 
     @classmethod
-    def of(cls, setting: Setting, q: Tensor, v: Tensor, *, backward: bool) -> Request:
+    def of(cls, setting: Setting, q: Tensor, v: Tensor, changes: Scores | None = None, *, backward: bool) -> Request:
         """The request of one pass of a problem with this setting."""
         plan, (block_q, block_k) = setting.plan, setting.block
         tokens = plan.lists.tokens
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not plan.lists.lasting, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
+            () if changes is None else changes.kinds,
         )  # fmt: skip
 
 
@@ -71,7 +74,10 @@ class ForwardPass(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)`; `kept` is what the backward of the same family needs besides them."""
+        """`(out, lse, kept)`; `kept` is what the backward of the same family needs besides them.
+
+        A family that does not refuse changes of scores takes them as one more argument, `changes`.
+        """
 
     def launches(self) -> list[BoundLaunch]:
         """All kernel launches of a call."""
@@ -87,7 +93,11 @@ class BackwardPass(Protocol):
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`(dq, dk, dv)`."""
+        """`(dq, dk, dv)`.
+
+        A family that does not refuse changes of scores also has `with_learned`, which takes them as one more argument
+        and returns the gradients of their tensors beside these.
+        """
 
     def launches(self) -> list[BoundLaunch]:
         """All kernel launches of a call."""

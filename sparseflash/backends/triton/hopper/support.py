@@ -29,6 +29,8 @@ def refuses(request: Request) -> str | None:
         return f"they take head dims 64, 96 and 128, D = Dv; got D = {dim} and Dv = {v_dim}"
     if request.dropout:
         return "they know no dropout"
+    if request.changes:
+        return f"they change no scores; got {', '.join(request.changes)}"
     if request.dynamic:
         return "they take no masks that are made at every step, whose plans would cost more than they save"
     if is_interpreted():

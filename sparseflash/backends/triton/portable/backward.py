@@ -19,7 +19,19 @@ from sparseflash.backends.triton.portable.loads import (
     store_tokens,
     token_numbers,
 )
-from sparseflash.backends.triton.portable.softmax import add_exactly, recomputed_weights, score_gradients
+from sparseflash.backends.triton.portable.scores import (
+    CAPPED,
+    add_table_gradients,
+    changed_scores,
+    slope_gradients,
+    store_bias_gradients,
+)
+from sparseflash.backends.triton.portable.softmax import (
+    add_exactly,
+    exp2_rounded,
+    recomputed_weights,
+    score_gradients,
+)
 from sparseflash.backends.triton.portable.walk import (
     ITEM,
     cut_at_length,
@@ -41,16 +53,16 @@ def lse_gradients(pointers, inside, inverse, AXIS: tl.constexpr):
 
 @triton.jit
 def dk_dv_step(
-    dk, dv, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
-    first_q, q_len, first_k, words_ptr, tile, seed_ptr, dropped, amplification,
-    qk_scale, q_strides, dout_strides, row_stride,
+    dk, dv, dkey, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
+    first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification,
+    scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of one tile of queries to dk (without the scale) and dv. Scores are [keys, queries]
-    here.
+    """Adds the contribution of one tile of queries to dk (without the scale), dv, and the gradient of a bias of keys,
+    which stays 0.0 without `dkey_ptr`. Scores are [keys, queries] here.
     """
     rows = token_numbers(first_q, BLOCK_M)
     batch_head = batch * heads + head
@@ -65,6 +77,11 @@ def dk_dv_step(
     # In full fp32 scores and dp are summed in the same order as in dq_kernel, so that dp has the same rounding errors
     # as the delta that is subtracted from it.
     scores = products(k_tile, q_tile, PRECISION, True)
+    if CHANGES:
+        scores, factor = changed_scores(
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+            MASKED, True,
+        )  # fmt: skip
     inverse, dlse, live = None, None, None
     if KEEP:
         at = tl.cast(batch_head, tl.int64) * row_stride + rows
@@ -88,7 +105,11 @@ def dk_dv_step(
         if dlse_ptr is not None:
             dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
     ds = score_gradients(p, dp, delta_row[None, :], dlse)
-    return accumulate(ds, q_tile, dk, PRECISION), dv
+    if dkey_ptr is not None:
+        dkey += tl.sum(ds, 1)
+    if CAPPED & CHANGES:
+        ds = ds * factor
+    return accumulate(ds, q_tile, dk, PRECISION), dv, dkey
 
 
 @triton.jit
@@ -109,6 +130,7 @@ def write_gradients(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
+        "cap", "inverse_cap", "values_stride",
     ],
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -125,11 +147,16 @@ def dk_dv_kernel(
     heads,  # key heads
     group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    cap, inverse_cap,  # the arguments from here to bias_strides only if CHANGES: see scores.py
+    slopes_ptr,  # [Hq], or None
+    values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
+    key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    dkey_ptr,  # fp32 [W, group, BLOCK_N], written: the gradient of a bias of keys; or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward, but for a tile of queries
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS_TMA: tl.constexpr,
+    ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
@@ -147,6 +174,13 @@ def dk_dv_kernel(
     v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION)
     dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
+    changes = (
+        cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
+        key_bias_strides, bias_ptr, bias_strides,
+    )  # fmt: skip
+    dkey = 0.0
+    if dkey_ptr is not None:
+        dkey = tl.zeros([BLOCK_N], tl.float32)
     for member in range(0, group):
         list_ptr = item_ptr + member * ITEM
         start, full, count = tl.load(list_ptr + 1), tl.load(list_ptr + 2), tl.load(list_ptr + 3)
@@ -162,14 +196,17 @@ def dk_dv_kernel(
             inside, at_end, partial = cut_at_length(index_ptr, start, full, count, q_length, BLOCK_Q, BLOCK_M, GATHERED)
             full = inside + at_end
         head = kv_head * group + member
+        if dkey_ptr is not None:
+            dkey = tl.zeros([BLOCK_N], tl.float32)
         for i in range(0, full * SPLIT):
             first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
             next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
-            dk, dv = dk_dv_step(
-                dk, dv, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                batch, head, heads * group, first_q, q_len, first_k, words_ptr, 0, seed_ptr, dropped, amplification,
-                qk_scale, q_strides, dout_strides, row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M,
-                BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, False,
+            dk, dv, dkey = dk_dv_step(
+                dk, dv, dkey, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, seed_ptr, dropped,
+                amplification, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D, DV, PADDED_D,
+                PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA,
+                CHANGES, False,
             )  # fmt: skip
         if partial > 0:  # as in the forward
             next_block, next_tile = partial_block, partial_number
@@ -179,12 +216,16 @@ def dk_dv_kernel(
                 next_block, next_tile = partial_tile(
                     index_ptr, tile_ptr, 0, 0, first_partial, (i + 1) // SPLIT, BLOCK_M, GATHERED, False
                 )
-                dk, dv = dk_dv_step(
-                    dk, dv, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                    batch, head, heads * group, first_q, q_len, first_k, words_ptr, tile, seed_ptr, dropped,
-                    amplification, qk_scale, q_strides, dout_strides, row_stride, D, DV, PADDED_D, PADDED_DV, BLOCK_Q,
-                    BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, True,
+                dk, dv, dkey = dk_dv_step(
+                    dk, dv, dkey, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                    batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped,
+                    amplification, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D, DV,
+                    PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION,
+                    ROWS_TMA, CHANGES, True,
                 )  # fmt: skip
+        if dkey_ptr is not None:
+            place = tl.cast(tl.program_id(0), tl.int64) * group + member
+            tl.store(dkey_ptr + place * BLOCK_N + tl.arange(0, BLOCK_N), dkey)
 
     if parts_ptr is None:
         write_key_gradients(
@@ -223,13 +264,15 @@ def write_key_gradients(
 @triton.jit
 def row_step(
     q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
-    batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides, v_strides,
+    changes, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys in the backward over rows: `(keys, exponentials, weights, gradients of the weights)`."""
+    """One tile of keys in the backward over rows: `(keys, exponentials, weights, gradients of the weights, derivative
+    of the scores' cap)`.
+    """
     k_tile = load_tokens(
         k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
@@ -237,6 +280,12 @@ def row_step(
         v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
     scores = products(q_tile, k_tile, PRECISION)
+    factor = 1.0
+    if CHANGES:
+        scores, factor = changed_scores(
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+            MASKED, False,
+        )  # fmt: skip
     live, inverses = None, None
     if MASKED:
         live = live_in_row(
@@ -249,7 +298,24 @@ def row_step(
     if DROPOUT:
         keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
         dp = tl.where(keep, dp * amplification, 0.0)
-    return k_tile, exps, p, dp
+    return k_tile, exps, p, dp, factor
+
+
+@triton.jit
+def learned_step(
+    ds, factor, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q, first_k, q_len, k_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of a bias and a table by one tile; returns those of the products, without the scale."""
+    rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
+    if dbias_ptr is not None:
+        store_bias_gradients(ds, dbias_ptr, batch_head, rows, keys, q_len, k_len)
+    if dtable_ptr is not None:
+        own = dtable_ptr + tl.cast(tl.program_id(0), tl.int64) * table_size
+        add_table_gradients(ds, own, buckets_ptr, changes, rows, keys, q_len, k_len)
+    if CAPPED & CHANGES:
+        ds = ds * factor
+    return ds
 
 
 @triton.jit
@@ -257,6 +323,13 @@ def means_step(delta, weight, lost, exps, p, dp, guess):
     """Adds one tile of keys to the sums from which `write_means` computes delta."""
     weight, lost = add_exactly(weight, lost, tl.sum(exps, 1))
     return delta + tl.sum(p * (dp - guess[:, None]), 1), weight, lost
+
+
+@triton.jit
+def means_of_sink(delta, weight, guess, inverse, maximum, sink_ptr, head):
+    """`means_step` for the sink, a key whose weight has the gradient 0."""
+    exps = exp2_rounded((tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E)
+    return delta - exps * inverse * guess, weight + exps
 
 
 @triton.jit
@@ -272,6 +345,7 @@ def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, i
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "row_tiles", "row_stride",
+        "cap", "inverse_cap", "values_stride", "table_size",
     ],
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -288,11 +362,19 @@ def dq_kernel(
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
+    cap, inverse_cap,  # the arguments from here to bias_strides only if CHANGES: see scores.py
+    slopes_ptr,  # [Hq], or None
+    values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
+    key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    sink_ptr,  # [Hq], or None; read if DELTA
+    dslopes_ptr,  # fp32 [W, BLOCK_M], written: the gradient of the slope by each query; or None, as those below
+    dbias_ptr,  # [B, Hq, Nq, Nk] contiguous, written for live tiles
+    dtable_ptr, buckets_ptr, table_size,  # fp32 [W, R], to which is added, and int32 [C]: the bucket of each code
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    DELTA: tl.constexpr,
+    DELTA: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and lse2 and delta for dk_dv_kernel; if DELTA, only delta and the inverse sums.
 
@@ -359,20 +441,35 @@ def dq_kernel(
         tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
         tl.store(lse2_ptr + row + rows, lse2, mask=rows < q_len)
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
+    changes = (
+        cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
+        key_bias_strides, bias_ptr, bias_strides,
+    )  # fmt: skip
+    if dslopes_ptr is not None:
+        dslopes = tl.zeros([BLOCK_M], tl.float32)
 
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
-        k_tile, exps, p, dp = row_step(
+        k_tile, exps, p, dp, factor = row_step(
             q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, seed_ptr, dropped, amplification,
-            batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
-            D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA,
-            PRECISION, False,
+            batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
+            v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+            DROPOUT, KEEP, TMA, PRECISION, CHANGES, False,
         )  # fmt: skip
         if DELTA:
             delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)
         else:
-            dq = accumulate(score_gradients(p, dp, delta[:, None], dlse), k_tile, dq, PRECISION)
+            ds = score_gradients(p, dp, delta[:, None], dlse)
+            if dslopes_ptr is not None:
+                keys = token_numbers(first_k, BLOCK_N)
+                dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
+            if CHANGES:
+                ds = learned_step(
+                    ds, factor, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q, first_k,
+                    q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+                )  # fmt: skip
+            dq = accumulate(ds, k_tile, dq, PRECISION)
 
     if at_end + partial > 0:  # as in the forward
         next_block, next_tile = partial_block, partial_number
@@ -388,20 +485,34 @@ def dq_kernel(
                 index_ptr, tile_ptr, start + full, at_end, first_partial, (i + 1) // SPLIT, BLOCK_N, GATHERED,
                 HAS_LENGTHS,
             )  # fmt: skip
-            k_tile, exps, p, dp = row_step(
+            k_tile, exps, p, dp, factor = row_step(
                 q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
-                batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
-                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP,
-                TMA, PRECISION, True,
+                batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
+                v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
+                HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, True,
             )  # fmt: skip
             if DELTA:
                 delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)
             else:
-                dq = accumulate(score_gradients(p, dp, delta[:, None], dlse), k_tile, dq, PRECISION)
+                ds = score_gradients(p, dp, delta[:, None], dlse)
+                if dslopes_ptr is not None:
+                    keys = token_numbers(first_k, BLOCK_N)
+                    dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
+                if CHANGES:
+                    ds = learned_step(
+                        ds, factor, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q,
+                        first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+                    )  # fmt: skip
+                dq = accumulate(ds, k_tile, dq, PRECISION)
 
+    if dslopes_ptr is not None:
+        place = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M
+        tl.store(dslopes_ptr + place + tl.arange(0, BLOCK_M), dslopes)
     at = row + rows
     if parts_ptr is None:
         if DELTA:
+            if sink_ptr is not None:
+                delta, weight = means_of_sink(delta, weight, guess, inverse, lse2, sink_ptr, head)
             write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
         else:
             write_gradients(
@@ -419,6 +530,8 @@ def dq_kernel(
                 tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_D), dq)
         else:
             if DELTA:
+                if sink_ptr is not None:
+                    delta, weight = means_of_sink(delta, weight, guess, inverse, lse2, sink_ptr, head)
                 write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
             else:
                 write_gradients(

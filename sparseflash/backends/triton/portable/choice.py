@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from sparseflash.backends.triton.configs import (
     held_first,
     padded_dims,
     roomier,
+    with_addresses,
 )
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
@@ -45,12 +46,18 @@ class Choice(NamedTuple):
 class Chooser:
     """Chooses for one kernel and tensors of one layout; the tiling also depends on the plan."""
 
-    def __init__(self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor]) -> None:
-        """dims: D and Dv. loaded: the tensors whose tiles the kernel loads; q, k and v first."""
+    def __init__(
+        self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor], *,
+        changes: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """dims: D and Dv. loaded: the tensors whose tiles the kernel loads; q, k and v first. changes: the kinds of
+        changes of scores that the kernel makes.
+        """
         q, v = loaded[0], loaded[2]
         self._overrides = overrides()
         self._kernel, self._capability = kernel, setting.capability
         self._lengths, self._dropout = setting.lengths, setting.dropout
+        self._changes = changes
         self._pieces = q.ndim == 5
         self._arithmetic = arithmetic_of(torch.float32 if self._pieces else q.dtype, setting.tf32)
         if self._pieces:
@@ -114,7 +121,16 @@ class Chooser:
         if not why and not (few_registers or from_shared):
             why = "tiles that are multiplied from registers need not come through shared memory"
         descriptors = not why
-        config = roomier(self._config(block, descriptors), lengths=self._lengths, dropout=self._dropout)
+        config = roomier(
+            self._config(block, descriptors),
+            lengths=self._lengths,
+            dropout=self._dropout,
+            changes=len(self._changes) > 0,
+        )
+        table = "relative" in self._changes
+        if table or "bias" in self._changes:
+            whole = tiling.gathered > 0
+            config = with_addresses(self._kernel, config, max(self._padded), table=table, whole=whole)
         # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
         return Choice(

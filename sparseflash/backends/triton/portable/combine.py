@@ -7,7 +7,7 @@ there are no atomics, and the bits are the same at every run.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.backward import write_gradients, write_means
+from sparseflash.backends.triton.portable.backward import means_of_sink, write_gradients, write_means
 from sparseflash.backends.triton.portable.forward import write_rows
 from sparseflash.backends.triton.portable.loads import part_pointers
 from sparseflash.backends.triton.portable.softmax import decay
@@ -26,6 +26,7 @@ def combine_rows_kernel(
     out_ptr, lse_ptr, maximum_ptr, inverse_ptr,  # as in forward_kernel
     lengths_ptr, lengths_offset,  # int32 [2, B] or None, and the offset of the lengths of queries
     amplification, scale, qk_scale, heads, q_len, row_tiles, out_strides,
+    sink_ptr,  # [Hq], or None
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, DROPOUT: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +59,7 @@ def combine_rows_kernel(
         acc += acc_part * alpha
     write_rows(
         acc, m_i.reshape(TOKENS), l_i.reshape(TOKENS), out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch,
-        head, first_q, q_len, length, amplification, scale, out_strides, DV, PADDED_DV, TOKENS,
+        head, first_q, q_len, length, amplification, scale, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, TOKENS,
         lengths_ptr is not None, DROPOUT, KEEP,
     )  # fmt: skip
 
@@ -110,10 +111,11 @@ def combine_gradients_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["q_len", "row_tiles"])
+@triton.jit(do_not_specialize=["heads", "q_len", "row_tiles"])
 def combine_means_kernel(
     parts_ptr, merged_ptr,  # fp32 [parts, BLOCK_M * 3], as in dq_kernel; [cut, MERGED]
     inverse_ptr, delta_ptr, own_inverse_ptr,  # [B, Hq, Nq] contiguous; the last two are written
+    maximum_ptr, sink_ptr, heads,  # as in forward_kernel; the first two None without a sink
     q_len, row_tiles, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta and the inverse sums of BLOCK_M queries. All chunks of a row have the same guess."""
@@ -126,4 +128,7 @@ def combine_means_kernel(
     weight = sum_of_parts(parts_ptr, 0, first_part, parts, SIZE, BLOCK_M, BLOCK_M, 1).reshape(BLOCK_M)
     guess = tl.load(part_pointers(parts_ptr, first_part, SIZE, 2 * BLOCK_M, BLOCK_M, 1)).reshape(BLOCK_M)
     inverse = tl.load(inverse_ptr + at, mask=rows < q_len, other=0.0)
+    if sink_ptr is not None:
+        maximum = tl.load(maximum_ptr + at, mask=rows < q_len, other=0.0)
+        delta, weight = means_of_sink(delta, weight, guess, inverse, maximum, sink_ptr, item // row_tiles % heads)
     write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)

@@ -9,7 +9,13 @@ import triton.language as tl
 
 from sparseflash.backends.triton.portable.dropout import kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
-from sparseflash.backends.triton.portable.loads import live_in_row, load_tokens, part_pointers, store_tokens
+from sparseflash.backends.triton.portable.loads import (
+    live_in_row,
+    load_tokens,
+    part_pointers,
+    store_tokens,
+)
+from sparseflash.backends.triton.portable.scores import changed_scores, with_sink
 from sparseflash.backends.triton.portable.softmax import softmax_step
 from sparseflash.backends.triton.portable.walk import ITEM, listed_block, partial_tile, row_item, tokens_of_block
 
@@ -19,17 +25,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def forward_step(
     acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped,
-    batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides, v_strides,
+    changes, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running sums: `(acc, m_i, l_i)`."""
     k_tile = load_tokens(
         k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
     scores = products(q_tile, k_tile, PRECISION)
+    if CHANGES:
+        scores, _ = changed_scores(
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+            MASKED, False,
+        )  # fmt: skip
     live = None
     if MASKED:
         live = live_in_row(
@@ -49,7 +60,7 @@ def forward_step(
 @triton.jit
 def write_rows(
     acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len, q_length,
-    amplification, scale, out_strides,
+    amplification, scale, qk_scale, sink_ptr, out_strides,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -58,6 +69,9 @@ def write_rows(
     empty = l_i == 0.0
     if HAS_LENGTHS:
         empty = empty | (rows >= q_length)
+    if sink_ptr is not None:
+        m_i, alpha, l_i = with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP)
+        acc = acc * alpha[:, None]
     total = tl.where(empty, 1.0, l_i)
     if DROPOUT:
         acc = acc * amplification
@@ -89,6 +103,7 @@ def write_rows(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len",
         "row_tiles",
+        "cap", "inverse_cap", "values_stride",
     ],
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -105,12 +120,17 @@ def forward_kernel(
     one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
+    cap, inverse_cap,  # the arguments from here to bias_strides only if CHANGES: see scores.py
+    slopes_ptr,  # [Hq], or None
+    values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
+    key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    sink_ptr,  # [Hq], or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
     GATHERED: tl.constexpr,  # block size in tokens of a gathered tile of keys, or 0: see loads.py
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries."""
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
@@ -124,6 +144,13 @@ def forward_kernel(
     start, full, at_end, partial, first_partial = lists
     next_block, partial_block, partial_number = firsts
     q_length, k_length = live_tokens
+    changes = (
+        cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
+        key_bias_strides, bias_ptr, bias_strides,
+    )  # fmt: skip
+    unit = scale
+    if CHANGES:
+        unit = 1.0
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if Q_IN_REGISTERS:
@@ -141,9 +168,9 @@ def forward_kernel(
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
         acc, m_i, l_i = forward_step(
             acc, m_i, l_i, q_tile, k, v, words_ptr, 0, seed_ptr, dropped,
-            batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
-            D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA,
-            PRECISION, False,
+            batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
+            v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+            DROPOUT, KEEP, TMA, PRECISION, CHANGES, False,
         )  # fmt: skip
 
     if at_end + partial > 0:  # even an empty loop waits for the first loads of its pipeline
@@ -162,15 +189,16 @@ def forward_kernel(
             )  # fmt: skip
             acc, m_i, l_i = forward_step(
                 acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped,
-                batch_head, batch, kv_head, first_q, first_k, k_len, k_length, qk_scale, k_strides, v_strides,
-                D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP,
-                TMA, PRECISION, True,
+                batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
+                v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
+                HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, True,
             )  # fmt: skip
 
     if parts_ptr is None:
         write_rows(
             acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
-            q_length, amplification, scale, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS, DROPOUT, KEEP,
+            q_length, amplification, unit, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS,
+            DROPOUT, KEEP,
         )  # fmt: skip
     else:
         part = tl.load(item_ptr + 7)
@@ -183,5 +211,6 @@ def forward_kernel(
         else:
             write_rows(
                 acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
-                q_length, amplification, scale, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS, DROPOUT, KEEP,
+                q_length, amplification, unit, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS,
+                DROPOUT, KEEP,
             )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import amplification
+
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.portable.learned import Changed
 
 LOG2E = 1.4426950408889634
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
@@ -84,20 +87,27 @@ class KernelLayout:
     def __init__(
         self, kernel: Kernel, setting: Setting, numbers: Numbers, tiles: Mapping[str, Tensor],
         varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
-        means: bool = False,
+        means: bool = False, changed: Changed | None = None, more: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """The tensors are examples on the meta device, by the names of the kernel's arguments.
 
         tiles: those loaded by tiles; q, k and v first. varying: the others that each call passes. strides: those whose
         strides the kernel takes. row_stride: the stride between heads of per-query numbers. means: dq_kernel with
-        DELTA.
+        DELTA. changed: how scores are changed. more: further tensors and numbers, which only changed scores have.
         """
         self.kernel, self.numbers = kernel, numbers
         self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
         self.device = setting.plan.device
-        self._chooser = Chooser(kernel, setting, numbers.dims, list(tiles.values()))
+        self._chooser = Chooser(
+            kernel, setting, numbers.dims, list(tiles.values()), changes=() if changed is None else changed.kinds
+        )  # fmt: skip
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
+        self._changed, self._more = changed, dict(more or {})
+        # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
+        self.unit, self.unit2 = numbers.scale, numbers.scale * LOG2E
+        if changed is not None and changed.flags:
+            self.unit, self.unit2 = 1.0, LOG2E
         self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; there are few tilings
 
     def bind(self, plan: Plan) -> Bound:
@@ -129,6 +139,7 @@ class KernelLayout:
             "GATHERED": choice.tiling.gathered, "HAS_LENGTHS": self.lengths, "DROPOUT": self.dropout,
             "KEEP": choice.arithmetic != "half", "TMA": choice.descriptors,
             "PRECISION": precision_of(choice.arithmetic, self.capability, in_pieces=choice.pieces),
+            "CHANGES": 0 if self._changed is None else self._changed.flags,
         }  # fmt: skip
         constants |= {
             "forward": {"Q_IN_REGISTERS": config.q_in_registers},
@@ -138,7 +149,7 @@ class KernelLayout:
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
             "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
-            "scale": numbers.scale, "qk_scale": numbers.scale * LOG2E, "one": 1.0,
+            "scale": numbers.scale, "qk_scale": self.unit2, "one": 1.0,
             "heads": numbers.kv_heads if over_columns else numbers.heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
@@ -151,6 +162,11 @@ class KernelLayout:
             examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
         if self.dropout:
             examples["seed_ptr"] = SOME_SEED
+        if self._changed is not None:
+            numbers_by_name |= self._changed.numbers
+            examples |= self._changed.examples
+        for name, x in self._more.items():
+            (examples if isinstance(x, Tensor) else numbers_by_name)[name] = x
         return launch_of(
             FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=config.num_warps,

@@ -15,7 +15,6 @@ from sparseflash.backends.triton.portable.combine import (
     combine_rows_kernel,
 )
 from sparseflash.backends.triton.portable.launches import (
-    LOG2E,
     SOME_LENGTHS,
     SOME_PARTS,
     Bound,
@@ -48,8 +47,11 @@ class Combine:
         return torch.empty(self._shape, dtype=torch.float32, device=self._device)
 
 
-def combine_rows(of: Bound, layout: KernelLayout, written: Mapping[str, Tensor]) -> Combine | None:
-    """Merges into `written`: out and lse, in fp32 also the maximum and the inverse sum; then come lengths, if any.
+def combine_rows(
+    of: Bound, layout: KernelLayout, written: Mapping[str, Tensor], sink: Mapping[str, Tensor]
+) -> Combine | None:
+    """Merges into `written`: out and lse, in fp32 also the maximum and the inverse sum; then come lengths and the
+    sink, if any.
 
     None if no item is cut into chunks, as in the functions below.
     """
@@ -61,11 +63,11 @@ def combine_rows(of: Bound, layout: KernelLayout, written: Mapping[str, Tensor])
         "DROPOUT": layout.dropout, "KEEP": "maximum_ptr" in written,
     }  # fmt: skip
     by_name = {
-        "lengths_offset": 0, "amplification": amplification(numbers.dropped), "scale": numbers.scale,
-        "qk_scale": numbers.scale * LOG2E, "heads": numbers.heads, "q_len": numbers.q_len,
+        "lengths_offset": 0, "amplification": amplification(numbers.dropped), "scale": layout.unit,
+        "qk_scale": layout.unit2, "heads": numbers.heads, "q_len": numbers.q_len,
         "row_tiles": -(-numbers.q_len // of.tile), "out_strides": strides_of(written["out_ptr"]),
     }  # fmt: skip
-    examples = {**written, **({"lengths_ptr": SOME_LENGTHS} if layout.lengths else {})}
+    examples = {**written, **({"lengths_ptr": SOME_LENGTHS} if layout.lengths else {}), **sink}
     return Combine(of, layout, combine_rows_kernel, padded_v + 2, TOKENS_TO_COMBINE, constants, by_name, examples)
 
 
@@ -93,13 +95,16 @@ def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | No
     return Combine(of, layout, combine_gradients_kernel, size, TOKENS_TO_COMBINE, constants, by_name, examples)
 
 
-def combine_means(of: Bound, layout: KernelLayout, rows: Tensor) -> Combine | None:
+def combine_means(of: Bound, layout: KernelLayout, rows: Tensor, sink: Mapping[str, Tensor]) -> Combine | None:
     """Merges the results of dq_kernel with DELTA. Arguments: the forward's inverse sums, delta, the new inverse
-    sums.
+    sums; with a sink also the maxima and the sink.
     """
     if of.work.merged is None:
         return None
     numbers = layout.numbers
     by_name = {"q_len": numbers.q_len, "row_tiles": -(-numbers.q_len // of.tile)}
     examples = {"inverse_ptr": rows, "delta_ptr": rows, "own_inverse_ptr": rows}
+    if sink:
+        by_name["heads"] = numbers.heads
+        examples |= {"maximum_ptr": rows, **sink}
     return Combine(of, layout, combine_means_kernel, 3, of.tile, {"BLOCK_M": of.tile}, by_name, examples)

@@ -6,6 +6,7 @@ either the tensors are split into pieces first, or each tile is split as it is m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.portable.launches import Bound, KernelLayout, Numbers
+from sparseflash.backends.triton.portable.learned import Changed, Learned, Sums
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means, combine_rows
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.scores.change import Scores
 
 _layouts = BoundedDict(256)
 
@@ -29,10 +32,14 @@ _layouts = BoundedDict(256)
 class Layout:
     """What the forward and the backward have in common that depends on the layout of q, k and v."""
 
-    def __init__(self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int) -> None:
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, changes: Scores | None
+    ) -> None:
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
         self.numbers = Numbers(heads, kv_heads, q_len, k_len, (q.shape[-1], v.shape[-1]), scale, dropped)
         self.keep = q.dtype == torch.float32  # keep maxima and inverse sums of rows for the backward
+        self.changed = None if changes is None else Changed(changes, self.numbers, q.dtype)
+        self.sink = {} if self.changed is None else self.changed.sink
         self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
         self._padded = padded_dims(*self.numbers.dims, setting.capability, itemsize=2)
         self.out, self.lse = empty_out(like(q), like(v)), empty_lse(like(q))
@@ -62,8 +69,11 @@ class Layout:
 class ForwardLayout(Layout):
     """A forward for any plan."""
 
-    def __init__(self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int) -> None:
-        super().__init__(setting, q, k, v, scale, dropped)
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int,
+        changes: Scores | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(setting, q, k, v, scale, dropped, changes)
         self.as_they_are = self.are_read_as_they_are(q, k, v)
         as_q = torch.empty_like(like(q))
         self.out_is_as_q = (as_q.shape, as_q.stride()) == (self.out.shape, self.out.stride())
@@ -74,7 +84,8 @@ class ForwardLayout(Layout):
         q, k, v = self.examples(q, k, v)
         tiles = {"q": q, "k": k, "v": v}
         self.kernel = KernelLayout(
-            "forward", setting, self.numbers, tiles, self.written, {**tiles, "out": self.out}
+            "forward", setting, self.numbers, tiles, self.written, {**tiles, "out": self.out}, changed=self.changed,
+            more=self.sink,
         )  # fmt: skip
 
 
@@ -84,12 +95,15 @@ class Forward:
     def __init__(self, layout: ForwardLayout, plan: Plan) -> None:
         self._layout = layout
         self.kernel: Bound = layout.kernel.bind(plan)
-        self._combine = combine_rows(self.kernel, layout.kernel, layout.written)
-        self._is_plain = self._combine is None and not layout.kernel.lengths and not layout.kernel.dropout
+        self._combine = combine_rows(self.kernel, layout.kernel, layout.written, layout.sink)
+        self._is_plain = (
+            self._combine is None and not layout.kernel.lengths and not layout.kernel.dropout and layout.changed is None
+        )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None,
+        changes: Scores | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """`(out, lse, kept)`; `kept` has maxima and inverse sums of the rows in fp32, and is None in half precision."""
         layout, kernel = self._layout, self.kernel
         out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
@@ -101,12 +115,15 @@ class Forward:
         kernel.work.ready.wait()
         if self._is_plain:
             kernel.launch(q, k, v, *written)
-        elif self._combine is None:
-            kernel.launch(q, k, v, *written, *kernel.extra(None, lengths, seed))
+            return out, lse, kept
+        sinks = [] if changes is None else Changed.sinks(changes)
+        more = [] if changes is None else [*Changed.tensors(changes, out.dtype), *sinks]
+        if self._combine is None:
+            kernel.launch(q, k, v, *written, *kernel.extra(None, lengths, seed), *more)
         else:
             parts = self._combine.workspace()
-            kernel.launch(q, k, v, *written, *kernel.extra(parts, lengths, seed))
-            self._combine.launch(parts, *written, *(() if lengths is None else (lengths,)))
+            kernel.launch(q, k, v, *written, *kernel.extra(parts, lengths, seed), *more)
+            self._combine.launch(parts, *written, *(() if lengths is None else (lengths,)), *sinks)
         return out, lse, kept
 
     def launches(self) -> list[BoundLaunch]:
@@ -123,9 +140,14 @@ class BackwardLayout(Layout):
 
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
-        *, dlse: bool,
+        *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        super().__init__(setting, q, k, v, scale, dropped)
+        super().__init__(setting, q, k, v, scale, dropped, changes)
+        self.learned = None if changes is None else Learned(changes, wanted, self.numbers)
+        of_queries_too: dict[str, Any] = {} if self.learned is None else self.learned.of_queries
+        if self.learned is not None and self.learned.table_size:
+            of_queries_too = {**of_queries_too, "table_size": self.learned.table_size}
+        of_keys_too = {} if self.learned is None else self.learned.of_keys
         self.out = like(out)
         self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
         # The stride between heads of per-query numbers; TMA needs a multiple of 16 bytes.
@@ -143,7 +165,7 @@ class BackwardLayout(Layout):
             self.means = KernelLayout(
                 "dq", setting, self.numbers, tiles,
                 {"dout_ptr": dout, "out_ptr": self.out, **found, "own_inverse_ptr": self.rows}, strides,
-                row_stride=stride, means=True,
+                row_stride=stride, means=True, changed=self.changed, more=self.sink,
             )  # fmt: skip
             of_queries = {"dout_ptr": dout, **through_lse, **found, "dq_ptr": self.dq}
             of_keys = {"lse2": self.rows, "inverse_ptr": self.rows, "delta": self.rows, **through_lse}
@@ -153,11 +175,14 @@ class BackwardLayout(Layout):
                 "delta_ptr": self.rows, "dq_ptr": self.dq,
             }  # fmt: skip
             of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta
-        self.queries = KernelLayout("dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride)
+        self.queries = KernelLayout(
+            "dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride, changed=self.changed,
+            more=of_queries_too,
+        )  # fmt: skip
         tiles = {**tiles, "dout": dout}
         self.keys = KernelLayout(
             "dk_dv", setting, self.numbers, tiles, {**of_keys, "dk_ptr": self.dk, "dv_ptr": self.dv},
-            {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride,
+            {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride, changed=self.changed, more=of_keys_too,
         )  # fmt: skip
 
 
@@ -170,7 +195,7 @@ class Backward:
         self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
         self._combine_means: Combine | None = None
         if self.means is not None and layout.means is not None:
-            self._combine_means = combine_means(self.means, layout.means, layout.rows)
+            self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
         self._combine_queries = combine_gradients(self.queries, layout.queries, layout.dq)
         self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
 
@@ -179,26 +204,55 @@ class Backward:
         kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`(dq, dk, dv)`; `kept` as the forward returned it."""
+        return self._run(dout, dlse, q, k, v, out, lse, kept, lengths, seed)[0]
+
+    def with_learned(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None, changes: Scores,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
+        """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
+        learned = self._layout.learned
+        if learned is None:
+            raise RuntimeError("the backward was prepared for scores that nothing changes")
+        sums = Sums(learned, changes, self.queries, self.keys, q, k)
+        gradients, delta = self._run(dout, dlse, q, k, v, out, lse, kept, lengths, seed, changes, sums)
+        drow = -delta[:, :, : lse.shape[2]]
+        if self.means is not None and dlse is not None:  # in half precision delta includes it
+            drow = drow + dlse
+        return gradients, sums.gradients(lse, drow)
+
+    def _run(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None, changes: Scores | None = None,
+        sums: Sums | None = None,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+        """The gradients, and delta `[B, Hq, row stride]`."""
         layout = self._layout
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
+        more = () if changes is None else tuple(Changed.tensors(changes, dq.dtype))
+        of_queries = more if sums is None else (*more, *sums.of_queries())
+        of_keys = more if sums is None else (*more, *sums.of_keys())
         if not layout.as_they_are:
             q, k, v, dout = layout.operands(q, k, v, dout)
         through_lse = () if dlse is None else (dlse,)
         first, second = torch.empty_like(layout.two_rows).unbind()
         if self.means is None or kept is None:
             read = q, k, v, dout, out, lse, *through_lse, first, second
-            run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, seed)
-            run_kernel(self.keys, self._combine_keys, (q, k, v, dout, first, second), (dk, dv), lengths, seed)
-            return dq, dk, dv
+            run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, seed, more=of_queries)
+            read = q, k, v, dout, first, second
+            run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, seed, more=of_keys)
+            return (dq, dk, dv), second
         (maximum, inverse), (delta, own_inverse) = kept.unbind(), (first, second)
         read = q, k, v, dout, out, maximum, inverse
-        merged = inverse, delta, own_inverse
-        run_kernel(self.means, self._combine_means, read, (delta, own_inverse), lengths, seed, merged)
+        sinks = () if changes is None else tuple(Changed.sinks(changes))
+        merged = inverse, delta, own_inverse, *((maximum, *sinks) if sinks else ())
+        written = delta, own_inverse
+        run_kernel(self.means, self._combine_means, read, written, lengths, seed, merged, more=(*more, *sinks))
         read = q, k, v, dout, *through_lse, maximum, own_inverse, delta
-        run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, seed)
+        run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, seed, more=of_queries)
         read = q, k, v, dout, maximum, own_inverse, delta, *through_lse
-        run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, seed)
-        return dq, dk, dv
+        run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, seed, more=of_keys)
+        return (dq, dk, dv), delta
 
     def launches(self) -> list[BoundLaunch]:
         """All kernel launches of a call."""
@@ -214,17 +268,19 @@ class Backward:
 def run_kernel(
     kernel: Bound, combine: Combine | None, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
     lengths: Tensor | None, seed: Tensor | None, merged: tuple[Tensor, ...] | None = None,
+    more: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
     """Launches a kernel of the backward, or a forward without lengths, and the kernel that merges its chunks.
 
-    merged: the arguments of the merge, if they are not just `written`.
+    merged: the arguments of the merge, if they are not just `written`. more: the kernel's last arguments, which only
+    changed scores have.
     """
     kernel.work.ready.wait()
     if combine is None:
-        kernel.launch(*read, *written, *kernel.extra(None, lengths, seed))
+        kernel.launch(*read, *written, *kernel.extra(None, lengths, seed), *more)
         return
     parts = combine.workspace()
-    kernel.launch(*read, *written, *kernel.extra(parts, lengths, seed))
+    kernel.launch(*read, *written, *kernel.extra(parts, lengths, seed), *more)
     if merged is None and len(written) == 2 and lengths is not None:  # dk and dv
         combine.launch(parts, *written, lengths, lengths.stride(0))
     else:
@@ -232,23 +288,24 @@ def run_kernel(
 
 
 def forward(
-    setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int
+    setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int,
+    changes: Scores | None = None,
 ) -> Forward:  # fmt: skip
     """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
     layout: ForwardLayout | None = _layouts.get(("forward", key))
     if layout is None:
-        layout = _layouts.put(("forward", key), ForwardLayout(setting, q, k, v, scale, dropped))
+        layout = _layouts.put(("forward", key), ForwardLayout(setting, q, k, v, scale, dropped, changes))
     return Forward(layout, setting.plan)
 
 
 def backward(
     setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
-    *, dlse: bool,
+    *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
 ) -> Backward:  # fmt: skip
     """The backward of a plan for tensors like these. dlse: whether a gradient arrives for lse."""
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key))
     if layout is None:
-        made = BackwardLayout(setting, q, k, v, out, dout, scale, dropped, dlse=dlse)
+        made = BackwardLayout(setting, q, k, v, out, dout, scale, dropped, dlse=dlse, changes=changes, wanted=wanted)
         layout = _layouts.put(("backward", dlse, key), made)
     return Backward(layout, setting.plan)
 

@@ -29,7 +29,7 @@ def check(dim, dtype, features):
     assert reports.keys() == OURS | ({"combine_rows_kernel"} if "parts" in features else set())
     for name in OURS:
         found = reports[name]
-        assert found["spilled"] <= {"backward_kernel": 120 if dim == 64 else 24}.get(name, 0), (name, found)
+        assert found["spilled"] == 0 or name == "backward_kernel", (name, found)
         assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, (name, found)
         assert found["direct"] and not found["two_layouts"]
         assert found["resident"] == (name == "backward_kernel")
@@ -38,9 +38,8 @@ def check(dim, dtype, features):
     # 64 x 128 scores, 128 threads: 64 each. The compiler would rather wait first.
     assert len(forward["exponentials"]) == GROUPS
     assert min(forward["exponentials"]) >= 64, forward
-    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, in both
-    # copies of a step, but no tile,
-    # which would be 32 loads and stores at least.
+    # Of 240 registers dk, dv, S, dP and the weights take 224 at D=64 and 208 at D=128. Some addresses are spilled then,
+    # in both copies of a step, but no tile, which would be 32 loads and stores at least in each.
     assert backward["spilled_in_loop"] <= (60 if dim == 64 else 12), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
     rows = backward_config_for(dim).rows

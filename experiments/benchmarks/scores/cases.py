@@ -1,0 +1,93 @@
+"""Changes of scores, and the same as FlexAttention's `score_mod`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash import scores
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# The most time over plain attention that each should take.
+TARGETS = {"alibi": 1.05, "softcap": 1.05, "sink": 1.05, "table": 1.10, "key_bias": 1.10, "bias": 1.25}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One change of scores: what it learns, and how both libraries take it."""
+
+    name: str
+    learned: tuple[Tensor, ...]  # leaves that require gradients
+    changes: Callable[[], Any]  # makes what attention(scores=) takes
+    score_mod: ScoreMod | None  # None if FlexAttention cannot express it
+
+
+def cases(heads: int, length: int, device: torch.device, dtype: torch.dtype, names: Sequence[str]) -> list[Case]:
+    """The named cases for one batch element."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+
+    made = {
+        "alibi": _alibi, "softcap": _softcap, "sink": _sink, "table": _table, "key_bias": _key_bias, "bias": _bias,
+    }  # fmt: skip
+    return [made[name](leaf, heads, length) for name in names]
+
+
+Leaf = Callable[..., Tensor]
+
+
+def _alibi(leaf: Leaf, heads: int, length: int) -> Case:
+    slopes = leaf(heads)
+    return Case(
+        "alibi", (slopes,), lambda: scores.alibi(slopes), lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
+    )  # fmt: skip
+
+
+def _softcap(leaf: Leaf, heads: int, length: int) -> Case:
+    return Case("softcap", (), lambda: scores.softcap(50.0), lambda s, b, h, q, k: 50.0 * torch.tanh(s / 50.0))
+
+
+def _sink(leaf: Leaf, heads: int, length: int) -> Case:
+    logits = leaf(heads)
+    return Case("sink", (logits,), lambda: scores.sink(logits), None)
+
+
+def _table(leaf: Leaf, heads: int, length: int) -> Case:
+    table, bucket = leaf(heads, 32), scores.t5_buckets(32, 128)
+    made = scores.relative(table, bucket)
+    return Case("table", (table,), lambda: made, lambda s, b, h, q, k: s + table[h, bucket(k - q)])
+
+
+def _key_bias(leaf: Leaf, heads: int, length: int) -> Case:
+    values = leaf(1, heads, length)
+    return Case(
+        "key_bias", (values,), lambda: scores.key_bias(values), lambda s, b, h, q, k: s + values[0, h, k]
+    )  # fmt: skip
+
+
+def _bias(leaf: Leaf, heads: int, length: int) -> Case:
+    values = leaf(1, heads, length, length)
+    return Case("bias", (values,), lambda: scores.bias(values), lambda s, b, h, q, k: s + values[0, h, q, k])
+
+
+def with_backward(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> None:
+    """A forward and a backward, with the gradients of all leaves."""
+    torch.autograd.grad(run(), leaves, dout)
+
+
+def calls(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> dict[str, Callable[[], object]]:
+    """The timed calls of an attention: the forward alone, and with the backward."""
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return run()
+
+    return {"forward": forward, "with backward": partial(with_backward, run, leaves, dout)}

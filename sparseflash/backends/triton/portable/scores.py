@@ -1,0 +1,176 @@
+"""Changes of scores in the kernels, and the gradients of what they learn. `sparseflash/scores/` is the definition.
+
+CHANGES is 0 if scores are only scaled and masked, and then nothing here is compiled. Otherwise it is the sum of CHANGED
+and of the bits below; further changes are those whose pointers are not None. Changed scores are in natural units, with
+the scale inside, so what follows takes `log2(e)` in place of `scale * log2(e)`.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.portable.loads import token_numbers
+
+CHANGED = tl.constexpr(1)
+CAPPED = tl.constexpr(2)
+LOGARITHMIC = tl.constexpr(4)  # the decay with distance
+HARDWARE_TANH = tl.constexpr(8)  # with a relative error of 2^-11, no more than rounding to half precision makes
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def changed_scores(
+    scores, changes, scale, batch, head, first_q, first_k, q_len, k_len,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """`(changed scores, derivative of the cap)` of products; the derivative is 1.0 without a cap.
+
+    changes: the kernel's arguments from `cap` to `bias_strides`, in that order. Without MASKED no token of the tile is
+    past the ends. See loads.py for `first_q` and `first_k`.
+    """
+    q, k = token_numbers(first_q, TILE_M), token_numbers(first_k, TILE_N)
+    scores = scores * scale
+    factor = 1.0
+    if CAPPED & CHANGES:
+        ratio = tanh(scores * changes[1], CHANGES)
+        scores = ratio * changes[0]
+        factor = 1.0 - ratio * ratio
+    if changes[2] is not None:  # slopes
+        slope = tl.load(changes[2] + head).to(tl.float32)
+        scores = scores - slope * distances(q, k, q_len, k_len, CHANGES, TRANSPOSED)
+    if changes[3] is not None:  # a table
+        at = code_differences(changes[4], changes[5], q, k, q_len, k_len, TRANSPOSED)
+        scores = scores + tl.load(changes[3] + tl.cast(head, tl.int64) * changes[6] + at).to(tl.float32)
+    if changes[7] is not None:  # a bias of keys
+        start = tl.cast(batch, tl.int64) * changes[8][0] + tl.cast(head, tl.int64) * changes[8][1]
+        values = tl.load(changes[7] + start + k * changes[8][2], mask=k < k_len, other=0.0).to(tl.float32)
+        scores = scores + along_keys(values, TRANSPOSED)
+    if changes[9] is not None:  # a bias
+        scores = scores + load_bias(
+            changes[9], changes[10], batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N, MASKED,
+            TRANSPOSED,
+        ).to(tl.float32)  # fmt: skip
+    return scores, factor
+
+
+@triton.jit
+def load_bias(
+    bias_ptr, strides, batch, head, first_q, first_k, q, k, q_len, k_len,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """A tile of a bias. The start is a 64-bit scalar and the rest fits in 32 bits, unless tokens are gathered: 64-bit
+    addresses of all scores would take more registers than there are.
+    """
+    rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    if first_q.type.is_block():
+        rows = tl.cast(first_q, tl.int64)
+    else:
+        start += tl.cast(first_q, tl.int64) * strides[2]
+    if first_k.type.is_block():
+        columns = tl.cast(first_k, tl.int64)
+    else:
+        start += tl.cast(first_k, tl.int64) * strides[3]
+    at = bias_ptr + start + (
+        along_queries(rows * strides[2], TRANSPOSED) + along_keys(columns * strides[3], TRANSPOSED)
+    )  # fmt: skip
+    if MASKED:
+        inside = along_queries(q < q_len, TRANSPOSED) & along_keys(k < k_len, TRANSPOSED)
+        return tl.load(at, mask=inside, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def along_queries(x, TRANSPOSED: tl.constexpr):
+    """One number a query, to broadcast with scores, which are `[keys, queries]` if TRANSPOSED."""
+    return x[None, :] if TRANSPOSED else x[:, None]
+
+
+@triton.jit
+def along_keys(x, TRANSPOSED: tl.constexpr):
+    """One number a key, to broadcast with scores."""
+    return x[:, None] if TRANSPOSED else x[None, :]
+
+
+@triton.jit
+def distances(q, k, q_len, k_len, CHANGES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """What slopes are multiplied by: the distance of query and key, aligned at the ends, or log(1 + distance).
+
+    In fp32, which is exact below 2^24 tokens, and takes one operation a score.
+    """
+    query = (q + (k_len - q_len)).to(tl.float32)
+    apart = tl.abs(along_queries(query, TRANSPOSED) - along_keys(k.to(tl.float32), TRANSPOSED))
+    if LOGARITHMIC & CHANGES:
+        return tl.log2(1.0 + apart) * LN2
+    else:
+        return apart
+
+
+@triton.jit
+def code_differences(q_codes_ptr, k_codes_ptr, q, k, q_len, k_len, TRANSPOSED: tl.constexpr):
+    """The places of scores in a table of relative positions."""
+    q_codes = tl.load(q_codes_ptr + tl.minimum(q, q_len - 1))
+    k_codes = tl.load(k_codes_ptr + tl.minimum(k, k_len - 1))
+    return along_queries(q_codes, TRANSPOSED) - along_keys(k_codes, TRANSPOSED)
+
+
+@triton.jit
+def tanh(x, CHANGES: tl.constexpr):
+    """tanh to within a few ulps, or as the hardware does it."""
+    if HARDWARE_TANH & CHANGES:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+        square = x * x  # near 0 the difference would lose digits, and the Taylor series has few terms
+        series = -1.4558343870513183e-03
+        series = series * square + 3.5921280365724810e-03
+        series = series * square - 8.8632355299021966e-03
+        series = series * square + 2.1869488536155203e-02
+        series = series * square - 5.3968253968253968e-02
+        series = series * square + 1.3333333333333333e-01
+        series = series * square - 3.3333333333333333e-01
+        return tl.where(square < 0.25, x + x * square * series, far)
+
+
+@triton.jit
+def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
+    """`(new m_i, factor for the sums, new l_i)` when a key with the score of the sink has been added."""
+    sink = tl.load(sink_ptr + head).to(tl.float32)
+    if KEEP:
+        m_new = tl.maximum(m_i, sink)
+        alpha = tl.exp2((m_i - m_new) * qk_scale)
+        return m_new, alpha, l_i * alpha + tl.exp2((sink - m_new) * qk_scale)
+    else:
+        m_new = tl.maximum(m_i, sink * LOG2E)
+        alpha = tl.exp2(m_i - m_new)
+        return m_new, alpha, l_i * alpha + tl.exp2(sink * LOG2E - m_new)
+
+
+@triton.jit
+def slope_gradients(ds, q, k, q_len, k_len, CHANGES: tl.constexpr):
+    """The gradient of the slope by the scores of each query, [TILE_M]."""
+    return -tl.sum(ds * distances(q, k, q_len, k_len, CHANGES, False), 1)
+
+
+@triton.jit
+def store_bias_gradients(ds, dbias_ptr, batch_head, q, k, q_len, k_len):
+    """Writes the gradients of a tile of scores to `[B, Hq, Nq, Nk]`."""
+    row = tl.cast(q, tl.int64) * k_len
+    start = dbias_ptr + tl.cast(batch_head, tl.int64) * q_len * k_len
+    inside = (q < q_len)[:, None] & (k < k_len)[None, :]
+    tl.store(start + row[:, None] + k[None, :], ds.to(dbias_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_table_gradients(ds, dtable_ptr, buckets_ptr, changes, q, k, q_len, k_len):
+    """Adds the gradients of a tile to this program's own copy of the table, one bucket after another.
+
+    A tile far from the diagonal meets few buckets. One thread reads and writes an entry, so no barrier is needed.
+    """
+    at = code_differences(changes[4], changes[5], q, k, q_len, k_len, False)
+    bucket = tl.load(buckets_ptr + at)
+    first, last = tl.min(tl.min(bucket, 1), 0), tl.max(tl.max(bucket, 1), 0)
+    for number in range(first, last + 1):
+        total = tl.sum(tl.sum(tl.where(bucket == number, ds, 0.0), 1), 0)
+        tl.store(dtable_ptr + number, tl.load(dtable_ptr + number) + total)

@@ -1,0 +1,21 @@
+"""Changes of scores between their product and the softmax: what `attention(..., scores=...)` takes.
+
+As masks are data here, so are the usual changes, one a file, and they combine by `+`. A change says what a live score
+becomes; which scores are live is for the mask to say. May import nothing else of the library.
+"""
+
+from sparseflash.scores.bias import bias
+from sparseflash.scores.change import Scores
+from sparseflash.scores.distance import alibi, log_decay
+from sparseflash.scores.function import function
+from sparseflash.scores.grids import relative_2d, relative_3d
+from sparseflash.scores.key_bias import key_bias
+from sparseflash.scores.relative import clipped, relative, t5_buckets
+from sparseflash.scores.sink import sink
+from sparseflash.scores.softcap import softcap
+from sparseflash.scores.temperature import temperature
+
+__all__ = [
+    "Scores", "alibi", "bias", "clipped", "function", "key_bias", "log_decay", "relative", "relative_2d",
+    "relative_3d", "sink", "softcap", "t5_buckets", "temperature",
+]  # fmt: skip

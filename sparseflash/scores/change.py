@@ -1,0 +1,252 @@
+"""What all changes of scores have in common, and how they combine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Gradients of a change's tensors, as zeros to add to; None where none is wanted.
+Learned = Sequence[Tensor | None]
+_LANES = 64
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Place(NamedTuple):
+    """Where scores lie: integers that broadcast to their shape."""
+
+    batch: Tensor
+    head: Tensor
+    query: Tensor
+    key: Tensor
+    shift: int  # Nk - Nq: the last query stands where the last key does, as in causal masks
+
+    @classmethod
+    def everywhere(cls, shape: Sequence[int], device: torch.device) -> Place:
+        """The places of scores of the shape `[B, Hq, Nq, Nk]`."""
+        b, h, q, k = (torch.arange(n, device=device) for n in shape)
+        return cls(b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q.view(-1, 1), k, shape[3] - shape[2])
+
+    @property
+    def distance(self) -> Tensor:
+        """How far a key lies from its query, in tokens."""
+        return (self.query + self.shift - self.key).abs()
+
+
+class Sizes(NamedTuple):
+    """What an attention's scores are computed from."""
+
+    batch: int
+    heads: int
+    q_len: int
+    k_len: int
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """One change of scores. Its fields are tensors and numbers; the tensors may require gradients."""
+
+    kind: ClassVar[str]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its tensors, in the order in which `with_tensors` takes them."""
+        raise NotImplementedError
+
+    def numbers(self) -> tuple[float, ...]:
+        """Its numbers, which are no part of any graph."""
+        return ()
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], numbers: Sequence[float]) -> Change:
+        """The inverse of `tensors` and `numbers`."""
+        return cls(*tensors, *numbers)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Change:
+        """The same change with other tensors of the same shapes."""
+        return self.of(tensors, self.numbers())
+
+    def prepared(self, sizes: Sizes) -> Change:
+        """The change as backends take it. Raises ValueError if it does not fit an attention of these sizes."""
+        return self
+
+    def joined(self, other: Change) -> Change:
+        """One change that does what two of the same kind do."""
+        raise NotImplementedError
+
+    def changed(self, scores: Tensor, at: Place) -> Tensor:
+        """The changed scores, differentiable by autograd."""
+        raise NotImplementedError
+
+    def gradient(self, gradient: Tensor, scores: Tensor, changed: Tensor, at: Place, learned: Learned) -> Tensor:
+        """The gradient of the scores before the change, from that of the changed ones; adds those of the tensors."""
+        return gradient
+
+    def __add__(self, other: Change | Scores) -> Scores:
+        return Scores((self,)) + other
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Changes of scores, in the order in which they are applied, whatever the order in which they were added.
+
+    >>> from sparseflash import scores
+    >>> both = scores.alibi(torch.ones(2)) + scores.softcap(50.0)
+    >>> both.kinds, both.kinds == (scores.softcap(50.0) + scores.alibi(torch.ones(2))).kinds
+    (('softcap', 'distance'), True)
+
+    The order is that of `ORDER`: `temperature` divides, `softcap` caps, then come the four kinds that add something,
+    then `function`; last, `sink` joins the softmax. It is that of FlashAttention, which caps before it adds. There is
+    at most one change of each kind.
+    """
+
+    changes: tuple[Change, ...]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each change."""
+        return tuple(change.kind for change in self.changes)
+
+    def __add__(self, other: Change | Scores) -> Scores:
+        added = scores_of(other).changes
+        for kind in {change.kind for change in added} & set(self.kinds):
+            raise ValueError(
+                f"scores must have at most one change of each kind; got two of {kind}. Add their tensors, or write "
+                "scores.function."
+            )
+        return Scores(tuple(sorted((*self.changes, *added), key=lambda change: ORDER.index(change.kind))))
+
+    def prepared(self, sizes: Sizes) -> Scores:
+        """The changes as backends take them. Raises ValueError if one does not fit an attention of these sizes."""
+        changes: list[Change] = []
+        for change in (each.prepared(sizes) for each in self.changes):
+            if changes and changes[-1].kind == change.kind:  # a bias that is one of keys
+                change = changes.pop().joined(change)
+            changes.append(change)
+        return Scores(tuple(changes))
+
+    def changed(self, scores: Tensor, at: Place) -> Tensor:
+        """The changed scores, differentiable by autograd."""
+        return self.steps(scores, at)[-1]
+
+    def steps(self, scores: Tensor, at: Place) -> list[Tensor]:
+        """The scores before the first change and after each."""
+        found = [scores]
+        for change in self.changes:
+            found.append(change.changed(found[-1], at))
+        return found
+
+    def gradient(self, gradient: Tensor, steps: Sequence[Tensor], at: Place, learned: Learned) -> Tensor:
+        """The gradient of `steps[0]`, from that of the last; adds those of `tensors()` to `learned`.
+
+        Without PyTorch's autograd, which sums gradients of an indexed tensor in an order that may change, and which is
+        off inside operators.
+        """
+        stop = len(learned)
+        for number, change in reversed(list(enumerate(self.changes))):
+            start = stop - len(change.tensors())
+            before, after = steps[number], steps[number + 1]
+            gradient, stop = change.gradient(gradient, before, after, at, learned[start:stop]), start
+        return gradient
+
+    def find(self, kind: str) -> Any:
+        """The change of this kind, or None."""
+        return next((change for change in self.changes if change.kind == kind), None)
+
+    def without(self, kind: str) -> Scores:
+        """All changes but that of this kind."""
+        return Scores(tuple(change for change in self.changes if change.kind != kind))
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all changes."""
+        return [x for change in self.changes for x in change.tensors()]
+
+    def described(self) -> str:
+        """Everything but the tensors, as a text.
+
+        >>> from sparseflash import scores
+        >>> (scores.alibi(torch.ones(2)) + scores.softcap(50.0)).described()
+        'softcap 0 50.0;distance 1 0'
+        """
+        return ";".join(
+            " ".join([change.kind, str(len(change.tensors())), *map(repr, change.numbers())]) for change in self.changes
+        )
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Scores:
+        """The same changes with other tensors of the same shapes."""
+        changes, rest = [], iter(tensors)
+        for change in self.changes:
+            changes.append(change.with_tensors([next(rest) for _ in change.tensors()]))
+        return Scores(tuple(changes))
+
+
+# The order in which changes are applied.
+ORDER = ("temperature", "softcap", "distance", "relative", "key_bias", "bias", "function", "sink")
+
+
+def scores_of(given: object) -> Scores:
+    """Changes of scores that a caller has passed. Raises TypeError for anything else."""
+    if isinstance(given, Scores):
+        return given
+    if isinstance(given, Change):
+        return Scores((given,))
+    raise TypeError(
+        f"scores must be made by sparseflash.scores, such as scores.alibi(slopes); got {type(given).__name__}. "
+        "scores.bias takes a tensor that is added to the scores, scores.function a function."
+    )
+
+
+def floating(x: object, name: str) -> Tensor:
+    """A tensor of a floating dtype. Raises TypeError for anything else."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATING:
+        what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a tensor of a floating dtype; got {what}.")
+    return x
+
+
+def per_head(x: Tensor, name: str, sizes: Sizes) -> None:
+    """Raises ValueError unless `x [Hq, ...]` has one entry a head and lies on q's device."""
+    if x.shape[0] != sizes.heads:
+        raise ValueError(f"{name} must have one entry for each of the {sizes.heads} query heads; got {x.shape[0]}.")
+    on_device(x, name, sizes)
+
+
+def on_device(x: Tensor, name: str, sizes: Sizes) -> None:
+    """Raises ValueError unless a tensor lies on q's device."""
+    if x.device != sizes.device:
+        raise ValueError(f"{name} must be on q's device {sizes.device}; it is on {x.device}.")
+
+
+def broadcasts(x: Tensor, name: str, letters: str, wanted: Sequence[int], sizes: Sizes) -> None:
+    """Raises ValueError unless each size of `x` is 1 or that of the attention, and x lies on q's device."""
+    if x.ndim != len(wanted) or any(own not in (1, size) for own, size in zip(x.shape, wanted)):
+        raise ValueError(f"{name} must have shape [{letters}], here {list(wanted)} or 1 instead; got {list(x.shape)}.")
+    on_device(x, name, sizes)
+
+
+def add_at(zeros: Tensor | None, indices: Sequence[Tensor], values: Tensor) -> None:
+    """Adds values to `zeros[indices]`, one after another; None: nowhere. The indices broadcast to `values`."""
+    if zeros is None:
+        return
+    flat = torch.zeros((), dtype=torch.int64, device=zeros.device)
+    for index, stride in zip(indices, zeros.stride(), strict=True):
+        flat = flat + index * stride
+    shared = [axis for axis, n in enumerate((1,) * (values.ndim - flat.ndim) + tuple(flat.shape)) if n == 1]
+    if shared:  # what goes to the same place is summed first, which is faster and more accurate
+        values = values.sum(shared, keepdim=True)
+    flat, values = flat.expand(values.shape).reshape(-1), values.reshape(-1).to(zeros.dtype)
+    if zeros.numel() * _LANES > values.numel():
+        zeros.view(-1).index_add_(0, flat, values)
+        return
+    # One long sum loses digits, so few entries that get many values each are summed in lanes first.
+    lane = torch.arange(len(values), device=values.device) % _LANES
+    sums = values.new_zeros(_LANES * zeros.numel()).index_add_(0, flat + lane * zeros.numel(), values)
+    zeros += sums.view(_LANES, *zeros.shape).sum(0)
+
+
+def shared_or_own(x: Tensor, indices: Sequence[Tensor]) -> list[Tensor]:
+    """The indices, with 0 for dimensions of size 1, which all share."""
+    return [torch.zeros((), dtype=torch.int64, device=i.device) if n == 1 else i for n, i in zip(x.shape, indices)]

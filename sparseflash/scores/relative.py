@@ -1,0 +1,150 @@
+"""Learned tables of relative positions: one number a head and bucket of positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, floating, per_head
+
+Bucket = Callable[[Tensor], Tensor]  # offsets (key minus query) to numbers of buckets, both int64
+
+
+@dataclass(frozen=True, eq=False)
+class Codes(Change):
+    """Adds `table[h, buckets[q_codes[i] - k_codes[j]]]`: every table of relative positions, as backends take it."""
+
+    kind = "relative"
+    table: Tensor  # [Hq, R]
+    buckets: Tensor  # int32 [C]
+    q_codes: Tensor  # int32 [Nq]
+    k_codes: Tensor  # int32 [Nk]; differences lie in 0 .. C - 1
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.table, self.buckets, self.q_codes, self.k_codes
+
+    def changed(self, scores: Tensor, at: Place) -> Tensor:
+        return scores + self.table[at.head, self._bucket(at)].to(scores.dtype)
+
+    def gradient(self, gradient: Tensor, scores: Tensor, changed: Tensor, at: Place, learned: Learned) -> Tensor:
+        add_at(learned[0], [at.head, self._bucket(at)], gradient)
+        return gradient
+
+    def _bucket(self, at: Place) -> Tensor:
+        return self.buckets[(self.q_codes[at.query] - self.k_codes[at.key]).long()].long()
+
+
+@dataclass(frozen=True, eq=False)
+class Relative(Change):
+    """A table over buckets of offsets along one axis; see `relative`."""
+
+    kind = "relative"
+    table: Tensor
+    bucket: Bucket
+    # The arrays of the last lengths and device: a model asks for the same in every layer and step.
+    _made: dict[object, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.table,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Change:
+        return replace(self, table=tensors[0])
+
+    def prepared(self, sizes: Sizes) -> Codes:
+        per_head(self.table, "table", sizes)
+        if torch.compiler.is_compiling():  # compiled code computes the arrays anew, without asking for their contents
+            return Codes(self.table, *self._codes(sizes))
+        key = sizes.q_len, sizes.k_len, sizes.device
+        if key not in self._made:
+            made = self._codes(sizes)
+            self._check_range(made[0])
+            self._made.clear()
+            self._made[key] = made
+        return Codes(self.table, *self._made[key])
+
+    def _codes(self, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+        q_len, k_len, device = sizes.q_len, sizes.k_len, sizes.device
+        # The code of query i, at position i + Nk - Nq, minus that of key j is i - j + Nk - 1.
+        offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
+        buckets = self.bucket(offsets)
+        if not isinstance(buckets, Tensor) or buckets.shape != offsets.shape or buckets.is_floating_point():
+            got = list(buckets.shape) if isinstance(buckets, Tensor) else type(buckets).__name__
+            raise ValueError(
+                f"bucket must return one integer for each of the {len(offsets)} offsets that it gets; got {got}."
+            )
+        q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
+        return buckets.to(torch.int32), q_codes, torch.arange(k_len, dtype=torch.int32, device=device)
+
+    def _check_range(self, buckets: Tensor) -> None:
+        most = self.table.shape[1]
+        if len(buckets) and not 0 <= int(buckets.min()) <= int(buckets.max()) < most:
+            raise ValueError(
+                f"bucket must return numbers from 0 to {most - 1}, the table's columns; "
+                f"got {int(buckets.min())} to {int(buckets.max())}."
+            )
+
+
+def relative(table: Tensor, bucket: Bucket) -> Relative:
+    """Adds `table[h, bucket(j - i - (Nk - Nq))]` to the score of query i and key j in head h.
+
+    >>> from sparseflash import attention, scores
+    >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+    >>> table = torch.randn(2, 32, requires_grad=True)
+    >>> attention(q, k, v, scores=scores.relative(table, scores.t5_buckets(32, 128))).shape
+    torch.Size([1, 2, 100, 16])
+    >>> scores.relative(torch.randn(2, 9), scores.clipped(4)).kind  # distances past 4 share the outermost entries
+    'relative'
+
+    table: `[Hq, R]`, which may be learned. bucket: takes all offsets of keys from queries, int64 `[Nq + Nk - 1]`, and
+    returns the number of the bucket of each, 0 to R - 1; it is called once for given lengths. The position of a query
+    is aligned at the bottom right. Raises ValueError for buckets outside the table.
+    """
+    table = floating(table, "table")
+    if table.ndim != 2:
+        raise ValueError(f"table must have shape [Hq, R]; got {list(table.shape)}. An embedding is its transpose.")
+    if not callable(bucket):
+        raise TypeError(f"bucket must be a function of offsets, such as scores.clipped(128); got {bucket!r}.")
+    return Relative(table, bucket)
+
+
+def clipped(most: int) -> Bucket:
+    """Buckets for a table of `2 * most + 1` entries: the offset, clipped to `-most .. most`, plus `most`.
+
+    >>> clipped(2)(torch.tensor([-9, -1, 0, 5])).tolist()
+    [0, 1, 2, 4]
+
+    Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations", 2018.
+    """
+    return lambda offsets: offsets.clamp(-most, most) + most
+
+
+def t5_buckets(count: int = 32, max_distance: int = 128, *, bidirectional: bool = True) -> Bucket:
+    """T5's buckets: one for each small distance, logarithmically wider ones up to `max_distance`, one for all beyond.
+
+    >>> t5_buckets(8, 16)(torch.tensor([-100, -1, 0, 1, 3, 100])).tolist()
+    [3, 1, 0, 5, 6, 7]
+
+    bidirectional: half of the buckets are for keys after the query; otherwise these share bucket 0. Source: Raffel et
+    al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", JMLR 2020, and its code,
+    which rounds as this does.
+    """
+
+    def bucket(offsets: Tensor) -> Tensor:
+        half, start = count, torch.zeros_like(offsets)
+        if bidirectional:
+            half = count // 2
+            start = (offsets > 0).to(torch.int64) * half
+            distance = offsets.abs()
+        else:
+            distance = (-offsets).clamp(min=0)
+        exact = half // 2
+        # In fp32, as in the models' own code: fp64 would put some distances into other buckets.
+        steps = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)
+        large = (exact + steps.to(torch.int64)).clamp(max=half - 1)
+        return start + torch.where(distance < exact, distance, large)
+
+    return bucket

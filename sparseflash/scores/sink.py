@@ -1,0 +1,47 @@
+"""A learned score that takes part in the softmax but has no value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparseflash.scores.change import Change, Place, Sizes, floating, per_head
+
+
+@dataclass(frozen=True, eq=False)
+class Sink(Change):
+    """Adds `exp(logits[h])` to every sum of exponentials of head h."""
+
+    kind = "sink"
+    logits: Tensor  # [Hq]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.logits,)
+
+    def prepared(self, sizes: Sizes) -> Sink:
+        per_head(self.logits, "logits", sizes)
+        return self
+
+    def changed(self, scores: Tensor, at: Place) -> Tensor:
+        return scores  # backends add it where they sum
+
+
+def sink(logits: Tensor) -> Sink:
+    """Gives each query one more key with the score `logits[h]` and the value 0, so that a head may look at nothing.
+
+    >>> import torch
+    >>> from sparseflash import attention, scores
+    >>> q, k, v = (torch.randn(1, 2, 50, 16) for _ in range(3))
+    >>> attention(q, k, v, scores=scores.sink(torch.zeros(2))).shape
+    torch.Size([1, 2, 50, 16])
+
+    logits: `[Hq]`, which may be learned; no other change applies to them, nor does the scale or dropout. `lse` includes
+    the sink. A query without a live key still has `out = 0` and `lse = -inf`, and contributes nothing to the gradient.
+    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025; with logits 0 it is Miller's "Attention Is Off By
+    One", 2023.
+    """
+    logits = floating(logits, "logits")
+    if logits.ndim != 1:
+        raise ValueError(f"logits must have shape [Hq]; got {list(logits.shape)}.")
+    return Sink(logits)

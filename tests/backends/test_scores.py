@@ -1,0 +1,157 @@
+"""The Triton kernels with changed scores: exactness in the interpreter, and on a GPU exactness and equal bits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cutting import chunks_of
+from exactness import loads
+from scored import KINDS, Scored, check, results, scored
+from sparseflash import BlockMask, attention, masks, scores
+from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.hopper.support import refuses
+from sparseflash.backends.triton.overrides import override
+from sparseflash.backends.triton.portable.learned import sums_of_groups
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from strategies import Problem, Recipe
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@given(data=st.data())
+@settings(max_examples=settings().max_examples)
+def test_the_kernels_are_exact_in_the_interpreter(dtype, data):
+    case = data.draw(scored(most_tokens=40, head_dims=(16, 24), value_dims=(16, 24), blocks=(16, 32), dtypes=(dtype,),
+                            dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
+    way, chunks = data.draw(st.sampled_from(["pointers", "descriptors"])), data.draw(st.sampled_from([None, None, 16]))
+    with loads(way), chunks_of(chunks):
+        check(case, "triton")
+
+
+def local(dtype, tokens, **others):
+    """Grouped heads, a causal window and padding."""
+    arguments = {"q_len": tokens, "window": tokens // 2, "causal": True, "block": (16, 16)}
+    sizes = {"q_len": tokens, "k_len": tokens, "dim": 16, "v_dim": 16, "heads": 4, "kv_heads": 2, "batch": 2}
+    common = {"scale": None, "layout": "contiguous", "seed": 3, "dtype": dtype}
+    return Problem(Recipe("local", arguments, (tokens, tokens - 7)), **common | sizes | others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_everything_at_once_in_chunks_and_gathered_tiles(dtype):
+    case = Scored(local(dtype, 40), ("softcap", "alibi", "t5", "key_bias", "pair bias", "sink", "temperature"))
+    with chunks_of(16):
+        check(case, "triton")
+    with override(tiling=widest_gathered):
+        check(case, "triton")
+
+
+def widest_gathered(tilings: list[Tiling]) -> Tiling:
+    found = [tiling for tiling in tilings if tiling.gathered]
+    assert found  # otherwise nothing here would be gathered
+    return max(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_give_the_same_bits_every_time(kind):
+    case = Scored(local(torch.float16, 40), (kind,))
+    first, second = results(case, "triton"), results(case, "triton")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_sink_of_a_query_without_keys_gets_no_gradient():
+    mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
+    for dtype in (torch.float16, torch.float32):
+        q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+        logits = torch.randn(2, requires_grad=True)
+        out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend="triton")
+        assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == -torch.inf).all()
+        assert (torch.autograd.grad(out[:, :, 1::2].sum(), logits)[0] == 0).all()
+
+
+def test_a_sink_far_above_or_below_all_scores_is_harmless():
+    q, k, v = (torch.randn(1, 2, 20, 16, dtype=torch.float16) for _ in range(3))
+    logits = torch.tensor([1e4, -1e4])
+    out, lse = attention(q, k, v, scores=scores.sink(logits), return_lse=True, backend="triton")
+    plain, plain_lse = attention(q, k, v, return_lse=True, backend="triton")
+    assert (out[:, 0] == 0).all() and (lse[:, 0] == 1e4).all()
+    assert torch.equal(out[:, 1], plain[:, 1]) and torch.equal(lse[:, 1], plain_lse[:, 1])
+
+
+def test_calls_without_changes_give_the_bits_that_they_gave_before():
+    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float16) for _ in range(3))
+    plain = attention(q, k, v, masks.causal(40, block=16), backend="triton")
+    attention(q, k, v, masks.causal(40, block=16), scores=scores.softcap(1.0), backend="triton")
+    assert torch.equal(attention(q, k, v, masks.causal(40, block=16), backend="triton"), plain)
+
+
+def test_a_learned_tensor_without_a_gradient_costs_none():
+    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    slopes, pair = torch.rand(2, requires_grad=True), torch.randn(1, 2, 40, 40)
+    out = attention(q, k, v, scores=scores.alibi(slopes) + scores.bias(pair), backend="triton")
+    out.sum().backward()
+    assert slopes.grad is not None and pair.grad is None
+
+
+@pytest.mark.parametrize("each", [None, 2])
+def test_sums_of_groups_are_those_of_their_rows(each):
+    group = torch.tensor([2, 0, 1, 1, 0, 2]) if each else torch.tensor([2, 0, 2, 2, 0, 2])
+    values = torch.randn(6, 3, dtype=torch.float64)
+    expected = torch.zeros(3, 3, dtype=torch.float64).index_add_(0, group, values)
+    torch.testing.assert_close(sums_of_groups(values, group, 3, each), expected)
+
+
+def test_the_kernels_refuse_functions():
+    q, k, v = (torch.randn(1, 2, 20, 16, dtype=torch.float16) for _ in range(3))
+    with pytest.raises(ValueError, match="scores must be of the closed family for the triton backend"):
+        attention(q, k, v, scores=scores.function(lambda s, b, h, q, k: s), backend="triton")
+
+
+def test_the_operator_passes_pytorchs_own_checks():
+    q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
+    changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.sink(torch.randn(2, requires_grad=True))
+    problem = (None, None, None, None, None, None, 16, 16, 0.25, None, 0, "")
+    arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
+    torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)
+
+
+def test_the_hopper_kernels_say_that_they_change_no_scores():
+    request = Request((9, 0), torch.bfloat16, (64, 64), (128, 128), False, False, False, ("softcap", "sink"))
+    assert refuses(request) == "they change no scores; got softcap, sink"
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@given(data=st.data())
+@settings(max_examples=settings().max_examples)
+def test_the_kernels_are_exact_on_the_gpu(dtype, data):
+    case = data.draw(scored(most_tokens=300, head_dims=(16, 64, 128), value_dims=(16, 64), blocks=(16, 64, 128),
+                            dtypes=(dtype,), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
+    with chunks_of(data.draw(st.sampled_from([None, None, 64]))):
+        check(case, "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_all_gradients_have_the_same_bits_every_time_on_the_gpu(dtype, kind):
+    case = Scored(local(dtype, 1000, dim=64, v_dim=64), (kind,))
+    first = results(case, "triton", "cuda")
+    for _ in range(5):
+        again = results(case, "triton", "cuda")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+def test_changed_scores_are_recorded_in_a_graph():
+    q, k, v = (torch.randn(1, 4, 512, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    changes = scores.alibi(torch.rand(4, device="cuda")) + scores.softcap(30.0)
+    mask = masks.causal(512).to("cuda")
+    expected = attention(q, k, v, mask, scores=changes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, mask, scores=changes)
+    graph.replay()
+    assert torch.equal(out, expected)

@@ -1,0 +1,122 @@
+"""Attention with changed scores, on drawn problems: results by name, with the gradients of all learned tensors."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from exactness import score_magnitude
+from sparseflash import attention, scores, testing
+from sparseflash.scores.change import Scores
+from strategies import Problem, problems
+
+KINDS = (
+    "alibi", "log_decay", "t5", "clipped", "grid", "bias", "pair bias", "key_bias", "softcap", "sink", "temperature",
+    "query temperature",
+)  # fmt: skip
+SAME_KIND = ({"alibi", "log_decay"}, {"t5", "clipped", "grid"}, {"bias", "pair bias"},
+             {"temperature", "query temperature"})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A problem and the kinds of changes of its scores, whose tensors are drawn from the problem's seed."""
+
+    problem: Problem
+    kinds: tuple[str, ...]
+    shared: bool = False  # by the batch, or the heads
+    half: bool = False  # the tensors have the problem's dtype, not fp32
+
+    def changes(self, device, dtype):
+        """The changes, with tensors of this dtype, and those tensors; the same values up to rounding."""
+        p, made, learned = self.problem, [], []
+        generator = torch.Generator().manual_seed(p.seed + 1)
+
+        def drawn(*shape, low=None):
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            x = x if low is None else x.abs() + low
+            if self.half:
+                x = x.to(p.dtype)
+            learned.append(x.to(device, dtype).requires_grad_())
+            return learned[-1]
+
+        batch, heads = (1, p.heads) if self.shared else (p.batch, 1)
+        for kind in self.kinds:
+            made.append(
+                {
+                    "alibi": lambda: scores.alibi(drawn(p.heads)),
+                    "log_decay": lambda: scores.log_decay(drawn(p.heads)),
+                    "t5": lambda: scores.relative(drawn(p.heads, 8), scores.t5_buckets(8, 20)),
+                    "clipped": lambda: scores.relative(drawn(p.heads, 11), scores.clipped(5)),
+                    "grid": lambda: (
+                        scores.relative_2d(
+                            drawn(p.heads, 5, 7),
+                            3,
+                            4,
+                            cells=torch.arange(p.q_len) * 5 % 12 if p.q_len == p.k_len else None,
+                        )
+                        if p.q_len == p.k_len
+                        else scores.relative(drawn(p.heads, 3), scores.clipped(1))
+                    ),
+                    "bias": lambda: scores.bias(drawn(batch, heads, p.q_len, 1 if p.seed % 3 == 0 else p.k_len)),
+                    "pair bias": lambda: scores.bias(drawn(p.batch, p.heads, p.q_len, p.k_len)),
+                    "key_bias": lambda: scores.key_bias(drawn(batch, heads, p.k_len)),
+                    "softcap": lambda: scores.softcap(1.5),
+                    "sink": lambda: scores.sink(drawn(p.heads)),
+                    "temperature": lambda: scores.temperature(drawn(p.heads, low=0.5)),
+                    "query temperature": lambda: scores.temperature(drawn(batch, heads, p.q_len, low=0.5)),
+                }[kind]()
+            )
+        return sum(made[1:], start=Scores((made[0],))), learned
+
+
+@st.composite
+def scored(draw, *, kinds=KINDS, **arguments):
+    """A drawn problem with one to three changes of different kinds."""
+    chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
+    for group in SAME_KIND:
+        first = next((kind for kind in chosen if kind in group), None)
+        chosen = [kind for kind in chosen if kind == first or kind not in group]
+    return Scored(draw(problems(**arguments)), tuple(chosen), draw(st.booleans()), draw(st.booleans()))
+
+
+def results(case, backend, device="cpu", dtype=None):
+    """out, lse, dq, dk, dv, and the gradients of the tensors, by name."""
+    problem = case.problem
+    q, k, v, dout, dlse = problem.tensors(device)
+    kind = torch.float32 if dtype is None and not case.half and problem.dtype != torch.float64 else problem.dtype
+    if dtype is not None:
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+        dout, dlse = dout.to(dtype), dlse.to(torch.promote_types(dtype, torch.float32))
+    changes, learned = case.changes(device, dtype or kind)
+    mask = problem.mask if problem.mask is None else problem.mask.to(device)
+    out, lse = attention(
+        q, k, v, mask, scale=problem.scale, return_lse=True, dropout_p=problem.dropout_p, seed=problem.seed,
+        scores=changes, backend=backend,
+    )  # fmt: skip
+    found = torch.autograd.grad((out, lse), (q, k, v, *learned), (dout, dlse))
+    names = ("dq", "dk", "dv", *(f"d{number}" for number in range(len(learned))))
+    return {"out": out, "lse": lse, **dict(zip(names, found, strict=True))}
+
+
+def plain_errors(case, device):
+    """The largest errors of the plain implementation, over several draws of the values."""
+    problem = case.problem
+    dtype, factor = testing.plain_dtype(problem.dtype)
+    queries = problem.batch * problem.heads * problem.q_len
+    count = max(4, testing.draws_for(queries, queries * problem.k_len))
+    draws = [replace(case, problem=replace(problem, seed=problem.seed + n, dtype=dtype)) for n in range(count)]
+    pairs = ((results(draw, "reference", device), results(draw, "reference", device, torch.float64)) for draw in draws)
+    return {name: factor * error for name, error in testing.plain_errors(pairs).items()}
+
+
+def check(case, backend, device="cpu"):
+    """Raises AssertionError unless a backend is as exact as a plain implementation."""
+    with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
+        got = results(case, backend, device)
+    truth = results(case, "reference", device, torch.float64)
+    # What is added may be larger than the products that make the scores.
+    magnitudes = {"lse": 4.0 + score_magnitude(case.problem)}
+    found = testing.compare_results(got, truth, plain_errors(case, device), magnitudes=magnitudes)
+    assert found.exact, f"every error must be at most what is allowed; got\n{found}"

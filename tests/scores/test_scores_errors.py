@@ -1,0 +1,89 @@
+"""What cannot be done with scores says what must hold."""
+
+import re
+
+import pytest
+import torch
+
+from sparseflash import attention, scores
+
+ROWS = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: scores.alibi([1.0]), TypeError, "slopes must be a tensor of a floating dtype; got list"),
+        (lambda: scores.alibi(torch.ones(2, 2)), ValueError, "slopes must have shape [Hq]; got [2, 2]"),
+        (lambda: scores.sink(torch.ones(2, 2)), ValueError, "logits must have shape [Hq]"),
+        (lambda: scores.softcap(0.0), ValueError, "cap must be positive and finite; got 0.0"),
+        (lambda: scores.bias(ROWS), ValueError, "bias must have shape [B or 1, Hq or 1, Nq or 1, Nk or 1]; got [4]"),
+        (lambda: scores.bias(torch.ones(1, 1, 4, 4, dtype=torch.bool)), TypeError, "got torch.bool"),
+        (lambda: scores.key_bias(ROWS), ValueError, "key_bias must have shape [B or 1, Hq or 1, Nk]; got [4]"),
+        (lambda: scores.temperature(torch.ones(4, 4)), ValueError, "temperature must have shape [Hq] or"),
+        (lambda: scores.relative(ROWS, scores.clipped(1)), ValueError, "table must have shape [Hq, R]; got [4]"),
+        (lambda: scores.relative(torch.ones(4, 3), 3), TypeError, "bucket must be a function of offsets"),
+        (
+            lambda: scores.relative_2d(torch.ones(4, 3, 3), 2, 3),
+            ValueError,
+            "shape [Hq, 3, 5]; got [4, 3, 3]",
+        ),
+        (
+            lambda: scores.relative_2d(torch.ones(4, 3, 3), 2, 2, cells=torch.tensor([4])),
+            ValueError,
+            "cells must lie in 0..3; got 4 to 4",
+        ),
+        (lambda: scores.relative_2d(torch.ones(4, 3, 3), 2, 2, cells=ROWS), ValueError, "cells must be int64 [N]"),
+        (lambda: scores.function(3), TypeError, "a function of (score, b, h, q, k, *tensors) must be given; got int"),
+        (lambda: scores.function(max, 3), TypeError, "what follows the function must be tensors; got int"),
+        (lambda: scores.softcap(1.0) + scores.softcap(2.0), ValueError, "at most one change of each kind; got two of"),
+        (lambda: scores.softcap(1.0) + ROWS, TypeError, "scores must be made by sparseflash.scores"),
+    ],
+)
+def test_what_cannot_be_made(make, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (ROWS, TypeError, "scores must be made by sparseflash.scores, such as scores.alibi(slopes); got Tensor"),
+        (scores.alibi(ROWS), ValueError, "slopes must have one entry for each of the 2 query heads; got 4"),
+        (scores.alibi(torch.ones(2, device="meta")), ValueError, "slopes must be on q's device cpu; it is on meta"),
+        (scores.bias(torch.ones(1, 2, 5, 9)), ValueError, "B, Hq, Nq, Nk], here [1, 2, 10, 10] or 1 instead; got"),
+        (
+            scores.key_bias(torch.ones(1, 1, 9)),
+            ValueError,
+            "shape [B, Hq, Nk], here [1, 2, 10] or 1",
+        ),
+        (scores.temperature(torch.ones(3, 1, 1)), ValueError, "temperature must have shape [B, Hq, Nq]"),
+        (scores.relative(torch.ones(2, 3), scores.clipped(2)), ValueError, "bucket must return numbers from 0 to 2"),
+        (scores.relative(torch.ones(2, 3), lambda x: x[:1]), ValueError, "one integer for each of the 19 offsets"),
+        (scores.relative_2d(torch.ones(2, 3, 5), 2, 3), ValueError, "q must be one or several whole grids of 6 tokens"),
+        (
+            scores.relative_2d(torch.ones(2, 3, 5), 2, 3, cells=torch.arange(6)),
+            ValueError,
+            "cells must have one number for each of the 10 tokens; got 6",
+        ),
+        (scores.function(lambda s, b, h, q, k: s[0]), ValueError, "the function must return one score for each"),
+    ],
+)
+def test_what_does_not_fit(change, error, text):
+    q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
+    with pytest.raises(error, match=re.escape(text)):
+        attention(q, k, v, scores=change)
+
+
+def test_a_function_must_not_capture_what_is_learned():
+    gain = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="must not capture tensors that require gradients"):
+        scores.function(lambda score, b, h, q, k: score * gain[h])
+
+
+def test_gradients_of_gradients_are_refused():
+    q, k, v = (torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3))
+    out = attention(q, k, v, scores=scores.softcap(1.0), backend="blockwise")
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        dq.sum().backward()

@@ -1,0 +1,174 @@
+"""Every backend with changed scores agrees with dense attention in fp64, in all gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from scored import KINDS, Scored, check, results, scored
+from sparseflash import BlockMask, attention, masks, scores
+from strategies import Problem
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@given(scored(most_tokens=100, head_dims=(1, 8, 16), value_dims=(1, 16), blocks=(16, 32),
+              dtypes=(torch.float64, torch.float32, *HALF), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
+@settings(max_examples=3 * settings().max_examples)
+def test_blockwise_is_exact(case):
+    check(case, "blockwise")
+
+
+def plain_problem(seed=0, **changes):
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 40, "k_len": 40, "dim": 16, "v_dim": 16}
+    others = {"recipe": None, "dtype": torch.float64, "scale": None, "layout": "contiguous", "seed": seed}
+    return Problem(**sizes | others | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_differentiable_twice_and_by_numerical_differences(kind):
+    case = Scored(plain_problem(batch=1, heads=2, kv_heads=1, q_len=5, k_len=5, dim=2, v_dim=2), (kind,))
+    changes, learned = case.changes("cpu", torch.float64)
+    q, k, v, *_ = case.problem.tensors()
+
+    def run(q, k, v, *learned):
+        return attention(q, k, v, scores=changes.with_tensors(rest(changes, learned)), backend="reference")
+
+    assert torch.autograd.gradcheck(run, (q, k, v, *learned))
+    assert torch.autograd.gradgradcheck(run, (q, k, v, *learned))
+
+
+def rest(changes, learned):
+    """The tensors of changes with the learned ones in their places."""
+    given = iter(learned)
+    return [next(given) if x.requires_grad else x for x in changes.tensors()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_have_the_same_bits_every_time(kind):
+    case = Scored(plain_problem(dtype=torch.float32, q_len=300, k_len=300), (kind,))
+    first, second = results(case, "blockwise"), results(case, "blockwise")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_bias_of_zeros_or_a_temperature_of_one_changes_nothing():
+    q, k, v = (torch.randn(1, 2, 60, 16, dtype=torch.float64) for _ in range(3))
+    mask = masks.causal(60, block=16)
+    zeros = torch.zeros(2, dtype=torch.float64)
+    none = [
+        scores.alibi(zeros), scores.bias(zeros.view(1, 2, 1, 1).expand(1, 2, 60, 60)),
+        scores.key_bias(zeros.view(1, 2, 1)), scores.temperature(zeros + 1),
+        scores.relative(zeros[:, None].expand(2, 5), scores.clipped(2)), scores.softcap(1e9),
+    ]  # fmt: skip
+    for change in none:
+        torch.testing.assert_close(attention(q, k, v, mask, scores=change), attention(q, k, v, mask))
+
+
+def test_the_written_order_does_not_matter_and_the_cap_comes_first():
+    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float64) for _ in range(3))
+    slopes = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    one = attention(q, k, v, scores=scores.alibi(slopes) + scores.softcap(0.5), return_lse=True)[1]
+    other = attention(q, k, v, scores=scores.softcap(0.5) + scores.alibi(slopes), return_lse=True)[1]
+    assert torch.equal(one, other)
+    i = torch.arange(40, dtype=torch.float64)
+    raw = q @ k.mT / 4
+    by_hand = 0.5 * torch.tanh(raw / 0.5) - slopes.view(2, 1, 1) * (i[:, None] - i).abs()
+    torch.testing.assert_close(one, by_hand.logsumexp(-1))
+
+
+def test_a_sink_is_a_key_without_a_value():
+    q, k, v = (torch.randn(1, 2, 30, 8, dtype=torch.float64) for _ in range(3))
+    logits = torch.tensor([0.3, -1.0], dtype=torch.float64)
+    out, lse = attention(q, k, v, scale=1.0, scores=scores.sink(logits), return_lse=True)
+    weights = torch.cat([q @ k.mT, logits.view(1, 2, 1, 1).expand(1, 2, 30, 1)], -1)
+    torch.testing.assert_close(lse, weights.logsumexp(-1))
+    torch.testing.assert_close(out, weights.softmax(-1)[..., :-1] @ v)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_a_query_without_keys_gives_zero_and_no_gradient_even_with_a_sink(backend):
+    mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
+    q, k, v = (torch.randn(1, 2, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    logits = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend=backend)
+    assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == -torch.inf).all()
+    found = torch.autograd.grad(out[:, :, 1::2].sum(), (q, logits))
+    assert all((x == 0).all() for x in found)
+
+
+def own(score, b, h, q, k, gain, shift):
+    return score * gain[h] + shift[b, k] * torch.sin(0.1 * (q - k).to(score.dtype))
+
+
+def test_ones_own_function_is_differentiated_by_autograd():
+    mask = masks.local(50, window=9, block=16)
+    q, k, v = (torch.randn(2, 2, 50, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    gain, shift = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2,), (2, 50)))
+    found = []
+    for backend in ("reference", "blockwise"):
+        changes = scores.function(own, gain, shift) + scores.sink(gain)
+        out, lse = attention(q, k, v, mask, scores=changes, backend=backend, return_lse=True)
+        found.append([out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, gain, shift))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_grids_and_windows_read_the_entry_of_their_offset():
+    table = torch.randn(2, 5, 7, dtype=torch.float64)
+    q, k, v = (torch.zeros(1, 2, 24, 4, dtype=torch.float64) for _ in range(3))
+    mask = masks.documents([12, 12], causal=False, block=16)
+    _, lse = attention(q, k, v, mask, scores=scores.relative_2d(table, 3, 4), return_lse=True)
+    y, x = torch.arange(12) // 4, torch.arange(12) % 4
+    window = table[:, y[:, None] - y + 2, x[:, None] - x + 3]
+    torch.testing.assert_close(lse, window.logsumexp(-1).repeat(1, 2)[None])
+
+
+def test_three_axes_are_told_apart():
+    table = torch.randn(1, 3, 5, 3, dtype=torch.float64)
+    q, k, v = (torch.zeros(1, 1, 12, 4, dtype=torch.float64) for _ in range(3))
+    _, lse = attention(q, k, v, scores=scores.relative_3d(table, 2, 3, 2), return_lse=True)
+    t, y, x = torch.arange(12) // 6, torch.arange(12) // 2 % 3, torch.arange(12) % 2
+    pairs = table[:, t[:, None] - t + 1, y[:, None] - y + 2, x[:, None] - x + 1]
+    torch.testing.assert_close(lse, pairs.logsumexp(-1)[None])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_scores_compile_without_a_break(kind):
+    case = Scored(plain_problem(dtype=torch.float32, batch=1, heads=2, kv_heads=1), (kind,))
+    changes, learned = case.changes("cpu", torch.float32)
+    q, k, v, *_ = case.problem.tensors()
+
+    def run(q, k, v, *learned):
+        return attention(q, k, v, scores=changes.with_tensors(learned)).square().sum()
+
+    eager = torch.autograd.grad(run(q, k, v, *learned), (q, k, v, *learned))
+    torch._dynamo.reset()
+    whole = torch.compile(run, backend="aot_eager", fullgraph=True)
+    compiled = torch.autograd.grad(whole(q, k, v, *learned), (q, k, v, *learned))
+    for one, other in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_operator_passes_pytorchs_own_checks():
+    q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
+    changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.key_bias(torch.randn(1, 1, 20))
+    problem = (None, None, None, None, None, None, 128, 128, 0.25, None, 0, "")
+    arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
+    torch.library.opcheck(torch.ops.sparseflash.blockwise_scored.default, arguments)
+
+
+def test_flops_are_those_of_the_products():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (torch.randn(1, 2, 128, 16, requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, scores=scores.softcap(1.0)).sum().backward()
+    assert counter.get_total_flops() == 2 * (2 + 5) * 2 * 128 * 128 * 16 // 1
+
+
+def test_autocast_casts_queries_but_not_learned_tensors():
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    slopes = torch.rand(2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v, scores=scores.alibi(slopes))
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16 and slopes.grad.dtype == torch.float32
