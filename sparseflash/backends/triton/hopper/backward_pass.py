@@ -127,14 +127,11 @@ class Backward:
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
-    """What the backward walks, from the plan's cache. Waits for the device, once."""
+    """What the backward walks, from the plan's cache. Waits for the device, twice."""
 
     def make() -> BackwardPlan:
-        lists = plan.lists.get(1, Tiling(*reversed(BLOCK)))
+        lists = plan.lists.get(1, Tiling(*reversed(BLOCK))).to(plan.device)  # small masks are planned on the host
         lists.ready.wait()
-        pattern = plan.pattern
-        if plan.lists.pattern is not None:
-            pattern = plan.lists.pattern.expand(plan.pattern.shape)
-        return backward_plan(lists, pattern, plan.kv_heads, *plan.lists.tokens, programs=programs)
+        return backward_plan(lists, plan.pattern, plan.kv_heads, *plan.lists.tokens, programs=programs)
 
     return once(plan.derived, ("hopper backward", programs), make)

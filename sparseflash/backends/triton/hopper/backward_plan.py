@@ -83,9 +83,9 @@ def backward_plan(
     list_of = (pattern.long().view(-1, 1, group) * columns + column.unsqueeze(1)).view(-1, group)  # of every item
     counts = lists.count.long()
     items = _dealt((counts[list_of].sum(1)).cpu().numpy(), programs)
-    sequence, size, first, program, time = to_device(
-        [torch.from_numpy(x) for x in (items.sequence, items.size, items.first, items.program, items.time)], device
-    )
+    arrays = [torch.from_numpy(x).int() for x in items]
+    *of_items, start = to_device(arrays, device)
+    sequence, size, first, program, time = (x.long() for x in of_items)
     total = int(items.size.sum())
 
     item = torch.repeat_interleave(size, output_size=total)  # of every entry
@@ -105,8 +105,7 @@ def backward_plan(
     work = torch.stack([sequence // columns, sequence % columns * lists.tiling.held, first, size], dim=1)
     entries = torch.zeros(total + 1, 4, dtype=torch.int32, device=device)
     entries[:-1] = torch.stack([row, lists.tile[source], chain, rank], dim=1)
-    (start,) = to_device([torch.from_numpy(items.start)], device)
-    return BackwardPlan(start.int(), work.int(), entries, chains.int(), _by_key(lists), int(chains[-1]))
+    return BackwardPlan(start, work.int(), entries, chains.int(), _by_key(lists), int(chains[-1]))
 
 
 class _Items(NamedTuple):
