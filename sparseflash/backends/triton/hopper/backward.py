@@ -72,7 +72,7 @@ def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.co
     descriptors, tiles_s, bars, lists, sizes = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
     q_s, dout_s, k_s, v_s, rows_s = tiles_s
-    q_full, dout_full, read, kv_full = bars
+    q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
     STEPS: gl.constexpr = TILE_ROWS // ROWS
@@ -88,22 +88,19 @@ def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.co
             piece = i % STEPS
             head = row // row_tiles % heads
             first_q = row % row_tiles * TILE_ROWS + piece * ROWS
-            q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
-            is_read, phase = read.index(dout_stage), ((step // DOUT_STAGES) & 1) ^ 1
-            if Q_STAGES == DOUT_STAGES:
-                mbarrier.wait(is_read, phase)
-            # With one more stage of queries this one is free: the step before has waited for who read it.
-            mbarrier.expect(q_full.index(q_stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
-            async_load(q_desc, [batch, head, first_q, 0], q_full.index(q_stage), q_s.index(q_stage))
-            async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(q_stage), rows_s.index(q_stage))
-            if Q_STAGES > DOUT_STAGES:
-                mbarrier.wait(is_read, phase)
-            mbarrier.expect(dout_full.index(dout_stage), dout_desc.block_type.nbytes)
-            async_load(dout_desc, [batch, head, first_q, 0], dout_full.index(dout_stage), dout_s.index(dout_stage))
+            stage = step % Q_STAGES
+            mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+            async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
+            async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
+            stage = step % DOUT_STAGES
+            mbarrier.wait(dout_empty.index(stage), ((step // DOUT_STAGES) & 1) ^ 1)
+            mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
+            async_load(dout_desc, [batch, head, first_q, 0], dout_full.index(stage), dout_s.index(stage))
             if i == 0:
-                # Keys and values of the item before have been read when its last step has been.
+                # Keys and values of the item before have been read when the gradients of its last step have been.
                 before = step + DOUT_STAGES - 1
-                mbarrier.wait(read.index(before % DOUT_STAGES), ((before // DOUT_STAGES) & 1) ^ 1)
+                mbarrier.wait(dout_empty.index(before % DOUT_STAGES), ((before // DOUT_STAGES) & 1) ^ 1)
                 mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
                 async_load(k_desc, [batch, kv_head, first_k, 0], kv_full.index(0), k_s)
                 async_load(v_desc, [batch, kv_head, first_k, 0], kv_full.index(0), v_s)
@@ -208,79 +205,16 @@ def masked(x, words_ptr, tile, first_row, k_left, ROWS: gl.constexpr, HAS_LENGTH
 
 
 @gluon.jit
-def first_scores(tiles_s, q_full, step, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, S: gl.constexpr):
-    """`(s, dp)` with which an item begins: S of its first step, and what dP of it accumulates onto."""
-    q_s, _, k_s, _, rows_s = tiles_s
-    stage = step % Q_STAGES
-    mbarrier.wait(q_full.index(stage), (step // Q_STAGES) & 1)
-    dp = in_registers(rows_s.index(stage).slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-    s = in_registers(rows_s.index(stage).slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-    s = warpgroup_mma(k_s, q_s.index(stage).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma_wait(0, deps=(s,)), dp
-
-
-@gluon.jit
-def one_step(
-    multiplied, s, dp, dk, dv, tile, i, step, first, k_left, parities,
-    HAS_NEXT: gl.constexpr,  # whether the item has another step
-    ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    S: gl.constexpr, Q: gl.constexpr, OPERAND: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
-    """Step `i` of an item, `step` of the program, from its S: `(s, dp, dk, dv, tile)`, the first two of the next step.
-
-    S of the next step is multiplied behind dK, so that the matrix units do not wait for the beginning of a step; but
-    it is waited for, because the compiler makes one product wait for another if one is under way where a loop ends. dv
-    is waited for before, so that the registers of the weights are free.
-    """
-    tiles_s, bars, ds_s, dq_s, full, empty, entry_ptr, words_ptr, qk_scale = multiplied
-    q_s, dout_s, k_s, v_s, rows_s = tiles_s
-    q_full, dout_full, read = bars
-    dtype: gl.constexpr = q_s.dtype
-    STEPS: gl.constexpr = TILE_ROWS // ROWS
-    no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
-    q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
-    mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
-    dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
-    if (tile != 0) | (k_left < KEYS):
-        s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, ROWS, HAS_LENGTHS, BITS)
-    p = gl.exp2(s * qk_scale)
-    tile = gl.load(entry_ptr + (first + (i + 1) // STEPS) * ENTRY + TILE)  # of the next step
-    weights = gl.convert_layout(p.to(dtype), OPERAND)
-    dv = warpgroup_mma(weights, dout_s.index(dout_stage), dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = (p * dp).to(dtype)
-    ds_s.store(ds)
-    fence_async_shared()
-    ds = gl.convert_layout(ds, OPERAND)
-    dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_dq, use_acc=False, is_async=True)
-    dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
-    next_stage = (step + 1) % Q_STAGES
-    if HAS_NEXT:
-        dv = warpgroup_mma_wait(2, deps=(dv,))
-        mbarrier.wait(q_full.index(next_stage), ((step + 1) // Q_STAGES) & 1)
-        s = in_registers(rows_s.index(next_stage).slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-        s = warpgroup_mma(k_s, q_s.index(next_stage).permute((1, 0)), s, is_async=True)
-        dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
-    else:
-        dv, dq, dk = warpgroup_mma_wait(0, deps=(dv, dq, dk))
-    async_copy.mbarrier_arrive(read.index(dout_stage), increment_count=False)
-    which = (first * STEPS + i) % SENDERS
-    hand_over(dq, which, dq_s.index(which), full, empty, parities)
-    if HAS_NEXT:
-        dp = in_registers(rows_s.index(next_stage).slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-        s = warpgroup_mma_wait(0, deps=(s,))
-    return s, dp, dk, dv, tile
-
-
-@gluon.jit
 def consumer(
     reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of every item, and dq of every step."""
-    multiplied, tiles_s, q_full, kv_full, lists, lengths, out_s, full, empty, scale, kv_heads = reads
+    tiles_s, bars, lists, words_ptr, lengths, ds_s, dq_s, out_s, full, empty, qk_scale, scale, kv_heads = reads
+    q_s, dout_s, k_s, v_s, rows_s = tiles_s
+    q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
-    dtype: gl.constexpr = out_s.dtype
+    dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, ROWS, 16])
     KV: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
     # Of dq each warpgroup computes half the rows, or half the columns of 64 rows.
@@ -297,6 +231,7 @@ def consumer(
         [],
         [KEYS, ROWS // 32, 32],
     )
+    no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     # Numbers whose last bit alone is wanted, in one register: of tiles given to each sender, of items with an entry.
@@ -313,26 +248,40 @@ def consumer(
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
         dk = gl.zeros([KEYS, D], gl.float32, layout=KV)
         dv = gl.zeros([KEYS, D], gl.float32, layout=KV)
-        s = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
-        dp = s
-        steps = count * STEPS
         if count > 0:
             mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
             parities ^= 1 << SENDERS
-            s, dp = first_scores(tiles_s, q_full, step, ROWS, Q_STAGES, S)
-        for i in range(steps - 1):
-            s, dp, dk, dv, tile = one_step(
-                multiplied, s, dp, dk, dv, tile, i, step, first, k_left, parities, True, ROWS, Q_STAGES, DOUT_STAGES, D,
-                HAS_LENGTHS, S, Q, OPERAND, BITS,
-            )  # fmt: skip
-            parities ^= 1 << ((first * STEPS + i) % SENDERS)
-            step += 1
-        if count > 0:
-            s, dp, dk, dv, tile = one_step(
-                multiplied, s, dp, dk, dv, tile, steps - 1, step, first, k_left, parities, False, ROWS, Q_STAGES,
-                DOUT_STAGES, D, HAS_LENGTHS, S, Q, OPERAND, BITS,
-            )  # fmt: skip
-            parities ^= 1 << ((first * STEPS + steps - 1) % SENDERS)
+        for i in range(count * STEPS):
+            is_partial = (tile != 0) | (k_left < KEYS)
+            q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
+            mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
+            rows = rows_s.index(q_stage)
+            s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
+            dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
+            s = warpgroup_mma(k_s, q_s.index(q_stage).permute((1, 0)), s, is_async=True)
+            mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
+            dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            if is_partial:
+                s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, ROWS, HAS_LENGTHS, BITS)
+            p = gl.exp2(s * qk_scale)
+            tile = gl.load(entry_ptr + (first + (i + 1) // STEPS) * ENTRY + TILE)  # of the next step
+            weights = gl.convert_layout(p.to(dtype), OPERAND)
+            dv = warpgroup_mma(weights, dout_s.index(dout_stage), dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            ds = (p * dp).to(dtype)
+            ds_s.store(ds)
+            fence_async_shared()
+            ds = gl.convert_layout(ds, OPERAND)
+            dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_dq, use_acc=False, is_async=True)
+            dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
+            dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+            async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
+            which = (first * STEPS + i) % SENDERS
+            hand_over(dq, which, dq_s.index(which), full, empty, parities)
+            parities ^= 1 << which
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
         hand_over(dv.to(dtype), 0, out_s.index(0), full, empty, parities)
         hand_over((dk * scale).to(dtype), 1, out_s.index(ROWS // 64), full, empty, parities)
@@ -360,8 +309,6 @@ def backward_kernel(
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of all items, and the chains of dq, without the factor `scale`."""
-    gl.static_assert(Q_STAGES >= 2, "the next queries are multiplied while these are kept")
-    gl.static_assert((Q_STAGES == DOUT_STAGES) | (Q_STAGES == DOUT_STAGES + 1), "as the loader waits")
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
@@ -377,30 +324,30 @@ def backward_kernel(
     out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
     dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
-    read = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
+    dout_empty = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
     full = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], BAR)
     for c in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=THREADS)
     for c in gl.static_range(DOUT_STAGES):
         mbarrier.init(dout_full.index(c), count=1)
-        mbarrier.init(read.index(c), count=THREADS)
+        mbarrier.init(dout_empty.index(c), count=THREADS)
     mbarrier.init(kv_full.index(0), count=1)
     for c in gl.static_range(SENDERS):
         mbarrier.init(full.index(c), count=1)
         mbarrier.init(empty.index(c), count=1)
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s)
-    bars = (q_full, dout_full, read, kv_full)
+    bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles))
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
-    of_steps = (q_full, dout_full, read)
-    multiplied = (tiles_s, of_steps, ds_s, dq_s, full, empty, entry_ptr, words_ptr, qk_scale)
-    reads = (multiplied, tiles_s, q_full, kv_full, lists, lengths, out_s, full, empty, scale, kv_heads)
+    reads = (tiles_s, bars, lists, words_ptr, lengths, ds_s, dq_s, out_s, full, empty, qk_scale, scale, kv_heads)
     gl.warp_specialize(
         [
             (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS)),

@@ -31,7 +31,7 @@ class BackwardConfig(NamedTuple):
     dim: int
     rows: int  # queries of a step
     q_stages: int  # of queries, rows * dim numbers each
-    dout_stages: int  # as many, or one less
+    dout_stages: int
     registers: int = 24  # a thread of the warps that load and send; the warpgroups get what is left
     start_registers: int = 168
 

@@ -109,17 +109,16 @@ def spilled_among_products(sass):
 
 
 def exponentials_under_products(sass):
-    """How many are issued while a product is under way, between one wait for products and the next, where any are."""
-    found, count, under_way = [], 0, 0
+    """How many stand between a wait for all products but one and the next wait: while that one is computed."""
+    found, count = [], None
     for line in sass.splitlines():
-        waits = re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", line)
-        if waits:
-            found, count, under_way = [*found, count], 0, min(under_way, int(waits[1]))
-        elif "HGMMA" in line:
-            under_way += "gsb0" in line  # the last of a product
-        elif "MUFU.EX2" in line:
-            count += under_way > 0
-    return [each for each in found if each]
+        if "WARPGROUP.DEPBAR.LE gsb0" in line:
+            if count is not None:
+                found.append(count)
+            count = 0 if "gsb0, 0x1" in line else None
+        elif "MUFU.EX2" in line and count is not None:
+            count += 1
+    return found
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import pytest
 from sparseflash.backends.triton.hopper.configs import GROUPS, HEAD_DIMS, backward_config_for, config_for
 from uninterpreted import python
 
-STEPS = 2  # of the backward, as instructions: one for all but the last of an item, one for that
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 OURS = {"forward_kernel", "begin_kernel", "backward_kernel", "finish_kernel"}
 
@@ -38,12 +37,11 @@ def check(dim, dtype, features):
     # 64 x 128 scores, 128 threads: 64 each. The compiler would rather wait first.
     assert len(forward["exponentials"]) == GROUPS
     assert min(forward["exponentials"]) >= 64, forward
-    # Of 240 registers dk, dv, S, dP and the weights take 224 at D=64 and 208 at D=128. Some addresses are spilled then,
-    # in both copies of a step, but no tile, which would be 32 loads and stores at least in each.
-    assert backward["spilled_in_loop"] <= (60 if dim == 64 else 12), backward
+    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
+    # which would be 32 loads and stores at least.
+    assert backward["spilled_in_loop"] <= (20 if dim == 64 else 0), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
     rows = backward_config_for(dim).rows
-    assert backward["products"] == STEPS * (2 * (dim // 16) + 2 * (rows // 16) + 128 // 16)
+    assert backward["products"] == 2 * (dim // 16) + 2 * (rows // 16) + 128 // 16
     # 128 x `rows` scores, 256 threads, while the other product of the step is computed.
-    assert len(backward["exponentials"]) == STEPS
-    assert min(backward["exponentials"]) >= 128 * rows // 256, backward
+    assert sum(backward["exponentials"]) >= 128 * rows // 256, backward
