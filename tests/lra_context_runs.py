@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 
 from experiments.lra.config import Config
+from experiments.lra.losses import objective_of
 from experiments.lra.tasks import load
 from experiments.lra.train import Run
 from experiments.training.distributed import process_group
+from experiments.training.steps import compute_gradients
 from lra_distributed_runs import waiting_threads
 
 # Keys are normalised as in lra_distributed_runs.py.
@@ -42,6 +44,15 @@ def data_of(config, folders):
     return load(config.task, folders[config.task])
 
 
+def first_gradients(run: Run) -> dict[str, torch.Tensor]:
+    """The gradients of the run's first step, of all its processes together."""
+    batch = next(run._batches())
+    compute_gradients(run.data_parallel, replace(objective_of(run.config, run.device), clip=0.0), batch)
+    found = {name: parameter.grad for name, parameter in run.model.named_parameters()}
+    run.model.zero_grad(set_to_none=True)
+    return found
+
+
 def main(out: Path, context: int, folders: dict[str, Path]) -> None:
     with process_group("cpu", context) as ranks:
         shared = {"context_parallel": context}
@@ -49,6 +60,7 @@ def main(out: Path, context: int, folders: dict[str, Path]) -> None:
 
         run = Run(replace(TINY, **shared), data_of(TINY, folders), out / "plain", ranks=ranks)
         seen["rows"] = run.order.rows(0).tolist()
+        torch.save(first_gradients(run), out / f"gradients{ranks.rank}.pt")
         metrics = run.train()
         assert metrics is not None
         seen |= {"loss": metrics["test_loss"], "examples": metrics["test_examples"], "processes": metrics["processes"]}

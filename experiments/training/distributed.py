@@ -170,7 +170,6 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
         sizes = world_size() // context_parallel, context_parallel
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp"))
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), control, context_parallel, mesh)
-    del control
     yield ranks
     dist.destroy_process_group()  # not after an error: other processes may still be waiting, and torchrun ends them
     # A group's threads end with the last reference to the group, which a run may hold for long. A thread that is

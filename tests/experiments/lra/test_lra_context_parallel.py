@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from experiments.lra.cli import app
 from experiments.lra.config import HELP, configure
 from experiments.lra.data.listops.generator import generate
 from experiments.lra.train import Run, check
@@ -13,7 +15,7 @@ from experiments.pathfinder.generate import Settings
 from experiments.pathfinder.generate import generate as generate_images
 from experiments.pathfinder.parameters import lra
 from experiments.training.distributed import Ranks, process_group
-from lra_context_runs import KINDS, TINY, data_of
+from lra_context_runs import KINDS, TINY, data_of, first_gradients
 from lra_runs import DATA, same_bits, weights
 from torchrun import ROOT, torchrun
 
@@ -77,6 +79,18 @@ def test_processes_that_share_sequences_train_as_one_does(processes, alone, requ
     for each in seen:
         assert each["loss"] == pytest.approx(metrics["test_loss"], rel=2e-4)
         assert (each["examples"], each["processes"]) == (24, len(seen))
+
+
+@pytest.mark.parametrize("processes", ["pair", "square"])
+def test_gradients_are_those_of_one_process(processes, folders, tmp_path, request):
+    """Adam divides by their size, so that training alone would hardly show a wrong factor."""
+    seen, out = request.getfixturevalue(processes)
+    expected = first_gradients(Run(TINY, data_of(TINY, folders), tmp_path / "run"))
+    for rank in range(len(seen)):
+        found = torch.load(out / f"gradients{rank}.pt")
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: n + text)
 
 
 def test_those_that_share_a_sequence_have_the_same_share_of_a_batch(pair, square, alone):
@@ -169,6 +183,16 @@ def test_short_batches_have_a_block_for_every_process():
     shape = replace(TINY, context_parallel=2).shape
     assert [shape.row(tokens) for tokens in (1, 32, 33)] == [32, 32, 48]
     assert TINY.shape.row(1) == 16
+
+
+def test_the_demo_and_a_lone_process_are_refused_on_the_command_line():
+    for words, message in (
+        (["--preset", "demo"], "the demo runs in one process: leave out --context-parallel"),
+        (["--steps", "1"], "context_parallel must divide the number of processes, 1; got 2"),
+        (["--attention-dropout", "0.1"], "choose --attention-dropout 0"),
+    ):
+        result = CliRunner().invoke(app, ["train", "--context-parallel", "2", *words])
+        assert result.exit_code == 1 and message in result.output
 
 
 def test_the_command_shares_sequences(folders, tmp_path):
