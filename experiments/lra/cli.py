@@ -98,7 +98,7 @@ def train(
     """Train a classifier, test it, and write its metrics. A preset changes the defaults below.
 
     On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lra train ..., where --batch stays the
-    number of examples of a step, which the processes share.
+    number of examples of a step, which the processes share. With --context-parallel N, N processes share each sequence.
     """
     with short_errors():
         if tensorboard_files:
@@ -120,6 +120,8 @@ def train(
             check_used(config, chosen, masks=trained, given_data=data is not None)
         if preset == "demo":
             require_single_process("the demo")
+            if config.context_parallel > 1:
+                raise ValueError("the demo runs in one process: leave out --context-parallel")
             if pause_after is not None or seeds is not None or tensorboard_files:
                 raise ValueError("the demo has no --pause-after, --seeds or --tensorboard: it takes three minutes")
             if config.attention != "sparseflash":
@@ -134,7 +136,7 @@ def train(
         check(config)  # before generating data, which takes minutes
         folder = out or RUNS / default_name(config, series=chosen_seeds is not None)
         until = deadline(pause_after)
-        with process_group(config.device) as ranks:
+        with process_group(config.device, config.context_parallel) as ranks:
             console.quiet = not ranks.first
             found = ranks.first_before_others(lambda: find_data(config, data, console))
             with pausing(until) as pause:

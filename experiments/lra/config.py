@@ -81,6 +81,11 @@ class Config(RunSettings):
         None, "End early after this many minutes; a cosine schedule ends then too.", "no limit"
     )
     batch: int = setting(32, "Examples a step.")
+    context_parallel: int = setting(
+        1,
+        "Processes that share the tokens of each sequence, for sequences too long for one GPU; their number under "
+        "torchrun must be a multiple. Needs --attention-dropout 0.",
+    )
     buckets: bool = setting(True, "Examples of about one length share a batch, which then has little padding.")
     max_tokens: int | None = setting(None, "Tokens after which a sequence is cut.", "the task's own number")
     lr: float = setting(5e-4, "Peak learning rate.")
@@ -107,7 +112,8 @@ class Config(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, ("window", "depth", "steps", "batch", "max_tokens", "eval_every", "eval_examples"))
+        check_at_least(self, 1, ("window", "depth", "steps", "batch", "context_parallel", "max_tokens"))
+        check_at_least(self, 1, ("eval_every", "eval_examples"))
         if not 0 < self.hidden < 1:
             raise ValueError(f"hidden must be above 0 and below 1; got {self.hidden}")
         check_fractions(self, ("attention_dropout",))
@@ -144,6 +150,29 @@ class Config(RunSettings):
                 "--positions rotary say, here and in the run that begins with these weights"
             )
 
+        if self.context_parallel > 1:
+            self._check_shared_sequences()
+
+    def _check_shared_sequences(self) -> None:
+        """Raises ValueError for settings with which several processes cannot share a sequence."""
+        if self.attention_dropout:
+            raise ValueError(
+                f"attention_dropout must be 0 if context_parallel is above 1; got {self.attention_dropout}. Attention "
+                "over several processes cannot drop weights: choose --attention-dropout 0; --dropout may stay"
+            )
+        if self.attention != "sparseflash":
+            raise ValueError(
+                f"attention must be sparseflash if context_parallel is above 1; got {self.attention}, which needs all "
+                "tokens in one process"
+            )
+        least, longest = self.context_parallel * self.block, self.shape.length
+        if longest < least:
+            raise ValueError(
+                f"the longest sequences must have at least {self.context_parallel} blocks of {self.block} tokens, one "
+                f"for each process of context_parallel; got {longest // self.block}: lower --block or "
+                "--context-parallel, or raise --max-tokens"
+            )
+
     @property
     def shape(self) -> Shape:
         """How the task's sequences become rows of a batch."""
@@ -154,6 +183,7 @@ class Config(RunSettings):
             cls=task.cls if self.pool == "cls" else None,
             drop_background=self.background == "drop",
             multiple=row_multiple(self.attention, self.block),
+            shortest_row=self.context_parallel * self.block if self.context_parallel > 1 else 0,
         )
 
     @property
@@ -185,6 +215,7 @@ FREE_ON_RESUME = (
     "steps",
     "minutes",
     "device",
+    "context_parallel",
     "compiled",
     "recorded",
     "eval_every",

@@ -37,7 +37,7 @@ def opened(path: Path, device: torch.device) -> tuple[Classifier, Config, dict[s
     path: the run's folder, or its model.safetensors.
     """
     found, about = tensor_files.read(path, weights.KIND)
-    config = replace(from_saved(about["config"]), compiled=False, recorded=False)
+    config = replace(from_saved(about["config"]), compiled=False, recorded=False, context_parallel=1)
     if device.type == "cpu":  # bf16 is slower there
         config = replace(config, precision="fp32")
     if config.objective != "classify":

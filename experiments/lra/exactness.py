@@ -70,7 +70,7 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
         calls.append((q, k, v, mixed, mask))
         return mixed
 
-    attention.mix = mix  # type: ignore[method-assign]
+    attention.mix = mix  # type: ignore[method-assign, assignment]
     try:
         loss = F.cross_entropy(forward(model, batch, config), batch.labels)
     finally:

@@ -38,5 +38,5 @@ def score(
         right += (logits.argmax(-1) == batch.labels).sum()
         examples += len(batch.labels)
     sums = torch.stack([loss, right.double(), torch.full_like(loss, examples)])  # exact below 2^53
-    total_loss, total_right, total = ranks.all_reduce(sums).tolist()
+    total_loss, total_right, total = ranks.sum_over_shares(sums).tolist()
     return Score(total_loss / total, total_right / total, int(total))

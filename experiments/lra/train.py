@@ -9,7 +9,7 @@ It writes, in addition to the files of every run (experiments/training/run_folde
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from experiments.lra.denoise import hidden_for_scoring, hidden_for_training
 from experiments.lra.graph_steps import steps_of
 from experiments.lra.metrics import final_metrics
 from experiments.lra.model.build import build_model, build_optimizer, mask_of
+from experiments.lra.model.shared_sequences import SharedSequences
 from experiments.lra.pixel_labels import pixel_labels_of
 from experiments.lra.scoring import Score, score
 from experiments.lra.tasks import TASKS
@@ -47,6 +48,11 @@ def check(config: Config) -> None:
     """Raises ValueError for a mask or sizes that no run can have, as far as can be known before there are data."""
     find_device(config.device)
     mask = mask_of(config)
+    if config.context_parallel > 1 and max(mask.block_q, mask.block_k) > config.block:
+        raise ValueError(
+            f"the mask's blocks must have at most --block {config.block} tokens if context_parallel is above 1: "
+            f"each process needs a block of the shortest row; got {mask.block_q} x {mask.block_k}: raise --block"
+        )
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         build_model(config, TASKS[config.task], mask.to("meta"))
 
@@ -70,10 +76,16 @@ class Run(Trainer[Batch]):
         ranks: Ranks = SINGLE,
     ) -> None:
         self.config, self.data = config, data
-        if config.batch % ranks.count:
+        if config.context_parallel != ranks.context_parallel:
             raise ValueError(
-                f"the batch must be a multiple of the number of processes, {ranks.count}, which share it; "
-                f"got {config.batch}"
+                f"context_parallel must be that of the processes that train, {ranks.context_parallel}; got "
+                f"{config.context_parallel}"
+            )
+        shares = ranks.data_parallel_ranks
+        if config.batch % shares:
+            sharers = "processes" if ranks.mesh is None else f"groups of {ranks.context_parallel} processes"
+            raise ValueError(
+                f"the batch must be a multiple of the number of {sharers}, {shares}, which share it; got {config.batch}"
             )
         if config.keep == "best" and data.val is data.test:
             raise ValueError(
@@ -91,6 +103,9 @@ class Run(Trainer[Batch]):
         self.mask = mask_of(config)
         self.fingerprint = fingerprint(data)
         model = build_model(config, data.task, self.mask.to(device))
+        self._shared: SharedSequences | None = None
+        if ranks.mesh is not None:
+            self._shared = model.share_sequences(ranks)
         super().__init__(
             folder,
             model,
@@ -131,7 +146,7 @@ class Run(Trainer[Batch]):
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
         """Train to the end, test, and return the final metrics; None if the run was paused, after it was saved."""
-        with single_host_thread(self.device):
+        with single_host_thread(self.device), self._sequences_shared():
             steps = steps_of(self.model, self.optimizer, self.config, self.device, self.data_parallel)
             if not self.train_stage(self._batches(), steps, pause):
                 return None
@@ -142,6 +157,13 @@ class Run(Trainer[Batch]):
             self._test()
         return self.ranks.on_first(self._write_result)
 
+    @contextmanager
+    def _sequences_shared(self) -> Iterator[None]:
+        """After the context, the model keeps no process group; see `process_group`."""
+        yield
+        if self._shared is not None:
+            self._shared.clear()
+
     def _batches(self) -> Iterator[Batch]:
         """The batches from the current step on."""
         config, side = self.config, self.data.task.side
@@ -151,7 +173,8 @@ class Run(Trainer[Batch]):
         step = self.state.step
         batches = training_batches(self.data.train, self.shape, self.order, step, turning, self.pixel_classes)
         if config.objective == "denoise":
-            return hidden_for_training(batches, self.shape, config.hidden, config.seed, step, self.ranks.rank)
+            share = self.ranks.data_parallel_rank
+            return hidden_for_training(batches, self.shape, config.hidden, config.seed, step, share)
         return batches
 
     def training_record(self, means: Means, seconds: float, lr: float) -> Record:
@@ -186,10 +209,10 @@ class Run(Trainer[Batch]):
     def _score(self, examples: Examples, limit: int) -> Score:
         """The score on the first `limit` examples of a split, over all processes together."""
         batches = evaluation_batches(
-            examples, self.shape, self.config.batch // self.ranks.count, limit, self.ranks.share
+            examples, self.shape, self.config.batch // self.ranks.data_parallel_ranks, limit, self.ranks.share
         )
         if self.config.objective == "denoise":
-            numbers = count(self.ranks.rank, self.ranks.count)
+            numbers = count(self.ranks.data_parallel_rank, self.ranks.data_parallel_ranks)
             batches = hidden_for_scoring(batches, self.shape, self.config.hidden, numbers)
         return score(self.model, batches, self.config, self.device, self.ranks)
 

@@ -1,6 +1,10 @@
-"""Data-parallel training: processes started by torchrun, one for each GPU, each with its share of every batch.
+"""Training in several processes, one for each GPU, started by torchrun.
 
-    torchrun --nproc-per-node=2 -m experiments.lra train ...
+    torchrun --nproc-per-node=2 -m experiments.lra train ...                        # two shares of every batch
+    torchrun --nproc-per-node=4 -m experiments.lra train ... --context-parallel 2   # and two processes for each share
+
+Each process has its share of every batch (data parallelism), or several processes have the same share, and each of them
+a part of the tokens of every sequence (context parallelism).
 
 The first process makes all decisions that depend on the clock or on files, and writes all files; the others follow it.
 """
@@ -18,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
@@ -37,6 +42,19 @@ class Ranks:
     count: int = 1
     # For decisions and small objects; it goes through the CPU, so that no GPU waits.
     control: dist.ProcessGroup | None = None
+    # Processes with the same share of every batch, which share the tokens of its sequences; their ranks are neighbours.
+    context_parallel: int = 1
+    mesh: DeviceMesh | None = None  # "dp" by "cp"; None if no sequence is shared
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """The number of shares of a batch."""
+        return self.count // self.context_parallel
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of this process's share of a batch."""
+        return self.rank // self.context_parallel
 
     @property
     def first(self) -> bool:
@@ -45,7 +63,7 @@ class Ranks:
     @property
     def share(self) -> slice:
         """The examples of a batch that belong to this process."""
-        return slice(self.rank, None, self.count)
+        return slice(self.data_parallel_rank, None, self.data_parallel_ranks)
 
     def broadcast(self, value: float) -> float:
         """The first process's value."""
@@ -89,11 +107,14 @@ class Ranks:
         dist.gather_object(value, found if self.first else None, 0, self.control)
         return found if self.first else []
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, on its device."""
+    def sum_over_shares(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over the shares of a batch, on its device, the same bits in all processes.
+
+        Processes with one share have the same tensor, and it counts once.
+        """
         if self.count > 1:
             dist.all_reduce(tensor)
-        return tensor
+        return tensor / self.context_parallel if self.context_parallel > 1 else tensor
 
     def data_parallel(self, model: nn.Module) -> nn.Module:
         """The model, wrapped so that a backward pass leaves the mean of all processes' gradients."""
@@ -124,10 +145,17 @@ def require_single_process(what: str) -> None:
 
 
 @contextmanager
-def process_group(name: str) -> Iterator[Ranks]:
-    """Inside the context, the processes that torchrun has started can communicate. name: the device, as in the
-    settings.
+def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
+    """Inside the context, the processes that torchrun has started can communicate.
+
+    name: the device, as in the settings; context_parallel: the processes that share the tokens of a sequence. Raises
+    ValueError if their number does not divide that of all processes.
     """
+    if world_size() % context_parallel:
+        raise ValueError(
+            f"context_parallel must divide the number of processes, {world_size()}; got {context_parallel}: start "
+            f"{context_parallel}, or a multiple, by torchrun --nproc-per-node, or choose another --context-parallel"
+        )
     if world_size() == 1:
         yield Ranks()
         return
@@ -137,12 +165,17 @@ def process_group(name: str) -> Iterator[Ranks]:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_TIMEOUT))
+    control, mesh = dist.new_group(backend="gloo", timeout=_TIMEOUT), None
+    if context_parallel > 1:
+        sizes = world_size() // context_parallel, context_parallel
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp"))
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), control, context_parallel, mesh)
     yield ranks
     dist.destroy_process_group()  # not after an error: other processes may still be waiting, and torchrun ends them
     # A group's threads end with the last reference to the group, which a run may hold for long. A thread that is
     # releasing a tensor when Python ends is killed while it waits for Python's lock, and C++ then aborts the process.
     object.__setattr__(ranks, "control", None)
+    object.__setattr__(ranks, "mesh", None)
 
 
 def find_device(name: str) -> torch.device:

@@ -43,6 +43,6 @@ class Window:
     def means(self, ranks: Ranks) -> Means:
         """The mean losses and the other sums, of all processes together. Waits for the device."""
         counts = torch.tensor(self.size, dtype=torch.float64, device=self._sums.device)
-        loss, auxiliary, right, *sizes = ranks.all_reduce(torch.cat([self._sums, counts])).tolist()
-        steps = self.steps * ranks.count
+        loss, auxiliary, right, *sizes = ranks.sum_over_shares(torch.cat([self._sums, counts])).tolist()
+        steps = self.steps * ranks.data_parallel_ranks
         return Means(loss / steps, auxiliary / steps, right, *map(int, sizes))

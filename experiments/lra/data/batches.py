@@ -29,6 +29,7 @@ class Shape:
     cls: int | None  # the id of [CLS], which is put first; None: no [CLS]
     drop_background: bool = False  # leave out zeros, the black pixels of an image
     multiple: int | None = None  # rows have a multiple of this many tokens; None: whole blocks of the mask
+    shortest_row: int = 0  # in tokens; shorter rows are padded to it
 
     @property
     def first(self) -> int:
@@ -51,7 +52,7 @@ class Shape:
     def row(self, tokens: int) -> int:
         """The length of the rows of a batch whose longest sequence has this many tokens, including [CLS]."""
         multiple = self.multiple or self.block
-        return -(-tokens // multiple) * multiple
+        return max(-(-tokens // multiple) * multiple, self.shortest_row)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.lra.model.positions import POSITIONS, Brackets, Nesting, sinusoids
+from experiments.lra.model.shared_sequences import SharedSequences
+from experiments.training.distributed import Ranks
 from experiments.training.layers.attention import IMPLEMENTATIONS, ElementMask
 from experiments.training.layers.rotary import RotaryPositions
 from experiments.training.layers.transformer import Halves, Layer, SelfAttention, compiled_halves, head_dim_of
 from sparseflash import BlockMask
+from sparseflash.distributed import ShardPlan
 
 
 class Encoder(nn.Module):
@@ -82,10 +85,19 @@ class Encoder(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.training_halves = Halves()
+        self.shared: SharedSequences | None = None
 
     def compile_layers(self) -> None:
         """Compile the parts of the layers around attention for training. Evaluation is not compiled."""
         self.training_halves = compiled_halves()
+
+    def share_sequences(self, ranks: Ranks) -> SharedSequences:
+        """Share out the tokens of every sequence to the processes of `ranks` that have the same share of a batch.
+
+        All of them return the same features. A backward pass leaves gradients whose mean over the processes is right.
+        """
+        self.shared = SharedSequences(ranks)
+        return self.shared
 
     def encode(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
         """Features [B, N, W] of ids [B, N]; positions from lengths [B] on are padding, which attention ignores.
@@ -93,28 +105,48 @@ class Encoder(nn.Module):
         places: the original indices of the tokens if some were left out, [B, N]; None: none were.
         padded: False promises that there is no padding.
         """
+        length = ids.shape[1]
+        depths = None if self.nesting is None else self.nesting.depths(ids)  # from all tokens before
+        layout = None
+        if self.shared is not None:
+            layout = self.shared.plan(self.cropped(self.masks[0], length))
+            places = layout.positions.to(ids.device)[None] if places is None else layout.scatter(places, -1)
+            ids = layout.scatter(ids, -1)
+            depths = None if depths is None else layout.scatter(depths, -1)
         x = self.embedding(ids)
         if self.positions is not None:
             # Not positions[places]: its gradient adds tokens with the same place one after the other, and all padding
             # has the same place.
-            x = x + (self.positions[: ids.shape[1]] if places is None else F.embedding(places, self.positions))
-        if self.nesting is not None:
-            x = x + self.nesting(ids)
+            x = x + (self.positions[:length] if places is None else F.embedding(places, self.positions))
+        if self.nesting is not None and depths is not None:
+            x = x + self.nesting(depths)
         rotation = None
         if self.rotary is not None:
-            rotation = self.rotary(torch.arange(ids.shape[1], device=ids.device)[None] if places is None else places)
+            rotation = self.rotary(torch.arange(length, device=ids.device)[None] if places is None else places)
         x = self.dropout(x)
-        masks: Sequence[BlockMask | ElementMask]
-        if self.attention == "sparseflash":
-            masks = self.masks_for(ids.shape[1], lengths)
+        masks: Sequence[BlockMask | ShardPlan | ElementMask]
+        if layout is not None:
+            masks = self.plans_for(layout, lengths if padded else None)
+        elif self.attention == "sparseflash":
+            masks = self.masks_for(length, lengths)
         else:
-            masks = self.element_masks_for(ids.shape[1], lengths if padded else None)
+            masks = self.element_masks_for(length, lengths if padded else None)
         halves = self.training_halves if self.training else Halves()
         for layer, mask in zip(self.layers, masks, strict=True):
             q, k, v = halves.before(layer, x, rotation)
             x = halves.after(layer, x, layer.attention.mix(q, k, v, mask))
         features: Tensor = self.norm(x)
-        return features
+        return features if self.shared is None or layout is None else self.shared.gather(features, layout)
+
+    def cropped(self, mask: BlockMask, length: int) -> BlockMask:
+        """A layer's mask for batches of `length` positions."""
+        key = (id(mask), length)
+        if key not in self._cropped:
+            # The mask is used for training, too, and autograd refuses tensors that were made in inference mode.
+            with torch.inference_mode(False):
+                whole = length == mask.q_len
+                self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
+        return self._cropped[key]
 
     def masks_for(self, length: int, lengths: Tensor) -> list[BlockMask]:
         """Each layer's mask for a batch of `length` positions, with its padding.
@@ -123,15 +155,21 @@ class Encoder(nn.Module):
         """
         padded: dict[int, BlockMask] = {}
         for mask in self.masks:
-            key = (id(mask), length)
-            if key not in self._cropped:
-                # The mask is used for training, too, and autograd refuses tensors that were made in inference mode.
-                with torch.inference_mode(False):
-                    whole = length == mask.q_len
-                    self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
             if id(mask) not in padded:
-                padded[id(mask)] = self._cropped[key].with_lengths(lengths)
+                padded[id(mask)] = self.cropped(mask, length).with_lengths(lengths)
         return [padded[id(mask)] for mask in self.masks]
+
+    def plans_for(self, layout: ShardPlan, lengths: Tensor | None) -> list[ShardPlan]:
+        """Each layer's plan where several processes share the tokens as in `layout`. lengths: None if there is no
+        padding.
+        """
+        assert self.shared is not None
+        found: dict[int, ShardPlan] = {}
+        for mask in self.masks:
+            if id(mask) not in found:
+                plan = self.shared.plan(self.cropped(mask, layout.queries.length), like=layout)
+                found[id(mask)] = plan if lengths is None else self.shared.padded(plan, lengths)
+        return [found[id(mask)] for mask in self.masks]
 
     def element_masks_for(self, length: int, lengths: Tensor | None) -> list[ElementMask]:
         """The same for implementations without block masks. lengths: None if there is no padding."""

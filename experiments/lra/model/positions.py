@@ -55,7 +55,7 @@ class Nesting(nn.Module):
         change = self.change[ids]
         return (change.cumsum(-1) - change.clamp(min=0)).clamp(0, _DEEPEST)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Vectors [B, N, W] for ids [B, N]."""
-        vectors: Tensor = self.vectors(self.depths(ids))
+    def forward(self, depths: Tensor) -> Tensor:
+        """Vectors [B, N, W] for depths [B, N]."""
+        vectors: Tensor = self.vectors(depths)
         return vectors

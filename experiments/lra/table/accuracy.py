@@ -17,7 +17,7 @@ from experiments.training.run_log import read
 
 _LINES = 20  # at the end of a log, because a single line covers only a few hundred examples
 # Settings that may differ within a group: the seed, and those that do not change the weights.
-_APART = ("seed", "device", "checkpoint_every", "log_every")
+_APART = ("seed", "device", "context_parallel", "checkpoint_every", "log_every")
 # Settings that do not affect a run that classifies. Initial weights are compared by their contents, not by their path.
 _NOTHING = ("objective", "hidden", "initial")
 # What older runs did, before there was a setting for it.

@@ -1,6 +1,7 @@
 """Attention by three implementations that compute the same.
 
-q, k and v are [B, H, N, D]. `sparseflash` reads a mask of the library; the other two read an `ElementMask`.
+q, k and v are [B, H, N, D]. `sparseflash` reads a mask of the library, or a plan if several processes share the tokens;
+the other two read an `ElementMask`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sparseflash
-from sparseflash import BlockMask
+from sparseflash import BlockMask, distributed
+from sparseflash.distributed import ShardPlan
 
 IMPLEMENTATIONS = ("sparseflash", "sdpa", "standard")
 SMALLEST_HEAD = 16
@@ -48,13 +50,23 @@ def row_multiple(implementation: str, block: int) -> int:
     return {"sparseflash": block, "sdpa": 1, "standard": math.gcd(8, block)}[implementation]
 
 
-def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dropout_p: float = 0.0) -> Tensor:
-    """The library's attention. Its kernel needs at least 16 features a head; smaller heads are padded with zeros."""
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ShardPlan, dropout_p: float = 0.0
+) -> Tensor:
+    """The library's attention. Its kernel needs at least 16 features a head; smaller heads are padded with zeros.
+
+    mask: a plan if several processes share the tokens; q, k and v are then those of this process.
+    """
     head_dim = q.shape[-1]
     missing = max(0, SMALLEST_HEAD - head_dim)
     if missing:
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
-    return sparseflash.attention(q, k, v, mask, scale=head_dim**-0.5, dropout_p=dropout_p)[..., :head_dim]
+    scale = head_dim**-0.5
+    if isinstance(mask, ShardPlan):
+        out = distributed.attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
+    else:
+        out = sparseflash.attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
+    return out[..., :head_dim]
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
@@ -79,11 +91,16 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropo
 
 
 def attention(
-    implementation: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ElementMask, dropout_p: float = 0.0
+    implementation: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | ShardPlan | ElementMask,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention [B, H, N, D] by the named implementation, with the kind of mask that it takes."""
-    if isinstance(mask, BlockMask):
+    if isinstance(mask, BlockMask | ShardPlan):
         if implementation != "sparseflash":
-            raise TypeError(f"{implementation} must be given an ElementMask; got a BlockMask")
+            raise TypeError(f"{implementation} must be given an ElementMask; got a {type(mask).__name__}")
         return block_sparse_attention(q, k, v, mask, dropout_p)
     return {"sdpa": sdpa_attention, "standard": standard_attention}[implementation](q, k, v, mask, dropout_p)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from experiments.training.layers.attention import ElementMask, attention
 from experiments.training.layers.rotary import Rotation, rotate
 from sparseflash import BlockMask
+from sparseflash.distributed import ShardPlan
 
 _GRAPHS = 64  # of each half: lra's table has models for five tasks in five variants in one process
 
@@ -57,7 +58,7 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast, norms return another dtype
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ElementMask) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ShardPlan | ElementMask) -> Tensor:
         """Attention [B, H, N, D]."""
         return attention(self.implementation, q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
 

@@ -1,33 +1,17 @@
 """Training in several processes: the same result as in one, one writer, and exact resumption."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import experiments
 from experiments.lra.data.listops.generator import generate
 from experiments.lra.tasks import load
 from experiments.lra.train import Run
 from experiments.training.distributed import Ranks, find_device, require_single_process, world_size
 from lra_distributed_runs import TINY
 from lra_runs import DATA, same_bits, weights
-
-ROOT = Path(experiments.__file__).parents[1]
-
-
-def torchrun(*words, check=True):
-    """Two processes on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    environment["PYTHONFAULTHANDLER"] = "1"  # a process that is aborted says where it was
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
+from torchrun import ROOT, torchrun
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,7 @@ def test_a_bracket_is_not_within_itself():
     padded = torch.stack([torch.nn.functional.pad(ids, (1, 2)), torch.nn.functional.pad(ids, (0, 3))])
     assert nesting.depths(padded).tolist() == [[0, 0, 1, 1, 2, 2, 1, 0, 0, 0], [0, 1, 1, 2, 2, 1, 0, 0, 0, 0]]
     assert nesting.depths(torch.full((1, 50), 12)).tolist() == [[min(place, 31) for place in range(50)]]
-    assert nesting(padded).shape == (2, 10, 8)
+    assert nesting(nesting.depths(padded)).shape == (2, 10, 8)
 
 
 def test_sinusoidal_positions_are_distinct_and_as_large_as_the_embedding():
