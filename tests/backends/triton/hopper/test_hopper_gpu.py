@@ -102,3 +102,16 @@ def test_tiles_with_very_many_additions_are_exact():
         return attention(q, k, v, mask, return_lse=True, backend="hopper")
 
     testing.assert_exact(layer, q, k, v, mask, heads=1, blocks=8)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_items_of_an_odd_number_of_steps_are_exact(dim, tiles):
+    """The senders take turns over the steps of all items; a compiler that lost count between items made them hang."""
+    mask = masks.documents([128 * tiles] * 24, block=128).to("cuda")
+    q, k, v, _, _ = inputs(2, 8, 128 * tiles * 24, dim)
+
+    def layer(q, k, v):
+        return attention(q, k, v, mask, return_lse=True, backend="hopper")
+
+    testing.assert_exact(layer, q, k, v, mask, heads=1, blocks=8)
