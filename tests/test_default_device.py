@@ -141,6 +141,7 @@ METHODS = {
     "crop": lambda mask, folder: (mask.crop(q=(7, 60), k=(7, 80)), mask.crop(q=(32, None))),
     "density": lambda mask, folder: mask.density,
     "device": lambda mask, folder: mask.device,
+    "digest": lambda mask, folder: mask.digest,
     "load": saved,
     "nbytes": lambda mask, folder: mask.nbytes,
     "permute": lambda mask, folder: mask.permute(list(reversed(range(mask.q_len)))),

@@ -65,7 +65,7 @@ def sums(lengths):
 SIZES = st.lists(st.tuples(st.integers(0, 70) | st.integers(1, 5), st.integers(0, 70)), min_size=1, max_size=7)
 SIZES = SIZES.filter(lambda sizes: any(q and k for q, k in sizes))
 
-SHORT = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4)
+SHORT = st.lists(st.tuples(st.integers(0, 33), st.integers(0, 33)), min_size=1, max_size=3)  # up to three tiles each
 SHORT = SHORT.filter(lambda sizes: any(q and k for q, k in sizes))
 
 

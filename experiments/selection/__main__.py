@@ -2,4 +2,5 @@
 
 from experiments.selection.cli import app
 
-app(prog_name="python -m experiments.selection")
+if __name__ == "__main__":
+    app(prog_name="python -m experiments.selection")

@@ -162,7 +162,7 @@ def test_a_recomputed_forward_drops_what_the_first_one_dropped(backend):
 
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])
 def test_opcheck_passes(backend):
-    import sparseflash.backends.triton  # noqa: F401 - registers the operator
+    import sparseflash.backends.triton.api  # noqa: F401 - registers the operators
 
     operator = getattr(torch.ops.sparseflash, backend).default
     few = (x.detach()[:, :, :20].requires_grad_() for x in tensors())

@@ -37,7 +37,7 @@ def padded():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("padded", [False, True])
 def test_opcheck_passes(backend, padded):
-    import sparseflash.backends.triton  # noqa: F401 - registers the operator
+    import sparseflash.backends.triton.api  # noqa: F401 - registers the operators
 
     mask = masks.causal(FEW, block=16)
     if padded:
@@ -48,7 +48,7 @@ def test_opcheck_passes(backend, padded):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck_passes_without_a_mask_and_with_heads_inside_tokens(backend):
-    import sparseflash.backends.triton  # noqa: F401 - registers the operator
+    import sparseflash.backends.triton.api  # noqa: F401 - registers the operators
 
     op = getattr(torch.ops.sparseflash, backend).default
     q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors(tokens=FEW))

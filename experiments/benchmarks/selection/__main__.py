@@ -2,4 +2,5 @@
 
 from experiments.benchmarks.selection.cli import app
 
-app(prog_name="python -m experiments.benchmarks.selection")
+if __name__ == "__main__":
+    app(prog_name="python -m experiments.benchmarks.selection")
