@@ -58,6 +58,13 @@ def test_the_kernels_give_the_same_bits_every_time(kind):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_bias_of_keys_past_the_length_gets_no_gradient():
+    sizes = {"q_len": 15, "k_len": 15, "dim": 16, "v_dim": 16, "heads": 1, "kv_heads": 1, "batch": 2}
+    recipe = Recipe("butterfly", {"q_len": 15, "block": 16, "factors": None, "causal": False}, (15, 1))
+    problem = Problem(recipe, dtype=torch.float16, scale=None, layout="contiguous", seed=0, **sizes)
+    check(Scored(problem, ("alibi", "key_bias")), "triton")
+
+
 def test_a_sink_of_a_query_without_keys_gets_no_gradient():
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     for dtype in (torch.float16, torch.float32):
@@ -115,7 +122,10 @@ def test_the_operator_passes_pytorchs_own_checks():
 
 
 def test_the_hopper_kernels_say_that_they_change_no_scores():
-    request = Request((9, 0), torch.bfloat16, (64, 64), (128, 128), False, False, False, ("softcap", "sink"))
+    request = Request(
+        (9, 0), torch.bfloat16, (64, 64), (128, 128), lengths=False, dropout=False, dynamic=False, tokens=(64, 64),
+        keys=64.0, backward=False, changes=("softcap", "sink"),
+    )  # fmt: skip
     assert refuses(request) == "they change no scores; got softcap, sink"
 
 

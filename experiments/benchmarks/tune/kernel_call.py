@@ -31,7 +31,7 @@ class KernelCall(NamedTuple):
 # The attributes of passes and their layouts that hold each kernel, and the kernel that merges its chunks.
 _PLACE: dict[Kernel, str] = {"forward": "kernel", "dq": "queries", "dk_dv": "keys"}
 _COMBINE: dict[Kernel, Callable[[Bound, Any], Combine | None]] = {
-    "forward": lambda kernel, layout: combine_rows(kernel, layout.kernel, layout.written),
+    "forward": lambda kernel, layout: combine_rows(kernel, layout.kernel, layout.written, layout.sink),
     "dq": lambda kernel, layout: combine_gradients(kernel, layout.queries, layout.dq),
     "dk_dv": lambda kernel, layout: combine_gradients(kernel, layout.keys, layout.dk, layout.dv),
 }

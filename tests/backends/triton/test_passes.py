@@ -119,7 +119,7 @@ def test_examples_have_the_layout_of_what_the_kernels_read():
         for dim in (16, 18, 24):
             q, k, v = (wide(dim=dim + 8, tokens=300, seed=seed).to(dtype)[..., :dim] for seed in range(3))
             setting = api.setting_of(q, k, Problem.of(None, scale=1.0), (9, 0))
-            layout = passes.Layout(setting, q, k, v, 1.0, 0)
+            layout = passes.Layout(setting, q, k, v, 1.0, 0, None)
             for example, read in zip(layout.examples(q, k, v), layout.operands(q, k, v), strict=True):
                 assert (example.shape, example.stride(), example.dtype) == (read.shape, read.stride(), read.dtype)
                 assert example.is_meta

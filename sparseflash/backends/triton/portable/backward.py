@@ -225,6 +225,8 @@ def dk_dv_kernel(
                 )  # fmt: skip
         if dkey_ptr is not None:
             place = tl.cast(tl.program_id(0), tl.int64) * group + member
+            if HAS_LENGTHS:  # a tile may be cut by the length
+                dkey = tl.where(first_k + tl.arange(0, BLOCK_N) < k_length, dkey, 0.0)
             tl.store(dkey_ptr + place * BLOCK_N + tl.arange(0, BLOCK_N), dkey)
 
     if parts_ptr is None:
