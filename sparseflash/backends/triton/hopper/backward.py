@@ -63,6 +63,15 @@ def items_of_program(start_ptr):
     return gl.load(start_ptr + gl.program_id(0)), gl.load(start_ptr + gl.program_id(0) + 1)
 
 
+@gluon.jit
+def header(work_ptr, item):
+    """Number of batch and head of keys, first key, first entry, and number of entries of an item."""
+    item_ptr = work_ptr + item * ITEM
+    number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
+    first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
+    return number, first_k, first, count
+
+
 # ---------------------------------------------------------------------- the loading warp
 
 
@@ -79,9 +88,7 @@ def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.co
     step = 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
-        item_ptr = work_ptr + item * ITEM
-        number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
-        first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
+        number, first_k, first, count = header(work_ptr, item)
         batch, kv_head = number // kv_heads, number % kv_heads
         for i in range(count * STEPS):
             row = gl.load(entry_ptr + (first + i // STEPS) * ENTRY)
@@ -140,9 +147,7 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr):
     sent = 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
-        item_ptr = work_ptr + item * ITEM
-        number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
-        first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
+        number, first_k, first, count = header(work_ptr, item)
         # Whose turn it is follows from the entry. Triton 3.6 and 3.7 lose a number of steps that is carried from item
         # to item when it decides only where this loop begins.
         for i in range((first * STEPS + WHICH) & 1, count * STEPS, SENDERS):
@@ -238,9 +243,7 @@ def consumer(
     parities = 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
-        item_ptr = work_ptr + item * ITEM
-        number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
-        first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
+        number, first_k, first, count = header(work_ptr, item)
         tile = gl.load(entry_ptr + first * ENTRY + TILE)
         k_left = KEYS
         if HAS_LENGTHS:

@@ -88,9 +88,8 @@ def backward_plan(
     sequence, size, first, program, time = (x.long() for x in of_items)
     total = int(items.size.sum())
 
-    item = torch.repeat_interleave(size, output_size=total)  # of every entry
-    time = time[item] + torch.arange(total, device=device) - first[item]
-    program = program[item]
+    item, place = _expanded(size, total)
+    time, program = time[item] + place, program[item]  # of every entry
     lists_walked = list_of[sequence].view(-1)
     of_list, place = _expanded(counts[lists_walked], total)
     kv_head = sequence[of_list // group] // columns

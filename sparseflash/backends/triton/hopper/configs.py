@@ -21,8 +21,6 @@ class Config(NamedTuple):
     loader_registers: int = 24
     # What each thread has when the kernel starts: 384 threads of 168 are all that there are.
     start_registers: int = 168
-    dynamic: bool = True  # programs take the next item that is left; else every so manieth
-    by_thread: bool = True  # each thread says for itself that it has read a stage, without waiting for the others
 
 
 class BackwardConfig(NamedTuple):

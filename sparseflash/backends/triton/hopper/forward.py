@@ -99,7 +99,6 @@ def cut_at_lengths(index_ptr, start, full, count, first_q, q_limit, k_limit, BLO
 @gluon.jit
 def loader(
     loads, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
     descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes = loads
@@ -120,10 +119,7 @@ def loader(
         full, count = gl.load(item_ptr + 2), gl.load(item_ptr + 3)
         block, tile, part = gl.load(item_ptr + 4), gl.load(item_ptr + 5), gl.load(item_ptr + 6)
         if is_item:
-            if DYNAMIC:
-                ticket = next_item(counter_ptr, items)
-            else:
-                ticket += gl.num_programs(0)
+            ticket = next_item(counter_ptr, items)
         else:
             ticket = -1
         batch_head = item // row_tiles
@@ -268,7 +264,7 @@ def consumer(
     reads,
     C: gl.constexpr,  # which of the warpgroups
     BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, BY_THREAD: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
     tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len = reads
@@ -384,10 +380,8 @@ def consumer(
         step += 1
         mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        if BY_THREAD:
-            async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
-        else:
-            mbarrier.arrive(kv_empty.index(stage), count=1)
+        # Each thread says so for itself, without waiting for the others.
+        async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
         goes_on = not begins
         if begins and turn > 0:
             out = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
@@ -425,9 +419,9 @@ def forward_kernel(
     items, heads, group, q_len, k_len, row_tiles,
     BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
     D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, DYNAMIC: gl.constexpr, BY_THREAD: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of all items. BY_THREAD: every thread says for itself that it has read a stage."""
+    """out and lse of all items."""
     gl.static_assert(GROUPS == 2, "two warpgroups")
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
@@ -450,7 +444,7 @@ def forward_kernel(
     for c in gl.static_range(STAGES):
         mbarrier.init(k_full.index(c), count=1)
         mbarrier.init(v_full.index(c), count=1)
-        mbarrier.init(kv_empty.index(c), count=GROUPS * 128 if BY_THREAD else GROUPS)
+        mbarrier.init(kv_empty.index(c), count=GROUPS * 128)
     tiles_s, bars = (q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, kv_empty)
     lengths = (lengths_ptr, lengths_stride)
     sizes = (items, heads, group, q_len, k_len, row_tiles)
@@ -459,9 +453,9 @@ def forward_kernel(
     reads = (tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len)
     gl.warp_specialize(
         [
-            (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, BY_THREAD)),
-            (consumer, (reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, BY_THREAD)),
-            (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS, DYNAMIC)),
+            (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS)),
+            (consumer, (reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS)),
+            (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],

@@ -43,7 +43,7 @@ class Forward:
         self._as_they_are = all(map(can_describe, (q, k, v)))
         self._out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
         self._an_lse = one_number_of(lse, plan.device)
-        self._lengths, self._dynamic, self._stages = setting.lengths, config.dynamic, config.stages
+        self._lengths, self._stages = setting.lengths, config.stages
         scale = max(scale, SMALLEST_SCALE)
         numbers: dict[str, Any] = {
             "qk_scale": scale * LOG2E, "items": len(self.plan.work), "heads": heads, "group": heads // kv_heads,
@@ -51,8 +51,7 @@ class Forward:
         }  # fmt: skip
         constants = {
             "BLOCK_N": BLOCK[1], "D": config.dim, "GROUPS": GROUPS, "STAGES": config.stages,
-            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers, "DYNAMIC": config.dynamic,
-            "BY_THREAD": config.by_thread,
+            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
         }  # fmt: skip
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "o_desc": out}
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse}
@@ -60,8 +59,7 @@ class Forward:
             examples["parts_ptr"] = SOME_PARTS
         if setting.lengths:
             examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
-        if config.dynamic:
-            examples["counter_ptr"] = _SOME_COUNTERS[:1]
+        examples["counter_ptr"] = _SOME_COUNTERS[:1]
         tokens = {"q_desc": ROWS, "k_desc": BLOCK[1], "v_desc": BLOCK[1], "o_desc": ROWS}
         described = {name: described_as(x, tokens[name], config.dim) for name, x in tiles.items()}
         launch = launch_of(
@@ -113,8 +111,7 @@ class Forward:
             given.append(parts)
         if lengths is not None:
             given += [lengths, lengths.stride(0)]
-        if self._dynamic:
-            given.append(counter(q.device))
+        given.append(counter(q.device))
         self._launch(*given)
         if self._combine is not None:
             self._combine(parts, out, lse, *(() if lengths is None else (lengths,)))
