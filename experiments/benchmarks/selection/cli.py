@@ -14,13 +14,19 @@ from experiments.training.cli_errors import short_errors
 from experiments.training.environment import device_name, versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-SMALL = (Case(256, 2, 32, 2), Case(256, 2, 32, 2, attends=False))
+SMALL = (
+    Case(256, 2, 32, 2, attends=False),
+    Case(256, 4, 32, 2, kv_heads=2),
+    Case(256, 4, 32, 2, kv_heads=2, by_query=True),
+)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table."""
-    lines = ["| case | call | ms | host, us |", "|---|---|---|---|"]
-    lines += [f"| {row['case']} | {row['call']} | {row['ms']:.3f} | {row['host_us']:,.0f} |" for row in rows]
+    lines = ["| case | call | ms | useful TFLOP/s | host, us |", "|---|---|---|---|---|"]
+    for row in rows:
+        numbers = f"{row['ms']:.3f} | {row['tflops']:,.0f} | {row['host_us']:,.0f}" if "ms" in row else row["error"]
+        lines.append(f"| {row['case']} | {row['call']} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -28,14 +34,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 def selection(
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/selection-cost"),
     device: Annotated[str, typer.Option(help="cuda, or cpu for a trial.")] = "cuda",
-    small: Annotated[bool, typer.Option("--small", help="Two small cases, to try it.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Three small cases, to try it.")] = False,
 ) -> None:
     """Measure the choice of blocks, its plan and attention, eager and recorded."""
     with short_errors():
         out.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
         for case in SMALL if small else CASES:
-            rows += measure(case, torch.device(device), round_ms=1.0 if small else 60.0)
-            print(table(rows).splitlines()[-1], flush=True)
+            found = measure(case, torch.device(device), round_ms=1.0 if small else 60.0)
+            print(*table(found).splitlines()[2:], sep="\n", flush=True)
+            rows += found
         write_json(out / "selection.json", {"device": device_name(torch.device(device)), **versions(), "rows": rows})
         write_text(out / "selection.md", table(rows) + "\n")

@@ -5,80 +5,139 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
 from experiments.benchmarks.timing import Timed, in_turns
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, attention
+from sparseflash.grouped import selected_attention
+from sparseflash.interop import to_flex
 
 
 @dataclass(frozen=True)
 class Case:
-    """tokens of one sequence; chosen blocks of a query block; planned only if attention is not to be run."""
+    """A sequence whose query heads share a choice of key blocks by groups, and what is run on it."""
 
     tokens: int
     heads: int
     block: int
-    chosen: int
+    chosen: int  # blocks of a row of the choice
+    kv_heads: int | None = None  # by default as many as heads
     dim: int = 128
     causal: bool = True
-    attends: bool = True
+    by_query: bool = False  # each query has a list of its own (NSA), instead of each block of queries
+    attends: bool = True  # otherwise only the choice is timed
+    flex: bool = False  # beside FlexAttention with the same blocks
+
+    @property
+    def choices(self) -> int:
+        """Heads of keys, each of which has a choice."""
+        return self.kv_heads or self.heads
 
     @property
     def name(self) -> str:
         """For the table."""
         kind = "causal" if self.causal else "all"
-        return f"{self.tokens:,} tokens, {self.heads} heads, {self.chosen} of blocks of {self.block}, {kind}"
+        rows = "a query" if self.by_query else "a block"
+        heads = f"{self.heads}:{self.choices} heads"
+        return f"{self.tokens:,} tokens, {heads}, {self.chosen} of blocks of {self.block} {rows}, {kind}"
 
 
 CASES = (
     Case(65_536, 64, 64, 16, attends=False),
-    Case(65_536, 64, 64, 64, attends=False),
+    Case(65_536, 64, 128, 16, kv_heads=4, flex=True),
+    Case(40_768, 16, 64, 64, causal=False, flex=True),  # a video: a tenth of the blocks
+    Case(8_192, 32, 64, 16, kv_heads=4, by_query=True),
+    Case(65_536, 32, 64, 16, kv_heads=4, by_query=True),
     Case(16_384, 16, 64, 16),
-    Case(40_960, 16, 64, 64, causal=False),
     Case(16_384, 16, 128, 16),
 )
 
 
-def calls_of(case: Case, device: torch.device) -> dict[str, Callable[[], object]]:
-    """By name: the choice alone, with its plans, and the whole step; dense attention to compare with."""
+@dataclass(frozen=True)
+class Call:
+    """A call to time. flops: of its two (forward) or seven products of live scores, 0 where nothing is computed."""
+
+    run: Callable[[], object]
+    flops: float = 0.0
+    is_peer: bool = False
+
+
+def index_of(case: Case, device: torch.device) -> Tensor:
+    """int32 `[1, choices, rows, chosen]`: random blocks up to the row's own, which is among them if causal."""
     generator = torch.Generator(device).manual_seed(0)
-    blocks = case.tokens // case.block
-    scores = torch.rand(1, case.heads, blocks, blocks, generator=generator, device=device)
-    if case.causal:
-        scores.masked_fill_(torch.ones(blocks, blocks, dtype=torch.bool, device=device).triu(1), -1.0)
-    index = scores.topk(min(case.chosen, blocks), sorted=False).indices.int()
-    del scores
-    tokens = case.tokens if case.attends else 0
-    q, k, v = (
-        torch.randn(1, case.heads, tokens, case.dim, generator=generator, device=device).bfloat16().requires_grad_()
-        for _ in range(3)
-    )
+    blocks = -(-case.tokens // case.block)
+    rows = case.tokens if case.by_query else blocks
+    own = torch.arange(rows, device=device) // (case.block if case.by_query else 1)
+    found = torch.empty(1, case.choices, rows, min(case.chosen, blocks), dtype=torch.int32, device=device)
+    for head in range(case.choices):  # one after another: the scores of all would need gigabytes
+        scores = torch.rand(rows, blocks, generator=generator, device=device)
+        if case.causal:
+            columns = torch.arange(blocks, device=device)
+            scores.masked_fill_(columns > own[:, None], -1.0).masked_fill_(columns == own[:, None], 2.0)
+        values, index = scores.topk(found.shape[-1], sorted=False)
+        found[0, head] = index.masked_fill(values < 0, -1).int()
+    return found
+
+
+def live_scores(case: Case, index: Tensor) -> int:
+    """Scores of all query heads that are computed and not masked."""
+    counts = (index >= 0).sum().item()
+    rows = 1 if case.by_query else case.block
+    live = counts * rows * case.block
+    if case.causal:  # the keys after a query in its own block
+        blocks = -(-case.tokens // case.block)
+        live -= case.choices * blocks * (case.block * (case.block - 1) // 2)
+    return int(live * (case.heads // case.choices))
+
+
+def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
+    """By name: the choice alone, attention of a choice made anew, and dense attention to compare with."""
+    index = index_of(case, device)
+    group = case.heads // case.choices
 
     def choice() -> BlockMask:
-        return BlockMask.from_block_index(index, block=case.block, q_len=case.tokens, causal=case.causal)
+        return BlockMask.from_block_index(index, block=case.block, q_len=case.tokens, causal=case.causal, group=group)
 
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return attention(q, k, v, choice())
+    found = {} if case.by_query else {"choice": Call(choice)}
+    if not case.attends:
+        return found
+    generator = torch.Generator(device).manual_seed(1)
+    q, k, v, dout = (
+        torch.randn(1, heads, case.tokens, case.dim, generator=generator, device=device).bfloat16()
+        for heads in (case.heads, case.choices, case.choices, case.heads)
+    )
+    wanted = tuple(x.requires_grad_() for x in (q, k, v))
 
-    def both() -> object:
-        return torch.autograd.grad(attention(q, k, v, choice()), (q, k, v), dout)
+    def chosen() -> Tensor:
+        if case.by_query:
+            return selected_attention(q, k, v, index, span=case.block, causal=case.causal)
+        return attention(q, k, v, choice())
 
-    def dense() -> object:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
-        return torch.autograd.grad(out, (q, k, v), dout)
+    def dense() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=group > 1)
 
-    dout = torch.randn_like(q)
-    found: dict[str, Callable[[], object]] = {"choice": choice}
-    if case.attends:
-        found |= {"choice + plan + forward": forward, "choice + plans + forward + backward": both}
-        found["SDPA, dense, forward + backward"] = dense
+    ways = {"choice + attention": (chosen, live_scores(case, index), False)}
+    ways["SDPA, dense"] = dense, case.heads * case.tokens**2 // (2 if case.causal else 1), True
+    if case.flex and device.type == "cuda":
+        flex = partial(
+            compiled(None), block_mask=to_flex(choice()), enable_gqa=group > 1,
+            kernel_options=small_tiles(case.block) if case.block < 128 else None,
+        )  # fmt: skip
+        ways["FlexAttention, blocks known"] = (lambda: flex(q, k, v)), live_scores(case, index), True
+    for name, (forward, live, is_peer) in ways.items():
+        once = 4.0 * case.dim * live
+        found[f"{name}, forward"] = Call(torch.no_grad()(forward), once, is_peer)
+        both = partial(lambda forward: torch.autograd.grad(forward(), wanted, dout), forward)
+        found[f"{name}, forward + backward"] = Call(both, 3.5 * once, is_peer)
     return found
 
 
@@ -110,18 +169,29 @@ def recorded(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def measure(case: Case, device: torch.device, *, round_ms: float = 60.0) -> list[dict[str, Any]]:
-    """A row for each call: milliseconds of the device, microseconds of the host, eager and recorded."""
+    """A row for each call: milliseconds of the device and useful TFLOP/s, microseconds of the host; ours eager and
+    recorded. A peer that fails has its error instead."""
     calls = calls_of(case, device)
-    for call in calls.values():
-        call(), call()  # compiles
-    timed = {name: Timed(call, nullcontext) for name, call in calls.items()}
-    replays = {name: recorded(call) for name, call in calls.items()} if device.type == "cuda" else {}
-    timed |= {f"{name}, recorded": Timed(replay, nullcontext) for name, replay in replays.items()}
-    timings = in_turns(timed, device, rounds=3, round_ms=round_ms)
+    runs: dict[str, Call] = {}
+    for name, call in calls.items():
+        runs[name] = call
+        if call.is_peer:
+            continue
+        call.run(), call.run()  # compiles
+        if device.type == "cuda":
+            runs[f"{name}, recorded"] = replace(call, run=recorded(call.run))
+    timings = in_turns(
+        {n: Timed(call.run, nullcontext) for n, call in runs.items()}, device, rounds=3, round_ms=round_ms
+    )
     rows = []
     for name, timing in timings.items():
+        row: dict[str, Any] = {"case": case.name, "call": name}
         if timing.failure is not None:
-            raise timing.failure
-        host = host_microseconds(timed[name].call, device)
-        rows.append({"case": case.name, "call": name, "ms": timing.ms, "spread": timing.spread, "host_us": host})
+            if not runs[name].is_peer:
+                raise timing.failure
+            rows.append(row | {"error": str(timing.failure).splitlines()[0][:200]})
+            continue
+        host = host_microseconds(runs[name].run, device, count=5)
+        tflops = runs[name].flops / timing.ms / 1e9
+        rows.append(row | {"ms": timing.ms, "spread": timing.spread, "tflops": tflops, "host_us": host})
     return rows

@@ -47,7 +47,7 @@ def flex_mask(pattern: Pattern) -> FlexMask:
 
 
 @cache
-def _compiled(mode: str | None) -> Callable[..., Tensor]:
+def compiled(mode: str | None) -> Callable[..., Tensor]:
     import torch._dynamo
     import torch._functorch.config
 
@@ -69,18 +69,24 @@ def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
     if case.heads_of_keys < case.heads:
         options["enable_gqa"] = True
     if case.block < 128:
-        # The tiles that FlexAttention chooses do not fit a smaller mask block, and it raises an error. Those of the
-        # forward can be cut to the block; for the backward it checks its own choice (PyTorch 2.11) and raises if that
-        # does not fit.
-        tile = {"BLOCK_M": case.block, "BLOCK_N": case.block, "num_warps": 4}
-        options["kernel_options"] = {f"fwd_{name}": value for name, value in tile.items()}
+        options["kernel_options"] = small_tiles(case.block)
     return options
+
+
+def small_tiles(block: int) -> dict[str, int]:
+    """`kernel_options` for masks with blocks of fewer than 128 tokens.
+
+    The tiles that FlexAttention chooses do not fit such blocks, and it raises an error. Those of the forward can be cut
+    to the block; for the backward it checks its own choice (PyTorch 2.11) and raises if that does not fit.
+    """
+    tile = {"BLOCK_M": block, "BLOCK_N": block, "num_warps": 4}
+    return {f"fwd_{name}": value for name, value in tile.items()}
 
 
 def _runner(case: Case, pattern: Pattern, inputs: Inputs, mode: str | None) -> Runner:
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
-    call, options = _compiled(mode), arguments(case, pattern)
+    call, options = compiled(mode), arguments(case, pattern)
     return Runner(lambda q, k, v: call(q, k, v, **options), inputs)
 
 

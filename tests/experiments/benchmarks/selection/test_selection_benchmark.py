@@ -2,17 +2,30 @@
 
 import json
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 from experiments.benchmarks.selection.cli import SMALL, app, table
-from experiments.benchmarks.selection.measure import calls_of, host_microseconds
+from experiments.benchmarks.selection.measure import calls_of, host_microseconds, index_of, live_scores
+from sparseflash import masks
 
 
 def test_a_choice_has_its_blocks_and_no_future():
-    mask = calls_of(SMALL[0], torch.device("cpu"))["choice"]()
+    mask = calls_of(SMALL[0], torch.device("cpu"))["choice"].run()
     assert mask.to_layout().sum(-1)[0, 0].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
     assert not mask.to_dense().triu(1).any()
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_the_live_scores_are_counted(case):
+    index = index_of(case, torch.device("cpu"))
+    if case.by_query:
+        mask = masks.selected_keys(index, k_len=256, block=32, span=32, causal=True, group=2)
+    else:
+        mask = calls_of(case, torch.device("cpu"))["choice"].run()
+    live = mask.to_dense().float().mean().item() * 256 * 256 * case.heads
+    assert live_scores(case, index) == pytest.approx(live)
 
 
 def test_the_host_is_timed_by_the_call():
@@ -25,5 +38,6 @@ def test_the_command_writes_a_table_and_numbers(tmp_path):
     found = CliRunner().invoke(app, ["--small", "--device", "cpu", "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
     rows = json.loads((tmp_path / "selection.json").read_text())["rows"]
-    assert [row["call"] for row in rows][:2] == ["choice", "choice + plan + forward"] and len(rows) == 5
+    assert [row["call"] for row in rows][:3] == ["choice", "choice", "choice + attention, forward"] and len(rows) == 10
+    assert all(row["tflops"] > 0 for row in rows if row["call"] != "choice")
     assert (tmp_path / "selection.md").read_text() == table(rows) + "\n"
