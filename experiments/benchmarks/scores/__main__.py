@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=120)
@@ -57,41 +60,62 @@ def main(
     q, k, v, dout = (torch.randn(shape, generator=generator, device=place, dtype=dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     mask = masks.causal(length).to(place)
-    timed: dict[tuple[str, str, str], Callable[[], object]] = {}
-
-    def add(name: str, library: str, run: Callable[[], torch.Tensor], learned: tuple[torch.Tensor, ...]) -> None:
-        for what, call in calls(run, [*leaves, *learned], dout).items():
-            timed[name, library, what] = call
-
-    add("plain", "sparseflash", lambda: attention(q, k, v, mask, backend="triton"), ())
-    chosen = cases(heads, length, place, dtype, case or list(TARGETS))
-    for each in chosen:
-        add(each.name, "sparseflash", _ours(attention, q, k, v, mask, each.changes), each.learned)
+    plain = {"sparseflash": _Way(lambda: attention(q, k, v, mask, backend="triton"), leaves)}
+    groups: list[dict[str, dict[str, _Way]]] = []
     if flex:
-        from torch.nn.attention.flex_attention import flex_attention
-
+        from experiments.benchmarks.speed.peers.flexattention import compiled
         from sparseflash import interop
 
-        compiled = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+        flex_attention = compiled(None) if device == "cuda" else _eager_flex()
         flex_mask = interop.to_flex(mask)
-        add("plain", "flex", lambda: compiled(q, k, v, block_mask=flex_mask), ())
-        for each in chosen:
-            if each.score_mod is not None:
-                add(each.name, "flex", _flex(compiled, q, k, v, flex_mask, each.score_mod), each.learned)
-    found = in_turns(
-        {" ".join(key): Timed(call, nullcontext) for key, call in timed.items()}, place, rounds=rounds, round_ms=30.0
-    )
-    rows = []
-    for (name, library, what), timing in zip(timed, found.values(), strict=True):
-        if timing.failure is not None:
-            console.print(f"{name} {library} {what}: {type(timing.failure).__name__}: {timing.failure}", soft_wrap=True)
-        rows.append({"case": name, "library": library, "pass": what, "ms": timing.ms, "spread": timing.spread})
-    _print(rows, TARGETS)
+        groups.append({"plain": plain | {"flex": _Way(lambda: flex_attention(q, k, v, block_mask=flex_mask), leaves)}})
+    for each in cases(heads, length, place, dtype, case or list(TARGETS)):
+        wanted = [*leaves, *each.learned]
+        ways = {"sparseflash": _Way(_ours(attention, q, k, v, mask, each.changes), wanted)}
+        if flex and each.score_mod is not None:
+            ways["flex"] = _Way(_flex(flex_attention, q, k, v, flex_mask, each.score_mod), wanted)
+        groups.append({"plain": plain, each.name: ways})
+
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "scores.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    rows: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):  # of what is compared, so that a run that is cut short has compared some
+        timed = {
+            (name, library, what): call
+            for name, ways in group.items()
+            for library, way in ways.items()
+            for what, call in calls(way.run, way.wanted, dout).items()
+        }
+        found = in_turns(
+            {" ".join(key): Timed(call, nullcontext) for key, call in timed.items()},
+            place,
+            rounds=rounds,
+            round_ms=30.0,
+        )
+        for (name, library, what), timing in zip(timed, found.values(), strict=True):
+            if timing.failure is not None:
+                failure = f"{type(timing.failure).__name__}: {timing.failure}"
+                console.print(f"{name} {library} {what}: {failure}", soft_wrap=True)
+            row = {"group": number, "case": name, "library": library, "pass": what, "ms": timing.ms}
+            rows.append(row | {"spread": timing.spread})
+        with (out / "scores.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        console.print(f"{number + 1} of {len(groups)}: {', '.join(group)}")
+    _print(rows, TARGETS)
+
+
+class _Way(NamedTuple):
+    """A forward to time, and the tensors whose gradients its backward computes."""
+
+    run: Callable[[], torch.Tensor]
+    wanted: Sequence[torch.Tensor]
+
+
+def _eager_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
 
 
 def _ours(attention: Any, q: Any, k: Any, v: Any, mask: Any, changes: Callable[[], Any]) -> Callable[[], Any]:
@@ -106,12 +130,12 @@ def _print(rows: list[dict[str, Any]], targets: dict[str, float]) -> None:
     table = Table(box=box.SIMPLE)
     for column in ("case", "pass", "ms", "over plain", "wanted", "Flex"):
         table.add_column(column, justify="left" if column in ("case", "pass") else "right")
-    ms = {(row["case"], row["library"], row["pass"]): row["ms"] for row in rows}
-    for (name, library, what), time in ms.items():
-        if library == "sparseflash":
-            flex = ms.get((name, "flex", what))
+    ms = {(row["group"], row["case"], row["library"], row["pass"]): row["ms"] for row in rows}
+    for (group, name, library, what), time in ms.items():
+        if library == "sparseflash" and (name != "plain" or (group, name, "flex", what) in ms):
+            flex = ms.get((group, name, "flex", what))
             table.add_row(
-                name, what, f"{time:.3f}", f"{time / ms['plain', library, what]:.3f}",
+                name, what, f"{time:.3f}", f"{time / ms[group, 'plain', library, what]:.3f}",
                 f"{targets[name]:.2f}" if name in targets else "", "" if flex is None else f"{flex / time:.2f}",
             )  # fmt: skip
     console.print(table)
