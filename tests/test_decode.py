@@ -12,7 +12,7 @@ from sparseflash.backends.cached import rows_of
 from sparseflash.backends.triton.decode import api
 from sparseflash.decode import attention_with_cache, choose_pages
 from strategies import SEEDS
-from waiting import NoWaiting, waiting_raises
+from waiting import NoWaiting, assert_replays_as_called
 
 BACKENDS = ("triton", "reference")
 
@@ -327,16 +327,8 @@ def test_a_graph_is_replayed_while_the_cache_grows():
             attention_with_cache(q, k_pages, v_pages, lengths, block_table=table, pages=pages),
         )
 
-    for _ in range(2):
-        step()
-    with waiting_raises():
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = step()
-    for grown in ((70, 64), (4096, 3000), (4096, 1)):
-        lengths.copy_(torch.tensor(grown))
-        pages.copy_(torch.randint(-1, 64, pages.shape, generator=generator(grown[1])))
-        graph.replay()
-        for got, want in zip(recorded, step(), strict=True):
-            assert torch.equal(got, want)
+    def grow(to):
+        lengths.copy_(torch.tensor(to))
+        pages.copy_(torch.randint(-1, 64, pages.shape, generator=generator(to[1])))
+
+    assert_replays_as_called(step, grow, [(70, 64), (4096, 3000), (4096, 1)])

@@ -11,7 +11,7 @@ from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.block_index import mask_of_queries
 from strategies import SEEDS
-from waiting import NoWaiting, waiting_raises
+from waiting import NoWaiting, assert_replays_as_called
 
 
 def generator(seed):
@@ -108,17 +108,7 @@ def test_a_graph_of_nsa_is_replayed_with_other_choices():
         out = selected_attention(q, k, v, index)
         return out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
 
-    for _ in range(2):
-        step()
-    with waiting_raises():
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = step()
-    for seed in range(3):
-        index.copy_(torch.randint(-1, 16, index.shape, generator=generator(seed)))
-        graph.replay()
-        for got, want in zip(recorded, step(), strict=True):
-            assert torch.equal(got, want)
+    chosen = (torch.randint(-1, 16, index.shape, generator=generator(seed)) for seed in range(3))
+    assert_replays_as_called(step, index.copy_, chosen)
     mask = masks.selected_keys(index, k_len=1024, block=64, span=64, causal=True, group=16)
     testing.assert_exact(lambda q, k, v: selected_attention(q, k, v, index, return_lse=True), q, k, v, mask)

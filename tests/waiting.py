@@ -1,10 +1,12 @@
 """Finds what makes the host wait for a GPU: there, and on the CPU what would. Counts what a GPU would have to start."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What asks for a value, or makes a tensor whose size depends on values.
@@ -56,3 +58,24 @@ def waiting_raises() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_replays_as_called(
+    step: Callable[[], Sequence[Tensor]], set_inputs: Callable[[Any], object], inputs: Iterable[Any]
+) -> None:
+    """On a GPU: `step` never waits, and a CUDA graph of it gives the bits of a call, whatever its inputs have become.
+
+    `set_inputs` copies one of `inputs` to where `step` reads it.
+    """
+    for _ in range(2):
+        step()  # compiles and plans
+    with waiting_raises():
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for values in inputs:
+        set_inputs(values)
+        graph.replay()
+        for got, want in zip(recorded, step(), strict=True):
+            assert torch.equal(got, want)

@@ -6,27 +6,27 @@ one rank.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 
 from sparseflash.distributed.exchange import Sent
+from sparseflash.distributed.inverse_gradient import apply_with_inverse
 from sparseflash.distributed.shards import Shards
 
 
 def to_heads(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
     """This rank's tokens of all heads `[B, H, n, D]` to all tokens, in their order, of its heads `[B, H / R, N, D]`."""
-    exchanged: Tensor = _ToHeads.apply(x, shards, group, sent)  # type: ignore[no-untyped-call]
-    return exchanged
+    return apply_with_inverse(
+        lambda x: _gather_tokens(x, shards, group, sent), lambda x: _gather_heads(x, shards, group, sent), x
+    )
 
 
 def to_tokens(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
     """The inverse of `to_heads`."""
-    exchanged: Tensor = _ToTokens.apply(x, shards, group, sent)  # type: ignore[no-untyped-call]
-    return exchanged
+    return apply_with_inverse(
+        lambda x: _gather_heads(x, shards, group, sent), lambda x: _gather_tokens(x, shards, group, sent), x
+    )
 
 
 def _exchange(parts: list[Tensor], shapes: list[torch.Size], group: dist.ProcessGroup, sent: Sent) -> list[Tensor]:
@@ -57,25 +57,3 @@ def _gather_heads(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sen
     shapes = [torch.Size((batch, heads, count, dim))] * shards.ranks
     parts = x[:, :, shards.order.to(x.device)].split(shards.counts, dim=2)
     return torch.cat(_exchange(list(parts), shapes, group, sent), dim=1)
-
-
-class _ToHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
-        ctx.given = shards, group, sent
-        return _gather_tokens(x, *ctx.given)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather_heads(gradients[0], *ctx.given), None, None, None
-
-
-class _ToTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
-        ctx.given = shards, group, sent
-        return _gather_heads(x, *ctx.given)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather_tokens(gradients[0], *ctx.given), None, None, None
