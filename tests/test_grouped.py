@@ -105,8 +105,9 @@ def test_a_graph_of_nsa_is_replayed_with_other_choices():
     index = torch.randint(-1, 16, (1, 2, 1024, 4), generator=g, device="cuda", dtype=torch.int32)
 
     def step():
-        out = selected_attention(q, k, v, index)
-        return out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]  # autograd keeps the stream of a leaf's first use
+        out = selected_attention(*leaves, index)
+        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
 
     chosen = (torch.randint(-1, 16, index.shape, generator=generator(seed)) for seed in range(3))
     assert_replays_as_called(step, index.copy_, chosen)

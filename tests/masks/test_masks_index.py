@@ -225,8 +225,9 @@ def test_a_graph_of_choice_and_attention_is_replayed_with_other_choices():
 
     def step():
         mask = BlockMask.from_block_index(index, block=64, q_len=2048, causal=True)
-        out = attention(q, k, v, mask)
-        return out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]  # autograd keeps the stream of a leaf's first use
+        out = attention(*leaves, mask)
+        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
 
     chosen = (torch.randint(-1, 32, index.shape, generator=generator(seed)) for seed in range(3))
     assert_replays_as_called(step, index.copy_, chosen)
