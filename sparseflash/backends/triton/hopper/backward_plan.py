@@ -97,7 +97,7 @@ def backward_plan(
     index = lists.index.long()
     walked, walk_start = walks(lists.start.long(), counts, index, rows, columns)
     at = walk_start[lists_walked][of_list] + place
-    source = best_of([walk[at] for walk in walked], index, head, time, rows)
+    source = best_of(walked[:, at], index, head, time, rows, batch * heads)
     row = head * rows + index[source]
     chain, rank, chains = chained(row, time, program, rows, batch * heads * rows, items.programs)
 
@@ -159,7 +159,7 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
     return program, order
 
 
-def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) -> tuple[list[Tensor], Tensor]:
+def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Orders in which the lists of columns may be walked, each as places in `index`; and where each list begins.
 
     In the first three, columns that begin together and have all rows never meet in one:
@@ -174,26 +174,28 @@ def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) 
     row, column = index[source], of_list % columns
     shift = (row - column * rows // columns) % rows
     stride = next(each for each in range(max(int(_STRIDE * rows), 1), rows + 2) if math.gcd(each, rows) == 1)
-    keys = (shift * stride % rows, shift, row ^ column, rows - 1 - row)
+    keys = torch.stack([shift * stride % rows, shift, row ^ column, rows - 1 - row])
     most = 2 * max(rows, columns)  # no key is as large
-    return [source[torch.argsort(of_list * most + key)] for key in keys], count.cumsum(0) - count
+    return source[torch.argsort(of_list * most + keys)], count.cumsum(0) - count
 
 
-def best_of(orders: list[Tensor], index: Tensor, head: Tensor, time: Tensor, rows: int) -> Tensor:
-    """Of each head the order in which the fewest entries meet others at the same tile of queries and the same time."""
+def best_of(orders: Tensor, index: Tensor, head: Tensor, time: Tensor, rows: int, heads: int) -> Tensor:
+    """Of each of `heads` the order in which the fewest entries meet others at the same tile of queries and the same
+    time; an order after the first only if it is clearly better."""
     if not len(time):
         return orders[0]
-    span, heads = time.max() + 1, int(head.max()) + 1
-    fewest = torch.full((heads,), len(time) + 1, device=time.device)
-    best = torch.zeros(heads, dtype=torch.int64, device=time.device)
-    for number, order in enumerate(orders):
-        place = ((head * rows + index[order]) * span + time).sort().values
-        meets = (place[1:] == place[:-1]).long()
-        meetings = torch.zeros_like(best).index_add_(0, place[1:] // (span * rows), meets)
-        is_better = meetings < fewest * (_CLEARLY if number else 1)
+    span, count = time.max() + 1, len(orders)
+    place = ((head * rows + index[orders]) * span + time).sort().values
+    meets = (place[:, 1:] == place[:, :-1]).long()
+    of_head = place[:, 1:] // (span * rows) + torch.arange(count, device=time.device).unsqueeze(1) * heads
+    meetings = torch.zeros(count * heads, dtype=torch.int64, device=time.device)
+    meetings = meetings.index_add_(0, of_head.flatten(), meets.flatten()).view(count, heads)
+    fewest, best = meetings[0], torch.zeros(heads, dtype=torch.int64, device=time.device)
+    for number in range(1, count):
+        is_better = meetings[number] < fewest * _CLEARLY
         best = torch.where(is_better, number, best)
-        fewest = torch.where(is_better, meetings, fewest)
-    return torch.stack(orders).gather(0, best[head].unsqueeze(0)).squeeze(0)
+        fewest = torch.where(is_better, meetings[number], fewest)
+    return orders.gather(0, best[head].unsqueeze(0)).squeeze(0)
 
 
 def chained(
