@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +44,7 @@ class Losses:
         [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64), (64, 100)]
         """
         bounds = [0, *(2**power for power in range(BUCKETS) if 2**power < len(self.sums)), len(self.sums)]
-        return [
-            (begin, end, float(self.sums[begin:end].mean() / self.sequences))
-            for begin, end in zip(bounds, bounds[1:], strict=False)
-        ]
+        return [(begin, end, float(self.sums[begin:end].mean() / self.sequences)) for begin, end in pairwise(bounds)]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from experiments.lm import evaluate, flops, patterns
 from experiments.lm.config import Config, as_dict
@@ -34,6 +35,7 @@ from experiments.training.host_threads import single_host_thread
 from experiments.training.optimizer import adamw
 from experiments.training.run_folder import SETTINGS, saved_settings
 from experiments.training.run_log import Record
+from experiments.training.sharding import shard, whole
 from experiments.training.trainer import Cadence, Pause, State, Trainer, never
 from experiments.training.window import Means
 
@@ -90,6 +92,10 @@ class Run(Trainer[Batch]):
             dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
             compiling=config.compiled,
         ).to(device)
+        if config.sharding == "fsdp" and ranks.count > 1:
+            if config.compiled == "model":
+                raise ValueError("--sharding fsdp gathers the weights of each layer: choose --compiled block or none")
+            shard(model, model.blocks, model.dtype)
         super().__init__(
             folder,
             model,
@@ -149,7 +155,8 @@ class Run(Trainer[Batch]):
                 return None
             self.save()
             losses = self._validated()
-        return self.ranks.on_first(lambda: self._write_result(losses))
+        weights = {name: whole(tensor).cpu() for name, tensor in self.model.state_dict().items()}
+        return self.ranks.on_first(lambda: self._write_result(losses, weights))
 
     def _batches(self) -> Iterator[Batch]:
         """The batches from the current step on."""
@@ -193,7 +200,7 @@ class Run(Trainer[Batch]):
             })  # fmt: skip
         return found
 
-    def _write_result(self, losses: evaluate.Losses) -> dict[str, Any]:
+    def _write_result(self, losses: evaluate.Losses, weights: dict[str, Tensor]) -> dict[str, Any]:
         config, state = self.config, self.state
         evaluate.write_positions(self.folder / "positions.csv", losses)
         vocabulary = self.store.folder / FILE
@@ -203,7 +210,6 @@ class Run(Trainer[Batch]):
         metrics = {
             "val_loss": losses.mean,
             "val_tokens": losses.tokens,
-            "bits_per_byte": None,
             "steps": state.step,
             "tokens": state.step * config.batch * config.context,
             "seconds": state.seconds,
@@ -217,10 +223,9 @@ class Run(Trainer[Batch]):
             "versions": versions(),
             "config": as_dict(config),
         }
-        del metrics["bits_per_byte"]
         tensor_files.write(
             self.folder / "model.safetensors",
-            self.model,
+            weights,
             {"kind": KIND, "config": as_dict(config), "steps": state.step},
         )
         write_json(self.folder / "metrics.json", metrics)

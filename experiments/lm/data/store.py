@@ -94,8 +94,8 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
     training, validation = found.split(share)
     if not training or not validation:
         raise ValueError(
-            f"there must be texts to train on and to validate on; got {len(training)} and {len(validation)}: more files "
-            f"are needed, about {share:.0%} of them validate"
+            f"there must be texts to train on and to validate on; got {len(training)} and {len(validation)}: "
+            f"give more files, of which about {share:.0%} validate"
         )
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

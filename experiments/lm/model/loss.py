@@ -37,20 +37,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, features: Tensor, weight: Tensor, labels: Tensor, gradient: Gradient) -> Tensor:
         head = weight.to(features.dtype)
         total = features.new_zeros((), dtype=torch.float32)
-        features_gradient, weight_gradient = torch.empty_like(features), torch.zeros_like(weight)
+        features_gradient, weight_gradient = torch.empty_like(features), torch.zeros_like(weight, dtype=torch.float32)
         for part in chunks(features, weight):
             chunk = features[part]
             loss, chunk_gradient = gradient(chunk @ head.T, labels[part], 1 / len(features))
             total += loss
             torch.mm(chunk_gradient, head, out=features_gradient[part])
             weight_gradient += chunk_gradient.T @ chunk  # fp32 sums of the chunks
+        ctx.dtype = weight.dtype
         ctx.save_for_backward(features_gradient, weight_gradient)
         return total / len(features)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
         features_gradient, weight_gradient = ctx.saved_tensors
-        return features_gradient * upstream.to(features_gradient.dtype), weight_gradient * upstream, None, None
+        of_features = features_gradient * upstream.to(features_gradient.dtype)
+        return of_features, (weight_gradient * upstream).to(ctx.dtype), None, None
 
 
 def mean_loss(features: Tensor, weight: Tensor, labels: Tensor, gradient: Gradient = loss_and_gradient) -> Tensor:
