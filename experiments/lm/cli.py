@@ -10,10 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lm import bench, bench_report, session
+from experiments.lm import bench, bench_report, session, show
 from experiments.lm.cases import DEFAULT, parsed
-from experiments.lm.config import Config, configure, resumed
+from experiments.lm.config import HELP, Config, configure, resumed
+from experiments.lm.data.files import VALIDATION_SHARE, find
+from experiments.lm.data.store import check_replaceable, make
 from experiments.lm.presets import PRESETS
+from experiments.lm.sample import continued, opened
 from experiments.lm.train import saved_config
 from experiments.training import tensorboard
 from experiments.training.cli_errors import short_errors
@@ -37,9 +40,90 @@ app = command_group("Language models with block-sparse attention.")
 console = Console()
 
 
+def say(text: str) -> None:
+    """Progress of work that takes minutes."""
+    console.print(text, soft_wrap=True, highlight=False)
+
+
 @app.callback()
 def main() -> None:
     """Language models with block-sparse attention."""
+
+
+@app.command()
+def corpus(
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="A folder of text, such as /usr/share/doc or the unpacked source of Linux; may be repeated.",
+            show_default="Python's standard library",
+        ),
+    ] = None,
+    suffix: Annotated[
+        list[str] | None, typer.Option(help="Take these files only: .py, .rst, ...; may be repeated.")
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(min=256, help=f"{HELP['vocabulary']} It is trained on the text.")] = 50_304,
+    megabytes: Annotated[float | None, typer.Option(help="Take so much text at most.", show_default="all")] = None,
+    validation: Annotated[float, typer.Option(help="The share of the files to validate on.")] = VALIDATION_SHARE,
+    out: Annotated[Path, typer.Option(help="Folder for the tokens, which is replaced.")] = Path("data/lm"),
+) -> None:
+    """Make a corpus from text that the machine has: find files, leave out copies, divide, cut into tokens.
+
+    A text that occurs twice is taken once (exact copies; near ones are not found). Whole files are divided, by the hash
+    of their text, so no file and no copy is in both parts, and a file is in the same part of every corpus.
+    """
+    with short_errors():
+        found = (
+            find(source, suffix or ())
+            if source
+            else find([session.standard_library()], suffix or (), session.INSTALLED)
+        )
+        if megabytes is not None:
+            found = found.limited(round(megabytes * 2**20))
+        console.print(
+            f"{len(found.documents):,} files; left out: {found.duplicates:,} copies, {found.skipped:,} that are "
+            "no text, too short or too long",
+            soft_wrap=True, highlight=False,
+        )  # fmt: skip
+        check_replaceable(out)
+        make(found, out, vocabulary, say, validation)
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
+    top: Annotated[int, typer.Option(min=0, help="Choose from so many of the likeliest; 0: from all.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the choices.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Let a trained model continue a text."""
+    with short_errors():
+        require_single_process("sample")
+        model, config, tokenizer = opened(run, find_device(device))
+        (begun,) = tokenizer.encode([prompt])
+        if len(begun) == 0:
+            raise ValueError("--prompt must not be empty")
+        added = continued(
+            model, begun.tolist(), tokens, context=config.context, temperature=temperature, top=top, seed=seed
+        )
+    print(prompt + tokenizer.decode(added))
+
+
+@app.command("show")
+def show_command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    out: Annotated[Path, typer.Option(help="Picture to write.")] = RUNS / "runs.png",
+) -> None:
+    """Compare runs: a table, and plots of loss over minutes and tokens, of speed, and of loss by position."""
+    with short_errors():
+        found = [show.read(run) for run in runs]
+        show.plot(found, out)
+    console.print(show.table(found))
+    console.print(f"Plots: {out}", soft_wrap=True)
 
 
 @app.command()
@@ -142,7 +226,7 @@ def bench_command(
         options = bench.Options(minutes, tokens, rounds, chosen=chosen)
         command = shlex.join(["python", "-m", "experiments.lm", *sys.argv[1:]])
         facts = environment(place, command, commit)
-        rows = bench.measure(cases, options, place, lambda text: console.print(text, soft_wrap=True, highlight=False))
+        rows = bench.measure(cases, options, place, say)
         bench_report.write(out, rows, facts, {"minutes": minutes, "tokens": tokens, "rounds": rounds, **chosen})
     console.print(bench_report.table(rows))
     console.print(f"{facts['device']}, torch {facts['torch']}: {out}/bench.csv, bench.json", soft_wrap=True)

@@ -15,6 +15,9 @@ from experiments.training.distributed import Ranks
 from experiments.training.session import train_shown
 from experiments.training.trainer import Pause
 
+# Folders of the standard library that hold other people's code.
+INSTALLED = ("site-packages", "dist-packages")
+
 
 def standard_library() -> Path:
     """Python's own: a few thousand files of code and comments that every machine with Python has."""

@@ -35,6 +35,16 @@ class Found:
     skipped: int
     duplicates: int
 
+    def limited(self, most: int) -> Found:
+        """The first documents that have at most `most` bytes together, in the order of their digests: a fair sample."""
+        kept = []
+        for document in self.documents:
+            most -= document.path.stat().st_size
+            if most < 0:
+                break
+            kept.append(document)
+        return Found(tuple(kept), self.skipped, self.duplicates)
+
     def split(self, share: float = VALIDATION_SHARE) -> tuple[list[Document], list[Document]]:
         """Training and validation documents, in the order of their digests, which has nothing to do with their text."""
         training = [document for document in self.documents if not is_validation(document, share)]
@@ -42,15 +52,17 @@ class Found:
         return training, validation
 
 
-def find(folders: Sequence[Path], suffixes: Sequence[str] = ()) -> Found:
-    """The text files below some folders, each text once. suffixes: of the files wanted, such as .py; none: all.
+def find(folders: Sequence[Path], suffixes: Sequence[str] = (), excluded: Sequence[str] = ()) -> Found:
+    """The text files below some folders, each text once.
+
+    suffixes: of the files wanted, such as .py; none: all. excluded: names of folders that are left out.
 
     Files are equal if their texts are, apart from white space at both ends. Near copies are not found.
     Raises FileNotFoundError if a folder is missing, and ValueError if there is no text.
     """
     known: dict[bytes, Document] = {}
     skipped = duplicates = 0
-    for path in paths(folders, suffixes):
+    for path in paths(folders, suffixes, excluded):
         size = path.stat().st_size
         text = text_of(path.read_bytes()) if LEAST_BYTES <= size <= MOST_BYTES else None
         if text is None:
@@ -68,7 +80,7 @@ def find(folders: Sequence[Path], suffixes: Sequence[str] = ()) -> Found:
     return Found(tuple(known[digest] for digest in sorted(known)), skipped, duplicates)
 
 
-def paths(folders: Sequence[Path], suffixes: Sequence[str]) -> Iterator[Path]:
+def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[Path]:
     """The files below folders, not those that are hidden or in hidden folders, and no links."""
     for folder in folders:
         if not folder.is_dir():
@@ -76,7 +88,8 @@ def paths(folders: Sequence[Path], suffixes: Sequence[str]) -> Iterator[Path]:
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder).parts
             wanted = not suffixes or path.suffix in suffixes
-            if wanted and not any(part.startswith(".") for part in inside) and not path.is_symlink() and path.is_file():
+            hidden = any(part.startswith(".") or part in excluded for part in inside)
+            if wanted and not hidden and not path.is_symlink() and path.is_file():
                 yield path
 
 

@@ -128,6 +128,12 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
     return opened(target)
 
 
+def check_replaceable(folder: Path) -> None:
+    """Raises FileExistsError if a folder holds anything else than tokens."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / ABOUT).is_file():
+        raise FileExistsError(f"{folder} must be empty, or hold tokens that are replaced; choose another --out")
+
+
 def _digest(documents: Sequence[Document]) -> str:
     return hashlib.sha256(b"".join(document.digest for document in documents)).hexdigest()
 

@@ -206,9 +206,9 @@ class LanguageModel(nn.Module):
         return mean_loss(features, self.embedding.weight, labels.flatten(), self.gradient)
 
     @torch.no_grad()
-    def logits(self, ids: Tensor) -> Tensor:
-        """Scores [B, V] of the tokens that may follow tokens [B, N]; -inf for those of the padding."""
-        features = self.run(ids, self.attentions).unflatten(0, ids.shape)[:, -1]
-        scores = product(features, self.embedding.weight).float()
-        scores[:, self.sizes.vocabulary :] = -torch.inf
-        return scores
+    def scores(self, ids: Tensor, place: int) -> Tensor:
+        """Scores [B, V] of the tokens that may follow the one at a place of ids [B, N]; -inf for the padding's."""
+        features = self.run(ids, self.attentions).unflatten(0, ids.shape)[:, place]
+        found = product(features, self.embedding.weight).float()
+        found[:, self.sizes.vocabulary :] = -torch.inf
+        return found
