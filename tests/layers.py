@@ -201,6 +201,9 @@ MAY_IMPORT = {
     "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
     "experiments/pathx/model": ("experiments/pathx/data", "experiments/pathx/masks", "experiments/training/layers"),
     "experiments/selection": ("experiments/training", *PUBLIC),
+    "experiments/lm": ("experiments/lm", "experiments/training", *PUBLIC),
+    "experiments/lm/data": ("experiments/training",),
+    "experiments/lm/model": ("experiments/lm", "experiments/training", *PUBLIC),
     _BENCHMARKS: (),
     f"{_BENCHMARKS}/timing.py": ("experiments/training/clock.py",),
     f"{_BENCHMARKS}/calls": (

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from experiments.training.atomic_files import write_json
 from experiments.training.best_weights import BestWeights
+from experiments.training.sharding import divided_like, whole
 from experiments.training.tensor_files import PART_BYTES, split
 from experiments.training.weight_average import WeightAverage
 
@@ -54,10 +55,12 @@ def save(
     random: list[RandomState] | None = None,
     *,
     best: BestWeights | None = None,
+    tensors: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write a checkpoint into the run's folder, then remove the others.
 
     random: the states of all processes; None: only that of this one.
+    tensors: those of `collected`, if the model is divided among processes; None: they are collected here.
 
     If a checkpoint of the same step exists it has the same tensors, but its state.json is written again, because at the
     end of a stage the stage differs.
@@ -73,8 +76,8 @@ def save(
     shutil.rmtree(target, ignore_errors=True)
     for left_by_a_kill in run.glob(".checkpoint-*"):
         shutil.rmtree(left_by_a_kill)
-    collected = collect(model, optimizer, average, random, best)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in collected}
+    if tensors is None:
+        tensors = collected(model, optimizer, average, random, best)
     unfinished = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=run))
     try:
         parts = list(split(tensors, PART_BYTES))
@@ -117,7 +120,8 @@ def load(
     tensors: dict[str, Tensor] = {}
     for part in sorted(checkpoint.glob("part-*.safetensors")):
         tensors |= load_file(part)
-    model.load_state_dict(under("model", tensors))
+    places = model.state_dict()
+    model.load_state_dict({name: divided_like(each, places[name]) for name, each in under("model", tensors).items()})
     if average is not None:
         average.load(under("average", tensors))
     if best is not None:
@@ -129,6 +133,10 @@ def load(
         # Without this check the optimiser would silently start afresh for this parameter.
         if not kept or optimizer_state[index].keys() != kept:
             raise ValueError(f"{checkpoint} must have the optimiser's state of every parameter; {name} has none")
+    parameters = dict(model.named_parameters())
+    for index, name in names.items():
+        state_of = optimizer_state[index]
+        optimizer_state[index] = {key: divided_like(each, parameters[name]) for key, each in state_of.items()}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
     random = under(f"random.{rank}" if rank else "random", tensors)
@@ -193,6 +201,18 @@ def remove(run: Path) -> None:
     """Delete all checkpoints of a run."""
     for checkpoint in folders(run):
         shutil.rmtree(checkpoint)
+
+
+def collected(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None,
+    random: list[RandomState],
+    best: BestWeights | None = None,
+) -> dict[str, Tensor]:
+    """All tensors of a checkpoint on the CPU. If the model is divided, all processes must call this together."""
+    found = collect(model, optimizer, average, random, best)
+    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found}
 
 
 def collect(

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments.training.sharding import is_sharded
+
 T = TypeVar("T")
 
 # How long the others wait while the first process reads data for the first time. If it dies, torchrun ends them.
@@ -117,8 +119,11 @@ class Ranks:
         return tensor / self.context_parallel if self.context_parallel > 1 else tensor
 
     def data_parallel(self, model: nn.Module) -> nn.Module:
-        """The model, wrapped so that a backward pass leaves the mean of all processes' gradients."""
-        if self.count == 1:
+        """The model, wrapped so that a backward pass leaves the mean of all processes' gradients.
+
+        A model that is divided among the processes does so itself.
+        """
+        if self.count == 1 or is_sharded(model):
             return model
         device = next(model.parameters()).device
         places = [device] if device.type == "cuda" else None

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 
-def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def adamw(
+    model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.98)
+) -> torch.optim.AdamW:
     """AdamW with weight decay on the matrices of linear layers only, not on norms, biases, embeddings or positions."""
     matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     chosen = set(matrices)
@@ -15,7 +17,7 @@ def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=matrices[0].is_cuda)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=matrices[0].is_cuda)
 
 
 def apply_gradients(optimizer: torch.optim.Optimizer, lr: float) -> None:

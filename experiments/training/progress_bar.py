@@ -39,12 +39,16 @@ class TrainingBar:
 
     def show(self, record: Record) -> None:
         """Update the bar with one record."""
-        numbers = f"loss {record['loss']:.3f} acc {record['accuracy']:.3f}"
+        numbers = f"loss {record['loss']:.3f}"
+        if "accuracy" in record:
+            numbers += f" acc {record['accuracy']:.3f}"
         if record["kind"] != "train":
             self.console.print(f"{self.name} step {record['step']}  {record['kind']:5}  {numbers}")
             return
         rate, unit = next(rate for rate in RATES if rate[0] in record)
         numbers += f" {record[rate]:,.0f} {unit}"
+        if "mfu" in record:
+            numbers += f" MFU {record['mfu']:.1%}"
         self._bar.update(self._task, completed=min(1.0, self._progress()), step=record["step"], numbers=numbers)
         if not self.console.is_terminal and record["step"] % 100 == 0:
             self.console.print(f"{self.name} step {record['step']}  train  {numbers}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,16 @@ PART_BYTES = 15 * 2**20
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
 
-def write(path: Path, model: nn.Module, about: dict[str, Any], *, limit: int | None = None) -> None:
-    """Write a model's weights. Other files with that name, whole or in parts, are removed.
+def write(
+    path: Path, model: nn.Module | Mapping[str, Tensor], about: dict[str, Any], *, limit: int | None = None
+) -> None:
+    """Write a model's weights, or these tensors. Other files with that name, whole or in parts, are removed.
 
     about: plain values, among them the file's "kind", which `read` checks.
     limit: the largest file in bytes; larger models are written in parts. A larger tensor gets a file of its own.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    weights = model.state_dict() if isinstance(model, nn.Module) else model
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = json.dumps(about, sort_keys=True)
     parts = [tensors] if limit is None else list(split(tensors, limit - len(header)))
     count = len(parts)

@@ -24,6 +24,7 @@ from experiments.training.best_weights import BestWeights
 from experiments.training.clock import Clock
 from experiments.training.distributed import SINGLE, Ranks
 from experiments.training.run_log import Record, RunLog
+from experiments.training.sharding import is_sharded
 from experiments.training.steps import Batch, Steps
 from experiments.training.weight_average import WeightAverage
 from experiments.training.window import Means, Window
@@ -268,9 +269,11 @@ class Trainer(ABC, Generic[Batch]):
     def save(self) -> None:
         """Replace the last checkpoint by a new one."""
         random = self.ranks.gather(checkpoint.random_state(self.device))
+        saved = self.model, self.optimizer, self.average, random
+        tensors = checkpoint.collected(*saved, self.best) if is_sharded(self.model) else None
         if self.ranks.first:
             progress = checkpoint.Progress(self.state.step, self.state.seconds, self.details())
-            checkpoint.save(self.folder, progress, self.model, self.optimizer, self.average, random, best=self.best)
+            checkpoint.save(self.folder, progress, *saved, best=self.best, tensors=tensors)
         self._since_saved = Clock(self.device)
 
     def _prepare_folder(self, resume: bool, overwrite: bool) -> None:

@@ -1,0 +1,11 @@
+"""Entry point of ``python -m experiments.lm``."""
+
+import os
+
+if __name__ == "__main__":
+    # Must be set before PyTorch is loaded; see experiments/lra/__main__.py.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+    from experiments.lm.cli import app
+
+    app(prog_name="python -m experiments.lm")

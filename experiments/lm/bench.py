@@ -1,0 +1,208 @@
+"""Tokens/s, MFU and memory of whole training steps: forward, backward, clipping and AdamW, in bf16.
+
+The rows of one model and one context share weights, optimiser and compiled code, and take turns: each runs a short
+series of steps, then the next one does, for some rounds, so that a change of clock rates affects all of them. Tokens
+are random, which no step notices; no corpus is needed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+
+from experiments.lm import flops, patterns
+from experiments.lm.cases import Case
+from experiments.lm.config import Config, configure
+from experiments.lm.model.attention import Attention, attention_over
+from experiments.lm.model.transformer import LanguageModel
+from experiments.lm.steps import AccumulatingSteps, Batch
+from experiments.training.clock import synchronize
+from experiments.training.optimizer import adamw
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure. minutes: no row is begun, and no round, once they are over."""
+
+    minutes: float = 5.0
+    tokens: int = 65_536
+    rounds: int = 3
+    round_seconds: float = 0.6
+    chosen: dict[str, object] = field(default_factory=dict)  # settings in place of the presets'
+
+
+@dataclass
+class Row:
+    """A row of the table; `failure` says in a few words why a row has no numbers."""
+
+    case: Case
+    parameters: int = 0
+    density: float = float("nan")  # live scores over those of the square, mean of the layers
+    batch: int = 0
+    part: int = 0
+    first_seconds: float = float("nan")  # of the first step, with compilation
+    peak_bytes: int = 0
+    flops_a_token: float = float("nan")
+    rounds: list[float] = field(default_factory=list)  # seconds of a step
+    mfu: float | None = None
+    failure: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The median of the rounds."""
+        return median(self.rounds) if self.rounds else float("nan")
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * self.case.context / self.seconds if self.rounds else float("nan")
+
+    @property
+    def spread(self) -> float:
+        """The range of the rounds over their median."""
+        return (max(self.rounds) - min(self.rounds)) / self.seconds if self.rounds else float("nan")
+
+
+def measure(cases: Sequence[Case], options: Options, device: torch.device, say: Say) -> list[Row]:
+    """The rows of all cases, in their order."""
+    deadline = time.monotonic() + 60 * options.minutes
+    rows = [Row(case) for case in dict.fromkeys(cases)]
+    for preset in dict.fromkeys(row.case.preset for row in rows):
+        of_model = [row for row in rows if row.case.preset == preset]
+        config = replace(configure(preset, dict(options.chosen)), context=max(row.case.context for row in of_model))
+        torch._dynamo.reset()  # graphs of other sizes
+        try:
+            _measure_model(config, of_model, options, device, deadline, say)
+        except torch.OutOfMemoryError:
+            for row in of_model:
+                row.failure = row.failure or ("" if row.rounds else "out of memory")
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _measure_model(
+    config: Config, rows: Sequence[Row], options: Options, device: torch.device, deadline: float, say: Say
+) -> None:
+    if time.monotonic() > deadline:
+        _skip(rows)
+        return
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    with device:
+        model = LanguageModel(config.sizes, [], dtype=dtype, compiling=config.compiled)
+    optimizer = adamw(model, config.lr, config.weight_decay, config.betas)
+    for context in dict.fromkeys(row.case.context for row in rows):
+        prepared = []
+        part = max(1, config.micro_tokens // context)
+        batch = max(1, options.tokens // context)
+        part = min(part, batch)
+        steps = AccumulatingSteps(model, optimizer, device, part=part, clip=config.clip)
+        tokens = Batch(torch.randint(config.vocabulary, (batch, context + 1), device=device))
+        for row in (row for row in rows if row.case.context == context):
+            row.batch, row.part, row.parameters = batch, part, sum(p.numel() for p in model.parameters())
+            if time.monotonic() > deadline:
+                _skip([row])
+                continue
+            attentions = _prepare(row, config, device)
+            if attentions is not None and _first(row, model, attentions, steps, tokens, say):
+                prepared.append((row, attentions))
+        for _ in range(options.rounds):
+            for row, attentions in prepared:
+                if not row.failure and (time.monotonic() < deadline or not row.rounds):
+                    _round(row, model, attentions, steps, tokens, options.round_seconds)
+        top = flops.peak(device)
+        for row, _ in prepared:
+            if row.rounds and top is not None and config.precision == "bf16":
+                row.mfu = row.flops_a_token * row.tokens_per_s / top
+        model.attentions = ()
+
+
+def _skip(rows: Sequence[Row]) -> None:
+    for row in rows:
+        row.failure = "out of time"
+
+
+def _prepare(row: Row, config: Config, device: torch.device) -> list[Attention] | None:
+    """The attention of every layer, made once for each mask; None if the implementation cannot have it."""
+    case, sizes = row.case, config.sizes
+    masks = patterns.of_layers(
+        case.pattern, sizes.depth, sizes.heads, case.context, window=config.window, block=config.block
+    )
+    row.density = sum(mask.density for mask in masks) / len(masks)
+    live = flops.live_scores(masks, sizes.heads)
+    row.flops_a_token = flops.of_token(sizes.weights, sizes.head_dim, live, case.context)
+    made: dict[int, Attention] = {}
+    try:
+        for mask in masks:
+            if id(mask) not in made:
+                made[id(mask)] = attention_over(mask.to(device), case.attention)
+    except (ValueError, torch.OutOfMemoryError) as error:
+        row.failure = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
+        return None
+    return [made[id(mask)] for mask in masks]
+
+
+def _first(
+    row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, say: Say
+) -> bool:
+    """The first two steps, in which everything is compiled and memory is reserved. Returns whether they ran."""
+    begin = time.perf_counter()
+    _run(row, model, attentions, steps, batch, count=1)
+    row.first_seconds = time.perf_counter() - begin
+    if not row.failure:
+        _run(row, model, attentions, steps, batch, count=1)
+    case = row.case
+    found = row.failure or f"first step {row.first_seconds:.1f} s"
+    say(f"{case.preset} {case.context:,} {case.pattern} {case.attention}: {found}")
+    return not row.failure
+
+
+def _round(
+    row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, seconds: float
+) -> None:
+    """A step to warm up, then as many as fill the round."""
+    once = _run(row, model, attentions, steps, batch, count=1)
+    if row.failure:
+        return
+    count = max(1, min(20, round(seconds / once)))
+    took = _run(row, model, attentions, steps, batch, count=count)
+    if not row.failure:
+        row.rounds.append(took / count)
+
+
+def _run(
+    row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, count: int
+) -> float:
+    """The seconds of some steps; a failure is noted in the row."""
+    model.attentions = tuple(attentions)
+    device = steps.device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    synchronize(device)
+    begin = time.perf_counter()
+    try:
+        for _ in range(count):
+            steps(batch, 1e-4)
+        synchronize(device)
+    except torch.OutOfMemoryError:
+        row.failure = "out of memory"
+    except Exception as error:  # a peer's failure must not end the other rows
+        row.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    took = time.perf_counter() - begin
+    if row.failure:
+        steps.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+    elif on_gpu:
+        row.peak_bytes = max(row.peak_bytes, torch.cuda.max_memory_allocated(device))
+    return took

@@ -1,0 +1,95 @@
+"""The rows of a measurement as a table on the terminal, and as CSV and JSON files."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from experiments.lm.bench import Row
+from experiments.training.atomic_files import write_json, write_text
+
+PEER = "sdpa"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line a row; "x" is its tokens/s over those of dense SDPA in the same model and context."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("model", "context", "pattern", "attention"):
+        made.add_column(name, no_wrap=True, overflow="fold")
+    for name in ("tokens/s", "x SDPA", "MFU", "GB", "ms/step", "±"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        case = row.case
+        numbers: Sequence[str] = (shortened(row.failure), "", "", "", "", "")
+        if row.rounds:
+            ratio = over_sdpa(row, rows)
+            numbers = (
+                f"{row.tokens_per_s:,.0f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                "" if row.mfu is None else f"{row.mfu:.1%}",
+                f"{row.peak_bytes / 1e9:.1f}" if row.peak_bytes else "",
+                f"{row.seconds * 1e3:,.1f}",
+                f"{row.spread:.1%}",
+            )
+        made.add_row(case.preset, f"{case.context:,}", case.pattern, case.attention, *numbers)
+    return made
+
+
+def shortened(failure: str) -> str:
+    """What fits into a table; bench.json has all of it.
+
+    >>> shortened("NotImplementedError: FlexAttention does not support backward on CPU.")
+    'failed'
+    """
+    return failure if failure in ("out of memory", "out of time") else "failed"
+
+
+def over_sdpa(row: Row, rows: Sequence[Row]) -> float | None:
+    """Tokens/s over those of dense SDPA; None if that was not measured."""
+    for other in rows:
+        same = other.case[:2] == row.case[:2] and other.case.pattern == "dense"
+        if same and other.case.attention == PEER and other.rounds:
+            return row.tokens_per_s / other.tokens_per_s
+    return None
+
+
+def as_record(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+    """A row as plain values."""
+    ratio = over_sdpa(row, rows)
+    measured = bool(row.rounds)
+    return {
+        **row.case._asdict(),
+        "parameters": row.parameters,
+        "density": row.density,
+        "batch": row.batch,
+        "part": row.part,
+        "tokens_per_s": row.tokens_per_s if measured else None,
+        "over_sdpa": ratio if measured else None,
+        "mfu": row.mfu,
+        "flops_a_token": row.flops_a_token,
+        "step_ms": row.seconds * 1e3 if measured else None,
+        "spread": row.spread if measured else None,
+        "rounds": len(row.rounds),
+        "peak_gb": row.peak_bytes / 1e9 if row.peak_bytes else None,
+        "first_seconds": row.first_seconds,
+        "failure": row.failure,
+    }
+
+
+def write(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Write bench.csv, each line with the facts of the run, and bench.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [as_record(row, rows) for row in rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*records[0], *facts], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([{**record, **facts} for record in records])
+    write_text(folder / "bench.csv", text.getvalue())
+    plain = [{name: None if value != value else value for name, value in record.items()} for record in records]
+    write_json(folder / "bench.json", {"environment": dict(facts), "settings": dict(settings), "rows": plain})

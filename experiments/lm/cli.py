@@ -1,0 +1,232 @@
+"""The command line: options only."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from experiments.lm import bench, bench_report, session, show
+from experiments.lm.cases import DEFAULT, parsed
+from experiments.lm.config import HELP, Config, configure, resumed
+from experiments.lm.data.files import VALIDATION_SHARE, find
+from experiments.lm.data.store import check_replaceable, make
+from experiments.lm.presets import PRESETS
+from experiments.lm.sample import continued, opened
+from experiments.lm.train import saved_config
+from experiments.training import tensorboard
+from experiments.training.cli_errors import short_errors
+from experiments.training.distributed import find_device, process_group, require_single_process
+from experiments.training.environment import environment
+from experiments.training.options import (
+    Device,
+    Overwrite,
+    PauseAfter,
+    Resume,
+    TensorBoard,
+    command_group,
+    deadline,
+    settings_as_options,
+)
+from experiments.training.session import pausing
+
+RUNS = Path("runs/lm")
+
+app = command_group("Language models with block-sparse attention.")
+console = Console()
+
+
+def say(text: str) -> None:
+    """Progress of work that takes minutes."""
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+@app.callback()
+def main() -> None:
+    """Language models with block-sparse attention."""
+
+
+@app.command()
+def corpus(
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="A folder of text, such as /usr/share/doc or the unpacked source of Linux; may be repeated.",
+            show_default="Python's standard library",
+        ),
+    ] = None,
+    suffix: Annotated[
+        list[str] | None, typer.Option(help="Take these files only: .py, .rst, ...; may be repeated.")
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(min=256, help=f"{HELP['vocabulary']} It is trained on the text.")] = 50_304,
+    megabytes: Annotated[float | None, typer.Option(help="Take so much text at most.", show_default="all")] = None,
+    validation: Annotated[float, typer.Option(help="The share of the files to validate on.")] = VALIDATION_SHARE,
+    out: Annotated[Path, typer.Option(help="Folder for the tokens, which is replaced.")] = Path("data/lm"),
+) -> None:
+    """Make a corpus from text that the machine has: find files, leave out copies, divide, cut into tokens.
+
+    A text that occurs twice is taken once (exact copies; near ones are not found). Whole files are divided, by the hash
+    of their text, so no file and no copy is in both parts, and a file is in the same part of every corpus.
+    """
+    with short_errors():
+        found = (
+            find(source, suffix or ())
+            if source
+            else find([session.standard_library()], suffix or (), session.INSTALLED)
+        )
+        if megabytes is not None:
+            found = found.limited(round(megabytes * 2**20))
+        console.print(
+            f"{len(found.documents):,} files; left out: {found.duplicates:,} copies, {found.skipped:,} that are "
+            "no text, too short or too long",
+            soft_wrap=True, highlight=False,
+        )  # fmt: skip
+        check_replaceable(out)
+        make(found, out, vocabulary, say, validation)
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
+    top: Annotated[int, typer.Option(min=0, help="Choose from so many of the likeliest; 0: from all.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the choices.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Let a trained model continue a text."""
+    with short_errors():
+        require_single_process("sample")
+        model, config, tokenizer = opened(run, find_device(device))
+        (begun,) = tokenizer.encode([prompt])
+        if len(begun) == 0:
+            raise ValueError("--prompt must not be empty")
+        added = continued(
+            model, begun.tolist(), tokens, context=config.context, temperature=temperature, top=top, seed=seed
+        )
+    print(prompt + tokenizer.decode(added))
+
+
+@app.command("show")
+def show_command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    out: Annotated[Path, typer.Option(help="Picture to write.")] = RUNS / "runs.png",
+) -> None:
+    """Compare runs: a table, and plots of loss over minutes and tokens, of speed, and of loss by position."""
+    with short_errors():
+        found = [show.read(run) for run in runs]
+        show.plot(found, out)
+    console.print(show.table(found))
+    console.print(f"Plots: {out}", soft_wrap=True)
+
+
+@app.command()
+@settings_as_options(Config)
+def train(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Sizes to start from, which other options change: {', '.join(PRESETS)}.", show_default="124M's"
+        ),
+    ] = None,
+    *,
+    chosen: dict[str, Any],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of UTF-8 files, or of tokens that `corpus` has made.", show_default="needed"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run.", show_default=f"{RUNS}/<preset>-<pattern>-<context>")
+    ] = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    pause_after: PauseAfter = None,
+    tensorboard_files: TensorBoard = False,
+) -> None:
+    """Train a language model on text, and write its validation loss. A preset changes the defaults below.
+
+    On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lm train ..., with --sharding fsdp if
+    weights and optimiser should be divided among them.
+    """
+    with short_errors():
+        if tensorboard_files:
+            tensorboard.writer_class()  # raises an error, if any, before anything is written
+        if resume:
+            if preset or overwrite:
+                raise ValueError("--resume keeps the run's settings: leave out --preset and --overwrite")
+            if out is None:
+                raise ValueError("--resume needs --out, the folder of the run")
+            saved, saved_data = saved_config(out)
+            config, data = resumed(saved, chosen), data or saved_data
+        else:
+            config = configure(preset, chosen)
+            if config.steps is None and config.minutes is None:
+                raise ValueError("a run must have an end: give --minutes or --steps")
+        if data is None:
+            raise ValueError("--data must name a folder of text; make one with: python -m experiments.lm corpus")
+        folder = out or RUNS / default_name(preset, config)
+        until = deadline(pause_after)
+        with process_group(config.device) as ranks:
+            console.quiet = not ranks.first
+            store = session.find_tokens(config, data, ranks, console)
+            with pausing(until) as pause:
+                metrics = session.train(
+                    config, store, folder, resume=resume, overwrite=overwrite, pause=pause, ranks=ranks,
+                    tensorboard=tensorboard_files, console=console,
+                )  # fmt: skip
+            if metrics is None:
+                console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
+            else:
+                console.print(
+                    f"Validation loss {metrics['val_loss']:.4f} after {metrics['tokens']:,} tokens in "
+                    f"{metrics['seconds'] / 60:.1f} minutes: {folder}/metrics.json",
+                    soft_wrap=True, highlight=False,
+                )  # fmt: skip
+
+
+def default_name(preset: str | None, config: Config) -> str:
+    """The folder of a run that has no --out."""
+    pattern = config.pattern.replace("|", "-or-").replace(",", "-then-").replace("/", "-and-")
+    return f"{preset or 'default'}-{pattern}-{config.context}"
+
+
+@app.command("bench")
+@settings_as_options(
+    Config, "head_dim", "positions", "vocabulary", "window", "block", "compiled", "precision", "micro_tokens"
+)
+def bench_command(
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="presets:contexts:patterns:implementations, with commas between several, such as "
+            f"{DEFAULT[0]}; may be repeated. In a pattern, + joins layers that take turns.",
+            show_default="what the README's table shows",
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time limit; rows that did not begin say so.")] = 5.0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at least one sequence.")] = 65_536,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 3,
+    *,
+    chosen: dict[str, Any],
+    device: Device = "auto",
+    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for bench.csv and bench.json.")] = RUNS / "bench",
+) -> None:
+    """Measure whole training steps on random tokens: tokens/s, MFU and memory, in turns."""
+    with short_errors():
+        require_single_process("bench")
+        place = find_device(device)
+        cases = [each for text in case or DEFAULT for each in parsed(text)]
+        options = bench.Options(minutes, tokens, rounds, chosen=chosen)
+        command = shlex.join(["python", "-m", "experiments.lm", *sys.argv[1:]])
+        facts = environment(place, command, commit)
+        rows = bench.measure(cases, options, place, say)
+        bench_report.write(out, rows, facts, {"minutes": minutes, "tokens": tokens, "rounds": rounds, **chosen})
+    console.print(bench_report.table(rows))
+    console.print(f"{facts['device']}, torch {facts['torch']}: {out}/bench.csv, bench.json", soft_wrap=True)

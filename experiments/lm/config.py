@@ -1,0 +1,123 @@
+"""Every setting of a training run, with its help text and default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from experiments.lm.model.attention import IMPLEMENTATIONS
+from experiments.lm.model.transformer import Sizes
+from experiments.lm.presets import settings_of
+from experiments.training import run_folder
+from experiments.training.lr_schedule import SCHEDULES
+from experiments.training.settings import PRECISIONS, check_at_least, check_one_of, help_texts, setting
+
+COMPILED = ("none", "block", "model")
+DOCUMENTS = ("joined", "separate")
+SHARDING = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The settings of a run. The defaults are GPT-2's smallest size."""
+
+    depth: int = setting(12, "Layers.")
+    width: int = setting(768, "Features of each token.")
+    head_dim: int = setting(128, "Features of each head; 64 is GPT-2's, 128 is faster.")
+    context: int = setting(2048, "Tokens of a sequence.")
+    positions: str = setting("rotary", "rotary or learned.")
+    vocabulary: int = setting(50_304, "Tokens that --data is cut into, at most; 256 are bytes.")
+
+    pattern: str = setting(
+        "dense",
+        "dense, local, butterfly, bigbird; with | for unions, / between groups of heads, commas between layers, which "
+        "take turns: 'local,dense' or 'local|butterfly'.",
+    )
+    window: int = setting(1024, "Tokens that local sees, its own included.")
+    block: int = setting(128, "Tokens along one side of a mask's tiles.")
+    documents: str = setting(
+        "joined", "joined: a token sees earlier documents of its sequence; separate: its own only."
+    )
+    attention: str = setting("sparseflash", "sparseflash, or for comparison sdpa or flex.")
+
+    batch_tokens: int = setting(524_288, "Tokens of a step, over all processes.")
+    micro_tokens: int = setting(65_536, "Tokens of one forward and backward in one process; a step adds up several.")
+    lr: float = setting(6e-4, "Peak learning rate.")
+    schedule: str = setting("cosine", f"{', '.join(SCHEDULES)}.")
+    warmup: int = setting(100, "Steps until the peak.")
+    weight_decay: float = setting(0.1, "AdamW weight decay of the matrices.")
+    beta2: float = setting(0.95, "AdamW's decay of squared gradients.")
+    clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
+    steps: int | None = setting(None, "Steps to train.", "no limit")
+    minutes: float | None = setting(None, "Minutes to train, without validation and compilation.", "no limit")
+    seed: int = setting(0, "Seed of the weights and of the sequences' order.")
+
+    device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
+    precision: str = setting("bf16", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
+    compiled: str = setting("block", "What torch.compile sees: none, block (each layer around attention) or model.")
+    sharding: str = setting(
+        "ddp", "With torchrun: ddp, weights in every process, or fsdp, weights and optimiser divided (FSDP2)."
+    )
+    validate_every: int = setting(250, "Steps between validations.")
+    validation_tokens: int = setting(1_048_576, "Tokens of a validation, at most.")
+    checkpoint_every: int = setting(1000, "Most steps between checkpoints; only the newest is kept.")
+    log_every: int = setting(10, "Steps between lines of the log, each the mean over these steps.")
+
+    def __post_init__(self) -> None:
+        counts = (
+            "depth", "width", "head_dim", "context", "window", "block", "batch_tokens", "micro_tokens", "steps",
+            "validate_every", "validation_tokens", "checkpoint_every", "log_every",
+        )  # fmt: skip
+        check_at_least(self, 1, counts)
+        check_at_least(self, 256, ("vocabulary",))
+        check_at_least(self, 0, ("lr", "warmup", "weight_decay", "beta2", "clip", "minutes"))
+        check_one_of("attention", self.attention, IMPLEMENTATIONS)
+        check_one_of("documents", self.documents, DOCUMENTS)
+        check_one_of("schedule", self.schedule, SCHEDULES)
+        check_one_of("precision", self.precision, PRECISIONS)
+        check_one_of("compiled", self.compiled, COMPILED)
+        check_one_of("sharding", self.sharding, SHARDING)
+        _ = self.sizes  # checks them
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.depth, self.width, self.head_dim, self.vocabulary, self.context, self.positions)
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return 0.9, self.beta2
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step, over all processes."""
+        return max(1, self.batch_tokens // self.context)
+
+    @property
+    def part(self) -> int:
+        """Sequences of one forward and backward."""
+        return max(1, self.micro_tokens // self.context)
+
+
+HELP = help_texts(Config)
+DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
+
+# Settings that may change when a run is resumed: they do not affect the weights, or are meant to.
+FREE_ON_RESUME = (
+    "steps", "minutes", "device", "compiled", "validate_every", "validation_tokens", "checkpoint_every", "log_every",
+)  # fmt: skip
+
+
+def configure(preset: str | None, chosen: Mapping[str, Any]) -> Config:
+    """The defaults, changed by a preset and then by the user's choices."""
+    return Config(**{**(settings_of(preset) if preset else {}), **chosen})
+
+
+def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
+    """A saved run's settings with those chosen now; raises ValueError if they would change the run."""
+    return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """The settings as plain values for a JSON file."""
+    return asdict(config)

@@ -1,0 +1,108 @@
+"""The text files of a folder: found, freed of duplicates, and divided into training and validation.
+
+Everything is decided by contents, never by names or by the order in which a folder lists its files: two copies of a
+folder give the same parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+VALIDATION_SHARE = 0.02
+LEAST_BYTES = 64  # shorter files teach nothing: licences' stubs, empty packages
+MOST_BYTES = 4 * 2**20  # longer ones are data rather than text
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text file, and the SHA-256 of its text without white space at both ends."""
+
+    path: Path
+    digest: bytes
+
+    def text(self) -> str:
+        return text_of(self.path.read_bytes()) or ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of a folder. skipped: how many were not text, too short or too long; duplicates: how many repeated."""
+
+    documents: tuple[Document, ...]
+    skipped: int
+    duplicates: int
+
+    def limited(self, most: int) -> Found:
+        """The first documents that have at most `most` bytes together, in the order of their digests: a fair sample."""
+        kept = []
+        for document in self.documents:
+            most -= document.path.stat().st_size
+            if most < 0:
+                break
+            kept.append(document)
+        return Found(tuple(kept), self.skipped, self.duplicates)
+
+    def split(self, share: float = VALIDATION_SHARE) -> tuple[list[Document], list[Document]]:
+        """Training and validation documents, in the order of their digests, which has nothing to do with their text."""
+        training = [document for document in self.documents if not is_validation(document, share)]
+        validation = [document for document in self.documents if is_validation(document, share)]
+        return training, validation
+
+
+def find(folders: Sequence[Path], suffixes: Sequence[str] = (), excluded: Sequence[str] = ()) -> Found:
+    """The text files below some folders, each text once.
+
+    suffixes: of the files wanted, such as .py; none: all. excluded: names of folders that are left out.
+
+    Files are equal if their texts are, apart from white space at both ends. Near copies are not found.
+    Raises FileNotFoundError if a folder is missing, and ValueError if there is no text.
+    """
+    known: dict[bytes, Document] = {}
+    skipped = duplicates = 0
+    for path in paths(folders, suffixes, excluded):
+        size = path.stat().st_size
+        text = text_of(path.read_bytes()) if LEAST_BYTES <= size <= MOST_BYTES else None
+        if text is None:
+            skipped += 1
+            continue
+        digest = hashlib.sha256(text.strip().encode()).digest()
+        duplicates += digest in known
+        known.setdefault(digest, Document(path, digest))
+    if not known:
+        wanted = f" with {', '.join(suffixes)}" if suffixes else ""
+        raise ValueError(
+            f"there must be UTF-8 files{wanted} of {LEAST_BYTES} bytes to {MOST_BYTES // 2**20} MiB below "
+            f"{', '.join(map(str, folders))}; got none: choose another folder, or make one with `corpus`"
+        )
+    return Found(tuple(known[digest] for digest in sorted(known)), skipped, duplicates)
+
+
+def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[Path]:
+    """The files below folders, not those that are hidden or in hidden folders, and no links."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        for path in sorted(folder.rglob("*")):
+            inside = path.relative_to(folder).parts
+            wanted = not suffixes or path.suffix in suffixes
+            hidden = any(part.startswith(".") or part in excluded for part in inside)
+            if wanted and not hidden and not path.is_symlink() and path.is_file():
+                yield path
+
+
+def text_of(data: bytes) -> str | None:
+    """The text of a file; None if it is not UTF-8, or holds a zero byte and so is no text."""
+    if b"\0" in data:
+        return None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def is_validation(document: Document, share: float) -> bool:
+    """Whether a document belongs to the validation part, by its digest alone: it does so in every corpus."""
+    return int.from_bytes(document.digest[:8], "big") < share * 2**64

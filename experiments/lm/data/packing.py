@@ -1,0 +1,58 @@
+"""Sequences of a fixed length from documents that follow each other, in an order that a seed determines.
+
+Sequence i of a part holds the tokens from i * context on, and one more, because every token is asked for the next. The
+order of the sequences is another permutation in each epoch. A batch is a function of the step alone, so a resumed run
+sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from experiments.lm.data.store import Part
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The sequences of a part. share: those of a batch that belong to this process."""
+
+    part: Part
+    context: int
+    batch: int
+    seed: int
+    share: slice = field(default_factory=lambda: slice(None))
+
+    def __post_init__(self) -> None:
+        if self.count < self.batch:
+            raise ValueError(
+                f"the text must have at least one batch of sequences, {self.batch} of {self.context} tokens; got "
+                f"{self.count}: lower --batch-tokens or --context, or give more text"
+            )
+
+    @property
+    def count(self) -> int:
+        """The number of sequences; a last one that is not full is left out."""
+        return max(0, (len(self.part) - 1) // self.context)
+
+    def numbers(self, step: int) -> np.ndarray:
+        """The sequences of the batch at a step, from 0 on; those of an epoch that fill no batch are left out."""
+        batches = self.count // self.batch
+        epoch, place = divmod(step, batches)
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+        return order[place * self.batch : (place + 1) * self.batch][self.share]
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """The tokens [B, N + 1] of sequences, int32."""
+        places = numbers[:, None] * self.context + np.arange(self.context + 1)
+        return self.part.tokens[places].astype(np.int32)
+
+    def documents(self, number: int) -> list[int]:
+        """The lengths of the documents, or of their pieces, that make up the N tokens of a sequence."""
+        begin = number * self.context
+        starts = self.part.starts
+        first, last = np.searchsorted(starts, [begin, begin + self.context])
+        inside = starts[first:last]
+        bounds = np.unique(np.concatenate([[begin], inside, [begin + self.context]]))
+        return [int(length) for length in np.diff(bounds)]

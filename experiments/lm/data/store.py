@@ -1,0 +1,166 @@
+"""Tokens in files that are mapped into memory, made once from a folder of text.
+
+<store>/train.bin, val.bin          all tokens of a part, uint16 or uint32, each document ended by the last token
+<store>/train.starts.npy, ...       the first token of each document, int64, and the number of tokens
+<store>/tokenizer.json              the vocabulary; none for bytes
+<store>/about.json                  counts, hashes and the sources, written last: a folder without it is not complete
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.lm.data.files import VALIDATION_SHARE, Document, Found, find
+from experiments.lm.data.tokenizer import BYTES, FILE, BytePairs, Bytes, Tokenizer, load
+from experiments.training.atomic_files import write_json
+
+ABOUT = "about.json"
+PARTS = ("train", "val")
+VOCABULARY_BYTES = 200 * 2**20  # of the training texts, from which a vocabulary is learned
+_TOGETHER = 512  # texts that are cut at once
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens of training or of validation. starts: the first token of each document, and at last the count."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of tokens."""
+
+    folder: Path
+    train: Part
+    val: Part
+    about: dict[str, Any]
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.about["vocabulary"])
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return load(self.folder)
+
+
+def opened(folder: Path) -> Store:
+    """The tokens of a folder; raises FileNotFoundError if it holds none."""
+    path = folder / ABOUT
+    if not path.is_file():
+        raise FileNotFoundError(f"there are no tokens in {folder}")
+    about = json.loads(path.read_text())
+    parts = (Part(_mapped(folder, name, about), np.load(folder / f"{name}.starts.npy")) for name in PARTS)
+    return Store(folder, *parts, about)
+
+
+def _mapped(folder: Path, name: str, about: dict[str, Any]) -> np.ndarray:
+    return np.memmap(folder / f"{name}.bin", np.dtype(about["dtype"]), mode="r")
+
+
+def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
+    """The tokens of a folder: those that it holds, or those made from its text files, in a hidden folder of it.
+
+    vocabulary: the most tokens; at most 257 means bytes. The folder is made again if the texts have changed.
+    """
+    if (data / ABOUT).is_file():
+        return opened(data)
+    found = find([data])
+    target = data / f".tokens-{vocabulary}"
+    if (target / ABOUT).is_file():
+        store = opened(target)
+        if store.about["texts"] == _digest(found.documents):
+            return store
+    return make(found, target, vocabulary, say)
+
+
+def make(found: Found, target: Path, vocabulary: int, say: Progress, share: float = VALIDATION_SHARE) -> Store:
+    """Cut texts into tokens and write them to a folder, which is replaced."""
+    training, validation = found.split(share)
+    if not training or not validation:
+        raise ValueError(
+            f"there must be texts to train on and to validate on; got {len(training)} and {len(validation)}: "
+            f"give more files, of which about {share:.0%} validate"
+        )
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    tokenizer: Tokenizer = Bytes()
+    if vocabulary > BYTES + 1:
+        say(f"Learning a vocabulary of {vocabulary:,} tokens")
+        pairs = BytePairs.trained(_texts(training, VOCABULARY_BYTES), vocabulary)
+        pairs.save(unfinished / FILE)
+        tokenizer = pairs
+    dtype = np.dtype("uint16" if tokenizer.size <= 2**16 else "uint32")
+    counts, hashes = {}, {}
+    for name, documents in zip(PARTS, (training, validation), strict=True):
+        counts[name], hashes[name] = _write(unfinished, name, documents, tokenizer, dtype, say)
+    about = {
+        "vocabulary": tokenizer.size,
+        "kind": "bytes" if isinstance(tokenizer, Bytes) else "byte pairs",
+        "dtype": dtype.name,
+        "tokens": counts,
+        "documents": {"train": len(training), "val": len(validation)},
+        "skipped": found.skipped,
+        "duplicates": found.duplicates,
+        "texts": _digest(found.documents),
+        "hash": hashlib.sha256("".join(hashes.values()).encode()).hexdigest(),
+    }
+    write_json(unfinished / ABOUT, about)
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished.rename(target)
+    say(f"{counts['train']:,} tokens to train on, {counts['val']:,} to validate on, in {target}")
+    return opened(target)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises FileExistsError if a folder holds anything else than tokens."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / ABOUT).is_file():
+        raise FileExistsError(f"{folder} must be empty, or hold tokens that are replaced; choose another --out")
+
+
+def _digest(documents: Sequence[Document]) -> str:
+    return hashlib.sha256(b"".join(document.digest for document in documents)).hexdigest()
+
+
+def _texts(documents: Sequence[Document], most: int) -> Iterator[str]:
+    """Texts of at most `most` bytes together; the order of the documents is random enough to be a fair sample."""
+    for document in documents:
+        text = document.text()
+        most -= len(text)
+        if most < 0:
+            return
+        yield text
+
+
+def _write(
+    folder: Path, name: str, documents: Sequence[Document], tokenizer: Tokenizer, dtype: np.dtype, say: Progress
+) -> tuple[int, str]:
+    """Write one part; returns its number of tokens and the hash of its file."""
+    starts, digest = [0], hashlib.sha256()
+    end = np.array([tokenizer.size - 1], dtype)
+    with open(folder / f"{name}.bin", "wb") as file:
+        for first in range(0, len(documents), _TOGETHER):
+            say(f"Cutting {name}: {first:,} of {len(documents):,} files")
+            for tokens in tokenizer.encode([document.text() for document in documents[first : first + _TOGETHER]]):
+                data = np.concatenate([tokens.astype(dtype), end])
+                file.write(data.tobytes())
+                digest.update(data.tobytes())
+                starts.append(starts[-1] + len(data))
+    np.save(folder / f"{name}.starts.npy", np.array(starts, np.int64))
+    return starts[-1], digest.hexdigest()

@@ -1,0 +1,109 @@
+"""Cutting text into tokens: bytes, or byte pairs by a vocabulary trained on the text itself.
+
+Byte pairs need the package tokenizers, whose training and cutting run in Rust; in Python they would take hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+BYTES = 256
+# The name of the token that ends documents, GPT-2's.
+END = "<|endoftext|>"
+FILE = "tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """Text to numbers and back. Decoding what was encoded gives the text, byte for byte."""
+
+    @property
+    def size(self) -> int:
+        """Tokens, the one that ends documents included; it is the last."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
+class Bytes:
+    """The 256 bytes of UTF-8, and one token that ends documents.
+
+    >>> [tokens.tolist() for tokens in Bytes().encode(["aé"])], Bytes().decode([97, 195, 169, 256])
+    ([[97, 195, 169]], 'aé')
+    """
+
+    size = BYTES + 1
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(token for token in tokens if token < BYTES).decode(errors="replace")
+
+
+class BytePairs:
+    """A byte-pair vocabulary of the package tokenizers."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self._made.encode_special_tokens = True  # a text that contains END gets its letters, not the token
+
+    @property
+    def size(self) -> int:
+        return int(self._made.get_vocab_size())
+
+    @classmethod
+    def trained(cls, texts: Iterable[str], vocabulary: int) -> BytePairs:
+        """A vocabulary of `vocabulary` tokens, the 256 bytes and the end of a document among them."""
+        tokenizers = library()
+        made = tokenizers.Tokenizer(tokenizers.models.BPE())
+        # GPT-2's rule keeps words, numbers and runs of spaces apart, and begins a word with its space.
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary - 1,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        made.train_from_iterator(texts, trainer)
+        made.add_special_tokens([END])  # the last number
+        return cls(made)
+
+    @classmethod
+    def load(cls, path: Path) -> BytePairs:
+        return cls(library().Tokenizer.from_file(str(path)))
+
+    def save(self, path: Path) -> None:
+        self._made.save(str(path))
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(part.ids, np.uint32) for part in self._made.encode_batch(list(texts))]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self._made.decode(list(tokens), skip_special_tokens=True))
+
+
+def library() -> Any:
+    """The package tokenizers; raises ValueError if it is missing."""
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError:
+        raise ValueError(
+            "a byte-pair vocabulary needs the package tokenizers: pip install tokenizers, or sparseflash[lm], or cut "
+            "into bytes with --vocabulary 256"
+        ) from None
+    return tokenizers
+
+
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder of tokens: the vocabulary there, or bytes if it has none."""
+    path = folder / FILE
+    return BytePairs.load(path) if path.is_file() else Bytes()

@@ -1,0 +1,43 @@
+"""Masks of packed sequences whose documents do not see each other: the layers' patterns, cut at the documents' ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from experiments.lm.config import Config
+from experiments.lm.data.packing import Packing
+from experiments.lm.model.attention import Attention, attention_over
+from sparseflash import BlockMask, masks
+
+
+class DocumentMasks:
+    """Makes the attentions of a batch. Its masks are made on the host, a fraction of a second for each batch."""
+
+    def __init__(self, layers: Sequence[BlockMask], config: Config, device: torch.device) -> None:
+        self.layers, self.implementation, self.device = tuple(layers), config.attention, device
+
+    def masks(self, lengths: Sequence[Sequence[int]]) -> list[BlockMask]:
+        """The mask of each layer for sequences whose documents have these lengths."""
+        made: dict[int, BlockMask] = {}
+        for layer in self.layers:
+            if id(layer) not in made:
+                blocks = layer.block_q, layer.block_k
+                rows = [layer & masks.documents(row, causal=True, block=blocks) for row in lengths]
+                made[id(layer)] = masks.per_batch(rows)
+        return [made[id(layer)] for layer in self.layers]
+
+    def attentions(self, packing: Packing, numbers: np.ndarray) -> list[Attention]:
+        """The attention of each layer for some sequences."""
+        layers = self.masks([packing.documents(int(number)) for number in numbers])
+        made: dict[int, Attention] = {}
+        for mask in layers:
+            if id(mask) not in made:
+                made[id(mask)] = attention_over(mask.to(self.device), self.implementation)
+        return [made[id(mask)] for mask in layers]
+
+    def of_parts(self, packing: Packing, numbers: np.ndarray, part: int) -> tuple[list[Attention], ...]:
+        """The same for each part of a batch."""
+        return tuple(self.attentions(packing, numbers[start : start + part]) for start in range(0, len(numbers), part))

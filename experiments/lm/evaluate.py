@@ -1,0 +1,90 @@
+"""Losses on validation text: their mean, and the mean at each position of the context."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from experiments.lm.config import Config
+from experiments.lm.data.packing import Packing
+from experiments.lm.data.store import Part
+from experiments.lm.document_masks import DocumentMasks
+from experiments.training.atomic_files import write_text
+from experiments.training.distributed import Ranks
+
+BUCKETS = 32  # rows of positions.csv, at most
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Sums of the losses, nats, at each position over `sequences` sequences."""
+
+    sums: np.ndarray  # [N]
+    sequences: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * len(self.sums)
+
+    @property
+    def mean(self) -> float:
+        return float(self.sums.sum() / self.tokens)
+
+    def by_position(self) -> list[tuple[int, int, float]]:
+        """The mean loss from one position to before another; the ranges double in length, as what is new does.
+
+        >>> [row[:2] for row in Losses(np.ones(100), 1).by_position()]
+        [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64), (64, 100)]
+        """
+        bounds = [0, *(2**power for power in range(BUCKETS) if 2**power < len(self.sums)), len(self.sums)]
+        return [(begin, end, float(self.sums[begin:end].mean() / self.sequences)) for begin, end in pairwise(bounds)]
+
+
+@torch.no_grad()
+def losses(
+    model: nn.Module,
+    part: Part,
+    config: Config,
+    device: torch.device,
+    ranks: Ranks,
+    documents: DocumentMasks | None,
+    together: int,
+) -> Losses:
+    """The losses on the first sequences of a part, shared out to all processes.
+
+    together: sequences of a forward. Raises ValueError if the text has not one sequence for each process.
+    """
+    count = min((len(part) - 1) // config.context, max(1, config.validation_tokens // config.context))
+    count = count // ranks.count * ranks.count
+    if count == 0:
+        raise ValueError(
+            f"the validation text must have at least {ranks.count} sequences of {config.context} tokens; it has "
+            f"{len(part):,} tokens: lower --context, or give more text"
+        )
+    packing = Packing(part, config.context, 1, 0)
+    numbers = np.arange(count)[ranks.share]
+    sums = torch.zeros(config.context, dtype=torch.float64, device=device)
+    model.eval()
+    for start in range(0, len(numbers), together):
+        some = numbers[start : start + together]
+        tokens = torch.from_numpy(packing.rows(some)).to(device).long()
+        attentions = None if documents is None else documents.attentions(packing, some)
+        found: Tensor = model(tokens[:, :-1], tokens[:, 1:], attentions, each=True)
+        sums += found.double().sum(0)
+    return Losses(ranks.sum_over_shares(sums).cpu().numpy(), count)
+
+
+def write_positions(path: Path, found: Losses) -> None:
+    """Write the losses by position as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["begin", "end", "loss", "sequences"])
+    writer.writerows([begin, end, f"{loss:.5f}", found.sequences] for begin, end, loss in found.by_position())
+    write_text(path, text.getvalue())

@@ -1,0 +1,52 @@
+"""What a training step computes, and the share of the device's peak that this is: one definition for all tables.
+
+    FLOPs of a token = 6 * M + 12 * D * (live scores of all layers and heads) / context
+
+M: the weights of matrix products, that is of all linear layers and of the head, over the padded vocabulary. Embeddings
+that are looked up, norms and positions count nothing. A weight is used once forward and twice backward, each a product
+and a sum. A live score takes 4 D forward (q k^T and its product with v) and 8 D backward. Only live scores count, so
+dense causal attention counts half of the square; what is computed again, or computed and masked, counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparseflash import BlockMask
+
+# Dense bf16 products without sparsity, by their makers' data sheets.
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+
+
+def matrix_weights(depth: int, width: int, mlp: int, vocabulary: int) -> int:
+    """The weights of matrix products; `vocabulary` with its padding.
+
+    >>> matrix_weights(12, 768, 4 * 768, 50_304)
+    123568128
+    """
+    return depth * (4 * width * width + 2 * width * mlp) + vocabulary * width
+
+
+def live_scores(layers: Sequence[BlockMask], heads: int) -> float:
+    """The live scores of one sequence, over all layers and heads."""
+    found = {id(mask): mask.density * mask.q_len * mask.k_len * heads for mask in layers}
+    return sum(found[id(mask)] for mask in layers)
+
+
+def of_token(weights: int, head_dim: int, live: float, context: int) -> float:
+    """The FLOPs of training on one token, forward and backward.
+
+    >>> round(of_token(123_568_128, 128, 12 * 6 * 2048 * 2049 / 2, 2048) / 1e6)
+    855
+    """
+    return 6 * weights + 12 * head_dim * live / context
+
+
+def peak(device: torch.device) -> float | None:
+    """FLOP/s of the device in bf16; None if it is not known, and then no table has an MFU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value for known, value in PEAKS.items() if known in name), None)

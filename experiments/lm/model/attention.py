@@ -1,0 +1,82 @@
+"""Attention of one layer over its mask, by three implementations that compute the same.
+
+q, k and v are [B, H, N, D], and so is the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import sparseflash
+from sparseflash import BlockMask, interop, masks
+
+IMPLEMENTATIONS = ("sparseflash", "sdpa", "flex")
+LONGEST_DENSE_MASK = 32_768  # tokens; SDPA's mask has a byte, and its copy in the kernels two, for every score
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attention_over(mask: BlockMask, implementation: str) -> Attention:
+    """Attention over a mask that lies on the device of q, k and v.
+
+    sparseflash: any mask. sdpa: PyTorch's, with `is_causal` if the mask is dense and causal, and with a mask of
+    elements otherwise. flex: FlexAttention, compiled on a GPU, with the block lists of the mask.
+    Raises ValueError for another name, and for a mask that SDPA could only hold with gigabytes.
+    """
+    if implementation == "sparseflash":
+        return partial(_sparse, mask=mask)
+    if implementation == "sdpa":
+        return _scaled_dot_product(mask)
+    if implementation == "flex":
+        return _flex(mask)
+    raise ValueError(f"attention must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}")
+
+
+def is_dense_causal(mask: BlockMask) -> bool:
+    """Whether every token sees all before it, and itself, whatever the blocks are."""
+    same = masks.causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k))
+    return mask.to("cpu") == same
+
+
+def _sparse(q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask) -> Tensor:
+    out: Tensor = sparseflash.attention(q, k, v, mask)
+    return out
+
+
+def _scaled_dot_product(mask: BlockMask) -> Attention:
+    if is_dense_causal(mask):
+        return partial(F.scaled_dot_product_attention, is_causal=True)
+    if mask.k_len > LONGEST_DENSE_MASK:
+        raise ValueError(
+            f"SDPA must be given a mask of elements for this pattern, which {mask.k_len} tokens make too large; choose "
+            f"--context {LONGEST_DENSE_MASK} or less, --pattern dense, or --attention sparseflash or flex"
+        )
+    return partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense())
+
+
+def _flex(mask: BlockMask) -> Attention:
+    block_mask = interop.to_flex(mask)
+    if is_dense_causal(mask):
+        block_mask.mask_mod = _is_causal  # the rule itself is faster than bits that are looked up
+    return partial(_compiled_flex() if mask.device.type == "cuda" else _eager_flex(), block_mask=block_mask)
+
+
+def _is_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def _eager_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(_eager_flex(), dynamic=False)

@@ -1,0 +1,214 @@
+"""A causal transformer in GPT-2's shape: pre-norm, GELU, one matrix for embedding and head, no biases.
+
+Weights are fp32; each product runs in the dtype of its input, which the embedding sets. So bf16 needs no autocast, and
+the stream that layers add to is bf16, too.
+
+Shapes: B sequences, N tokens of context, T = B * N, W width, H heads, D features a head, V vocabulary with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.lm.flops import matrix_weights
+from experiments.lm.model.attention import Attention
+from experiments.lm.model.loss import Gradient, loss_and_gradient, mean_loss, token_losses
+from experiments.training.layers.rotary import RotaryPositions, Rotation, rotate
+
+POSITIONS = ("rotary", "learned")
+_GRAPHS = 64  # of each half, in one process
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model."""
+
+    depth: int
+    width: int
+    head_dim: int
+    vocabulary: int  # without padding
+    context: int
+    positions: str = "rotary"
+
+    def __post_init__(self) -> None:
+        if self.width % self.head_dim:
+            raise ValueError(
+                f"width must be a multiple of head_dim; got width {self.width}, head_dim {self.head_dim}: choose "
+                "another --head-dim"
+            )
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}; got {self.positions!r}")
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_dim
+
+    @property
+    def mlp(self) -> int:
+        return 4 * self.width
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """The next multiple of 128: matrix products are slow with other sizes."""
+        return -(-self.vocabulary // 128) * 128
+
+    @property
+    def weights(self) -> int:
+        """Those of matrix products; see flops.py."""
+        return matrix_weights(self.depth, self.width, self.mlp, self.padded_vocabulary)
+
+
+class Block(nn.Module):
+    """One layer: attention, then an MLP, each applied to the normalised stream and added to it."""
+
+    def __init__(self, sizes: Sizes, halves: Halves) -> None:
+        super().__init__()
+        width = sizes.width
+        self.head_dim, self.halves = sizes.head_dim, halves
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, sizes.mlp, bias=False)
+        self.down = nn.Linear(sizes.mlp, width, bias=False)
+
+    def forward(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
+        """x [T, W], of `batch` sequences."""
+        parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
+        q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
+        mixed = attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        weights = (self.out.weight, self.mlp_norm.weight, self.up.weight, self.down.weight)
+        return self.halves.after(x, mixed, *weights)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in the dtype of x."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Layer norm without bias; the statistics are in fp32."""
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype))
+
+
+def before_attention(
+    x: Tensor, norm_weight: Tensor, qkv: Tensor, head_dim: int, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [T, H, D], each contiguous.
+
+    Were v a view into the product, its gradient would have to be copied into that layout before the compiled backward.
+    """
+    q, k, v = product(norm(x, norm_weight), qkv).unflatten(-1, (3, -1, head_dim)).unbind(1)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def after_attention(x: Tensor, mixed: Tensor, out: Tensor, norm_weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The layer's output [T, W] from its input and its attention, both [T, W]."""
+    x = x + product(mixed, out)
+    hidden = F.gelu(product(norm(x, norm_weight), up), approximate="tanh")
+    return x + product(hidden, down)
+
+
+class Halves(NamedTuple):
+    """The two halves of a layer around its attention."""
+
+    before: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
+    after: Callable[..., Tensor] = after_attention
+
+
+def compiled(function: Callable[..., object]) -> Callable[..., object]:
+    """A function through torch.compile, with a graph for each shape."""
+    torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+class LanguageModel(nn.Module):
+    """Embedding, layers, norm and head.
+
+    attentions: one for each layer; see attention.py.
+    dtype: of the stream and of the matrix products.
+    compiled: "none"; "block": the two halves of a layer around its attention, one pair of graphs for all layers and all
+        contexts with the same number of tokens; "model": all from the embedding to the last norm as one graph, with
+        attention as an operator in it.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        attentions: Sequence[Attention],
+        *,
+        dtype: torch.dtype = torch.float32,
+        compiling: str = "none",
+    ) -> None:
+        super().__init__()
+        self.sizes, self.attentions, self.dtype = sizes, tuple(attentions), dtype
+        halves, self.gradient, self.run = Halves(), loss_and_gradient, self.trunk
+        if compiling == "block":
+            halves = Halves(compiled(before_attention), compiled(after_attention))  # type: ignore[arg-type]
+        if compiling == "model":
+            self.run = compiled(self.trunk)  # type: ignore[assignment]
+        if compiling != "none":
+            self.gradient: Gradient = compiled(loss_and_gradient)  # type: ignore[assignment,no-redef]
+        self.embedding = nn.Embedding(sizes.padded_vocabulary, sizes.width)
+        self.places: nn.Embedding | None = None
+        self.rotary: RotaryPositions | None = None
+        if sizes.positions == "learned":
+            self.places = nn.Embedding(sizes.context, sizes.width)
+        else:
+            self.rotary = RotaryPositions(sizes.head_dim, None, 0)
+        self.blocks = nn.ModuleList(Block(sizes, halves) for _ in range(sizes.depth))
+        self.norm = nn.LayerNorm(sizes.width, bias=False)
+        self.initialize()
+
+    def initialize(self) -> None:
+        """GPT-2's: what is added to the stream starts smaller, by the number of sums."""
+        small = 0.02 / (2 * self.sizes.depth) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
+
+    def trunk(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
+        """Features [T, W] of tokens [B, N]."""
+        batch, length = ids.shape
+        x = self.embedding(ids.flatten()).to(self.dtype)
+        places = torch.arange(length, device=ids.device).repeat(batch)
+        if self.places is not None:
+            x = x + self.places(places).to(self.dtype)
+        rotation = None
+        if self.rotary is not None:
+            cosine, sine = self.rotary(places)  # [T, 1, D / 2]
+            rotation = cosine, sine
+        for block, attention in zip(self.blocks, attentions, strict=True):
+            x = block(x, batch, rotation, attention)
+        return norm(x, self.norm.weight)
+
+    def forward(
+        self, ids: Tensor, labels: Tensor, attentions: Sequence[Attention] | None = None, each: bool = False
+    ) -> Tensor:
+        """The mean loss, nats, of tokens [B, N] with the tokens that follow them as labels [B, N].
+
+        attentions: others than the model's own, for a batch with documents that do not see each other.
+        each: the loss of each token, [B, N], without gradients. It is not a method of its own, because what wraps the
+            model for several processes gathers weights when `forward` is called.
+        """
+        features = self.run(ids, attentions or self.attentions)
+        if each:
+            return token_losses(features, self.embedding.weight, labels.flatten()).view_as(ids)
+        return mean_loss(features, self.embedding.weight, labels.flatten(), self.gradient)
+
+    @torch.no_grad()
+    def scores(self, ids: Tensor, place: int) -> Tensor:
+        """Scores [B, V] of the tokens that may follow the one at a place of ids [B, N]; -inf for the padding's."""
+        features = self.run(ids, self.attentions).unflatten(0, ids.shape)[:, place]
+        found = product(features, self.embedding.weight).float()
+        found[:, self.sizes.vocabulary :] = -torch.inf
+        return found

@@ -1,0 +1,25 @@
+"""Sizes of models by name: those that GPT-2 and GPT-3 made usual, and one for a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# micro_tokens: tokens of a forward and a backward on one GPU, as many as leave room for the optimiser on 80 GB.
+PRESETS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "depth": 4, "width": 192, "head_dim": 48, "context": 256, "vocabulary": 2048, "batch_tokens": 2048,
+        "micro_tokens": 2048, "minutes": 2.0, "lr": 3e-3, "warmup": 20, "window": 128, "block": 32, "pattern": "dense",
+        "precision": "fp32", "compiled": "none", "validate_every": 100, "validation_tokens": 32_768,
+    },
+    "124M": {"depth": 12, "width": 768, "lr": 6e-4, "micro_tokens": 65_536},
+    "350M": {"depth": 24, "width": 1024, "lr": 3e-4, "micro_tokens": 32_768},
+    "760M": {"depth": 24, "width": 1536, "lr": 2.5e-4, "micro_tokens": 32_768},
+    "1.3B": {"depth": 24, "width": 2048, "lr": 2e-4, "micro_tokens": 16_384},
+}  # fmt: skip
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings of a preset; raises ValueError for a name that none has."""
+    if name not in PRESETS:
+        raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    return PRESETS[name]

@@ -1,0 +1,66 @@
+"""Text that a trained model continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experiments.lm import patterns
+from experiments.lm.config import Config
+from experiments.lm.data.tokenizer import Tokenizer, load
+from experiments.lm.model.attention import attention_over
+from experiments.lm.model.transformer import LanguageModel
+from experiments.lm.train import KIND
+from experiments.training import tensor_files
+
+
+def opened(folder: Path, device: torch.device) -> tuple[LanguageModel, Config, Tokenizer]:
+    """The model of a finished run, its settings and its tokenizer; raises FileNotFoundError if it is not finished."""
+    tensors, about = tensor_files.read(folder, KIND)
+    config = Config(**about["config"])
+    masks = patterns.of_layers(
+        config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
+    )
+    made = {id(mask): attention_over(mask.to(device), "sparseflash") for mask in masks}
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    model = LanguageModel(config.sizes, [made[id(mask)] for mask in masks], dtype=dtype)
+    model.load_state_dict(tensors)
+    return model.to(device).eval(), config, load(folder if folder.is_dir() else folder.parent)
+
+
+def chosen(scores: Tensor, temperature: float, top: int, generator: torch.Generator) -> int:
+    """A token from its scores [V], fp32 on the CPU. temperature 0: the best; top: of the so many best ones; 0: of all.
+
+    >>> chosen(torch.tensor([0.0, 2.0, 1.0]), 0.0, 0, torch.Generator())
+    1
+    """
+    if temperature == 0:
+        return int(scores.argmax())
+    if 0 < top < len(scores):
+        scores = scores.masked_fill(scores < scores.topk(top).values[-1], -torch.inf)
+    return int(torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator))
+
+
+def continued(
+    model: LanguageModel, tokens: list[int], count: int, *, context: int, temperature: float, top: int, seed: int
+) -> list[int]:
+    """`count` tokens that follow `tokens`, fewer if the document ends.
+
+    Each is computed from the last `context` tokens anew. They stand at the beginning of the mask's rows; what follows
+    them does not matter, because every pattern is causal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device = model.embedding.weight.device
+    end = model.sizes.vocabulary - 1
+    added: list[int] = []
+    for _ in range(count):
+        row = (tokens + added)[-context:]
+        ids = torch.zeros(1, context, dtype=torch.int64, device=device)
+        ids[0, : len(row)] = torch.tensor(row)
+        token = chosen(model.scores(ids, len(row) - 1)[0].cpu(), temperature, top, generator)
+        if token == end:
+            break
+        added.append(token)
+    return added

@@ -1,0 +1,238 @@
+"""Train a language model, validate it, and write what it can do at each position of its context.
+
+It writes, in addition to the files of every run (experiments/training/run_folder.py):
+
+<run>/metrics.json     the result, when the run is complete
+<run>/positions.csv    validation loss by position in the context
+<run>/tokenizer.json   the vocabulary; none for bytes
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.lm import evaluate, flops, patterns
+from experiments.lm.config import Config, as_dict
+from experiments.lm.data.packing import Packing
+from experiments.lm.data.store import Store
+from experiments.lm.data.tokenizer import FILE
+from experiments.lm.document_masks import DocumentMasks
+from experiments.lm.model.attention import attention_over
+from experiments.lm.model.transformer import LanguageModel
+from experiments.lm.steps import AccumulatingSteps, Batch
+from experiments.training import tensor_files
+from experiments.training.atomic_files import write_json
+from experiments.training.checkpoint import Progress
+from experiments.training.distributed import SINGLE, Ranks, find_device
+from experiments.training.environment import device_name, versions
+from experiments.training.host_threads import single_host_thread
+from experiments.training.optimizer import adamw
+from experiments.training.run_folder import SETTINGS, saved_settings
+from experiments.training.run_log import Record
+from experiments.training.sharding import shard, whole
+from experiments.training.trainer import Cadence, Pause, State, Trainer, never
+from experiments.training.window import Means
+
+KIND = "lm language model"
+
+
+class Run(Trainer[Batch]):
+    """A training run in a folder, from its first step or from its newest checkpoint.
+
+    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set; ValueError if the
+    processes cannot share the batch, or the text is too short for one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        folder: Path,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        ranks: Ranks = SINGLE,
+    ) -> None:
+        self.config, self.store = config, store
+        device = find_device(config.device)
+        if config.batch % ranks.count:
+            raise ValueError(
+                f"the sequences of a batch must be a multiple of the number of processes, {ranks.count}, which share "
+                f"them; got {config.batch}: change --batch-tokens"
+            )
+        if store.vocabulary > config.vocabulary:
+            raise ValueError(
+                f"--vocabulary must be at least the {store.vocabulary} tokens of the text in {store.folder}; got "
+                f"{config.vocabulary}"
+            )
+        if config.attention == "flex" and device.type != "cuda":
+            raise ValueError("--attention flex must have a GPU: FlexAttention has no gradients on CPUs")
+        self.packing = Packing(store.train, config.context, config.batch, config.seed, ranks.share)
+        self.masks = patterns.of_layers(
+            config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
+        )
+        self.documents = DocumentMasks(self.masks, config, device) if config.documents == "separate" else None
+        self.flops_a_token = flops.of_token(
+            config.sizes.weights,
+            config.head_dim,
+            flops.live_scores(self.masks, config.sizes.heads),
+            config.context,
+        )
+        torch.manual_seed(config.seed)
+        made = {id(mask): attention_over(mask.to(device), config.attention) for mask in self.masks}
+        model = LanguageModel(
+            config.sizes,
+            [made[id(mask)] for mask in self.masks],
+            dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+            compiling=config.compiled,
+        ).to(device)
+        if config.sharding == "fsdp" and ranks.count > 1:
+            if config.compiled == "model":
+                raise ValueError("--sharding fsdp gathers the weights of each layer: choose --compiled block or none")
+            shard(model, model.blocks, model.dtype)
+        super().__init__(
+            folder,
+            model,
+            adamw(model, config.lr, config.weight_decay, config.betas),
+            device,
+            Cadence(config.log_every, config.validate_every, config.checkpoint_every),
+            seed=config.seed,
+            resume=resume,
+            overwrite=overwrite,
+            ranks=ranks,
+        )
+
+    @property
+    def plan(self) -> Config:
+        return self.config
+
+    def settings(self) -> dict[str, Any]:
+        return {"config": as_dict(self.config), "data": {"folder": str(self.store.folder), **self.store.about}}
+
+    def check_resumable(self, saved: dict[str, Any]) -> None:
+        if saved["data"]["hash"] != self.store.about["hash"]:
+            raise ValueError(
+                f"a resumed run must see the same tokens: those in {self.store.folder} differ from the ones that it "
+                f"began with, in {saved['data']['folder']}; start another run with another --out"
+            )
+
+    def begin_from(self, path: Path) -> dict[str, Any]:
+        raise ValueError(f"a language model must begin with random weights; got {path}")
+
+    def details(self) -> dict[str, Any]:
+        return {"startup_seconds": self.state.startup_seconds}
+
+    def restored(self, progress: Progress) -> State:
+        startup = progress.details.get("startup_seconds", 0.0)
+        return State(progress.step, progress.seconds, startup, progress.step, progress.seconds)
+
+    def remedy(self) -> str:
+        return f"lower --lr (now {self.config.lr:g}) or raise --warmup (now {self.config.warmup})"
+
+    @property
+    def part(self) -> int:
+        """Sequences of one forward and backward in this process."""
+        return min(self.config.part, self.config.batch // self.ranks.count)
+
+    def train(self, pause: Pause = never) -> dict[str, Any] | None:
+        """Train to the end, validate, and return the final metrics; None if the run was paused, after it was saved."""
+        with single_host_thread(self.device):
+            steps = AccumulatingSteps(
+                self.model,
+                self.optimizer,
+                self.device,
+                part=self.part,
+                clip=self.config.clip,
+                data_parallel=self.data_parallel,
+            )
+            if not self.train_stage(self._batches(), steps, pause):
+                return None
+            self.save()
+            losses = self._validated()
+        weights = {name: whole(tensor).cpu() for name, tensor in self.model.state_dict().items()}
+        return self.ranks.on_first(lambda: self._write_result(losses, weights))
+
+    def _batches(self) -> Iterator[Batch]:
+        """The batches from the current step on."""
+        step = self.state.step
+        while True:
+            numbers = self.packing.numbers(step)
+            attentions = () if self.documents is None else self.documents.of_parts(self.packing, numbers, self.part)
+            yield Batch(torch.from_numpy(self.packing.rows(numbers)), attentions)
+            step += 1
+
+    def training_record(self, means: Means, seconds: float, lr: float) -> Record:
+        rate = means.tokens / seconds
+        record = {
+            "kind": "train",
+            "step": self.state.step,
+            "loss": means.loss,
+            "lr": lr,
+            "tokens": self.state.step * self.config.batch * self.config.context,
+            "tokens_per_s": rate,
+            "seconds": self.state.seconds,
+            "startup_seconds": self.state.startup_seconds,
+        }
+        top = flops.peak(self.device)
+        if top is not None and self.config.precision == "bf16":
+            record["mfu"] = self.flops_a_token * rate / (top * self.ranks.count)
+        return record
+
+    def validate(self) -> None:
+        self._validated()
+
+    def _validated(self) -> evaluate.Losses:
+        """Losses on the validation text, which are logged once a step."""
+        found = evaluate.losses(
+            self.data_parallel, self.store.val, self.config, self.device, self.ranks, self.documents, self.part
+        )
+        logged = self.log.of_kind("val")
+        if not logged or logged[-1]["step"] != self.state.step:
+            self.record({
+                "kind": "val", "step": self.state.step, "loss": found.mean, "tokens": found.tokens,
+                "seconds": self.state.seconds,
+            })  # fmt: skip
+        return found
+
+    def _write_result(self, losses: evaluate.Losses, weights: dict[str, Tensor]) -> dict[str, Any]:
+        config, state = self.config, self.state
+        evaluate.write_positions(self.folder / "positions.csv", losses)
+        vocabulary = self.store.folder / FILE
+        if vocabulary.is_file():
+            shutil.copyfile(vocabulary, self.folder / FILE)
+        trained = self.log.of_kind("train")
+        metrics = {
+            "val_loss": losses.mean,
+            "val_tokens": losses.tokens,
+            "steps": state.step,
+            "tokens": state.step * config.batch * config.context,
+            "seconds": state.seconds,
+            "startup_seconds": state.startup_seconds,
+            "first_loss": trained[0]["loss"] if trained else None,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "flops_a_token": self.flops_a_token,
+            "mfu": trained[-1].get("mfu") if trained else None,
+            "processes": self.ranks.count,
+            "device": device_name(self.device),
+            "versions": versions(),
+            "config": as_dict(config),
+        }
+        tensor_files.write(
+            self.folder / "model.safetensors",
+            weights,
+            {"kind": KIND, "config": as_dict(config), "steps": state.step},
+        )
+        write_json(self.folder / "metrics.json", metrics)
+        return metrics
+
+
+def saved_config(folder: Path) -> tuple[Config, Path]:
+    """The settings and the tokens' folder of the run in a folder; raises FileNotFoundError if there is none."""
+    saved = saved_settings(folder / SETTINGS)
+    return Config(**saved["config"]), Path(saved["data"]["folder"])

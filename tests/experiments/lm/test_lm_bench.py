@@ -1,0 +1,75 @@
+"""The benchmark on the CPU: its rows, its limits, what it writes."""
+
+import csv
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments.lm import bench, flops
+from experiments.lm.bench_report import over_sdpa, table
+from experiments.lm.cases import DEFAULT, Case, parsed
+from experiments.lm.cli import app
+
+SMALL = {"micro_tokens": 128, "vocabulary": 256, "block": 16, "window": 32}
+
+
+def rows_of(*cases, minutes=1.0):
+    options = bench.Options(minutes, tokens=256, rounds=2, round_seconds=0.01, chosen=SMALL)
+    return bench.measure(
+        [each for case in cases for each in parsed(case)], options, torch.device("cpu"), lambda _: None
+    )
+
+
+def test_rows_of_a_context_share_the_model_and_are_measured_in_turns():
+    rows = rows_of("cpu:64,128:dense,local|butterfly:sparseflash,sdpa,flex")
+    assert len(rows) == 12
+    done = [row for row in rows if row.case.attention != "flex"]
+    assert all(len(row.rounds) == 2 and not row.failure for row in done)
+    assert all(row.failure.startswith("NotImplementedError") for row in rows if row.case.attention == "flex")
+    assert {(row.case.context, row.batch, row.part) for row in rows} == {(64, 4, 2), (128, 2, 1)}
+    dense = rows[0]
+    assert dense.density == pytest.approx(65 / 128)
+    assert over_sdpa(dense, rows) == dense.tokens_per_s / rows[1].tokens_per_s
+    weights = flops.matrix_weights(4, 192, 768, 256)
+    assert dense.flops_a_token == flops.of_token(weights, 48, 4 * 4 * 64 * 65 / 2, 64)
+    assert dense.mfu is None  # of a CPU no peak is known
+    assert "failed" in [*table(rows).columns[4].cells]
+
+
+def test_what_the_time_does_not_allow_says_so():
+    (row,) = rows_of("cpu:64:dense:sparseflash", minutes=0.0)
+    assert row.failure == "out of time" and not row.rounds
+
+
+def test_what_needs_too_much_memory_says_so_and_the_others_go_on(monkeypatch):
+    def refuses(q, k, v):
+        raise torch.OutOfMemoryError("too much")
+
+    right = bench.attention_over
+    monkeypatch.setattr(bench, "attention_over", lambda mask, name: refuses if name == "sdpa" else right(mask, name))
+    rows = rows_of("cpu:64:dense:sdpa,sparseflash")
+    assert rows[0].failure == "out of memory" and not rows[0].rounds
+    assert rows[1].rounds
+
+
+def test_the_default_cases_cover_what_the_table_shows():
+    cases = [each for text in DEFAULT for each in parsed(text)]
+    assert (
+        Case("1.3B", 8192, "dense", "flex") in cases and Case("124M", 65_536, "local|butterfly", "sparseflash") in cases
+    )
+    assert parsed("cpu:64:local+dense:sdpa")[0].pattern == "local,dense"
+
+
+def test_results_are_written_with_what_is_needed_to_repeat_them(tmp_path):
+    words = ["bench", "--case", "cpu:64:dense:sparseflash,flex", "--tokens", "128", "--rounds", "1", "--device", "cpu"]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    done = CliRunner().invoke(app, [*words, *options, "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    with open(tmp_path / "bench.csv") as file:
+        first, second = csv.DictReader(file)
+    assert float(first["tokens_per_s"]) > 0 and second["failure"].startswith("NotImplementedError")
+    assert {"device", "torch", "triton", "commit", "command"} <= first.keys()
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["settings"]["tokens"] == 128 and len(found["rows"]) == 2

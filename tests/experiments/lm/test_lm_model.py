@@ -1,0 +1,138 @@
+"""The model: its attention by implementation, its loss in chunks, its sizes and FLOPs."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from experiments.lm import flops, patterns
+from experiments.lm.config import configure
+from experiments.lm.model import attention as attentions
+from experiments.lm.model import loss as losses
+from experiments.lm.model.attention import attention_over, is_dense_causal
+from experiments.lm.model.transformer import LanguageModel, Sizes
+from lm_models import gradients, model_of, tiny
+from sparseflash import masks
+
+IDS = torch.randint(300, (3, 65), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("pattern", ["dense", "local|butterfly", "local/dense,bigbird"])
+def test_sparse_attention_gives_the_gradients_of_pytorchs(pattern, positions):
+    loss, ours = gradients(model_of(pattern, "sparseflash", positions=positions), IDS)
+    peer, theirs = gradients(model_of(pattern, "sdpa", positions=positions), IDS)
+    exact, right = gradients(model_of(pattern, "sdpa", positions=positions, dtype=torch.float64).double(), IDS)
+    assert abs(loss - exact) <= 2 * abs(peer - exact) + 1e-6
+    assert (ours - right).norm() <= 2 * (theirs - right).norm()
+
+
+@pytest.mark.parametrize("compiling", ["block", "model"])
+def test_compiled_models_compute_the_same_without_a_break_in_the_graph(compiling):
+    """`compiled` asks for the whole graph: a break would raise."""
+    loss, plain = gradients(model_of("local|butterfly", "sparseflash", depth=1), IDS)
+    other, found = gradients(model_of("local|butterfly", "sparseflash", depth=1, compiling=compiling), IDS)
+    torch.testing.assert_close(other, loss)
+    torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", ["dense", "local", "butterfly", "bigbird", "local|butterfly", "local/dense"])
+def test_no_token_sees_later_ones(pattern):
+    model = model_of(pattern, "sparseflash")
+    changed = IDS.clone()
+    changed[:, 40:] = (changed[:, 40:] + 1) % 300
+    with torch.no_grad():
+        before, after = (model(ids[:, :-1], IDS[:, 1:], each=True) for ids in (IDS, changed))
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40:], after[:, 40:])
+
+
+@pytest.mark.parametrize("bytes_of_chunk", [2**30, 300 * 4 * 16, 300 * 4 * 7])
+def test_the_loss_in_chunks_is_the_cross_entropy(monkeypatch, bytes_of_chunk):
+    monkeypatch.setattr(losses, "CHUNK_BYTES", bytes_of_chunk)
+    torch.manual_seed(2)
+    features, weight = torch.randn(64, 32, requires_grad=True), torch.randn(300, 32, requires_grad=True)
+    labels = torch.randint(300, (64,))
+    parts = list(losses.chunks(features, weight))
+    assert len(parts) == {2**30: 1, 300 * 4 * 16: 4, 300 * 4 * 7: 16}[bytes_of_chunk]
+    found = losses.mean_loss(features, weight, labels)
+    expected = F.cross_entropy(features @ weight.T, labels)
+    torch.testing.assert_close(found, expected)
+    for mine, right in zip(
+        torch.autograd.grad(3 * found, (features, weight)), torch.autograd.grad(3 * expected, (features, weight))
+    ):
+        torch.testing.assert_close(mine, right)
+    each = losses.token_losses(features, weight, labels)
+    torch.testing.assert_close(each, F.cross_entropy(features @ weight.T, labels, reduction="none"))
+
+
+def test_the_vocabulary_is_padded_and_no_padding_is_ever_chosen():
+    model = model_of("dense", "sparseflash")
+    assert model.embedding.weight.shape[0] == 384
+    scores = model.scores(IDS[:, :64], 10)
+    assert scores[:, 300:].isneginf().all() and scores[:, :300].isfinite().all()
+
+
+def test_flops_count_weights_six_times_and_live_scores_twelve_times_the_head():
+    """By hand: 1 layer, width 64, 2 heads of 32, window 2 over 4 tokens: 7 live scores a head."""
+    sizes = Sizes(1, 64, 32, 100, 4)
+    weights = 64 * 192 + 64 * 64 + 64 * 256 + 256 * 64 + 128 * 64
+    assert sizes.weights == weights
+    live = flops.live_scores([masks.local(4, window=2, causal=True, block=16)], sizes.heads)
+    assert live == 14
+    assert flops.of_token(weights, 32, live, 4) == 6 * weights + 12 * 32 * 14 / 4
+
+
+def test_products_of_a_model_are_those_that_the_formula_counts():
+    """PyTorch's own counter sees the same matrix products, forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = Sizes(2, 64, 32, 300, 64)
+    model = LanguageModel(sizes, [lambda q, k, v: v] * 2)  # without attention
+    ids = IDS[:1]
+    with FlopCounterMode(display=False) as counter:
+        model(ids[:, :-1], ids[:, 1:]).backward()
+    assert counter.get_total_flops() == 64 * flops.of_token(sizes.weights, 32, 0, 64)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("124M", 124), ("350M", 354), ("760M", 757), ("1.3B", 1311)])
+def test_presets_have_the_sizes_that_they_are_named_for(name, millions):
+    sizes = configure(name, {"vocabulary": 50_257}).sizes
+    assert sizes.padded_vocabulary == 50_304
+    assert sizes.weights / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_dense_causal_masks_are_recognised_in_any_block():
+    assert is_dense_causal(masks.causal(100, block=16)) and is_dense_causal(masks.causal(100, block=128))
+    assert not is_dense_causal(masks.local(100, window=99, causal=True, block=16))
+    assert not is_dense_causal(masks.causal(100, block=16).with_lengths([50]))
+
+
+def test_patterns_alternate_over_layers_and_divide_heads():
+    first, second, third = patterns.of_layers("local/dense, butterfly", 3, 4, 256, window=32, block=32)
+    assert first is third and first.shape[1] == 4 and second.shape[1] == 1
+    by_head = [first.select(heads=head) for head in range(4)]
+    assert by_head[0] == by_head[1] == masks.local(256, window=32, causal=True, block=32)
+    assert by_head[2] == by_head[3] == masks.causal(256, block=32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: patterns.build("round", 64, window=8, block=16), "a pattern must be made of dense, local, .*'round'"),
+        (lambda: patterns.of_layer("dense/local", 3, 64, window=8, block=16), "must be a multiple of the 2 groups"),
+        (lambda: attention_over(masks.causal(64), "fast"), "attention must be one of sparseflash, sdpa, flex"),
+        (lambda: tiny(width=100), "width must be a multiple of head_dim; got width 100, head_dim 32"),
+        (lambda: tiny(positions="none"), "positions must be one of rotary, learned"),
+        (lambda: configure("7B", {}), "the preset must be one of cpu, 124M"),
+    ],
+)
+def test_errors_say_what_must_hold(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_sdpa_refuses_a_mask_that_would_take_gigabytes(monkeypatch):
+    monkeypatch.setattr(attentions, "LONGEST_DENSE_MASK", 100)
+    with pytest.raises(ValueError, match="choose --context 100 or less, --pattern dense"):
+        attention_over(masks.local(128, window=16, causal=True, block=16), "sdpa")
+    attention_over(masks.causal(128), "sdpa")

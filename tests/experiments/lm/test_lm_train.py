@@ -1,0 +1,185 @@
+"""Training runs: resumed to the bit, also after a kill; shared by processes; their commands."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from experiments.lm.cli import app
+from experiments.lm.config import resumed
+from experiments.lm.sample import continued
+from experiments.lm.sample import opened as opened_model
+from experiments.lm.train import Run, saved_config
+from lm_models import TINY, tiny, tokens
+from torchrun import ROOT, torchrun
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tokens(tmp_path_factory.mktemp("lm"))
+
+
+@pytest.fixture(scope="module")
+def whole(store, tmp_path_factory):
+    """A run without a break: its folder and metrics."""
+    folder = tmp_path_factory.mktemp("lm-run") / "whole"
+    return folder, Run(tiny(), store, folder).train()
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same_bits(folder, other):
+    a, b = weights(folder), weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_resumed_run_gives_the_same_bits(store, whole, tmp_path):
+    folder = tmp_path / "parts"
+    assert Run(tiny(), store, folder).train(pause=lambda step: step == 4) is None
+    torch.manual_seed(99)
+    again = Run(tiny(), store, folder, resume=True)
+    assert again.state.step == 4
+    again.train()
+    assert same_bits(folder, whole[0])
+
+
+def test_so_does_one_that_was_killed(store, tmp_path):
+    changes = {**TINY, "steps": 40, "checkpoint_every": 2, "log_every": 1, "validate_every": 1000}
+    chosen = {f"--{name.replace('_', '-')}={value}" for name, value in changes.items() if value is not None}
+    words = ["--preset=cpu", f"--data={store.folder}", *sorted(chosen), "--minutes=60"]
+    command = [sys.executable, "-m", "experiments.lm", "train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(*more):
+        done = subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    process = subprocess.Popen(
+        [*command, *words, f"--out={killed}"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+    )
+    while not list(killed.glob("checkpoint-*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "metrics.json").exists()
+    run("--resume", f"--out={killed}")
+    run(*words, f"--out={straight}")
+    assert same_bits(killed, straight)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention": "sdpa"}, {"pattern": "local,dense", "documents": "separate"}, {"precision": "bf16"}],
+    ids=["sdpa", "documents", "bf16"],
+)
+def test_runs_of_every_kind_learn(store, tmp_path, changes):
+    metrics = Run(tiny(steps=40, lr=3e-3, **changes), store, tmp_path / "run").train()
+    assert metrics["val_loss"] < 0.8 * metrics["first_loss"]
+
+
+def test_parts_of_a_batch_add_up(store, whole, tmp_path):
+    metrics = Run(tiny(micro_tokens=512), store, tmp_path / "run").train()
+    assert metrics["val_loss"] == pytest.approx(whole[1]["val_loss"], abs=1e-5)
+
+
+def test_results_are_complete(store, whole):
+    folder, metrics = whole
+    assert metrics["steps"] == 6 and metrics["tokens"] == 6 * 512 and metrics["parameters"] > 100_000
+    with open(folder / "positions.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["begin"]) for row in rows] == [0, 1, 2, 4, 8, 16, 32]
+    mean = sum((int(row["end"]) - int(row["begin"])) * float(row["loss"]) for row in rows) / 64
+    assert mean == pytest.approx(metrics["val_loss"], abs=1e-4)
+
+
+def test_two_processes_train_as_one_with_whole_or_divided_weights(store, whole, tmp_path):
+    torchrun(ROOT / "tests" / "lm_distributed_runs.py", store.folder, tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ddp"]["kinds"] == ["Parameter"] and found["fsdp"]["kinds"] == ["DTensor"]
+    for sharding in ("ddp", "fsdp"):
+        assert found[sharding]["processes"] == 2 and found[sharding]["at"] == 3
+        assert found[sharding]["loss"] == found[sharding]["resumed"]
+        assert found[sharding]["loss"] == pytest.approx(whole[1]["val_loss"], abs=1e-5)
+        ours, alone = weights(tmp_path / sharding), weights(whole[0])
+        for name in alone:
+            torch.testing.assert_close(ours[name], alone[name], atol=2e-4, rtol=1e-3)
+
+
+def test_a_sample_is_that_of_the_model_and_its_seed(whole):
+    model, config, tokenizer = opened_model(whole[0], torch.device("cpu"))
+    (begun,) = tokenizer.encode(["Text"])
+    settings = {"context": config.context, "temperature": 1.0, "top": 0}
+    first, second, other = (continued(model, begun.tolist(), 12, seed=seed, **settings) for seed in (0, 0, 1))
+    assert first == second != other
+    row = begun.tolist() + first[:3]
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    ids[0, : len(row)] = torch.tensor(row)
+    best = model.scores(ids, len(row) - 1).argmax().item()
+    assert continued(model, row, 1, seed=0, context=64, temperature=0.0, top=0) == [best]
+
+
+def test_settings_that_change_a_run_are_refused_and_text_that_has_changed(store, whole, tmp_path):
+    config, folder = saved_config(whole[0])
+    assert folder == store.folder and resumed(config, {"steps": 9}).steps == 9
+    with pytest.raises(ValueError, match="--width was 64, got 128; start another run"):
+        resumed(config, {"width": 128})
+    with pytest.raises(ValueError, match="--vocabulary must be at least the 257 tokens"):
+        Run(tiny(vocabulary=256), store, tmp_path / "run")
+    other = tokens(tmp_path / "other", share=0.3)
+    with pytest.raises(ValueError, match="a resumed run must see the same tokens"):
+        Run(tiny(), other, whole[0], resume=True)
+    with pytest.raises(ValueError, match="flex must have a GPU"):
+        Run(tiny(attention="flex"), store, tmp_path / "run")
+    with pytest.raises(ValueError, match="must begin with random weights"):
+        Run(tiny(), store, tmp_path / "run").begin_from(tmp_path)
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("command", ["corpus", "train", "sample", "bench", "show"])
+def test_commands_explain_themselves(command):
+    done = invoke(command, "--help")
+    assert done.exit_code == 0
+    assert ("--device" if command == "sample" else "--out") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--preset", "cpu"], "--data must name a folder of text"),
+        (["train", "--preset", "124M"], "give --minutes or --steps"),
+        (["train", "--resume"], "--resume needs --out"),
+        (["bench", "--case", "cpu:2K"], "a case must be presets:contexts:patterns:implementations"),
+        (["bench", "--case", "cpu:2M:dense:sdpa"], "a context must be a number of tokens"),
+        (["bench", "--case", "cpu:2K:dense:fast"], "the implementations of a case must be from"),
+    ],
+)
+def test_wrong_commands_say_what_to_change(words, message):
+    done = invoke(*words)
+    assert done.exit_code == 1 and message in done.stderr
+
+
+def test_corpus_show_and_sample_work_on_the_command_line(store, whole, tmp_path):
+    made = invoke(
+        "corpus", "--from", store.folder.parent / "texts", "--vocabulary", 300, "--validation", 0.2, "--megabytes", 1,
+        "--out", tmp_path / "made",
+    )  # fmt: skip
+    assert made.exit_code == 0 and (tmp_path / "made" / "tokenizer.json").is_file(), made.output
+    shown = invoke("show", whole[0], "--out", tmp_path / "runs.png")
+    assert shown.exit_code == 0 and "whole" in shown.stdout and (tmp_path / "runs.png").stat().st_size > 1000
+    said = invoke("sample", whole[0], "--tokens", 3, "--prompt", "Text", "--device", "cpu")
+    assert said.exit_code == 0 and said.stdout.startswith("Text")
