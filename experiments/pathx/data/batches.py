@@ -6,23 +6,30 @@ depend on the number of processes that make them, and a resumed run can begin an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.owners import marker_counts
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.render import render
+from experiments.pathfinder.rendering import drawn_rendering, rendered
 from experiments.pathfinder.seeds import image_index, training_seed
-from experiments.pathfinder.vectors import Vectors, collect, join
+from experiments.pathfinder.vectors import Vectors, collect
 from experiments.pathx.config import Config, Stage, most_tokens
 from experiments.pathx.data.masked_pixels import hide
 from experiments.pathx.data.packing import Packed, blocks_needed, pack, stack
 from experiments.pathx.masks.relations import Relation
 
+RENDERING_STREAM = 1  # sets the random numbers of renderings apart from others of the same image
+WITH_FAINT_PIXELS = 0.2  # share of the training images in drawn renderings that keep their pixels below the floor
 _FULLEST = 3300  # about the largest number of tokens of images of 128 and 256 pixels
-_FEWEST = 256  # tokens per image, averaged over a batch; images of 32 pixels with 6 dashes have 284
+# About the smallest number of tokens per image, averaged over a batch: images of 32 pixels with 6 dashes have 284 and,
+# without those below level 32, 130; of 64 pixels 340.
+_FEWEST, _FEWEST_BRIGHT = 256, {32: 112, 64: 256}
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Recipe:
     registers: int
     pixel_labels: bool  # with the marker counts of pixels
     hidden: float = 0.0  # share of the drawn pixels that are hidden and to be named
+    floor: int = 1  # levels below it are background, if background is dropped
+    renderings: bool = False  # of training images are drawn; otherwise all have this project's
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
@@ -48,13 +57,17 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
         config.layers_of(stage), config.block, config.registers, config.auxiliary > 0 and not config.hidden,
-        config.hidden,
+        config.hidden, config.floor, config.renderings,
     )  # fmt: skip
 
 
 def most_images(recipe: Recipe) -> int:
     """The largest number of images in a batch."""
-    least = blocks_of_whole(recipe) if recipe.background == "keep" else -(-_FEWEST // recipe.block)
+    if recipe.background == "keep":
+        least = blocks_of_whole(recipe)
+    else:
+        fewest = _FEWEST if recipe.floor == 1 else _FEWEST_BRIGHT.get(recipe.size, _FEWEST)
+        least = -(-fewest // recipe.block)
     return max(1, recipe.tokens // recipe.block // least)
 
 
@@ -84,8 +97,9 @@ def make(recipe: Recipe, step: int) -> Packed:
     left, most = blocks, most_images(recipe)
     while len(images) < most:
         contour = recipe.contours[len(images) % len(recipe.contours)]
-        vectors = drawn(recipe.size, contour, recipe.seed, image_index(recipe.number, step, len(images)))
-        image = render(vectors)[0]
+        index = image_index(recipe.number, step, len(images))
+        vectors = drawn(recipe.size, contour, recipe.seed, index)
+        image = training_image(recipe, vectors, index)
         left -= blocks_of_whole(recipe) if keeps else blocks_needed(image, recipe.registers, recipe.block)
         if left < 0:
             break
@@ -107,11 +121,43 @@ def make(recipe: Recipe, step: int) -> Packed:
     return hide(packed, recipe.hidden, np.random.default_rng([recipe.seed, image_index(recipe.number, step, 0)]))
 
 
+def training_image(recipe: Recipe, vectors: Vectors, index: int) -> NDArray[np.uint8]:
+    """The image of a training step with this index, in a rendering that depends on it and on the seed alone, without
+    its background.
+
+    Of some images only black is left out, so that models know faint pixels, too. Noise everywhere leaves no black.
+    """
+    if not recipe.renderings:
+        return without_background(render(vectors)[0], recipe)
+    random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
+    rendering = drawn_rendering(random)
+    image = rendered(vectors, 0, rendering, random)
+    is_noisy = rendering.noise > 0 and rendering.noisy == "everywhere"
+    return image if not is_noisy and random.random() < WITH_FAINT_PIXELS else without_background(image, recipe)
+
+
+def without_background(image: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
+    """The image with its background black, which is then left out; as it is where all pixels are tokens."""
+    if recipe.background == "keep" or recipe.floor == 1:
+        return image
+    return np.where(image < recipe.floor, np.uint8(0), image)
+
+
 def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | None = None) -> Packed:
     """Images first .. last - 1 as one batch, as long as they need."""
-    images = list(render(vectors, first, last))
     labels = vectors.labels[first:last].tolist()
     pixel_labels = list(marker_counts(vectors, first, last)) if recipe.pixel_labels else None
+    return pack_images(recipe, list(render(vectors, first, last)), labels, pixel_labels)
+
+
+def pack_images(
+    recipe: Recipe,
+    images: Sequence[NDArray[np.uint8]],
+    labels: Sequence[int],
+    pixel_labels: Sequence[NDArray[np.uint8]] | None = None,
+) -> Packed:
+    """Images, uint8 [size, size], as one batch, as long as they need."""
+    images = [without_background(image, recipe) for image in images]
     form = stack if recipe.background == "keep" else pack
     return form(
         images, labels, recipe.layers, block=recipe.block, registers=recipe.registers, pixel_labels=pixel_labels
@@ -119,9 +165,10 @@ def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | N
 
 
 def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
-    """Images first .. last - 1 of the recipe's seed as one batch."""
+    """Images first .. last - 1 of the recipe's seed as one batch, rendered as in training."""
     drawings = [drawn(recipe.size, recipe.contours[0], recipe.seed, index) for index in range(first, last)]
-    return pack_vectors(recipe, join(drawings))
+    images = [training_image(recipe, one, index) for index, one in enumerate(drawings, first)]
+    return pack_images(recipe, images, [int(one.labels[0]) for one in drawings])
 
 
 def images_at_once(recipe: Recipe) -> int:
