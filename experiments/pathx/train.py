@@ -98,11 +98,15 @@ class Run(Trainer[Packed]):
     def begin_from(self, path: Path) -> dict[str, Any]:
         model, earlier, about = weights.load(path)
         own = self.model.state_dict()
-        found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("tracer.")}
+        loaded = model.state_dict()
+        # The second head goes on, too, if it names the same classes.
+        kept = "tracer.weight" in own and "tracer.weight" in loaded
+        kept = kept and own["tracer.weight"].shape == loaded["tracer.weight"].shape
+        found = {name: tensor for name, tensor in loaded.items() if kept or not name.startswith("tracer.")}
         if (earlier.intensity, self.config.intensity) == ("rows", "smooth"):
             rows = fitted(found.pop("embedding.weight"))
             found |= {f"embedding.{name}": tensor for name, tensor in rows.items()}
-        expected = {name for name in own if not name.startswith("tracer.")}
+        expected = {name for name in own if kept or not name.startswith("tracer.")}
         if found.keys() != expected or any(own[name].shape != tensor.shape for name, tensor in found.items()):
             raise ValueError(
                 f"{path} must hold a model of the same layers, width, intensity and registers as this run's"

@@ -125,15 +125,16 @@ def training_image(recipe: Recipe, vectors: Vectors, index: int) -> NDArray[np.u
     """The image of a training step with this index, in a rendering that depends on it and on the seed alone, without
     its background.
 
-    Of some images only black is left out, so that models know faint pixels, too. Noise everywhere leaves no black.
+    Of some images only black is left out, so that models know faint pixels, too; not of those with noise everywhere,
+    whose tokens would be more than an image may have.
     """
     if not recipe.renderings:
         return without_background(render(vectors)[0], recipe)
     random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
     rendering = drawn_rendering(random)
     image = rendered(vectors, 0, rendering, random)
-    is_noisy = rendering.noise > 0 and rendering.noisy == "everywhere"
-    return image if not is_noisy and random.random() < WITH_FAINT_PIXELS else without_background(image, recipe)
+    keeps = random.random() < WITH_FAINT_PIXELS and np.count_nonzero(image) <= most_tokens(recipe.size)
+    return image if keeps else without_background(image, recipe)
 
 
 def without_background(image: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:

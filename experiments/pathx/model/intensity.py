@@ -31,7 +31,9 @@ class SmoothEmbedding(nn.Module):
 
     def table(self) -> Tensor:
         """The features of all tokens, [LEVELS + registers, W]."""
-        return torch.cat([self.hats @ self.rows, self.registers])
+        # A sum of products, because autocast would round the shares of a matrix product to bfloat16.
+        levels = (self.hats[:, :, None] * self.rows).sum(1)
+        return torch.cat([levels, self.registers])
 
     def forward(self, ids: Tensor) -> Tensor:
         """Tokens [B, N] to [B, N, W]."""

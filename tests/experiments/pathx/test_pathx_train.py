@@ -351,3 +351,12 @@ def test_settings_of_a_run_from_before_renderings_say_that_it_had_none():
         del values[name]
     config = from_dict(values)
     assert (config.intensity, config.renderings, config.floor) == ("rows", False, 1)
+
+
+def test_the_second_head_goes_on_where_it_names_the_same_classes(whole, stream, tmp_path):
+    path = str(whole[0].folder / "model.safetensors")
+    before = load_file(path)
+    run = Run(replace(TINY, initial=path), tmp_path / "labels", stream)
+    assert same_bits(run.model.state_dict(), before)
+    other = Run(replace(TINY, initial=path, hidden=0.2), tmp_path / "hidden", stream)
+    assert other.model.state_dict()["tracer.weight"].shape != before["tracer.weight"].shape
