@@ -83,6 +83,9 @@ class Config(RunSettings):
     renderings: bool = setting(
         True, "Draw the rendering of every training image (brightness, noise, overshoot, scaling, rounding)."
     )
+    release: str | None = setting(
+        None, "Folder of the arena's release, whose training images are used instead of fresh ones.", "fresh images"
+    )
     floor: int = setting(32, "Levels below it are background, which --background drop of a stage leaves out.")
     registers: int = setting(0, "Tokens of every image that see all and that all see.")
     auxiliary: float = setting(
@@ -119,6 +122,10 @@ class Config(RunSettings):
         check_at_least(self, 0, ("auxiliary", "answers"))
         check_fractions(self, ("hidden",))
         check_one_of("intensity", self.intensity, INTENSITIES)
+        if self.release is not None and self.auxiliary and not self.hidden:
+            raise ValueError(
+                f"auxiliary must be 0 with a release, whose images have no pixel labels; got {self.auxiliary}"
+            )
         if not 1 <= self.floor <= 255:
             raise ValueError(f"floor must be from 1, which leaves out black pixels alone, to 255; got {self.floor}")
         if not self.auxiliary and (self.hidden or not self.answers):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from experiments.pathfinder.vectors import Vectors, collect
 from experiments.pathx.config import Config, Stage, most_tokens
 from experiments.pathx.data.masked_pixels import hide
 from experiments.pathx.data.packing import Packed, blocks_needed, pack, stack
+from experiments.pathx.data.released import folder_of_fold, image_of, rerendered, samples_of
 from experiments.pathx.masks.relations import Relation
 
 RENDERING_STREAM = 1  # sets the random numbers of renderings apart from others of the same image
@@ -49,6 +51,7 @@ class Recipe:
     hidden: float = 0.0  # share of the drawn pixels that are hidden and to be named
     floor: int = 1  # levels below it are background, if background is dropped
     renderings: bool = False  # of training images are drawn; otherwise all have this project's
+    release: str | None = None  # folder of released images, used instead of fresh ones
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
@@ -57,7 +60,7 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
         config.layers_of(stage), config.block, config.registers, config.auxiliary > 0 and not config.hidden,
-        config.hidden, config.floor, config.renderings,
+        config.hidden, config.floor, config.renderings, config.release,
     )  # fmt: skip
 
 
@@ -98,13 +101,16 @@ def make(recipe: Recipe, step: int) -> Packed:
     while len(images) < most:
         contour = recipe.contours[len(images) % len(recipe.contours)]
         index = image_index(recipe.number, step, len(images))
-        vectors = drawn(recipe.size, contour, recipe.seed, index)
-        image = training_image(recipe, vectors, index)
+        if recipe.release is not None:
+            image, label = released_image(recipe, contour, index)
+        else:
+            vectors = drawn(recipe.size, contour, recipe.seed, index)
+            image, label = training_image(recipe, vectors, index), int(vectors.labels[0])
         left -= blocks_of_whole(recipe) if keeps else blocks_needed(image, recipe.registers, recipe.block)
         if left < 0:
             break
         images.append(image)
-        labels.append(int(vectors.labels[0]))
+        labels.append(label)
         if recipe.pixel_labels:
             pixel_labels.append(marker_counts(vectors)[0])
     common = {
@@ -124,15 +130,32 @@ def make(recipe: Recipe, step: int) -> Packed:
 def training_image(recipe: Recipe, vectors: Vectors, index: int) -> NDArray[np.uint8]:
     """The image of a training step with this index, in a rendering that depends on it and on the seed alone, without
     its background.
-
-    Of some images only black is left out, so that models know faint pixels, too; not of those with noise everywhere,
-    whose tokens would be more than an image may have.
     """
     if not recipe.renderings:
         return without_background(render(vectors)[0], recipe)
     random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
-    rendering = drawn_rendering(random)
-    image = rendered(vectors, 0, rendering, random)
+    return faint_or_not(recipe, rendered(vectors, 0, drawn_rendering(random), random), random)
+
+
+def released_image(recipe: Recipe, contour: int, index: int) -> tuple[NDArray[np.uint8], int]:
+    """A released training image and its label; which one and its rendering depend on the seed and the index alone.
+
+    Images are drawn with replacement, so that a step needs no memory of the steps before it.
+    """
+    samples = samples_of(folder_of_fold(Path(recipe.release or ""), recipe.size, contour), "training")
+    random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
+    sample = samples[random.integers(len(samples))]
+    image = image_of(sample, recipe.size)
+    if not recipe.renderings:
+        return without_background(image, recipe), sample.label
+    return faint_or_not(recipe, rerendered(image, random), random), sample.label
+
+
+def faint_or_not(recipe: Recipe, image: NDArray[np.uint8], random: np.random.Generator) -> NDArray[np.uint8]:
+    """A training image without its background or, sometimes, with its faint pixels, so that models know them, too.
+
+    An image with noise everywhere never keeps them: it would have more tokens than there is room for.
+    """
     keeps = random.random() < WITH_FAINT_PIXELS and np.count_nonzero(image) <= most_tokens(recipe.size)
     return image if keeps else without_background(image, recipe)
 
@@ -166,10 +189,22 @@ def pack_images(
 
 
 def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
-    """Images first .. last - 1 of the recipe's seed as one batch, rendered as in training."""
+    """Images first .. last - 1 of the recipe's seed as one batch, rendered as in training.
+
+    Of a release, the images of its validation split, as they are.
+    """
+    if recipe.release is not None:
+        return pack_released(recipe, folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0]),
+                             "validation", first, last)  # fmt: skip
     drawings = [drawn(recipe.size, recipe.contours[0], recipe.seed, index) for index in range(first, last)]
     images = [training_image(recipe, one, index) for index, one in enumerate(drawings, first)]
     return pack_images(recipe, images, [int(one.labels[0]) for one in drawings])
+
+
+def pack_released(recipe: Recipe, place: Path, split: str, first: int, last: int) -> Packed:
+    """Images first .. last - 1 of a split of released images as one batch; fewer if the split has fewer."""
+    chosen = samples_of(place, split)[first:last]
+    return pack_images(recipe, [image_of(sample, recipe.size) for sample in chosen], [each.label for each in chosen])
 
 
 def images_at_once(recipe: Recipe) -> int:
