@@ -60,28 +60,38 @@ def render(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray
 @compiled
 def compose(image, places, headings, targets, stamps, centres, discs):
     """Draw one image. image: uint8 [size, size], overwritten; for the others see `render`"""
-    size, width = len(image), discs.shape[0]
-    lines = np.zeros((size, size), np.int16)
-    for dash in range(len(headings)):
-        y, x = np.int64(places[dash, 0]), np.int64(places[dash, 1])
-        merge(lines, y, x, stamps[0 if dash < targets else 1, headings[dash]])
+    size = len(image)
+    lines, marks = np.zeros((size, size), np.int16), np.zeros((size, size), np.int16)
+    draw_layers(lines, marks, places, headings, targets, stamps, centres, discs)
     # A line of value v and a disc of value m are compared as v / brightest and m / UNIT.
     brightest = greatest(lines)
     canvas = np.empty((size, size), np.int64)
     for y in range(size):
         for x in range(size):
-            canvas[y, x] = UNIT * np.int64(lines[y, x])
+            canvas[y, x] = max(UNIT * np.int64(lines[y, x]), brightest * np.int64(marks[y, x]))
+    white = greatest(canvas)
+    for y in range(size):
+        for x in range(size):
+            image[y, x] = 255 * canvas[y, x] // white
+
+
+@compiled
+def draw_layers(lines, marks, places, headings, targets, stamps, centres, discs):
+    """Draw the dashes and the markers of one image, each composed by maximum, into two canvases of zeros.
+
+    lines, marks: int16 [size, size], in units of 1 / UNIT
+    """
+    size, width = len(lines), discs.shape[0]
+    for dash in range(len(headings)):
+        y, x = np.int64(places[dash, 0]), np.int64(places[dash, 1])
+        merge(lines, y, x, stamps[0 if dash < targets else 1, headings[dash]])
     for marker in range(2):
         top = window_start(centres[marker, 0], size, width)
         left = window_start(centres[marker, 1], size, width)
         disc = discs[centres[marker, 0] - top, centres[marker, 1] - left]
         for y in range(width):
             for x in range(width):
-                canvas[top + y, left + x] = max(canvas[top + y, left + x], brightest * disc[y, x])
-    white = greatest(canvas)
-    for y in range(size):
-        for x in range(size):
-            image[y, x] = 255 * canvas[y, x] // white
+                marks[top + y, left + x] = max(marks[top + y, left + x], disc[y, x])
 
 
 @compiled

@@ -9,19 +9,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
 from experiments.pathfinder.parameters import FOLDS, LRA
 from experiments.pathfinder.testset import IMAGES, test_set
+from experiments.pathx import rendering_table, throughput, weights
 from experiments.pathx import table as tables
-from experiments.pathx import throughput, weights
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.analyse import percent
 from experiments.pathx.config import Config, Stage, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
+from experiments.pathx.data.released import SPLITS, folder_of_fold
+from experiments.pathx.data.released import title as released_title
 from experiments.pathx.data.stream import Stream
-from experiments.pathx.evaluate import agrees, baselines, key_of, result, scores_on, stage_for, store
+from experiments.pathx.evaluate import (
+    agrees,
+    baselines,
+    key_of,
+    result,
+    scores_on,
+    scores_on_release,
+    stage_for,
+    store,
+)
+from experiments.pathx.model.classifier import PathModel
 from experiments.pathx.supervision import described, of_model
 from experiments.pathx.train import Run, saved_run
 from experiments.training import fingerprint, tensorboard
@@ -160,6 +173,13 @@ def evaluate(
     keep: Annotated[
         bool, typer.Option("--store", help="Store the result beside the weights; of all images only.")
     ] = False,
+    renderings: Annotated[
+        bool, typer.Option("--renderings", help="Test the same images in every rendering; --store: renderings.md.")
+    ] = False,
+    release: Annotated[
+        Path | None, typer.Option(help="Test on images of the arena's release in this folder.", show_default="none")
+    ] = None,
+    split: Annotated[str, typer.Option(help=f"Images of a release: {', '.join(SPLITS)}.")] = "test",
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
     """Test a model on the first images of a test set, and compare with what is stored of it.
@@ -171,16 +191,31 @@ def evaluate(
         place = find_device(device)
         config = replace(config, precision=precision or ("fp32" if place.type == "cpu" else config.precision))
         stage = stage_for(config, size, contour)
-        path = made_test_set(stage.size, stage.contour, data, workers)
-        with Stream(workers) as stream:
-            found = result(
-                scores_on(model, config, stage, path, images, stream, place), stage, config, path, place
-            ) | {"helped": of_model(about)}  # fmt: skip
+        if renderings:
+            if release is not None:
+                raise ValueError("--renderings draws images anew, which a release cannot; leave out one of them")
+            tested = made_test_set(stage.size, stage.contour, data, workers)
+            show_renderings(model, config, stage, tested, images, workers, place, file.parent if keep else None, out)
+            return
+        if release is not None:
+            if keep:
+                raise ValueError("--store keeps results of test sets; write one of a release with --out")
+            fold = folder_of_fold(release, stage.size, stage.contour)
+            with Stream(workers) as stream:
+                scores = scores_on_release(model, config, stage, fold, split, images, stream, place)
+            found = result(scores, stage, config, None, place, released_title(fold, stage.size, split))
+        else:
+            path = made_test_set(stage.size, stage.contour, data, workers)
+            with Stream(workers) as stream:
+                scores = scores_on(model, config, stage, path, images, stream, place)
+            found = result(scores, stage, config, path, place)
+        found |= {"helped": of_model(about)}
         if keep:
             store(file, stage, found)
         if out is not None:
             write_json(out, found)
-        stored = weights.beside(file)["results"].get(key_of(stage)) if sha256 is None else None
+        compares = sha256 is None and release is None
+        stored = weights.beside(file)["results"].get(key_of(stage)) if compares else None
         others = baselines(stage)
     console.print(
         f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
@@ -197,6 +232,35 @@ def evaluate(
             + ("the same within the error." if same else "[red]they differ.[/red]")
         )
         raise typer.Exit(0 if same else 1)
+
+
+def show_renderings(
+    model: PathModel,
+    config: Config,
+    stage: Stage,
+    tested: Path,
+    images: int,
+    workers: int | None,
+    device: torch.device,
+    folder: Path | None,
+    out: Path | None,
+) -> None:
+    """Print the table of renderings, row by row, and write it: as a page and as JSON to a folder, as JSON to a file."""
+
+    def show(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    show(rendering_table.HEAD)
+    with Stream(workers) as stream:
+        found = rendering_table.table(
+            model, config, stage, tested, images, stream, device, report=lambda row: show(rendering_table.line(row))
+        )
+    show(f"From best to worst: {100 * found['worst_below_best']:.1f} points")
+    if folder is not None:
+        write_text(folder / "renderings.md", rendering_table.markdown(found))
+        write_json(folder / "renderings.json", found)
+    if out is not None:
+        write_json(out, found)
 
 
 @app.command()

@@ -15,6 +15,8 @@ from experiments.training import run_folder
 from experiments.training.lr_schedule import SCHEDULES
 from experiments.training.settings import RunSettings, changed, check_at_least, check_fractions, check_one_of, setting
 
+INTENSITIES = ("smooth", "rows")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -74,6 +76,17 @@ class Config(RunSettings):
         "tiles:16*4,dense*2", 'Masks of the layers, first layer first, see masks/relations.py; "*n" repeats one.'
     )
     block: int = changed(RunSettings, "block", default=64)
+    intensity: str = setting(
+        "smooth",
+        "How grey levels become features: smooth (interpolated between learned rows) or rows (one for each level).",
+    )
+    renderings: bool = setting(
+        True, "Draw the rendering of every training image (brightness, noise, overshoot, scaling, rounding)."
+    )
+    release: str | None = setting(
+        None, "Folder of the arena's release, whose training images are used instead of fresh ones.", "fresh images"
+    )
+    floor: int = setting(32, "Levels below it are background, which --background drop of a stage leaves out.")
     registers: int = setting(0, "Tokens of every image that see all and that all see.")
     auxiliary: float = setting(
         0.0,
@@ -108,6 +121,13 @@ class Config(RunSettings):
             raise ValueError(f"checkpoint_minutes must be more than 0; got {self.checkpoint_minutes}")
         check_at_least(self, 0, ("auxiliary", "answers"))
         check_fractions(self, ("hidden",))
+        check_one_of("intensity", self.intensity, INTENSITIES)
+        if self.release is not None and self.auxiliary and not self.hidden:
+            raise ValueError(
+                f"auxiliary must be 0 with a release, whose images have no pixel labels; got {self.auxiliary}"
+            )
+        if not 1 <= self.floor <= 255:
+            raise ValueError(f"floor must be from 1, which leaves out black pixels alone, to 255; got {self.floor}")
         if not self.auxiliary and (self.hidden or not self.answers):
             raise ValueError("auxiliary must be more than 0 with hidden pixels, and without answers; got 0")
         if not 0 <= self.registers <= self.block:
@@ -147,14 +167,18 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 
 
+# What runs did before there were settings for it.
+BEFORE: dict[str, Any] = {"intensity": "rows", "renderings": False, "floor": 1}
+
+
 def as_dict(config: Config) -> dict[str, Any]:
     """The settings as plain values for a JSON file."""
     return asdict(config)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The settings from the plain values of `as_dict`."""
-    return Config(**{**values, "curriculum": tuple(Stage(**stage) for stage in values["curriculum"])})
+    """The settings from the plain values of `as_dict`, which may be those of a run from before a setting existed."""
+    return Config(**{**BEFORE, **values, "curriculum": tuple(Stage(**stage) for stage in values["curriculum"])})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:

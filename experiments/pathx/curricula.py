@@ -45,6 +45,9 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(128, 9, steps=450),
         _stage(128, 14, steps=2600, schedule="cosine"),
     ),
+    # From the weights of a model for Path-X that knows one rendering (--initial).
+    "renderings": (_stage(128, 14, also=(14, 9, 6), minutes=4.5, schedule="cosine", lr=7e-4, warmup=100),),
+    "renderings-256": (_stage(256, 14, minutes=4.5, schedule="cosine", lr=7e-4, warmup=100),),
     # All 16,384 pixels are tokens. From the weights of a model for Path-X (--initial), for example with --layers
     # "tiles:16*5,butterfly:8*4", because dense layers would take most of the time. Black pixels are new to the model.
     "pathx-all": (_stage(128, 14, minutes=7.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),),

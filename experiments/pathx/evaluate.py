@@ -18,8 +18,9 @@ from experiments.pathfinder.vectors import Vectors
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import weights
 from experiments.pathx.config import Config, Stage
-from experiments.pathx.data.batches import Recipe, images_at_once, pack_vectors, recipe_of
+from experiments.pathx.data.batches import Recipe, images_at_once, pack_released, pack_vectors, recipe_of
 from experiments.pathx.data.packing import Packed
+from experiments.pathx.data.released import samples_of
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.scoring import Scores, score
 from experiments.training.atomic_files import write_json
@@ -73,11 +74,34 @@ def scores_on(
     return score(model, packings(recipe, file, images, stream), recipe.layers, config, device)
 
 
-def result(scores: Scores, stage: Stage, config: Config, file: Path, device: torch.device) -> dict[str, Any]:
-    """The result as plain values; the error is the standard error of the accuracy."""
+def scores_on_release(
+    model: torch.nn.Module,
+    config: Config,
+    stage: Stage,
+    place: Path,
+    split: str,
+    images: int,
+    stream: Stream,
+    device: torch.device,
+) -> Scores:
+    """The scores of a model on the first images of a split of released images."""
+    recipe = recipe_for(config, stage)
+    model.to(device)
+    count, each = min(images, len(samples_of(place, split))), images_at_once(recipe)
+    calls = ((recipe, place, split, first, min(first + each, count)) for first in range(0, count, each))
+    return score(model, stream.in_order(pack_released, calls), recipe.layers, config, device)
+
+
+def result(
+    scores: Scores, stage: Stage, config: Config, file: Path | None, device: torch.device, task: str | None = None
+) -> dict[str, Any]:
+    """The result as plain values; the error is the standard error of the accuracy.
+
+    file: the test set; None for released images, which `task` names.
+    """
     count = len(scores.labels)
     return {
-        "task": title(stage.size, stage.contour),
+        "task": task or title(stage.size, stage.contour),
         "background": stage.background,
         "layers": stage.layers or config.layers,
         "accuracy": scores.accuracy,
@@ -85,7 +109,7 @@ def result(scores: Scores, stage: Stage, config: Config, file: Path, device: tor
         "loss": scores.loss,
         "images": count,
         "connected": float((scores.labels == 1).double().mean()),
-        "test_set_sha256": sha256(file),
+        "test_set_sha256": None if file is None else sha256(file),
         "precision": config.precision,
         "device": device_name(device),
         "versions": versions(),

@@ -20,6 +20,7 @@ from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.graph_steps import steps_of
 from experiments.pathx.model.classifier import PathModel
+from experiments.pathx.model.intensity import fitted
 from experiments.pathx.scoring import score
 from experiments.pathx.supervision import of_model, of_run
 from experiments.training import checkpoint
@@ -95,12 +96,21 @@ class Run(Trainer[Packed]):
         return {"config": as_dict(self.config)}
 
     def begin_from(self, path: Path) -> dict[str, Any]:
-        model, _, about = weights.load(path)
+        model, earlier, about = weights.load(path)
         own = self.model.state_dict()
-        found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("tracer.")}
-        expected = {name for name in own if not name.startswith("tracer.")}
+        loaded = model.state_dict()
+        # The second head goes on, too, if it names the same classes.
+        kept = "tracer.weight" in own and "tracer.weight" in loaded
+        kept = kept and own["tracer.weight"].shape == loaded["tracer.weight"].shape
+        found = {name: tensor for name, tensor in loaded.items() if kept or not name.startswith("tracer.")}
+        if (earlier.intensity, self.config.intensity) == ("rows", "smooth"):
+            rows = fitted(found.pop("embedding.weight"))
+            found |= {f"embedding.{name}": tensor for name, tensor in rows.items()}
+        expected = {name for name in own if kept or not name.startswith("tracer.")}
         if found.keys() != expected or any(own[name].shape != tensor.shape for name, tensor in found.items()):
-            raise ValueError(f"{path} must hold a model of the same layers, width and registers as this run's")
+            raise ValueError(
+                f"{path} must hold a model of the same layers, width, intensity and registers as this run's"
+            )
         self.model.load_state_dict(own | found)
         # Weights from before runs were counted count as one run, because all runs had the same images then.
         runs = 1 if about["initial"] is None else 1 + about["initial"].get("runs", 1)

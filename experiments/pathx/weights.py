@@ -36,6 +36,7 @@ def build(config: Config) -> PathModel:
         dropout=config.dropout,
         registers=config.registers,
         pixel_classes=(LEVELS if config.hidden else MARKER_COUNTS) if config.auxiliary else 0,
+        smooth=config.intensity == "smooth",
     )
 
 

@@ -1,6 +1,6 @@
 """Pathfinder, Path-X and Path-256: whether two dots are on one path, from the pixels in rows.
 
-The images come from the released folders (pathfinder_files.py), or from a file written by `python -m
+The images come from the released folders (experiments/pathfinder/released.py), or from a file written by `python -m
 experiments.pathfinder generate`.
 """
 
@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from experiments.lra.data.examples import Examples, Row, cached
-from experiments.lra.tasks.pathfinder_files import find, number_of, read_metadata, rows_of
 from experiments.lra.tasks.task import Data, Kinds, Options, Task
 from experiments.pathfinder.parameters import LABEL, MARKER_COUNTS, Parameters
+from experiments.pathfinder.released import Sample, find, grey_pixels, is_empty, number_of, samples_in, split_rows
 
 if TYPE_CHECKING:
     from experiments.pathfinder.vectors import Vectors
@@ -37,7 +36,6 @@ FOLDS = {
 }
 CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a path
 SPLITS = ("shuffled", "ordered")
-_SHUFFLE_SEED = 42  # of S4, and of others who use its loader
 _RENDERED_AT_ONCE = 500
 _IMAGES_FOR_SHORTCUTS = 10_000
 
@@ -56,7 +54,7 @@ def load(task: Task, folder: Path, options: Options) -> Data:
         return load_generated(task, folder.resolve(), options)
     fold = FOLDS[options.difficulty]
     try:
-        place = find(task, folder, fold)
+        place = find(task.name, folder, fold)
     except FileNotFoundError:
         generated = generated_in(folder, task, options.difficulty)
         if not generated:
@@ -66,7 +64,7 @@ def load(task: Task, folder: Path, options: Options) -> Data:
             raise ValueError(f"the data folder {folder} must hold one such file; got {names}: name it") from None
         return load_generated(task, generated[0].resolve(), options)
     metadata = sorted((place / "metadata").glob("*.npy"), key=number_of)
-    samples = [sample for path in metadata for sample in read_metadata(path, place)]
+    samples = samples_in(place)
     everything = cached(
         place, f"{task.name}-{fold}", metadata, lambda: rows_of(samples, task.longest), shift=1, total=len(samples)
     )  # fmt: skip
@@ -75,6 +73,13 @@ def load(task: Task, folder: Path, options: Options) -> Data:
         parameters, seed = Parameters.from_json(json.dumps(about["parameters"])), about["seed"]
         return Data(task, place, generated_origin(parameters, seed), True, *split(everything, options, place))
     return Data(task, place, f"{task.name}, {fold}, released", False, *split(everything, options, place))
+
+
+def rows_of(samples: list[Sample], pixels: int) -> Iterator[Row]:
+    """A row for each image that is not empty."""
+    for sample in samples:
+        if not is_empty(sample):
+            yield sample.label, (grey_pixels(sample.image, pixels).tobytes(),)
 
 
 def generated_origin(parameters: Parameters, seed: int) -> str:
@@ -162,11 +167,6 @@ def split(everything: Examples, options: Options, place: Path) -> tuple[Examples
 
 def dealt_out(images: int, options: Options, place: Path) -> tuple[NDArray[np.int64], ...]:
     """The indices of the images of each split."""
-    tenth = images // 10
-    if tenth == 0:
+    if images < 10:
         raise ValueError(f"{place} must hold at least 10 images, for three splits; it has {images}")
-    rows = np.arange(images)
-    if options.split == "shuffled":
-        rows = torch.randperm(images, generator=torch.Generator().manual_seed(_SHUFFLE_SEED)).numpy()
-    last = images - 2 * tenth
-    return rows[:last], rows[last : last + tenth], rows[last + tenth :]
+    return split_rows(images, shuffled=options.split == "shuffled")

@@ -6,23 +6,32 @@ depend on the number of processes that make them, and a resumed run can begin an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.owners import marker_counts
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.render import render
+from experiments.pathfinder.rendering import drawn_rendering, rendered
 from experiments.pathfinder.seeds import image_index, training_seed
-from experiments.pathfinder.vectors import Vectors, collect, join
+from experiments.pathfinder.vectors import Vectors, collect
 from experiments.pathx.config import Config, Stage, most_tokens
 from experiments.pathx.data.masked_pixels import hide
 from experiments.pathx.data.packing import Packed, blocks_needed, pack, stack
+from experiments.pathx.data.released import folder_of_fold, image_of, rerendered, samples_of
 from experiments.pathx.masks.relations import Relation
 
+RENDERING_STREAM = 1  # sets the random numbers of renderings apart from others of the same image
+WITH_FAINT_PIXELS = 0.2  # share of the training images in drawn renderings that keep their pixels below the floor
 _FULLEST = 3300  # about the largest number of tokens of images of 128 and 256 pixels
-_FEWEST = 256  # tokens per image, averaged over a batch; images of 32 pixels with 6 dashes have 284
+# About the smallest number of tokens per image, averaged over a batch: images of 32 pixels with 6 dashes have 284 and,
+# without those below level 32, 130; of 64 pixels 340.
+_FEWEST, _FEWEST_BRIGHT = 256, {32: 112, 64: 256}
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,9 @@ class Recipe:
     registers: int
     pixel_labels: bool  # with the marker counts of pixels
     hidden: float = 0.0  # share of the drawn pixels that are hidden and to be named
+    floor: int = 1  # levels below it are background, if background is dropped
+    renderings: bool = False  # of training images are drawn; otherwise all have this project's
+    release: str | None = None  # folder of released images, used instead of fresh ones
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
@@ -48,13 +60,17 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
         config.layers_of(stage), config.block, config.registers, config.auxiliary > 0 and not config.hidden,
-        config.hidden,
+        config.hidden, config.floor, config.renderings, config.release,
     )  # fmt: skip
 
 
 def most_images(recipe: Recipe) -> int:
     """The largest number of images in a batch."""
-    least = blocks_of_whole(recipe) if recipe.background == "keep" else -(-_FEWEST // recipe.block)
+    if recipe.background == "keep":
+        least = blocks_of_whole(recipe)
+    else:
+        fewest = _FEWEST if recipe.floor == 1 else _FEWEST_BRIGHT.get(recipe.size, _FEWEST)
+        least = -(-fewest // recipe.block)
     return max(1, recipe.tokens // recipe.block // least)
 
 
@@ -84,13 +100,17 @@ def make(recipe: Recipe, step: int) -> Packed:
     left, most = blocks, most_images(recipe)
     while len(images) < most:
         contour = recipe.contours[len(images) % len(recipe.contours)]
-        vectors = drawn(recipe.size, contour, recipe.seed, image_index(recipe.number, step, len(images)))
-        image = render(vectors)[0]
+        index = image_index(recipe.number, step, len(images))
+        if recipe.release is not None:
+            image, label = released_image(recipe, contour, index)
+        else:
+            vectors = drawn(recipe.size, contour, recipe.seed, index)
+            image, label = training_image(recipe, vectors, index), int(vectors.labels[0])
         left -= blocks_of_whole(recipe) if keeps else blocks_needed(image, recipe.registers, recipe.block)
         if left < 0:
             break
         images.append(image)
-        labels.append(int(vectors.labels[0]))
+        labels.append(label)
         if recipe.pixel_labels:
             pixel_labels.append(marker_counts(vectors)[0])
     common = {
@@ -107,11 +127,61 @@ def make(recipe: Recipe, step: int) -> Packed:
     return hide(packed, recipe.hidden, np.random.default_rng([recipe.seed, image_index(recipe.number, step, 0)]))
 
 
+def training_image(recipe: Recipe, vectors: Vectors, index: int) -> NDArray[np.uint8]:
+    """The image of a training step with this index, in a rendering that depends on it and on the seed alone, without
+    its background.
+    """
+    if not recipe.renderings:
+        return without_background(render(vectors)[0], recipe)
+    random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
+    return faint_or_not(recipe, rendered(vectors, 0, drawn_rendering(random), random), random)
+
+
+def released_image(recipe: Recipe, contour: int, index: int) -> tuple[NDArray[np.uint8], int]:
+    """A released training image and its label; which one and its rendering depend on the seed and the index alone.
+
+    Images are drawn with replacement, so that a step needs no memory of the steps before it.
+    """
+    samples = samples_of(folder_of_fold(Path(recipe.release or ""), recipe.size, contour), "training")
+    random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
+    sample = samples[random.integers(len(samples))]
+    image = image_of(sample, recipe.size)
+    if not recipe.renderings:
+        return without_background(image, recipe), sample.label
+    return faint_or_not(recipe, rerendered(image, random), random), sample.label
+
+
+def faint_or_not(recipe: Recipe, image: NDArray[np.uint8], random: np.random.Generator) -> NDArray[np.uint8]:
+    """A training image without its background or, sometimes, with its faint pixels, so that models know them, too.
+
+    An image with noise everywhere never keeps them: it would have more tokens than there is room for.
+    """
+    keeps = random.random() < WITH_FAINT_PIXELS and np.count_nonzero(image) <= most_tokens(recipe.size)
+    return image if keeps else without_background(image, recipe)
+
+
+def without_background(image: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
+    """The image with its background black, which is then left out; as it is where all pixels are tokens."""
+    if recipe.background == "keep" or recipe.floor == 1:
+        return image
+    return np.where(image < recipe.floor, np.uint8(0), image)
+
+
 def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | None = None) -> Packed:
     """Images first .. last - 1 as one batch, as long as they need."""
-    images = list(render(vectors, first, last))
     labels = vectors.labels[first:last].tolist()
     pixel_labels = list(marker_counts(vectors, first, last)) if recipe.pixel_labels else None
+    return pack_images(recipe, list(render(vectors, first, last)), labels, pixel_labels)
+
+
+def pack_images(
+    recipe: Recipe,
+    images: Sequence[NDArray[np.uint8]],
+    labels: Sequence[int],
+    pixel_labels: Sequence[NDArray[np.uint8]] | None = None,
+) -> Packed:
+    """Images, uint8 [size, size], as one batch, as long as they need."""
+    images = [without_background(image, recipe) for image in images]
     form = stack if recipe.background == "keep" else pack
     return form(
         images, labels, recipe.layers, block=recipe.block, registers=recipe.registers, pixel_labels=pixel_labels
@@ -119,9 +189,22 @@ def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | N
 
 
 def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
-    """Images first .. last - 1 of the recipe's seed as one batch."""
+    """Images first .. last - 1 of the recipe's seed as one batch, rendered as in training.
+
+    Of a release, the images of its validation split, as they are.
+    """
+    if recipe.release is not None:
+        return pack_released(recipe, folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0]),
+                             "validation", first, last)  # fmt: skip
     drawings = [drawn(recipe.size, recipe.contours[0], recipe.seed, index) for index in range(first, last)]
-    return pack_vectors(recipe, join(drawings))
+    images = [training_image(recipe, one, index) for index, one in enumerate(drawings, first)]
+    return pack_images(recipe, images, [int(one.labels[0]) for one in drawings])
+
+
+def pack_released(recipe: Recipe, place: Path, split: str, first: int, last: int) -> Packed:
+    """Images first .. last - 1 of a split of released images as one batch; fewer if the split has fewer."""
+    chosen = samples_of(place, split)[first:last]
+    return pack_images(recipe, [image_of(sample, recipe.size) for sample in chosen], [each.label for each in chosen])
 
 
 def images_at_once(recipe: Recipe) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 from experiments.pathfinder.seeds import VALIDATION_SEED
 from experiments.pathx.data.batches import Recipe, draw_and_pack, images_at_once, make
 from experiments.pathx.data.packing import Packed
+from experiments.pathx.data.released import folder_of_fold, samples_of
 from experiments.training.prefetch import Prefetcher
 
 
@@ -25,6 +27,9 @@ class Stream(Prefetcher):
     def validation(self, recipe: Recipe, images: int) -> Callable[[], list[Packed]]:
         """Start making the validation images of a recipe's stage; the returned function waits for them."""
         recipe = replace(recipe, seed=VALIDATION_SEED, pixel_labels=False, hidden=0.0)
+        if recipe.release is not None:
+            place = folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0])
+            images = min(images, len(samples_of(place, "validation")))
         each = images_at_once(recipe)
         return self.begin_all(
             draw_and_pack, [(recipe, first, min(first + each, images)) for first in range(0, images, each)]

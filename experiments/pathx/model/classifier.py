@@ -15,6 +15,7 @@ from experiments.pathx.data.device_batch import Batch, between
 from experiments.pathx.data.packing import LEVELS
 from experiments.pathx.masks.orders import BASE
 from experiments.pathx.model.gather import GatherGroups, Permute, places_in_groups
+from experiments.pathx.model.intensity import SmoothEmbedding
 from experiments.training.layers.rotary import Rotation, plane_rates, plane_rotation
 from experiments.training.layers.transformer import Halves, Layer, SelfAttention, compiled_halves, head_dim_of
 
@@ -22,10 +23,12 @@ CLASSES = 2
 
 
 class PathModel(nn.Module):
-    """An embedding of grey levels, layers with 2D rotary positions and normalised queries and keys, mean and max, a
+    """Features of grey levels, layers with 2D rotary positions and normalised queries and keys, mean and max, a
     head.
 
     Positions are distances in pixels, so the same weights read images of every size.
+
+    smooth: whether features change gradually with the grey level, or each level has a row of its own.
 
     pixel_classes: the number of classes of a second head for training, which predicts every pixel's class; 0: no such
         head.
@@ -44,12 +47,17 @@ class PathModel(nn.Module):
         dropout: float = 0.0,
         registers: int = 0,
         pixel_classes: int = 0,
+        smooth: bool = False,
     ) -> None:
         super().__init__()
         head_dim = head_dim_of(width, heads, head_dim)
         self.registers = registers
-        self.embedding = nn.Embedding(LEVELS + registers, width)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        self.embedding: nn.Module
+        if smooth:
+            self.embedding = SmoothEmbedding(registers, width)
+        else:
+            self.embedding = nn.Embedding(LEVELS + registers, width)
+            nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.register_buffer("rates", plane_rates(head_dim), persistent=False)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(

@@ -20,10 +20,11 @@ import experiments
 from experiments.pathfinder.seeds import training_seed
 from experiments.pathx import train, weights
 from experiments.pathx.cli import app
-from experiments.pathx.config import Config
+from experiments.pathx.config import Config, as_dict, from_dict
 from experiments.pathx.data import stream as streams
 from experiments.pathx.data.batches import make
 from experiments.pathx.data.stream import Stream
+from experiments.pathx.model.intensity import fitted
 from experiments.pathx.train import Run, saved_run
 from experiments.training import checkpoint, steps
 from experiments.training.run_log import read
@@ -274,7 +275,7 @@ def test_another_run_begins_with_a_runs_weights(whole, stream, tmp_path):
     )
     resumed = Run(saved_run(tmp_path / "paused"), tmp_path / "paused", stream, resume=True)
     assert resumed.before == run.before  # a resumed run needs the weights that it began with no more
-    with pytest.raises(ValueError, match="same layers, width and registers"):
+    with pytest.raises(ValueError, match="same layers, width, intensity and registers"):
         Run(replace(config, width=32), tmp_path / "other", stream)
 
 
@@ -328,3 +329,34 @@ def test_weights_are_loaded_only_after_their_hash_is_checked(whole, tmp_path):
     (tmp_path / "model.json").write_text(path.with_suffix(".json").read_text())
     with pytest.raises(ValueError, match="another file, or damaged"):
         weights.load(damaged)
+
+
+def test_a_model_with_a_row_for_each_level_goes_on_with_smooth_features(stream, tmp_path):
+    old = replace(TINY, intensity="rows", renderings=False, floor=1, curriculum=STAGES[:1])
+    Run(old, tmp_path / "old", stream).train()
+    path = tmp_path / "old" / "model.safetensors"
+    run = Run(replace(TINY, initial=str(path), curriculum=STAGES[:1]), tmp_path / "new", stream)
+    before = load_file(path)
+    rows = fitted(before["embedding.weight"])
+    assert same_bits({name: getattr(run.model.embedding, name) for name in rows}, rows)
+    assert same_bits({"norm": run.model.norm.weight}, {"norm": before["norm.weight"]})
+    assert run.train() is not None
+    with pytest.raises(ValueError, match="same layers, width, intensity and registers"):
+        Run(replace(old, initial=str(tmp_path / "new" / "model.safetensors")), tmp_path / "back", stream)
+
+
+def test_settings_of_a_run_from_before_renderings_say_that_it_had_none():
+    values = as_dict(TINY)
+    for name in ("intensity", "renderings", "floor"):
+        del values[name]
+    config = from_dict(values)
+    assert (config.intensity, config.renderings, config.floor) == ("rows", False, 1)
+
+
+def test_the_second_head_goes_on_where_it_names_the_same_classes(whole, stream, tmp_path):
+    path = str(whole[0].folder / "model.safetensors")
+    before = load_file(path)
+    run = Run(replace(TINY, initial=path), tmp_path / "labels", stream)
+    assert same_bits(run.model.state_dict(), before)
+    other = Run(replace(TINY, initial=path, hidden=0.2), tmp_path / "hidden", stream)
+    assert other.model.state_dict()["tracer.weight"].shape != before["tracer.weight"].shape

@@ -11,12 +11,21 @@ from experiments.pathfinder.render import render
 from experiments.pathfinder.seeds import TEST_SEED, VALIDATION_SEED, image_index, training_seed
 from experiments.pathfinder.vectors import collect
 from experiments.pathx.config import Config, Stage
-from experiments.pathx.data.batches import draw_and_pack, drawn, images_at_once, make, pack_vectors, recipe_of
+from experiments.pathx.data.batches import (
+    draw_and_pack,
+    drawn,
+    images_at_once,
+    make,
+    pack_vectors,
+    recipe_of,
+    training_image,
+)
 from experiments.pathx.data.packing import LEVELS
 from experiments.pathx.data.stream import Stream
 
 STAGE = Stage(size=32, contour=6, tokens=2048, lr=1e-3, steps=5)
-CONFIG = Config(curriculum=(STAGE, replace(STAGE, contour=9)), layers="near:6,rows:1", block=32)
+DRAWN = Config(curriculum=(STAGE, replace(STAGE, contour=9)), layers="near:6,rows:1", block=32)
+CONFIG = replace(DRAWN, renderings=False, floor=1)
 
 
 def some(size, contour, count):
@@ -49,6 +58,38 @@ def test_a_step_is_filled_up_to_the_first_image_without_room():
     used = int((batch.blocks < 64).sum())
     following = drawn(32, 6, recipe.seed, image_index(0, 3, batch.images))
     assert used <= 64 < used + -(-np.count_nonzero(render(following)) // 32)
+
+
+def test_drawn_renderings_depend_on_the_seed_and_the_index_alone():
+    recipe = recipe_of(DRAWN, 0)
+    batch = make(recipe, 3)
+    assert same(batch, make(recipe, 3))
+    for place in (0, batch.images - 1):
+        index = image_index(0, 3, place)
+        image = training_image(recipe, drawn(32, 6, recipe.seed, index), index)
+        pixels = batch.ids[0].reshape(-1, 32)[batch.blocks[place][batch.blocks[place] < 64]]
+        assert sorted(pixels[pixels >= 0].tolist()) == sorted(image[image > 0].tolist())
+    plain = render(drawn(32, 6, recipe.seed, image_index(0, 3, 0)))[0]
+    other = training_image(replace(recipe, seed=recipe.seed + 1), drawn(32, 6, recipe.seed, 0), 0)
+    assert not np.array_equal(other, plain)
+
+
+def test_some_training_images_keep_their_faint_pixels_and_no_noise_fills_a_batch():
+    recipe = recipe_of(DRAWN, 0)
+    images = [training_image(recipe, drawn(32, 6, recipe.seed, index), index) for index in range(200)]
+    faint = [bool(((image > 0) & (image < recipe.floor)).any()) for image in images]
+    assert 0.1 < sum(faint) / len(faint) < 0.3
+    assert max(np.count_nonzero(image) for image in images) < 600
+
+
+def test_the_background_is_left_out_of_tests_too_but_where_all_pixels_are_tokens():
+    vectors = some(32, 6, 3)
+    recipe = recipe_of(DRAWN, 0)
+    packed = pack_vectors(recipe, vectors)
+    live = packed.ids[packed.ids >= 0]
+    assert live.min() >= DRAWN.floor and len(live) == np.count_nonzero(render(vectors) >= DRAWN.floor)
+    whole = pack_vectors(replace(recipe, background="keep"), vectors)
+    assert sorted(whole.ids.flatten().tolist()) == sorted(render(vectors).flatten().tolist())
 
 
 def test_images_are_those_of_their_indices():

@@ -1,4 +1,4 @@
-"""Pathfinder images as the release has them, and as `python -m experiments.pathfinder export` writes them.
+"""Reads Pathfinder images as the release has them, and as `python -m experiments.pathfinder export` writes them.
 
 <folder>/pathfinder<R>/<fold>/imgs/<batch>/sample_<i>.png   8-bit grey, R x R
 <folder>/pathfinder<R>/<fold>/metadata/<batch>.npy          a line an image, as text or as a NumPy array of strings
@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from experiments.lra.data.examples import Row
-from experiments.lra.tasks.task import Task, need
 from experiments.pathfinder.parameters import LABEL, UNFINISHED
 
+SHUFFLE_SEED = 42  # of S4, and of others who use its loader
 RELEASE = Path("lra_release")  # the folder in the arena's archive, which contains another of the same name
 
 
@@ -28,25 +27,26 @@ class Sample(NamedTuple):
     label: int  # 1: the two dots are on one path
 
 
-def find(task: Task, folder: Path, fold: str) -> Path:
-    """The folder of one fold: in `folder`, or in the folders where the released archive keeps it.
+def find(name: str, folder: Path, fold: str) -> Path:
+    """The folder of one fold of pathfinder<R>: in `folder`, or in the folders where the released archive keeps it.
 
     The archive holds two different folders pathfinder128, of which published results use the inner one, that of
     lra_release/lra_release; the outer one is easier (Long Range Arena, issue 38). So the innermost copy counts. Raises
     ValueError if there is another such folder beside them, because it is not clear which one is meant.
     """
     advice = (
-        f"place {task.name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
+        f"place {name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
         "archive holds two folders pathfinder128: take that of lra_release/lra_release), or pass a file that "
         "`python -m experiments.pathfinder generate` has written"
     )
-    need(folder, advice)
-    inside = Path(task.name) / fold
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the data folder {folder} does not exist; {advice}")
+    inside = Path(name) / fold
     places = (inside, Path(fold), Path(), RELEASE / inside, RELEASE / RELEASE / inside)
     found = {
         (folder / place).resolve(): place
         for place in places
-        if all((folder / place / name).is_dir() for name in ("imgs", "metadata"))
+        if all((folder / place / part).is_dir() for part in ("imgs", "metadata"))
         and (folder / place).resolve().name == fold
     }
     if not found:
@@ -100,15 +100,34 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
         yield Sample(place / image, int(fields[3]))
 
 
-def rows_of(samples: list[Sample], pixels: int) -> Iterator[Row]:
-    """A row for each image that is not empty."""
-    for sample in samples:
-        if not sample.image.is_file():
-            raise FileNotFoundError(
-                f"the metadata names {sample.image}, which does not exist; unpack the archive again"
-            )
-        if sample.image.stat().st_size > 0:
-            yield sample.label, (grey_pixels(sample.image, pixels).tobytes(),)
+def samples_in(place: Path) -> list[Sample]:
+    """All samples of a fold, in the order of their batches."""
+    metadata = sorted((place / "metadata").glob("*.npy"), key=number_of)
+    return [sample for path in metadata for sample in read_metadata(path, place)]
+
+
+def is_empty(sample: Sample) -> bool:
+    """Whether the image's file is empty, as one in the release is; raises FileNotFoundError if there is no file."""
+    if not sample.image.is_file():
+        raise FileNotFoundError(f"the metadata names {sample.image}, which does not exist; unpack the archive again")
+    return sample.image.stat().st_size == 0
+
+
+def split_rows(images: int, *, shuffled: bool = True) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The rows for training, four fifths of them, for validation and for testing.
+
+    shuffled: by `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; otherwise in the files' order.
+    """
+    import torch  # takes seconds, which generating images need not wait
+
+    tenth = images // 10
+    if tenth == 0:
+        raise ValueError(f"three splits need at least 10 images; got {images}")
+    rows = np.arange(images)
+    if shuffled:
+        rows = torch.randperm(images, generator=torch.Generator().manual_seed(SHUFFLE_SEED)).numpy()
+    last = images - 2 * tenth
+    return rows[:last], rows[last : last + tenth], rows[last + tenth :]
 
 
 def grey_pixels(path: Path, pixels: int) -> NDArray[np.uint8]:

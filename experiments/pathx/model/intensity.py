@@ -1,0 +1,59 @@
+"""The features of a grey level, and the embedding of a model as another kind."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.pathx.data.packing import LEVELS
+
+STEP = 15  # levels between two rows of a smooth embedding: 18 rows, the last that of level 255
+
+
+class SmoothEmbedding(nn.Module):
+    """Features of tokens that change gradually with the grey level, and a row of its own for every register.
+
+    The features of a level are interpolated between learned rows, one every STEP levels. So a level that was never
+    seen in training has features like those of its neighbours, and noise of a level changes them a little.
+
+    >>> SmoothEmbedding(0, 8)(torch.tensor([[0, 7, 255]])).shape
+    torch.Size([1, 3, 8])
+    """
+
+    hats: Tensor
+
+    def __init__(self, registers: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("hats", hats(), persistent=False)
+        self.rows = nn.Parameter(torch.randn(self.hats.shape[1], width) * width**-0.5)
+        self.registers = nn.Parameter(torch.randn(registers, width) * width**-0.5)
+
+    def table(self) -> Tensor:
+        """The features of all tokens, [LEVELS + registers, W]."""
+        # A sum of products, because autocast would round the shares of a matrix product to bfloat16.
+        levels = (self.hats[:, :, None] * self.rows).sum(1)
+        return torch.cat([levels, self.registers])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Tokens [B, N] to [B, N, W]."""
+        return F.embedding(ids, self.table())
+
+
+def hats() -> Tensor:
+    """The share of each row in every level, [LEVELS, rows]: 1 at the row's own level, falling to 0 at the next."""
+    levels, rows = torch.arange(LEVELS), torch.arange(0, LEVELS, STEP)
+    return (1 - (levels[:, None] - rows).abs() / STEP).clamp(min=0)
+
+
+def fitted(table: Tensor) -> dict[str, Tensor]:
+    """The parameters of the smooth embedding closest to a table [LEVELS + registers, W] with a row for each level.
+
+    Closest by least squares over the levels above 0, all equally; black has a row of its own, because where it is left
+    out it has not been trained.
+    """
+    shares = hats().double()
+    known = table[:LEVELS].double().cpu()
+    black, rest = shares[1:, :1] @ known[:1], shares[1:, 1:]
+    rows = torch.cat([known[:1], torch.linalg.lstsq(rest, known[1:] - black).solution])
+    return {"rows": rows.to(table), "registers": table[LEVELS:].clone()}
