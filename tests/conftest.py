@@ -62,11 +62,13 @@ def kernels_run_as_on_a_gpu(request):
         return
     from bounds import watch_addresses
     from interpreted_dot import summed_alike_in_either_order
+    from interpreter_types import derive_types_once
     from patched_once import patch_once_a_launch
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         watch_addresses(monkeypatch)
         patch_once_a_launch(monkeypatch)
+        derive_types_once(monkeypatch)
         monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_dot", summed_alike_in_either_order)
         yield
 

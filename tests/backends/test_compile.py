@@ -179,7 +179,6 @@ def test_what_is_compiled_ahead_is_looked_at(monkeypatch, shared, constant, mess
     ],
 )
 def test_options_that_cannot_be_served_are_explained(words, message):
-    command = [sys.executable, "-m", "experiments.benchmarks.compile", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "experiments.benchmarks.compile", *words)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())
