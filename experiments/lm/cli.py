@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from experiments.lm import bench, bench_report, session, show
+from experiments.lm import bench, bench_plot, bench_report, session, show
 from experiments.lm.cases import DEFAULT, parsed
 from experiments.lm.config import HELP, Config, configure, resumed
 from experiments.lm.data.files import VALIDATION_SHARE, find
@@ -115,11 +116,18 @@ def sample(
 
 @app.command("show")
 def show_command(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or the folder of a measurement.")],
     out: Annotated[Path, typer.Option(help="Picture to write.")] = RUNS / "runs.png",
 ) -> None:
-    """Compare runs: a table, and plots of loss over minutes and tokens, of speed, and of loss by position."""
+    """Compare runs: a table, and plots of loss over minutes and tokens, of speed, and of loss by position.
+
+    The folder of a measurement by `bench` instead: plots of tokens/s, MFU and memory over the context.
+    """
     with short_errors():
+        if len(runs) == 1 and (runs[0] / "bench.json").is_file():
+            bench_plot.plot(runs[0] / "bench.json", out)
+            console.print(f"Plots: {out}", soft_wrap=True)
+            return
         found = [show.read(run) for run in runs]
         show.plot(found, out)
     console.print(show.table(found))
@@ -188,6 +196,13 @@ def train(
                     f"{metrics['seconds'] / 60:.1f} minutes: {folder}/metrics.json",
                     soft_wrap=True, highlight=False,
                 )  # fmt: skip
+                if not ranks.first:
+                    return
+                if find_spec("matplotlib") is None:
+                    console.print(f"For plots: pip install matplotlib; python -m experiments.lm show {folder}")
+                else:
+                    show.plot([show.read(folder)], folder / "run.png")
+                    console.print(f"Plots: {folder}/run.png", soft_wrap=True)
 
 
 def default_name(preset: str | None, config: Config) -> str:

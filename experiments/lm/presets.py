@@ -8,7 +8,7 @@ from typing import Any
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "depth": 4, "width": 192, "head_dim": 48, "context": 256, "vocabulary": 2048, "batch_tokens": 2048,
-        "micro_tokens": 2048, "minutes": 2.0, "lr": 3e-3, "warmup": 20, "window": 128, "block": 32, "pattern": "dense",
+        "micro_tokens": 2048, "minutes": 2.0, "lr": 3e-3, "warmup": 20, "window": 128, "block": 64, "pattern": "dense",
         "precision": "fp32", "compiled": "none", "validate_every": 100, "validation_tokens": 32_768,
     },
     "124M": {"depth": 12, "width": 768, "lr": 6e-4, "micro_tokens": 65_536},

@@ -3,6 +3,7 @@
 It writes, in addition to the files of every run (experiments/training/run_folder.py):
 
 <run>/metrics.json     the result, when the run is complete
+<run>/run.png          plots, if matplotlib is installed
 <run>/positions.csv    validation loss by position in the context
 <run>/tokenizer.json   the vocabulary; none for bytes
 """

@@ -73,3 +73,8 @@ def test_results_are_written_with_what_is_needed_to_repeat_them(tmp_path):
     assert {"device", "torch", "triton", "commit", "command"} <= first.keys()
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["settings"]["tokens"] == 128 and len(found["rows"]) == 2
+    shown = CliRunner().invoke(app, ["show", str(tmp_path), "--out", str(tmp_path / "plots.png")])
+    assert shown.exit_code == 0 and (tmp_path / "plots.png").stat().st_size > 1000
+    (tmp_path / "bench.json").write_text(json.dumps({**found, "rows": found["rows"][1:]}))
+    shown = CliRunner().invoke(app, ["show", str(tmp_path), "--out", str(tmp_path / "plots.png")])
+    assert shown.exit_code == 1 and "must have a row with numbers" in shown.stderr
