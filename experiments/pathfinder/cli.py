@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments.pathfinder import original
 from experiments.pathfinder.cnn.config import Config
 from experiments.pathfinder.generate import Settings, generate
-from experiments.pathfinder.parameters import FOLDS, LRA, Parameters, lra
+from experiments.pathfinder.parameters import FOLDS, LRA, Parameters, parameters_of
 from experiments.pathfinder.picture import picture
 from experiments.pathfinder.release import export
 from experiments.pathfinder.report import shortcuts_report, statistics_report
@@ -59,7 +59,7 @@ def generate_command(
 ) -> None:
     """Write images as vectors into one file. A run that was stopped goes on where it was."""
     with short_errors():
-        chosen = lra(size, contour) if parameters is None else Parameters.from_json(parameters.read_text())
+        chosen = parameters_of(size, contour) if parameters is None else Parameters.from_json(parameters.read_text())
         path = generated(Settings(chosen, images, seed), out, workers)
     console.print(f"Generated images (not the released ones): {path}", soft_wrap=True)
 
@@ -171,7 +171,7 @@ def cnn_command(
         if file is not None:
             sources = [run.Source.of_file(file)]
         else:
-            sources = [run.Source(lra(size, length)) for length in lengths(contours)]
+            sources = [run.Source(parameters_of(size, length)) for length in lengths(contours)]
         figures = []
         for source in sources:
             if images is not None:
@@ -204,7 +204,7 @@ def picture_command(
 ) -> None:
     """Draw eight generated images, above real ones if there are any."""
     with short_errors():
-        vectors = load(generated(Settings(lra(size, contour), 200, seed), data, workers))
+        vectors = load(generated(Settings(parameters_of(size, contour), 200, seed), data, workers))
         picture(vectors, out, real=real, enlarge=enlarge)
     console.print(str(out), soft_wrap=True)
 
@@ -219,13 +219,13 @@ def generated(settings: Settings, parent: Path, workers: int | None) -> Path:
 def chosen_parameters(only: list[str] | None) -> list[Parameters]:
     """The parameters that the user names, or all of the Long Range Arena's."""
     if only is None:
-        return [lra(size, contour) for size in LRA for contour in FOLDS]
+        return [parameters_of(size, contour) for size in LRA for contour in FOLDS]
     found = []
     for name in only:
         size, _, contour = name.partition("-")
         if not (size.isdecimal() and contour.isdecimal()):
             raise ValueError(f"--only must be size and contour length, as 128-14; got {name!r}")
-        found.append(lra(int(size), int(contour)))
+        found.append(parameters_of(int(size), int(contour)))
     return found
 
 

@@ -116,3 +116,36 @@ def lra(size: int, contour_length: int) -> Parameters:
             f"{', '.join(map(str, FOLDS))}; got {size} with {contour_length}"
         )
     return Parameters(size=size, contour_length=contour_length, distractor_length=contour_length // 3, **LRA[size])
+
+
+# Beyond the arena, by a rule: from 256 to 512 pixels each parameter goes on by its mean step from 64 to 128 to 256,
+# rounded down to what it may be; of margins, the mean of the list. So dashes keep 5 pixels, half a gap grows from 3 to
+# 4, the thickness from 2 to 2.5, the marker's radius from 5 to 6.25 (rounded to 6), the distance of the first ends from
+# 27 to 34.5, the border from 22 to 32.5, and the number of distractors from 15 to 17. Contrasts have no effect where
+# all are equal.
+EXTRAPOLATED: dict[int, dict[str, Any]] = {
+    512: dict(dash_length=5, margins=(4,), thickness=2.5, marker_radius=6.0, seed_distance=34, padding=32)
+    | dict(continuity=1.8, target_contrast=1.0, distractor_contrast=1.0, distractors=17),
+}
+SIZES = (*LRA, *EXTRAPOLATED)
+SHORTEST, LONGEST = 2, 14  # dashes of a path that any size may have
+
+
+def parameters_of(size: int, contour_length: int) -> Parameters:
+    """The Long Range Arena's parameters where it has some; otherwise its rules for other sizes and shorter paths.
+
+    Paths of other lengths, for curricula, have distractors a third as long, as the arena's, and at least one dash.
+
+    >>> parameters_of(128, 14) == lra(128, 14), parameters_of(128, 14).is_lra, parameters_of(128, 3).is_lra
+    (True, True, False)
+    """
+    if size not in SIZES or not SHORTEST <= contour_length <= LONGEST:
+        raise ValueError(
+            f"images have sizes {', '.join(map(str, SIZES))} and paths of {SHORTEST} to {LONGEST} dashes; got {size} "
+            f"with {contour_length}"
+        )
+    if size in LRA and contour_length in FOLDS:
+        return lra(size, contour_length)
+    known = LRA.get(size) or EXTRAPOLATED[size]
+    distractor_length = max(1, contour_length // 3)
+    return Parameters(size=size, contour_length=contour_length, distractor_length=distractor_length, **known)

@@ -76,16 +76,21 @@ def shortcuts_report(
             row += [f"{100 * shortcut.accuracy:.1f}", f"{100 * accuracy:.1f}", f"{100 * error:.1f}", f"{apart:+.1f}"]
         comparison.append(row)
     columns = [f"{rule}: {what}" for rule in RULES for what in ("ours", "original", "standard error", "apart by")]
+    beside = (
+        "Beside the original generator's images, in sets as large as were measured there (the mean of several sets of\n"
+        "ours; the standard error is that of the difference):\n\n"
+        f"{markdown(['images of', 'images', *columns], comparison)}\n\n"
+    )
+    beside = beside if comparison else ""
+    arena = "the parameters of the Long Range Arena" if all(each.is_lra for each, _ in found) else "other parameters"
     return (
         "# What one can answer without tracing a path\n\n"
-        "With the parameters of the Long Range Arena; not the released images. Accuracy in percent, chance 50, of a\n"
+        f"With {arena}; not the released images. Accuracy in percent, chance 50, of a\n"
         "rule fitted by gradient boosting to the markers' distance alone, or to that and the directions of the two\n"
         "dashes that end in the markers; tested on images that it was not fitted on. A model traces paths only as far\n"
         "as it is better than the second rule. In quarters of the marker distance:\n\n"
         f"{markdown(head, rows)}\n\n"
-        "Beside the original generator's images, in sets as large as were measured there (the mean of several sets of\n"
-        "ours; the standard error is that of the difference):\n\n"
-        f"{markdown(['images of', 'images', *columns], comparison)}\n\n{about()}\n"
+        f"{beside}{about()}\n"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.pathfinder.generate import Settings, generate
-from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.seeds import TEST_SEED
 from experiments.training.atomic_files import write_json
 from experiments.training.fingerprint import sha256
@@ -18,6 +18,7 @@ from experiments.training.fingerprint import sha256
 IMAGES = 20_000
 HASHES = Path(__file__).parent / "testsets.json"
 NAMES = {(128, 14): "Path-X", (256, 14): "Path-256"}
+BEYOND = {(512, 14): "Path-512"}  # no fold of the arena
 
 
 def title(size: int, contour: int) -> str:
@@ -26,13 +27,15 @@ def title(size: int, contour: int) -> str:
     >>> title(128, 14)
     'LRA-parameter generated Path-X'
     """
+    if (size, contour) in BEYOND:
+        return f"extrapolated {BEYOND[size, contour]}"
     name = NAMES.get((size, contour), f"Pathfinder-{size}, contour length {contour}")
     return f"LRA-parameter generated {name}"
 
 
 def settings_of(size: int, contour: int) -> Settings:
     """The settings of the file of a fold."""
-    return Settings(lra(size, contour), IMAGES, TEST_SEED)
+    return Settings(parameters_of(size, contour), IMAGES, TEST_SEED)
 
 
 def test_set(

@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.console import Console
 
-from experiments.pathfinder.parameters import FOLDS, LRA
+from experiments.pathfinder.parameters import FOLDS, LRA, SIZES
 from experiments.pathfinder.testset import IMAGES, test_set
 from experiments.pathx import rendering_table, throughput, weights
 from experiments.pathx import table as tables
@@ -63,7 +63,8 @@ app = command_group("LRA-parameter generated Path-X and Path-256 with block-spar
 console = Console()
 
 Size = Annotated[
-    int | None, typer.Option(help=f"Pixels along a side: {', '.join(map(str, LRA))}.", show_default="the last stage's")
+    int | None,
+    typer.Option(help=f"Pixels along a side: {', '.join(map(str, SIZES))}.", show_default="the last stage's"),
 ]
 Contour = Annotated[
     int | None, typer.Option(help=f"Dashes of a path: {', '.join(map(str, FOLDS))}.", show_default="the last stage's")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.pathfinder.parameters import FOLDS, LRA
+from experiments.pathfinder.parameters import LONGEST, SHORTEST, SIZES
 from experiments.pathfinder.seeds import MOST_IMAGES, training_seed
 from experiments.pathx.data.packing import BACKGROUNDS
 from experiments.pathx.masks.relations import Relation, parse_layers
@@ -15,7 +15,8 @@ from experiments.training import run_folder
 from experiments.training.lr_schedule import SCHEDULES
 from experiments.training.settings import RunSettings, changed, check_at_least, check_fractions, check_one_of, setting
 
-INTENSITIES = ("smooth", "rows")
+INTENSITIES, POSITIONS = ("smooth", "rows"), ("plane", "line")
+CONTOURS = tuple(range(SHORTEST, LONGEST + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +35,19 @@ class Stage:
     background: str = "drop"  # "drop": black pixels are not tokens; "keep": all pixels are
     layers: str | None = None  # the masks of this stage, if they are not those of the run
     also: tuple[int, ...] = ()  # dashes of other paths in training, which images take in turns
+    images: int | None = None  # different images of each length in training, drawn with replacement; None: all fresh
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "also", tuple(self.also))  # JSON has a list
         for name, value, allowed in (
-            ("size", self.size, tuple(LRA)),
-            ("contour", self.contour, tuple(FOLDS)),
-            *(("also", length, tuple(FOLDS)) for length in self.also),
+            ("size", self.size, SIZES),
+            ("contour", self.contour, CONTOURS),
+            *(("also", length, CONTOURS) for length in self.also),
             ("schedule", self.schedule, SCHEDULES),
             ("background", self.background, BACKGROUNDS),
         ):
             check_one_of(f"a stage's {name}", value, allowed)
-        for name in ("tokens", "lr", "minutes", "steps"):
+        for name in ("tokens", "lr", "minutes", "steps", "images"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"a stage's {name} must be more than 0; got {getattr(self, name)}")
         if self.minutes is None and self.steps is None:
@@ -82,6 +84,9 @@ class Config(RunSettings):
     )
     renderings: bool = setting(
         True, "Draw the rendering of every training image (brightness, noise, overshoot, scaling, rounding)."
+    )
+    positions: str = setting(
+        "plane", "Rotary positions: plane (row and column, in pixels) or line (place in row-major order)."
     )
     release: str | None = setting(
         None, "Folder of the arena's release, whose training images are used instead of fresh ones.", "fresh images"
@@ -122,6 +127,7 @@ class Config(RunSettings):
         check_at_least(self, 0, ("auxiliary", "answers"))
         check_fractions(self, ("hidden",))
         check_one_of("intensity", self.intensity, INTENSITIES)
+        check_one_of("positions", self.positions, POSITIONS)
         if self.release is not None and self.auxiliary and not self.hidden:
             raise ValueError(
                 f"auxiliary must be 0 with a release, whose images have no pixel labels; got {self.auxiliary}"
@@ -158,7 +164,8 @@ class Config(RunSettings):
 
 def most_tokens(size: int) -> int:
     """The largest number of tokens of an image with this many pixels along a side, without its background."""
-    return min(size**2, 4096)  # the fullest have 18 % of 128 x 128, 5 % of 256 x 256
+    # The fullest have 18 % of 128 x 128, 5 % of 256 x 256 and 2 % of 512 x 512 pixels.
+    return min(size**2, 4096 if size <= 256 else 6144)
 
 
 # Settings that may change when a run is resumed, because they do not affect the weights.

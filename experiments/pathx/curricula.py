@@ -48,6 +48,40 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
     # From the weights of a model for Path-X that knows one rendering (--initial).
     "renderings": (_stage(128, 14, also=(14, 9, 6), minutes=4.5, schedule="cosine", lr=7e-4, warmup=100),),
     "renderings-256": (_stage(256, 14, minutes=4.5, schedule="cosine", lr=7e-4, warmup=100),),
+    # From class labels alone: paths of three dashes first, whose markers are two gaps apart, then longer ones, and the
+    # next stage only when the last one is learned. To be trained over several sessions (--pause-after, --resume).
+    "label-free": (
+        _stage(64, 3, minutes=6.0, until=0.95, warmup=500),
+        _stage(64, 4, also=(3,), minutes=6.0, until=0.95),
+        _stage(64, 6, also=(4,), minutes=10.0, until=0.95),
+        _stage(128, 4, also=(6,), minutes=6.0, until=0.95),
+        _stage(128, 6, also=(9,), minutes=10.0, until=0.95),
+        _stage(128, 9, also=(12, 6), minutes=10.0, until=0.95),
+        _stage(128, 14, also=(14, 9, 6), minutes=12.0, schedule="cosine"),
+    ),
+    # The same from 160,000 images of each length in every stage, as many as the arena has for training.
+    "label-free-160000": (
+        _stage(64, 3, minutes=6.0, until=0.95, warmup=500, images=160_000),
+        _stage(64, 4, also=(3,), minutes=6.0, until=0.95, images=160_000),
+        _stage(64, 6, also=(4,), minutes=10.0, until=0.95, images=160_000),
+        _stage(128, 4, also=(6,), minutes=6.0, until=0.95, images=160_000),
+        _stage(128, 6, also=(9,), minutes=10.0, until=0.95, images=160_000),
+        _stage(128, 9, also=(12, 6), minutes=10.0, until=0.95, images=160_000),
+        _stage(128, 14, minutes=12.0, schedule="cosine", images=160_000),
+    ),
+    # From the weights of a model for Path-X.
+    "path256-label-free": (
+        _stage(256, 6, also=(9,), minutes=5.0, until=0.95),
+        _stage(256, 14, also=(9,), minutes=12.0, schedule="cosine"),
+    ),
+    # From the weights of a model for Path-256: 262,144 pixels.
+    "path512": (
+        _stage(512, 9, minutes=4.0, until=0.94),
+        _stage(512, 14, minutes=10.0, schedule="cosine"),
+    ),
+    "path512-all": (
+        _stage(512, 14, tokens=256 * _K, minutes=9.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),
+    ),
     # All 16,384 pixels are tokens. From the weights of a model for Path-X (--initial), for example with --layers
     # "tiles:16*5,butterfly:8*4", because dense layers would take most of the time. Black pixels are new to the model.
     "pathx-all": (_stage(128, 14, minutes=7.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.pathfinder.cnn.results import stored
-from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.testset import IMAGES, title
 from experiments.pathfinder.vectors import Vectors
 from experiments.pathfinder.vectors import load as load_vectors
@@ -104,6 +104,9 @@ def result(
         "task": task or title(stage.size, stage.contour),
         "background": stage.background,
         "layers": stage.layers or config.layers,
+        "floor": config.floor,
+        "positions": config.positions,
+        "renderings": "drawn" if config.renderings else "one",
         "accuracy": scores.accuracy,
         "error": math.sqrt(scores.accuracy * (1 - scores.accuracy) / count),
         "loss": scores.loss,
@@ -118,7 +121,7 @@ def result(
 
 def baselines(stage: Stage) -> str:
     """The stored accuracies of rules that trace nothing and of a small 2-D CNN; empty if none are stored."""
-    cnn = stored(lra(stage.size, stage.contour).name)
+    cnn = stored(parameters_of(stage.size, stage.contour).name)
     if cnn is None:
         return ""
     return ", ".join(f"{each['rule']} {100 * each['accuracy']:.1f} %" for each in [*cnn["by_distance"]["rules"], cnn])

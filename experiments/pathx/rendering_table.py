@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from experiments.pathfinder.parameters import FOLDS, lra
+from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.plain_render import plain_render
 from experiments.pathfinder.rendering import RENDERINGS
 from experiments.pathx.config import Config, Stage
@@ -83,8 +83,7 @@ def table(
         })  # fmt: skip
         report(rows[-1])
     return {
-        "parameters": lra(stage.size, stage.contour).name,
-        "fold": FOLDS[stage.contour],
+        "parameters": parameters_of(stage.size, stage.contour).name,
         "background": stage.background,
         "floor": config.floor,
         "rows": rows,

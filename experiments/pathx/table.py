@@ -8,23 +8,38 @@ from typing import Any
 
 from experiments.pathfinder.cnn.results import STORED, stored
 from experiments.pathfinder.parameters import lra
+from experiments.pathx.masks.relations import parse_layers
 from experiments.pathx.supervision import described, of_model
 
-HEAD = ["system", "Path-X", "Path-256", "parameters", "images seen at the task's size or below", "compute"]
+HEAD = [
+    "system", "Path-X", "Path-256", "labels", "background", "positions", "order", "layers", "images", "parameters",
+    "images seen at the task's size or below", "compute",
+]  # fmt: skip
 
 NO_TRACING = "distance and end dashes"  # one of shortcuts.RULES, which is slow to import
 
+# What each published system had besides its method: the class of an image alone, all pixels, in rows, of 160,000 files.
+_PLAIN = ["class", "kept"]
+
 # The papers' own figures, on the arena's files; sources in ../pathfinder/README.md and the papers named.
 PUBLISHED: list[list[str]] = [
-    ["FlashAttention (Dao et al., 2022)", "61.4 %", "-", "-", "64M to 96M", "not stated"],
-    ["Block-sparse FlashAttention (Dao et al., 2022)", "56.0 %", "63.1 %", "-", "64M to 96M", "not stated"],
-    ["Transformer, rotary, pretrained (Amos et al., 2024)", "93.0 % *", "-", "-", "up to 64M", "<= 5 days, 4 GPUs"],
-    ["S4 (Gu et al., 2022, v2)", "96.4 %", "67.8 %", "-", "8M", "47 h, A100"],
-    ["S4, self-pretrained (Amos et al., 2024)", "96.9 % *", "87.1 %", "-", "-", "-"],
-    ["S4D-DFouT", "94.2 %", "87.9 %", "-", "-", "-"],
-    ["MEGA (Ma et al., 2023)", "98.0 %", "-", "-", "16M", "8 A100s, 100 epochs"],
-    ["S5 (Smith et al., 2023)", "98.6 %", "-", "-", "12M", "-"],
-    ["ChordMixer (Khalitov et al., 2023)", "98.6 %", "-", "-", "-", "-"],
+    ["FlashAttention (Dao et al., 2022)", "61.4 %", "-", *_PLAIN, "learned, from Path-64's", "rows", "dense",
+     "160,000 files", "-", "64M to 96M", "not stated"],
+    ["Block-sparse FlashAttention (Dao et al., 2022)", "56.0 %", "63.1 %", *_PLAIN, "learned, from Path-64's", "rows",
+     "butterfly", "160,000 files", "-", "64M to 96M", "not stated"],
+    ["Transformer, rotary, pretrained (Amos et al., 2024)", "93.0 % *", "-", *_PLAIN, "1-D rotary", "rows",
+     "local, 3 chunks of 4,096", "160,000 files", "-", "up to 64M", "<= 5 days, 4 GPUs"],
+    ["S4 (Gu et al., 2022, v2)", "96.4 %", "67.8 %", *_PLAIN, "none", "rows", "state space", "160,000 files", "-", "8M",
+     "47 h, A100"],
+    ["S4, self-pretrained (Amos et al., 2024)", "96.9 % *", "87.1 %", *_PLAIN, "none", "rows", "state space",
+     "160,000 files", "-", "-", "-"],
+    ["S4D-DFouT", "94.2 %", "87.9 %", *_PLAIN, "none", "rows", "state space", "160,000 files", "-", "-", "-"],
+    ["MEGA (Ma et al., 2023)", "98.0 %", "-", *_PLAIN, "-", "rows", "gated attention, moving average", "160,000 files",
+     "-", "16M", "8 A100s, 100 epochs"],
+    ["S5 (Smith et al., 2023)", "98.6 %", "-", *_PLAIN, "none", "rows", "state space", "160,000 files", "-", "12M",
+     "-"],
+    ["ChordMixer (Khalitov et al., 2023)", "98.6 %", "-", *_PLAIN, "-", "rows", "chord mixing", "160,000 files", "-",
+     "-", "-"],
 ]  # fmt: skip
 
 
@@ -62,7 +77,11 @@ def cnn_rows(folder: Path | None = None) -> list[list[str]]:
             weights, images = (f"{count / 1e6:.2f}M" for count in (figure["weights"], figure["cost"]["images"]))
             minutes = figure["cost"]["seconds"] / 60
             compute = f"{minutes:.0f} min, {figure['device']}"
-            found.append([f"{figure['rule']} (ours)", *accuracies, weights, images, compute])
+            kind = "fresh" if figure["trained_on"] == "fresh images" else "a file's"
+            found.append([
+                f"{figure['rule']} (ours)", *accuracies, "class", "kept", "2-D convolution", "-", "convolutions",
+                kind, weights, images, compute,
+            ])  # fmt: skip
     return found
 
 
@@ -71,34 +90,56 @@ def rule_row(page: Path = STORED / "shortcuts.md") -> list[str]:
     measured = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
     accuracies = {cells[0]: cells[3] for cells in measured if len(cells) > 3 and cells[2] == NO_TRACING}
     return [f"no tracing: {NO_TRACING} (ours)", *(f"{accuracies[lra(size, 14).name]} %" for size in (128, 256)),
-            "-", "-", "-"]  # fmt: skip
+            *"-" * 9]  # fmt: skip
 
 
 def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
-    """Our results, with one row for each model and background; small 2-D CNNs, by default the stored ones; published
-    results.
+    """Our results, with one row for each model and background, those without pixel labels first; small 2-D CNNs, by
+    default the stored ones; published results.
     """
     ours = []
     for folder in folders:
         for name, note in found_below(folder):
             for background in ("drop", "keep"):
-                accuracies = {}
+                tested = {}
                 for key, found in note["results"].items():
                     size, contour, kind = key.split("-")
                     if kind == background and contour == "14":
-                        accuracies[size] = with_error(found)
-                if not accuracies:
-                    continue
-                how = "background dropped" if background == "drop" else "all pixels live"
-                supervision = described(of_model(note))
-                supervision = f", {supervision}" if supervision else ""
-                cost = note["cost"]
-                ours.append([
-                    f"ours: {name}, {how}{supervision}", accuracies.get("128", "-"), accuracies.get("256", "-"),
-                    f"{note['parameters'] / 1e6:.2f}M", f"{cost['images'] / 1e6:.2f}M",
-                    f"{cost['minutes']:.0f} min, {note['device']}",
-                ])  # fmt: skip
-    return [HEAD, *ours, *cnn_rows(figures), rule_row(), *PUBLISHED]
+                        tested[size] = found
+                if tested:
+                    ours.append((of_model(note)["labels"] != 0.0, row_of(name, note, background, tested)))
+    ours.sort(key=lambda each: each[0])  # stable: otherwise in the order of their names
+    return [HEAD, *(row for _, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
+
+
+def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, dict[str, Any]]) -> list[str]:
+    """The row of a model and a background. tested: its results by size"""
+    accuracies = {size: with_error(found) for size, found in tested.items()}
+    found, cost = next(iter(tested.values())), note["cost"]
+    supervision = described(of_model(note))
+    # Results from before these settings existed are of models that had the first of each.
+    floor, renderings = found.get("floor", 1), found.get("renderings", "one")
+    left_out = "black left out" if floor == 1 else f"levels below {floor} left out"
+    return [
+        f"ours: {name}", accuracies.get("128", "-"), accuracies.get("256", "-"),
+        f"class, {supervision}" if supervision else "class",
+        left_out if background == "drop" else "kept",
+        {"plane": "2-D rotary", "line": "1-D rotary"}[found.get("positions", "plane")],
+        orders(found["layers"]), found["layers"],
+        f"fresh, {renderings} rendering" + ("s" if renderings == "drawn" else ""),
+        f"{note['parameters'] / 1e6:.2f}M", f"{cost['images'] / 1e6:.2f}M",
+        f"{cost['minutes']:.0f} min, {note['device']}",
+    ]  # fmt: skip
+
+
+def orders(layers: str) -> str:
+    """The orders of tokens in the layers.
+
+    >>> orders("tiles:16*5,dense*4"), orders("rows:2,dense@rows")
+    ('Hilbert', 'rows')
+    """
+    names = {"hilbert": "Hilbert"}
+    return ", ".join(dict.fromkeys(names.get(each.order, each.order) for each in parse_layers(layers)))
 
 
 def markdown(lines: list[list[str]]) -> str:
@@ -108,7 +149,10 @@ def markdown(lines: list[list[str]]) -> str:
         "",
         "Ours: LRA-parameter generated Path-X and Path-256, 20,000 test images from seeds of their own, fresh images",
         "in training; curriculum over sizes and contour lengths, all of whose images and minutes are counted.",
-        "Published figures are of the arena's files. Images and compute of others as far as their papers say.",
+        "Labels, background, positions, order, layers and images name every help that a system had: `class` is the",
+        "answer alone, `pixel labels` tell of each pixel how many markers its curve has, `kept` means that all pixels",
+        "are tokens; dense layers are written out. Rows of ours without pixel labels would stand first; where none do,",
+        "none has been measured. Published figures are of the arena's files, their columns as far as their papers say.",
         "* as quoted by others; not read in the paper itself.",
         "",
         "| " + " | ".join(lines[0]) + " |",

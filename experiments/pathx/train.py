@@ -97,6 +97,10 @@ class Run(Trainer[Packed]):
 
     def begin_from(self, path: Path) -> dict[str, Any]:
         model, earlier, about = weights.load(path)
+        if earlier.positions != self.config.positions:
+            raise ValueError(
+                f"{path} must hold a model with positions {self.config.positions}; got {earlier.positions}"
+            )
         own = self.model.state_dict()
         loaded = model.state_dict()
         # The second head goes on, too, if it names the same classes.

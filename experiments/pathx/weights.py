@@ -37,6 +37,7 @@ def build(config: Config) -> PathModel:
         registers=config.registers,
         pixel_classes=(LEVELS if config.hidden else MARKER_COUNTS) if config.auxiliary else 0,
         smooth=config.intensity == "smooth",
+        line=config.positions == "line",
     )
 
 

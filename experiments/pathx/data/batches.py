@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.owners import marker_counts
-from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.render import render
 from experiments.pathfinder.rendering import drawn_rendering, rendered
-from experiments.pathfinder.seeds import image_index, training_seed
+from experiments.pathfinder.seeds import MOST_IMAGES, image_index, training_seed
 from experiments.pathfinder.vectors import Vectors, collect
 from experiments.pathx.config import Config, Stage, most_tokens
 from experiments.pathx.data.masked_pixels import hide
@@ -26,7 +26,8 @@ from experiments.pathx.data.packing import Packed, blocks_needed, pack, stack
 from experiments.pathx.data.released import folder_of_fold, image_of, rerendered, samples_of
 from experiments.pathx.masks.relations import Relation
 
-RENDERING_STREAM = 1  # sets the random numbers of renderings apart from others of the same image
+# They set the random numbers of an image's rendering, and of the choice of its drawing, apart from others.
+RENDERING_STREAM, DRAWING_STREAM = 1, 2
 WITH_FAINT_PIXELS = 0.2  # share of the training images in drawn renderings that keep their pixels below the floor
 _FULLEST = 3300  # about the largest number of tokens of images of 128 and 256 pixels
 # About the smallest number of tokens per image, averaged over a batch: images of 32 pixels with 6 dashes have 284 and,
@@ -52,6 +53,7 @@ class Recipe:
     floor: int = 1  # levels below it are background, if background is dropped
     renderings: bool = False  # of training images are drawn; otherwise all have this project's
     release: str | None = None  # folder of released images, used instead of fresh ones
+    images: int | None = None  # different images of each length in training; None: every image is fresh
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
@@ -60,7 +62,7 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
         config.layers_of(stage), config.block, config.registers, config.auxiliary > 0 and not config.hidden,
-        config.hidden, config.floor, config.renderings, config.release,
+        config.hidden, config.floor, config.renderings, config.release, stage.images,
     )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def blocks_of_whole(recipe: Recipe) -> int:
 
 def drawn(size: int, contour: int, seed: int, index: int) -> Vectors:
     """One image, as vectors."""
-    parameters = lra(size, contour)
+    parameters = parameters_of(size, contour)
     return collect(parameters, seed, [draw(parameters, seed, index)])
 
 
@@ -104,7 +106,7 @@ def make(recipe: Recipe, step: int) -> Packed:
         if recipe.release is not None:
             image, label = released_image(recipe, contour, index)
         else:
-            vectors = drawn(recipe.size, contour, recipe.seed, index)
+            vectors = drawn(recipe.size, contour, recipe.seed, drawing_index(recipe, index))
             image, label = training_image(recipe, vectors, index), int(vectors.labels[0])
         left -= blocks_of_whole(recipe) if keeps else blocks_needed(image, recipe.registers, recipe.block)
         if left < 0:
@@ -125,6 +127,14 @@ def make(recipe: Recipe, step: int) -> Packed:
     if not recipe.hidden:
         return packed
     return hide(packed, recipe.hidden, np.random.default_rng([recipe.seed, image_index(recipe.number, step, 0)]))
+
+
+def drawing_index(recipe: Recipe, index: int) -> int:
+    """The index of the drawing for a training image: its own, or one of a fixed number, drawn with replacement."""
+    if recipe.images is None:
+        return index
+    chosen = int(np.random.default_rng([recipe.seed, index, DRAWING_STREAM]).integers(recipe.images))
+    return image_index(recipe.number, *divmod(chosen, MOST_IMAGES))
 
 
 def training_image(recipe: Recipe, vectors: Vectors, index: int) -> NDArray[np.uint8]:

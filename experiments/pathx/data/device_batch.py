@@ -37,6 +37,7 @@ class Batch:
     labels: Tensor  # int64 [I]; NO_LABEL for an entry that is not an image
     blocks: Tensor  # int64 [I, K]
     block: int
+    side: int  # pixels along a side of the images
     orders: dict[str, Order]
     masks: tuple[BlockMask, ...]  # one for each layer, in the layer's order
     layer_orders: tuple[str, ...]
@@ -53,7 +54,8 @@ class Batch:
 def on_device(packed: Packed, layers: Sequence[Relation], device: torch.device, registers: int = 0) -> Batch:
     """The batch of a packing, with its masks. The host does not wait for the device."""
     tensors = {name: moved(array, device) for name, array in arrays_of(packed).items()}
-    return batch_of(tensors, layers, packed.block, registers, tokens=packed.tokens, images=packed.images)
+    return batch_of(tensors, layers, packed.block, registers, side=packed.side, tokens=packed.tokens,
+                    images=packed.images)  # fmt: skip
 
 
 def moved(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -77,7 +79,14 @@ def arrays_of(packed: Packed) -> dict[str, NDArray[np.generic]]:
 
 
 def batch_of(
-    tensors: dict[str, Tensor], layers: Sequence[Relation], block: int, registers: int, *, tokens: int, images: int
+    tensors: dict[str, Tensor],
+    layers: Sequence[Relation],
+    block: int,
+    registers: int,
+    *,
+    side: int,
+    tokens: int,
+    images: int,
 ) -> Batch:
     """The batch from the tensors that `arrays_of` names: everything that is computed on their device.
 
@@ -87,7 +96,6 @@ def batch_of(
     ids, y, x = tensors["ids"], tensors["y"], tensors["x"]
     orders = {name.removeprefix("order."): order.long() for name, order in tensors.items() if name.startswith("order.")}
     of_relation: dict[str, BlockMask] = {}
-    side = round((ids.shape[1] - (block if registers else 0)) ** 0.5)
     for relation in dict.fromkeys(layers):
         names = [f"tiles.{relation.name}.{field}" for field in TileList._fields]
         if names[0] not in tensors:
@@ -101,7 +109,7 @@ def batch_of(
             relation, *(tensors[name] for name in names), (in_order[1], in_order[2]), is_pixel, has_register, block
         )
     return Batch(
-        ids, y, x, tensors["labels"], tensors["blocks"], block,
+        ids, y, x, tensors["labels"], tensors["blocks"], block, side,
         {name: Order(order, inverse_permutation(order)) for name, order in orders.items()},
         tuple(of_relation[relation.name] for relation in layers),
         tuple(relation.order for relation in layers),

@@ -56,6 +56,7 @@ class Packed:
     tiles    name: TileList    those of each relation in the packed layout; empty for the whole one
     pixel_labels  uint8 [B, N]  markers on the curve through the pixel (pathfinder/owners.py), or None
     tokens   int               the number of live tokens
+    side     int               pixels along a side of the images
     """
 
     ids: NDArray[np.int16]
@@ -65,6 +66,7 @@ class Packed:
     blocks: NDArray[np.int32]
     block: int
     tokens: int
+    side: int
     orders: dict[str, NDArray[np.int32]] = field(default_factory=dict)
     tiles: dict[str, TileList] = field(default_factory=dict)
     pixel_labels: NDArray[np.uint8] | None = None
@@ -134,7 +136,7 @@ def pack(
             found.setdefault(relation, []).append((rows + begin, columns + begin, full[rows, columns]))
         begin += need
     return Packed(
-        ids[None], y[None], x[None], np.array(labels, np.uint8), of_image, block, int((ids >= 0).sum()), orders,
+        ids[None], y[None], x[None], np.array(labels, np.uint8), of_image, block, int((ids >= 0).sum()), side, orders,
         {relation.name: _joined(parts, total) for relation, parts in found.items()},
         None if marks is None else marks[None],
     )  # fmt: skip
@@ -174,7 +176,7 @@ def stack(
         orders[name] = order
     of_image = np.arange(len(images) * length // block, dtype=np.int32).reshape(len(images), -1)
     return Packed(
-        ids, y, x, np.array(labels, np.uint8), of_image, block, int((ids >= 0).sum()), orders, {}, marks
+        ids, y, x, np.array(labels, np.uint8), of_image, block, int((ids >= 0).sum()), side, orders, {}, marks
     )  # fmt: skip
 
 

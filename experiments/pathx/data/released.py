@@ -18,6 +18,8 @@ SPLITS = ("test", "validation", "training", "all")
 
 def folder_of_fold(folder: Path, size: int, contour: int) -> Path:
     """The folder of the images with this size and contour length, in a release or in a folder of it."""
+    if contour not in FOLDS:
+        raise ValueError(f"a release has paths of {', '.join(map(str, FOLDS))} dashes; got {contour}")
     return find(f"pathfinder{size}", folder, FOLDS[contour])
 
 

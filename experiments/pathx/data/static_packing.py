@@ -39,7 +39,7 @@ class StaticPacking:
         blocks: int,
     ) -> None:
         self.images, self.blocks, self.layers, self.registers = images, blocks, layers, registers
-        self.packed_like = packed.block, packed.tokens, packed.images
+        self.packed_like = packed.block, packed.side, packed.tokens, packed.images
         self.tensors: dict[str, Tensor] = {}
         for name, array in self._arrays(packed).items():
             length = int(_SPARE * len(array)) + 1 if _varies(name) else len(array)
@@ -61,8 +61,8 @@ class StaticPacking:
 
     def on_device(self) -> Batch:
         """The batch of the tensors, with its masks."""
-        block, tokens, images = self.packed_like
-        return batch_of(self.tensors, self.layers, block, self.registers, tokens=tokens, images=images)
+        block, side, tokens, images = self.packed_like
+        return batch_of(self.tensors, self.layers, block, self.registers, side=side, tokens=tokens, images=images)
 
     def _arrays(self, packed: Packed) -> dict[str, NDArray[np.generic]]:
         """The arrays of a packing, filled up with images that have no blocks and no label."""

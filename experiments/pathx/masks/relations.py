@@ -14,6 +14,9 @@ A relation decides whether the score of two pixels (y, x) and (y', x') of one im
 All but the last are relations of pixels alone, so leaving out the background is exactly equivalent to masking it.
 `tiles:R` depends on how tokens fill blocks, but never on other images of a batch. It has no partial tiles.
 
+"@rows" after any of them puts the layer's tokens in row-major order ("@columns", "@hilbert" likewise), on which the
+tiles of `tiles:R` and the cost of all others depend.
+
 Register tokens see and are seen by all tokens of their image.
 """
 
@@ -26,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experiments.pathx.masks.orders import BASE
+from experiments.pathx.masks.orders import BASE, ORDERS
 
 KINDS = {"dense": 0, "near": 1, "rows": 1, "columns": 1, "axial": 1, "butterfly": 1, "factor": 2, "tiles": 1}
 
@@ -39,15 +42,19 @@ class Relation:
 
     kind: str
     numbers: tuple[int, ...] = ()
+    along: str | None = None  # the order of tokens, if it is not the relation's own
 
     @property
     def name(self) -> str:
         """The name that `parse` reads."""
-        return ":".join([self.kind, *map(str, self.numbers)])
+        name = ":".join([self.kind, *map(str, self.numbers)])
+        return name if self.along is None else f"{name}@{self.along}"
 
     @property
     def order(self) -> str:
-        """The order of tokens in which the relation has few live tiles."""
+        """The order of tokens in which the layer has them, by default one in which the relation has few live tiles."""
+        if self.along is not None:
+            return self.along
         return self.kind if self.kind in ("rows", "columns") else BASE
 
     def live(self, y: Numbers, x: Numbers, other_y: Numbers, other_x: Numbers) -> Numbers:
@@ -80,7 +87,10 @@ def parse(text: str) -> Relation:
     >>> parse("near:16")
     Relation(kind='near', numbers=(16,))
     """
-    kind, *words = text.strip().split(":")
+    relation, at, along = text.strip().partition("@")
+    if at and along not in ORDERS:
+        raise ValueError(f"the order of a layer's tokens must be one of {', '.join(ORDERS)}; got {text!r}")
+    kind, *words = relation.split(":")
     if kind not in KINDS or len(words) != KINDS[kind] or not all(word.isdecimal() for word in words):
         known = ", ".join(":".join([kind, *"RS"[:count]]) for kind, count in KINDS.items())
         raise ValueError(f"a layer's mask must be one of {known} with whole numbers of pixels; got {text!r}")
@@ -89,7 +99,7 @@ def parse(text: str) -> Relation:
         raise ValueError(f"the cells of a butterfly must have at least 1 pixel; got {text!r}")
     if kind == "factor" and (numbers[1] < 1 or numbers[1] & (numbers[1] - 1)):
         raise ValueError(f"the stride of a factor must be a power of two, in cells; got {text!r}")
-    return Relation(kind, numbers)
+    return Relation(kind, numbers, along or None)
 
 
 def parse_layers(text: str) -> tuple[Relation, ...]:

@@ -16,7 +16,7 @@ from experiments.pathx.data.packing import LEVELS
 from experiments.pathx.masks.orders import BASE
 from experiments.pathx.model.gather import GatherGroups, Permute, places_in_groups
 from experiments.pathx.model.intensity import SmoothEmbedding
-from experiments.training.layers.rotary import Rotation, plane_rates, plane_rotation
+from experiments.training.layers.rotary import Rotation, line_rates, line_rotation, plane_rates, plane_rotation
 from experiments.training.layers.transformer import Halves, Layer, SelfAttention, compiled_halves, head_dim_of
 
 CLASSES = 2
@@ -27,6 +27,8 @@ class PathModel(nn.Module):
     head.
 
     Positions are distances in pixels, so the same weights read images of every size.
+
+    line: positions are places in row-major order instead, so rows are as far from each other as an image is wide.
 
     smooth: whether features change gradually with the grey level, or each level has a row of its own.
 
@@ -48,6 +50,7 @@ class PathModel(nn.Module):
         registers: int = 0,
         pixel_classes: int = 0,
         smooth: bool = False,
+        line: bool = False,
     ) -> None:
         super().__init__()
         head_dim = head_dim_of(width, heads, head_dim)
@@ -58,7 +61,8 @@ class PathModel(nn.Module):
         else:
             self.embedding = nn.Embedding(LEVELS + registers, width)
             nn.init.normal_(self.embedding.weight, std=width**-0.5)
-        self.register_buffer("rates", plane_rates(head_dim), persistent=False)
+        self.line = line
+        self.register_buffer("rates", line_rates(head_dim) if line else plane_rates(head_dim), persistent=False)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             Layer(width, mlp, dropout, SelfAttention(width, heads, head_dim, 0.0, qk_norm=True)) for _ in range(depth)
@@ -85,7 +89,10 @@ class PathModel(nn.Module):
         listener: called with the number of every layer and its q and k, [B, H, N, D], in the layer's order.
         """
         x = self.dropout(self.embedding(batch.ids.clamp(min=0).int()))  # [B, N, W]
-        rotation = plane_rotation(batch.y, batch.x, self.rates)
+        if self.line:
+            rotation = line_rotation(batch.y.int() * batch.side + batch.x, self.rates)
+        else:
+            rotation = plane_rotation(batch.y, batch.x, self.rates)
         rotations: dict[str, Rotation] = {BASE: rotation}
         now = BASE
         halves = self.training_halves if self.training else Halves()

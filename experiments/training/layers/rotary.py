@@ -32,8 +32,7 @@ class RotaryPositions(nn.Module):
         parts = 2 if side is None else 4
         if head_dim % parts:
             raise ValueError(f"rotary positions need head dims that are multiples of {parts}; got {head_dim}")
-        count = head_dim // parts
-        rates = _BASE ** -(torch.arange(count) / count) if side is None else plane_rates(head_dim)
+        rates = line_rates(head_dim) if side is None else plane_rates(head_dim)
         self.register_buffer("rates", rates, persistent=False)
         self.side, self.first = side, first
 
@@ -42,8 +41,19 @@ class RotaryPositions(nn.Module):
         if self.side is not None:
             pixel = (places - self.first).clamp(min=0)  # [CLS] gets the place of the first pixel
             return plane_rotation(pixel // self.side, pixel % self.side, self.rates)
-        angles = places[..., None] * self.rates
-        return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        return line_rotation(places, self.rates)
+
+
+def line_rates(head_dim: int) -> Tensor:
+    """Radians per place of each angle of a sequence, `[D / 2]`."""
+    count = head_dim // 2
+    return _BASE ** -(torch.arange(count) / count)
+
+
+def line_rotation(places: Tensor, rates: Tensor) -> Rotation:
+    """The rotation for places in a sequence `[B, N]`, with the rates of `line_rates`."""
+    angles = places[..., None] * rates
+    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
 def plane_rates(head_dim: int) -> Tensor:

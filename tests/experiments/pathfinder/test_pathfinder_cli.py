@@ -84,7 +84,7 @@ def test_picture_has_ours_above_the_real_ones(data):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("generate", "--size", 48), "Error: the Long Range Arena has sizes 32, 64, 128, 256"),
+        (("generate", "--size", 48), "Error: images have sizes 32, 64, 128, 256, 512 and paths of 2 to 14"),
         (("generate", "--images", 0), "Error: images must be at least 1; got 0"),
         (("generate", "--parameters", "nowhere.json"), "Error: .*No such file.*nowhere.json"),
         (("export", "nowhere.safetensors"), "Error: there is no file nowhere.safetensors"),

@@ -112,7 +112,10 @@ def test_an_analysis_has_bins_rules_maps_and_masks(finished, tests, stream, tmp_
 def test_the_table_has_ours_and_the_published(tmp_path):
     note = {
         "sha256": "0", "parameters": 900_000, "auxiliary": 0.5, "device": "X", "cost": {"images": 2e6, "minutes": 55.0},
-        "results": {"128-14-drop": {"accuracy": 0.971, "error": 0.001}, "128-9-drop": {"accuracy": 0.5, "error": 0.1}},
+        "results": {
+            "128-14-drop": {"accuracy": 0.971, "error": 0.001, "layers": "tiles:16*5,dense*4"},
+            "128-9-drop": {"accuracy": 0.5, "error": 0.1},
+        },
     }  # fmt: skip
     (tmp_path / "stages.json").write_text("[]")
     (tmp_path / "one.json").write_text(json.dumps(note | {"results": {}}))
@@ -120,8 +123,17 @@ def test_the_table_has_ours_and_the_published(tmp_path):
     assert without == [table.HEAD, table.rule_row(), *table.PUBLISHED]
     (tmp_path / "one.json").write_text(json.dumps(note))
     lines = table.rows([tmp_path], tmp_path)
-    name = "ours: one, background dropped, pixel labels (weight 0.5)"
-    assert lines[1] == [name, "97.1 ± 0.1 %", "-", "0.90M", "2.00M", "55 min, X"]
+    assert lines[1] == [
+        "ours: one", "97.1 ± 0.1 %", "-", "class, pixel labels (weight 0.5)", "black left out", "2-D rotary", "Hilbert",
+        "tiles:16*5,dense*4", "fresh, one rendering", "0.90M", "2.00M", "55 min, X",
+    ]  # fmt: skip
+    other = {"accuracy": 0.9, "error": 0.002, "layers": "tiles:16@rows*9", "floor": 32, "positions": "line"}
+    other |= {"renderings": "drawn"}
+    (tmp_path / "two.json").write_text(json.dumps(note | {"auxiliary": 0.0, "results": {"256-14-drop": other}}))
+    lines = table.rows([tmp_path], tmp_path)
+    assert [line[0] for line in lines[1:3]] == ["ours: two", "ours: one"]  # without pixel labels first
+    assert lines[1][2:9] == ["90.0 ± 0.2 %", "class", "levels below 32 left out", "1-D rotary", "rows",
+                             "tiles:16@rows*9", "fresh, drawn renderings"]  # fmt: skip
     assert "LRA-parameter generated" in table.markdown(lines)
     page = tmp_path / "shortcuts.md"
     page.write_text("| images of | images | rule | accuracy |\n| --- | --- | --- | --- |\n" + "".join(

@@ -56,3 +56,15 @@ def test_a_stored_model_is_the_tested_one_and_answers_the_first_test_images(path
     found = score(model, packings, recipe.layers, config, torch.device("cpu"))
     # The images are always the same; a model that guesses would be right in seven or all eight once in 28 times.
     assert int(found.right.sum()) >= IMAGES - 1
+
+
+@pytest.mark.parametrize("note", [pytest.param(note, id=name) for name, note in table.found_below(RESULTS)])
+def test_stored_accuracies_are_five_errors_above_what_traces_nothing(note):
+    """A model that follows no path cannot exceed the better rule but by chance."""
+    rules = dict(zip(("128", "256"), table.rule_row()[1:3], strict=True))
+    for key, found in note["results"].items():
+        size, contour, _ = key.split("-")
+        if contour == "14":
+            rule, error = (float(word) / 100 for word in rules[size].removesuffix(" %").split(" ± "))
+            chance = max(error, (rule * (1 - rule) / found["images"]) ** 0.5)
+            assert found["accuracy"] > rule + 5 * chance + 5 * found["error"], key

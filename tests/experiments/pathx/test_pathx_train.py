@@ -360,3 +360,12 @@ def test_the_second_head_goes_on_where_it_names_the_same_classes(whole, stream, 
     assert same_bits(run.model.state_dict(), before)
     other = Run(replace(TINY, initial=path, hidden=0.2), tmp_path / "hidden", stream)
     assert other.model.state_dict()["tracer.weight"].shape != before["tracer.weight"].shape
+
+
+def test_positions_in_a_line_are_places_in_rows_and_do_not_go_on_from_others(whole, stream, tmp_path):
+    line = replace(TINY, positions="line", curriculum=STAGES[:1])
+    run = Run(line, tmp_path / "line", stream)
+    assert run.model.rates.shape == (line.width // line.heads // 2,)
+    assert run.train() is not None
+    with pytest.raises(ValueError, match="positions line; got plane"):
+        Run(replace(line, initial=str(whole[0].folder / "model.safetensors")), tmp_path / "other", stream)

@@ -171,7 +171,7 @@ def test_vectors_of_a_file_become_the_same_tokens():
     ("change", "text"),
     [
         ({"size": 48}, "size must be one of 32"),
-        ({"contour": 7}, "contour must be one of"),
+        ({"contour": 15}, "contour must be one of"),
         ({"steps": None}, "must have minutes or steps"),
         ({"until": 0.5}, "accuracy must be above 0.5"),
         ({"background": "mask"}, "background must be one of"),
@@ -200,3 +200,18 @@ def test_a_stage_that_cannot_be_is_refused(change, text):
 def test_settings_that_cannot_be_are_refused(change, text):
     with pytest.raises(ValueError, match=text):
         replace(CONFIG, **change)
+
+
+def test_a_stage_of_fixed_images_repeats_them_in_other_renderings():
+    stage = replace(STAGE, images=5)
+    recipe = recipe_of(replace(DRAWN, curriculum=(stage,)), 0)
+    plain = recipe_of(replace(CONFIG, curriculum=(stage,)), 0)
+    levels = {tuple(np.sort(render(drawn(32, 6, recipe.seed, image_index(0, 0, n)))[0].ravel())) for n in range(5)}
+    batch = make(plain, 7)
+    for blocks in batch.blocks:
+        ids = batch.ids[0].reshape(-1, 32)[blocks[blocks < 64]]
+        image = np.zeros(32 * 32, np.uint8)
+        image[: (ids > 0).sum()] = ids[ids > 0]
+        assert tuple(np.sort(image)) in levels
+    assert not same(make(recipe, 7), make(recipe, 8))
+    assert same(make(recipe, 7), make(recipe, 7))

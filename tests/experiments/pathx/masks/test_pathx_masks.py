@@ -176,3 +176,13 @@ def test_registers_need_a_block_and_whole_images_whole_blocks():
         grid_mask(parse("dense"), 12, 32)
     with pytest.raises(ValueError, match="multiple of 32 pixels"):
         stack([image(0, side=12)], [0], [parse("dense")], block=32)
+
+
+def test_an_order_after_the_relation_puts_the_layers_tokens_in_it():
+    near, rows = parse("near:3"), parse("near:3@rows")
+    assert (near.order, rows.order, rows.name) == ("hilbert", "rows", "near:3@rows")
+    with pytest.raises(ValueError, match="order of a layer's tokens must be one of"):
+        parse("near:3@spiral")
+    packed = pack([image(1)], [1], (near, rows), block=32)
+    batch = on_device(packed, (near, rows), torch.device("cpu"))
+    assert torch.equal(in_stored_order(batch, 0), in_stored_order(batch, 1))

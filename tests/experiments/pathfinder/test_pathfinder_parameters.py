@@ -1,0 +1,39 @@
+"""Parameters beyond the arena: the rule by which 512 pixels are extrapolated, and paths of other lengths."""
+
+from math import floor
+
+import pytest
+
+from experiments.pathfinder.parameters import EXTRAPOLATED, FOLDS, LRA, lra, parameters_of
+from experiments.pathfinder.testset import title
+
+
+def test_512_pixels_go_on_by_the_mean_step_of_the_two_doublings_before():
+    found = EXTRAPOLATED[512]
+
+    def next_of(before, after):
+        return after + (after - before) / 2
+
+    names = set(found) - {"margins", "target_contrast", "distractor_contrast", "continuity"}
+    for name in names - {"thickness"}:
+        assert found[name] == floor(next_of(LRA[64][name], LRA[256][name])), name
+    assert found["thickness"] == next_of(LRA[64]["thickness"], LRA[256]["thickness"])
+    assert found["margins"] == (next_of(LRA[64]["margins"][0], LRA[256]["margins"][0]),)
+    assert found["continuity"] == LRA[64]["continuity"] == LRA[256]["continuity"]
+    assert found["target_contrast"] == found["distractor_contrast"]
+
+
+def test_the_arenas_parameters_are_unchanged_and_others_have_names_of_their_own():
+    for size in LRA:
+        for contour in FOLDS:
+            assert parameters_of(size, contour) == lra(size, contour)
+    others = [parameters_of(512, 14), parameters_of(512, 9), parameters_of(64, 3), parameters_of(128, 3)]
+    assert not any(each.is_lra for each in others) and len({each.name for each in others}) == 4
+    assert parameters_of(64, 2).distractor_length == 1 and parameters_of(64, 12).distractor_length == 4
+    assert title(512, 14) == "extrapolated Path-512"
+
+
+@pytest.mark.parametrize(("size", "contour"), [(48, 14), (64, 1), (64, 15)])
+def test_other_sizes_and_lengths_are_refused(size, contour):
+    with pytest.raises(ValueError, match=f"got {size} with {contour}"):
+        parameters_of(size, contour)
