@@ -36,8 +36,9 @@ class _Refused(Exception):
 
 
 def recorded(
-    function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None = None
-) -> Recorded:
+    function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None = None,
+    *, may_capture_learned: bool = False,
+) -> Recorded:  # fmt: skip
     """A function of `(score, b, h, q, k, *given)` as an expression; its nodes are added to those of `into`.
 
     Raises ValueError for what `scores.function` says that kernels do not take.
@@ -57,7 +58,7 @@ def recorded(
             "scores.function must be recorded for the kernels, by calling it on tensors that stand for all scores; it "
             f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]} {_REMEDY}"
         ) from error
-    recorder = _Recorder(graph, given, device, into)
+    recorder = _Recorder(graph, given, device, into, may_capture_learned)
     try:
         return recorder.run(score.shape)
     except _Refused as error:
@@ -68,8 +69,10 @@ def recorded(
 
 class _Recorder:
     def __init__(
-        self, graph: GraphModule, given: Sequence[Tensor], device: torch.device, into: Recorded | None
-    ) -> None:
+        self, graph: GraphModule, given: Sequence[Tensor], device: torch.device, into: Recorded | None,
+        may_capture_learned: bool,
+    ) -> None:  # fmt: skip
+        self._may_capture_learned = may_capture_learned
         self._graph, self._device = graph, device
         self.made = Expression() if into is None else into.expression
         self._tensors = list(given) if into is None else list(into.tensors)
@@ -97,7 +100,7 @@ class _Recorder:
         return Recorded(self.made, output, tuple(self._tensors))
 
     def _captured(self, x: Tensor) -> int | _Entries:
-        if x.requires_grad:
+        if x.requires_grad and not self._may_capture_learned:
             raise _Refused("a captured tensor that requires gradients, which must be passed after the function")
         if x.device != self._device:
             raise _Refused(f"a captured tensor on {x.device}, which must be on {self._device}")

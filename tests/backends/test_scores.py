@@ -9,6 +9,7 @@ from cutting import chunks_of
 from exactness import loads
 from scored import FUNCTIONS, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores
+from sparseflash.backends.triton import api
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.support import refuses
 from sparseflash.backends.triton.overrides import override
@@ -121,6 +122,7 @@ def test_the_operator_passes_pytorchs_own_checks():
     changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.sink(torch.randn(2, requires_grad=True))
     problem = (None, None, None, None, None, None, 16, 16, 0.25, None, 0, "")
     arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
+    assert api.scored_attention.name == "triton"  # registered when its module is imported
     torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)
 
 
