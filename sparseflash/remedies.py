@@ -28,7 +28,7 @@ REMEDIES = {
     ),
     "score_mod": (
         "pass scores=, such as scores.alibi(slopes), scores.bias(tensor) or scores.softcap(cap), or "
-        "scores.function(score_mod) for backends in PyTorch"
+        "interop.from_score_mod(score_mod, q.shape[2])"
     ),
     "softcap": "pass scores=scores.softcap(softcap)",
     "softmax_scale": "it is called scale",

@@ -154,7 +154,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask",
         "sparseflash/validation.py",
     ),
-    "sparseflash/interop": ("sparseflash/blockmask",),
+    "sparseflash/interop": ("sparseflash/blockmask", "sparseflash/scores"),
     "sparseflash/analysis": ("sparseflash/blockmask",),
     "sparseflash/draw": ("sparseflash/blockmask",),
     "sparseflash/testing": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),

@@ -15,8 +15,22 @@ KINDS = (
     "alibi", "log_decay", "t5", "clipped", "grid", "bias", "pair bias", "key_bias", "softcap", "sink", "temperature",
     "query temperature",
 )  # fmt: skip
-SAME_KIND = ({"alibi", "log_decay"}, {"t5", "clipped", "grid"}, {"bias", "pair bias"},
+# One's own functions: with the tensors that the kernels sum gradients for in each of their ways, and without any.
+FUNCTIONS = ("function of places", "function of tables", "function of scores")
+SAME_KIND = ({*FUNCTIONS}, {"alibi", "log_decay"}, {"t5", "clipped", "grid"}, {"bias", "pair bias"},
              {"temperature", "query temperature"})  # fmt: skip
+
+
+def of_places(score, b, h, q, k, gain, shift, slope):
+    return torch.where(q % 3 == 1, score * gain[h], score) + shift[q, b] * score.sigmoid() + slope[h, k]
+
+
+def of_tables(score, b, h, q, k, table, pairs, kinds):
+    return score + table[h, (k - q).clamp(-3, 3) + 3] * score.sin() + pairs[0, k, q] + table[h // 2, kinds[k]]
+
+
+def of_scores(score, b, h, q, k):
+    return 3 * torch.tanh(score / 3) - 0.1 * (q - k).abs() + torch.where(k > q, 0.5 * score, -score.square() / 8)
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,16 @@ class Scored:
                     "key_bias": lambda: scores.key_bias(drawn(batch, heads, p.k_len)),
                     "softcap": lambda: scores.softcap(1.5),
                     "sink": lambda: scores.sink(drawn(p.heads)),
+                    "function of places": lambda: scores.function(
+                        of_places, drawn(p.heads), drawn(p.q_len, p.batch), drawn(p.heads, p.k_len)
+                    ),
+                    "function of tables": lambda: scores.function(
+                        of_tables,
+                        drawn(p.heads, 7),
+                        drawn(1, p.k_len, p.q_len),
+                        torch.arange(p.k_len, device=device) % 3,
+                    ),
+                    "function of scores": lambda: scores.function(of_scores),
                     "temperature": lambda: scores.temperature(drawn(p.heads, low=0.5)),
                     "query temperature": lambda: scores.temperature(drawn(batch, heads, p.q_len, low=0.5)),
                 }[kind]()
@@ -72,7 +96,7 @@ class Scored:
 
 
 @st.composite
-def scored(draw, *, kinds=KINDS, **arguments):
+def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), **arguments):
     """A drawn problem with one to three changes of different kinds."""
     chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
     for group in SAME_KIND:

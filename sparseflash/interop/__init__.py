@@ -16,7 +16,8 @@ PyTorch of them.
 `batch=`, `head=`; a list of heads can be read); BSR: ragged ends |
 | PyTorch sparse | `to_torch_sparse`: bool CSR, BSR | `from_torch_sparse`: CSR, BSR, COO | the same |
 | PyTorch SDPA | `to_sdpa`: bool `[B, H, Nq, Nk]` | `from_sdpa`: bool, or 0 and -inf | nothing, in `Nq * Nk` bytes |
-| FlexAttention | `to_flex`: `BlockMask` with `mask_mod` | `from_flex`: lists, `mask_mod` in partial blocks | nothing |
+| FlexAttention | `to_flex`: `BlockMask` with `mask_mod` | `from_flex`: lists, `mask_mod` in partial blocks; \
+`from_score_mod`: changes of scores | nothing |
 | FlashAttention-4 | `to_fa4`: lists of the forward and backward | `from_fa4`: lists, with a `mask_mod` | blocks other \
 than 128 keys by multiples of 128 queries; bits of partial tiles, for which the caller supplies a CuTe `mask_mod` |
 | FlashInfer | `to_flashinfer`: BSR with block masks | `from_flashinfer`: the same, any block | several patterns at \
@@ -26,7 +27,7 @@ queries on one side of the diagonal (butterflies, random blocks) |
 | DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so no ragged ends, \
 no causality inside a block), rectangular masks or blocks, masks that differ within the batch |
 
-It may import `blockmask` alone.
+It may import `blockmask` and `scores` alone.
 """
 
 from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout
@@ -47,6 +48,7 @@ from sparseflash.interop.flex import to_flex as to_flex
 from sparseflash.interop.lookup import TileLookup as TileLookup
 from sparseflash.interop.scipy import from_scipy as from_scipy
 from sparseflash.interop.scipy import to_scipy as to_scipy
+from sparseflash.interop.score_mods import from_score_mod as from_score_mod
 from sparseflash.interop.sdpa import from_sdpa as from_sdpa
 from sparseflash.interop.sdpa import to_sdpa as to_sdpa
 from sparseflash.interop.torch_sparse import from_torch_sparse as from_torch_sparse
@@ -65,6 +67,7 @@ __all__ = [
     "from_flashmask",
     "from_flex",
     "from_scipy",
+    "from_score_mod",
     "from_sdpa",
     "from_torch_sparse",
     "to_deepspeed",

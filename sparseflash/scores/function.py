@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseflash.scores.change import Change, Learned, Place, Sizes, on_device
+from sparseflash.scores.tracing import Recorded, recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,45 +20,72 @@ class Function(Change):
     kind = "function"
     function: Callable[..., Tensor]
     given: tuple[Tensor, ...]
+    derivative: Callable[..., Tensor] | None = None
+    kernel: Any = None  # the same as Triton functions: see `function`
+    kernel_derivative: Any = None
+    identity: object = field(default_factory=object, repr=False)  # equal for the same functions with other tensors
+    # What was recorded of the functions, by the device: kernels are made from it.
+    _recorded: dict[torch.device, tuple[Recorded, int | None]] = field(default_factory=dict, repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.given
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Function:
-        return Function(self.function, tuple(tensors))
+        return replace(self, given=tuple(tensors))
 
     def prepared(self, sizes: Sizes) -> Function:
         for number, x in enumerate(self.given):
             on_device(x, f"tensor {number} of the function", sizes)
         return self
 
+    def recorded(self, device: torch.device) -> tuple[Recorded, int | None]:
+        """The function as an expression, and the node of the derivative by the score, if one was given. Raises
+        ValueError for functions that cannot be recorded.
+        """
+        if device not in self._recorded:
+            found, slope = recorded(self.function, self.given, device), None
+            if self.derivative is not None:
+                second = recorded(self.derivative, self.given, device, into=found)
+                found, slope = second._replace(output=found.output), second.output
+            self._recorded[device] = found, slope
+        found, slope = self._recorded[device]
+        return found._replace(tensors=(*self.given, *found.tensors[len(self.given) :])), slope
+
     def changed(self, scores: Tensor, at: Place) -> Tensor:
-        changed = self.function(scores, at.batch, at.head, at.query, at.key, *self.given)
-        if not isinstance(changed, Tensor) or changed.shape != scores.shape:
-            got = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-            raise ValueError(
-                f"the function must return one score for each that it gets, {list(scores.shape)}; got {got}."
-            )
-        return changed.to(scores.dtype).contiguous()
+        return self._of_each("the function", self.function, scores, at)
+
+    def _of_each(self, name: str, function: Callable[..., Tensor], scores: Tensor, at: Place) -> Tensor:
+        found = function(scores, at.batch, at.head, at.query, at.key, *self.given)
+        if not isinstance(found, Tensor) or found.shape != scores.shape:
+            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"{name} must return one score for each that it gets, {list(scores.shape)}; got {got}.")
+        return found.to(scores.dtype).contiguous()
 
     def gradient(self, gradient: Tensor, scores: Tensor, changed: Tensor, at: Place, learned: Learned) -> Tensor:
         with torch.enable_grad():
-            leaf = scores.detach().requires_grad_()
+            leaf = scores.detach().requires_grad_(self.derivative is None)
             tensors = [x.detach().requires_grad_(zeros is not None) for x, zeros in zip(self.given, learned)]
             result = self.with_tensors(tensors).changed(leaf, at)
-        if not result.requires_grad:  # it may ignore the score
-            return torch.zeros_like(gradient)
-        into = [zeros for zeros in learned if zeros is not None]
-        first, *others = torch.autograd.grad(
-            result, [leaf, *(x for x in tensors if x.requires_grad)], gradient, allow_unused=True
-        )
-        for zeros, other in zip(into, others, strict=True):
+        first = torch.zeros_like(gradient)
+        if self.derivative is not None:
+            first = gradient * self._of_each("the derivative", self.derivative, scores.detach(), at)
+        leaves = [x for x in (leaf, *tensors) if x.requires_grad]
+        if not leaves or not result.requires_grad:  # it may ignore the score
+            return first
+        found = list(torch.autograd.grad(result, leaves, gradient, allow_unused=True))
+        if self.derivative is None:
+            own = found.pop(0)
+            first = first if own is None else own
+        for zeros, other in zip((zeros for zeros in learned if zeros is not None), found, strict=True):
             if other is not None:
                 zeros += other
-        return torch.zeros_like(gradient) if first is None else first
+        return first
 
 
-def function(change: Callable[..., Tensor], *tensors: Tensor) -> Function:
+def function(
+    change: Callable[..., Tensor], *tensors: Tensor, derivative: Callable[..., Tensor] | None = None,
+    kernel: Any = None, kernel_derivative: Any = None,
+) -> Function:  # fmt: skip
     """Replaces every score by `change(score, b, h, q, k, *tensors)`.
 
     >>> import torch
@@ -69,21 +98,48 @@ def function(change: Callable[..., Tensor], *tensors: Tensor) -> Function:
 
     change: a function of PyTorch tensors that broadcast to the shape of `score`; `b`, `h`, `q` and `k` are int64, the
     numbers of batch element, query head, query and key. It is called on many scores at once, of live tiles only, and
-    must treat each by itself; b, h, q and k always lie inside the tensors' lengths. tensors: what it reads besides, in
-    particular all that gradients are wanted for.
+    must treat each by itself; b, h, q and k always lie inside the tensors' lengths. Its result and its derivative must
+    be finite there, also for dead scores. tensors: what it reads besides, in particular all that gradients are wanted
+    for. derivative: of the result by the score, a function of the same arguments; without it `change` is
+    differentiated.
 
-    The reference and the blockwise backend differentiate it by autograd; the Triton kernels refuse it. Raises
-    ValueError for a function that captures a tensor that requires gradients, which would get none.
+    The reference and the blockwise backend call it, and differentiate it by autograd. The Triton kernels are compiled
+    with it, once for all masks. It is recorded by one call the first time, which takes a tenth of a second (and the
+    first in a process seconds more), so keep the result of `scores.function` rather than make it in every step;
+    Python numbers that `change` reads then stay what they were. The kernels take:
+
+    - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
+      `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,
+      `cos`, `tanh`, `sigmoid`, `relu`, `silu`, `softplus`. All are computed in fp32, and integers in 32 bits.
+    - entries of tensors all of whose dimensions are indexed, by integers computed from b, h, q and k or read from other
+      tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
+      makes the score NaN. Tensors without dimensions are numbers.
+    - gradients of a tensor that is indexed by b, h, q and k themselves, or of a table with at most 16,384 entries for
+      each b and h. They are sums of fixed parts, with the same bits every time. A table costs the kernels as many steps
+      for each tile as the tile meets entries.
+
+    kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes the
+    same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made contiguous.
+    kernel_derivative: the derivative by the score, a function of the same kind, without which there is no backward.
+    Tensors get no gradients from such a function.
+
+    Raises ValueError for a function that captures a tensor that requires gradients, which would get none, and when the
+    kernels are called for one that they do not take.
     """
     if not callable(change):
         raise TypeError(f"a function of (score, b, h, q, k, *tensors) must be given; got {type(change).__name__}.")
     for x in tensors:
         if not isinstance(x, Tensor):
             raise TypeError(f"what follows the function must be tensors; got {type(x).__name__}.")
-    for cell in getattr(change, "__closure__", None) or ():
-        if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
-            raise ValueError(
-                "a function must not capture tensors that require gradients, which would get none: pass them after it, "
-                "scores.function(change, x), and it gets them as its last arguments."
-            )
-    return Function(change, tensors)
+    if kernel is None and kernel_derivative is not None:
+        raise TypeError(
+            "kernel_derivative must come with a kernel; got no kernel. derivative= takes PyTorch functions."
+        )
+    for each in (change, derivative):
+        for cell in getattr(each, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
+                raise ValueError(
+                    "a function must not capture tensors that require gradients, which would get none: pass them after "
+                    "it, scores.function(change, x), and it gets them as its last arguments."
+                )
+    return Function(change, tensors, derivative, kernel, kernel_derivative)

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from cutting import chunks_of
 from exactness import loads
-from scored import KINDS, Scored, check, results, scored
+from scored import FUNCTIONS, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores
+from sparseflash.backends.triton import api
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.support import refuses
 from sparseflash.backends.triton.overrides import override
@@ -45,6 +46,15 @@ def test_everything_at_once_in_chunks_and_gathered_tiles(dtype):
         check(case, "triton")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_functions_in_chunks_and_gathered_tiles(dtype):
+    small = local(dtype, 20, heads=2, kv_heads=1)
+    with chunks_of(16):
+        check(Scored(small, ("softcap", "alibi", "function of tables", "sink")), "triton")
+    with override(tiling=widest_gathered):
+        check(Scored(small, ("t5", "function of places")), "triton")
+
+
 def widest_gathered(tilings: list[Tiling]) -> Tiling:
     found = [tiling for tiling in tilings if tiling.gathered]
     assert found  # otherwise nothing here would be gathered
@@ -53,7 +63,7 @@ def widest_gathered(tilings: list[Tiling]) -> Tiling:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_give_the_same_bits_every_time(kind):
-    case = Scored(local(torch.float16, 40), (kind,))
+    case = Scored(local(torch.float16, 20, heads=2, kv_heads=1), (kind,))
     first, second = results(case, "triton"), results(case, "triton")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -107,17 +117,12 @@ def test_sums_of_groups_are_those_of_their_rows(each):
     torch.testing.assert_close(sums_of_groups(values, group, 3, each), expected)
 
 
-def test_the_kernels_refuse_functions():
-    q, k, v = (torch.randn(1, 2, 20, 16, dtype=torch.float16) for _ in range(3))
-    with pytest.raises(ValueError, match="scores must be of the closed family for the triton backend"):
-        attention(q, k, v, scores=scores.function(lambda s, b, h, q, k: s), backend="triton")
-
-
 def test_the_operator_passes_pytorchs_own_checks():
     q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
     changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.sink(torch.randn(2, requires_grad=True))
     problem = (None, None, None, None, None, None, 16, 16, 0.25, None, 0, "")
     arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
+    assert api.scored_attention.name == "triton"  # registered when its module is imported
     torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)
 
 
@@ -144,7 +149,7 @@ def test_the_kernels_are_exact_on_the_gpu(dtype, data):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *FUNCTIONS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_all_gradients_have_the_same_bits_every_time_on_the_gpu(dtype, kind):
     case = Scored(local(dtype, 1000, dim=64, v_dim=64), (kind,))

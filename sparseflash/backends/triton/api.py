@@ -62,7 +62,6 @@ def _scored_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     check(q, k, v)
-    _check_changes(changes)
     if q.numel() == 0 or k.numel() == 0:
         return _forward(q, k, v, problem)
     run: Any = forward_pass(q, k, v, problem, changes)
@@ -87,14 +86,6 @@ def _scored_backward(
 
 
 scored_attention = ScoredOperator("triton", _scored_forward, _scored_backward, empty_kept)
-
-
-def _check_changes(changes: Scores) -> None:
-    if changes.find("function") is not None:
-        raise ValueError(
-            "scores must be of the closed family for the triton backend, which compiles no functions; got "
-            "scores.function. Use backend='blockwise', or express it by scores.bias."
-        )
 
 
 def as_kernels_read(
@@ -160,7 +151,11 @@ def _key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
     """Everything that launches depend on besides `_key`."""
     if changes is None:
         return ()
-    return changes.described(), *((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in changes.tensors())
+    function = changes.find("function")
+    return (
+        changes.described(), None if function is None else function.identity,
+        *((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in changes.tensors()),
+    )  # fmt: skip
 
 
 def choices(

@@ -180,9 +180,10 @@ class DirectStart:
 
     def __call__(self, programs: int, given: Sequence[Any]) -> None:
         """Starts the kernel on the current stream of its device, which must be the current device."""
-        values: list[Any] = [x.data_ptr() if isinstance(x, Tensor) else x for x in given]
+        picked: Sequence[Any] = given
         if not self._are_all:
-            values = [values[place] if item is None else values[place][item] for place, item in self._picks]
+            picked = [given[place] if item is None else given[place][item] for place, item in self._picks]
+        values = [x.data_ptr() if isinstance(x, Tensor) else x for x in picked]
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         with self._lock:
             self._packer.pack_into(self._memory, self._offset, *values)
@@ -211,13 +212,9 @@ def _packer(parameters: Sequence[Parameter]) -> struct.Struct:
 def _value(arguments: Sequence[Any], parameter: Parameter) -> int | float:
     """The value of a parameter."""
     value = arguments[parameter.argument]
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    if parameter.item is None:
-        return value  # type: ignore[no-any-return]
-    if not isinstance(value, tuple):
-        value = (*value.shape, *value.strides)  # of a descriptor
-    return value[parameter.item]  # type: ignore[no-any-return]
+    if parameter.item is not None:
+        value = value[parameter.item] if isinstance(value, tuple) else (*value.shape, *value.strides)[parameter.item]
+    return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from sparseflash.backends.triton.portable.scores import (
     CAPPED,
     add_table_gradients,
     changed_scores,
+    code_differences,
     slope_gradients,
     store_bias_gradients,
 )
@@ -53,16 +54,17 @@ def lse_gradients(pointers, inside, inverse, AXIS: tl.constexpr):
 
 @triton.jit
 def dk_dv_step(
-    dk, dv, dkey, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
+    dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
     first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification,
     scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr,
+    OWN_SUMS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of one tile of queries to dk (without the scale), dv, and the gradient of a bias of keys,
-    which stays 0.0 without `dkey_ptr`. Scores are [keys, queries] here.
+    """Adds the contribution of one tile of queries to dk (without the scale), dv, the gradient of a bias of keys,
+    which stays 0.0 without `dkey_ptr`, and one's own sums. Scores are [keys, queries] here.
     """
     rows = token_numbers(first_q, BLOCK_M)
     batch_head = batch * heads + head
@@ -78,8 +80,8 @@ def dk_dv_step(
     # as the delta that is subtracted from it.
     scores = products(k_tile, q_tile, PRECISION, True)
     if CHANGES:
-        scores, factor = changed_scores(
-            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+        scores, factor, own = changed_scores(
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
             MASKED, True,
         )  # fmt: skip
     inverse, dlse, live = None, None, None
@@ -105,11 +107,16 @@ def dk_dv_step(
         if dlse_ptr is not None:
             dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
     ds = score_gradients(p, dp, delta_row[None, :], dlse)
+    if OWN_SUMS is not None:
+        own_sums = OWN_SUMS(own_sums, ds, own[1], BLOCK_N)
+    if CHANGES:
+        if OWN is not None:
+            ds = ds * own[0]
     if dkey_ptr is not None:
         dkey += tl.sum(ds, 1)
     if CAPPED & CHANGES:
         ds = ds * factor
-    return accumulate(ds, q_tile, dk, PRECISION), dv, dkey
+    return accumulate(ds, q_tile, dk, PRECISION), dv, dkey, own_sums
 
 
 @triton.jit
@@ -147,16 +154,18 @@ def dk_dv_kernel(
     heads,  # key heads
     group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    cap, inverse_cap,  # the arguments from here to bias_strides only if CHANGES: see scores.py
+    cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
     values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own.py lists them
     dkey_ptr,  # fp32 [W, group, BLOCK_N], written: the gradient of a bias of keys; or None
+    own_parts,  # the same of what one's own function reads for each key; or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward, but for a tile of queries
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr,
+    ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, OWN_SUMS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
@@ -176,11 +185,13 @@ def dk_dv_kernel(
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
     changes = (
         cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides,
+        key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
-    dkey = 0.0
+    dkey, own_sums = 0.0, ()
     if dkey_ptr is not None:
         dkey = tl.zeros([BLOCK_N], tl.float32)
+    if OWN_SUMS is not None:
+        own_sums = OWN_SUMS(None, None, None, BLOCK_N)
     for member in range(0, group):
         list_ptr = item_ptr + member * ITEM
         start, full, count = tl.load(list_ptr + 1), tl.load(list_ptr + 2), tl.load(list_ptr + 3)
@@ -198,15 +209,17 @@ def dk_dv_kernel(
         head = kv_head * group + member
         if dkey_ptr is not None:
             dkey = tl.zeros([BLOCK_N], tl.float32)
+        if OWN_SUMS is not None:
+            own_sums = OWN_SUMS(None, None, None, BLOCK_N)
         for i in range(0, full * SPLIT):
             first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
             next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
-            dk, dv, dkey = dk_dv_step(
-                dk, dv, dkey, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+            dk, dv, dkey, own_sums = dk_dv_step(
+                dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
                 batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, seed_ptr, dropped,
                 amplification, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D, DV, PADDED_D,
                 PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA,
-                CHANGES, False,
+                CHANGES, OWN, OWN_SUMS, False,
             )  # fmt: skip
         if partial > 0:  # as in the forward
             next_block, next_tile = partial_block, partial_number
@@ -216,15 +229,17 @@ def dk_dv_kernel(
                 next_block, next_tile = partial_tile(
                     index_ptr, tile_ptr, 0, 0, first_partial, (i + 1) // SPLIT, BLOCK_M, GATHERED, False
                 )
-                dk, dv, dkey = dk_dv_step(
-                    dk, dv, dkey, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                dk, dv, dkey, own_sums = dk_dv_step(
+                    dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
                     batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped,
                     amplification, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D, DV,
                     PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION,
-                    ROWS_TMA, CHANGES, True,
+                    ROWS_TMA, CHANGES, OWN, OWN_SUMS, True,
                 )  # fmt: skip
+        place = tl.cast(tl.program_id(0), tl.int64) * group + member
+        if OWN_SUMS is not None:
+            store_own_sums(own_sums, own_parts, place, first_k, k_length, BLOCK_N, HAS_LENGTHS)
         if dkey_ptr is not None:
-            place = tl.cast(tl.program_id(0), tl.int64) * group + member
             if HAS_LENGTHS:  # a tile may be cut by the length
                 dkey = tl.where(first_k + tl.arange(0, BLOCK_N) < k_length, dkey, 0.0)
             tl.store(dkey_ptr + place * BLOCK_N + tl.arange(0, BLOCK_N), dkey)
@@ -270,10 +285,10 @@ def row_step(
     changes, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys in the backward over rows: `(keys, exponentials, weights, gradients of the weights, derivative
-    of the scores' cap)`.
+    of the scores' cap, what one's own function returned)`.
     """
     k_tile = load_tokens(
         k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
@@ -282,10 +297,10 @@ def row_step(
         v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
     scores = products(q_tile, k_tile, PRECISION)
-    factor = 1.0
+    factor, own = 1.0, (1.0, ())
     if CHANGES:
-        scores, factor = changed_scores(
-            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+        scores, factor, own = changed_scores(
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
             MASKED, False,
         )  # fmt: skip
     live, inverses = None, None
@@ -300,7 +315,7 @@ def row_step(
     if DROPOUT:
         keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
         dp = tl.where(keep, dp * amplification, 0.0)
-    return k_tile, exps, p, dp, factor
+    return k_tile, exps, p, dp, factor, own
 
 
 @triton.jit
@@ -313,11 +328,37 @@ def learned_step(
     if dbias_ptr is not None:
         store_bias_gradients(ds, dbias_ptr, batch_head, rows, keys, q_len, k_len)
     if dtable_ptr is not None:
+        at = code_differences(changes[4], changes[5], rows, keys, q_len, k_len, False)
         own = dtable_ptr + tl.cast(tl.program_id(0), tl.int64) * table_size
-        add_table_gradients(ds, own, buckets_ptr, changes, rows, keys, q_len, k_len)
+        add_table_gradients(ds, own, tl.load(buckets_ptr + at), None)
     if CAPPED & CHANGES:
         ds = ds * factor
     return ds
+
+
+@triton.jit
+def own_step(
+    ds, own, own_sums, own_parts, own_numbers, batch_head, first_q, first_k, q_len, k_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one's own function by one tile: `(those of the scores before it, the sums of its queries)`."""
+    if OWN_SUMS is not None:
+        own_sums = OWN_SUMS(own_sums, ds, own[1], BLOCK_M)
+    if OWN_STORES is not None:
+        rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
+        OWN_STORES(ds, own[1], own_parts, own_numbers, batch_head, rows, keys, q_len, k_len)
+    return ds * own[0], own_sums
+
+
+@triton.jit
+def store_own_sums(own_sums, own_parts, place, first, length, TOKENS: tl.constexpr, CUT: tl.constexpr):
+    """Writes the sums of one's own function for a tile of tokens; if CUT, 0 at or past `length`."""
+    at = tl.arange(0, TOKENS)
+    for number in tl.static_range(len(own_sums)):
+        found = own_sums[number]
+        if CUT:
+            found = tl.where(first + at < length, found, 0.0)
+        tl.store(own_parts[number] + place * TOKENS + at, found)
 
 
 @triton.jit
@@ -364,19 +405,21 @@ def dq_kernel(
     seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
     scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
-    cap, inverse_cap,  # the arguments from here to bias_strides only if CHANGES: see scores.py
+    cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
     values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own.py lists them
     sink_ptr,  # [Hq], or None; read if DELTA
     dslopes_ptr,  # fp32 [W, BLOCK_M], written: the gradient of the slope by each query; or None, as those below
     dbias_ptr,  # [B, Hq, Nq, Nk] contiguous, written for live tiles
     dtable_ptr, buckets_ptr, table_size,  # fp32 [W, R], to which is added, and int32 [C]: the bucket of each code
+    own_parts,  # the gradients of what one's own function reads: as dslopes_ptr, then as dbias_ptr, then as dtable_ptr
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    DELTA: tl.constexpr, CHANGES: tl.constexpr,
+    DELTA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and lse2 and delta for dk_dv_kernel; if DELTA, only delta and the inverse sums.
 
@@ -445,24 +488,32 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
     changes = (
         cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides,
+        key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
     if dslopes_ptr is not None:
         dslopes = tl.zeros([BLOCK_M], tl.float32)
+    own_sums = ()
+    if OWN_SUMS is not None:
+        own_sums = OWN_SUMS(None, None, None, BLOCK_M)
 
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
-        k_tile, exps, p, dp, factor = row_step(
+        k_tile, exps, p, dp, factor, own = row_step(
             q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, seed_ptr, dropped, amplification,
             batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
             v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
-            DROPOUT, KEEP, TMA, PRECISION, CHANGES, False,
+            DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
         )  # fmt: skip
         if DELTA:
             delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)
         else:
             ds = score_gradients(p, dp, delta[:, None], dlse)
+            if OWN is not None:
+                ds, own_sums = own_step(
+                    ds, own, own_sums, own_parts, own_numbers, batch_head, first_q, first_k, q_len, k_len,
+                    BLOCK_M, BLOCK_N, OWN_SUMS, OWN_STORES,
+                )  # fmt: skip
             if dslopes_ptr is not None:
                 keys = token_numbers(first_k, BLOCK_N)
                 dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
@@ -487,16 +538,21 @@ def dq_kernel(
                 index_ptr, tile_ptr, start + full, at_end, first_partial, (i + 1) // SPLIT, BLOCK_N, GATHERED,
                 HAS_LENGTHS,
             )  # fmt: skip
-            k_tile, exps, p, dp, factor = row_step(
+            k_tile, exps, p, dp, factor, own = row_step(
                 q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
                 batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
                 v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
-                HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, True,
+                HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
             )  # fmt: skip
             if DELTA:
                 delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)
             else:
                 ds = score_gradients(p, dp, delta[:, None], dlse)
+                if OWN is not None:
+                    ds, own_sums = own_step(
+                        ds, own, own_sums, own_parts, own_numbers, batch_head, first_q, first_k, q_len, k_len,
+                        BLOCK_M, BLOCK_N, OWN_SUMS, OWN_STORES,
+                    )  # fmt: skip
                 if dslopes_ptr is not None:
                     keys = token_numbers(first_k, BLOCK_N)
                     dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
@@ -507,6 +563,8 @@ def dq_kernel(
                     )  # fmt: skip
                 dq = accumulate(ds, k_tile, dq, PRECISION)
 
+    if OWN_SUMS is not None:
+        store_own_sums(own_sums, own_parts, tl.cast(tl.program_id(0), tl.int64), 0, 0, BLOCK_M, False)
     if dslopes_ptr is not None:
         place = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M
         tl.store(dslopes_ptr + place + tl.arange(0, BLOCK_M), dslopes)

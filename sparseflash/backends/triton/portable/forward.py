@@ -29,7 +29,7 @@ def forward_step(
     changes, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running sums: `(acc, m_i, l_i)`."""
     k_tile = load_tokens(
@@ -37,8 +37,8 @@ def forward_step(
     )  # fmt: skip
     scores = products(q_tile, k_tile, PRECISION)
     if CHANGES:
-        scores, _ = changed_scores(
-            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+        scores, _, _ = changed_scores(
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
             MASKED, False,
         )  # fmt: skip
     live = None
@@ -120,17 +120,18 @@ def forward_kernel(
     one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
-    cap, inverse_cap,  # the arguments from here to bias_strides only if CHANGES: see scores.py
+    cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
     values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own.py lists them
     sink_ptr,  # [Hq], or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
     GATHERED: tl.constexpr,  # block size in tokens of a gathered tile of keys, or 0: see loads.py
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr, CHANGES: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries."""
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
@@ -146,7 +147,7 @@ def forward_kernel(
     q_length, k_length = live_tokens
     changes = (
         cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides,
+        key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
     unit = scale
     if CHANGES:
@@ -170,7 +171,7 @@ def forward_kernel(
             acc, m_i, l_i, q_tile, k, v, words_ptr, 0, seed_ptr, dropped,
             batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
             v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
-            DROPOUT, KEEP, TMA, PRECISION, CHANGES, False,
+            DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
         )  # fmt: skip
 
     if at_end + partial > 0:  # even an empty loop waits for the first loads of its pipeline
@@ -191,7 +192,7 @@ def forward_kernel(
                 acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped,
                 batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
                 v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
-                HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, True,
+                HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
             )  # fmt: skip
 
     if parts_ptr is None:

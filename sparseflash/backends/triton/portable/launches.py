@@ -88,12 +88,14 @@ class KernelLayout:
         self, kernel: Kernel, setting: Setting, numbers: Numbers, tiles: Mapping[str, Tensor],
         varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
         means: bool = False, changed: Changed | None = None, more: Mapping[str, Any] | None = None,
+        functions: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """The tensors are examples on the meta device, by the names of the kernel's arguments.
 
         tiles: those loaded by tiles; q, k and v first. varying: the others that each call passes. strides: those whose
         strides the kernel takes. row_stride: the stride between heads of per-query numbers. means: dq_kernel with
         DELTA. changed: how scores are changed. more: further tensors and numbers, which only changed scores have.
+        functions: of one's own change, for its gradients.
         """
         self.kernel, self.numbers = kernel, numbers
         self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
@@ -103,7 +105,7 @@ class KernelLayout:
         )  # fmt: skip
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
-        self._changed, self._more = changed, dict(more or {})
+        self._changed, self._more, self._functions = changed, dict(more or {}), dict(functions or {})
         # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
         self.unit, self.unit2 = numbers.scale, numbers.scale * LOG2E
         if changed is not None and changed.flags:
@@ -140,12 +142,14 @@ class KernelLayout:
             "KEEP": choice.arithmetic != "half", "TMA": choice.descriptors,
             "PRECISION": precision_of(choice.arithmetic, self.capability, in_pieces=choice.pieces),
             "CHANGES": 0 if self._changed is None else self._changed.flags,
+            "OWN": None if self._changed is None else self._changed.function,
         }  # fmt: skip
-        constants |= {
+        own_constants: dict[str, dict[str, Any]] = {
             "forward": {"Q_IN_REGISTERS": config.q_in_registers},
-            "dk_dv": {"ROWS_TMA": choice.describes_rows},
-            "dq": {"DELTA": self._means},
-        }[self.kernel]
+            "dk_dv": {"ROWS_TMA": choice.describes_rows, "OWN_SUMS": None},
+            "dq": {"DELTA": self._means, "OWN_SUMS": None, "OWN_STORES": None},
+        }
+        constants |= own_constants[self.kernel] | self._functions
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
             "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
@@ -166,7 +170,7 @@ class KernelLayout:
             numbers_by_name |= self._changed.numbers
             examples |= self._changed.examples
         for name, x in self._more.items():
-            (examples if isinstance(x, Tensor) else numbers_by_name)[name] = x
+            (numbers_by_name if isinstance(x, (int, float)) else examples)[name] = x
         return launch_of(
             FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=config.num_warps,
@@ -203,13 +207,20 @@ def launch_of(
     fixed = {name: numbers.get(name) for name in function.arg_names if name not in others}
     key = (
         function.__name__, device, tuple(options.values()), tuple(constants.values()), tuple(described),
-        tuple((name, x.dtype if isinstance(x, Tensor) else None) for name, x in examples.items()),
+        tuple((name, _dtypes(x)) for name, x in examples.items()),
         tuple((name, x if isinstance(x, tuple) else x is None) for name, x in fixed.items()),  # strides are specialised
     )  # fmt: skip
     variant: Variant | None = _variants.get(key)
     if variant is None:
         variant = _variants.put(key, Variant(function, constants, device, **options))
     return Launch(variant, fixed, examples, described, bound=bound)
+
+
+def _dtypes(x: Any) -> Any:
+    """The dtype of a tensor, or of each of several."""
+    if isinstance(x, tuple):
+        return tuple(map(_dtypes, x))
+    return x.dtype if isinstance(x, Tensor) else None
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
+from sparseflash.backends.triton.portable.own import Own
 from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, HARDWARE_TANH, LOGARITHMIC, tanh
 from sparseflash.scores.change import Scores
 
@@ -25,8 +26,9 @@ _INTERPRETED = isinstance(tanh, InterpretedFunction)
 class Changed:
     """The arguments with which kernels take the changes of scores of one kind."""
 
-    def __init__(self, changes: Scores, numbers: Numbers, dtype: torch.dtype) -> None:
-        """dtype: of q, k and v."""
+    def __init__(self, changes: Scores, numbers: Numbers, q: Tensor, wanted: Sequence[bool] = ()) -> None:
+        """wanted: which tensors get a gradient."""
+        dtype = q.dtype
         keep = dtype == torch.float32  # the maximum that a sink is compared with must be in its units
         cap, decay = changes.find("softcap"), changes.find("distance")
         table, sink = changes.find("relative"), changes.find("sink")
@@ -39,7 +41,7 @@ class Changed:
             self.flags |= 0 if keep or _INTERPRETED else HARDWARE_TANH.value
         self.kinds = changes.kinds if self.flags else ()  # of what is done to every score
         self.numbers: dict[str, Any] = {}
-        self.examples: dict[str, Tensor] = {}
+        self.examples: dict[str, Any] = {}
         if cap is not None:
             self.numbers |= {"cap": cap.cap, "inverse_cap": 1.0 / cap.cap}
         if decay is not None:
@@ -59,11 +61,19 @@ class Changed:
                 )
                 self.examples[f"{name}_ptr"] = _like(values)
         self.sink = {} if sink is None else {"sink_ptr": _like(sink.logits)}
+        self.own, self.function = None, None
+        if (function := changes.find("function")) is not None:
+            sizes = dict(zip("bhqk", (q.shape[0], numbers.heads, numbers.q_len, numbers.k_len)))
+            self.own = own = Own(function, sizes, q.device, wanted_of(changes, wanted)["function"])
+            self.function = own.changed
+            if tensors := Own.tensors(function, q.device):
+                self.examples["own_ptrs"] = tuple(map(_like, tensors))
+                self.numbers["own_numbers"] = own.numbers
 
     @staticmethod
-    def tensors(changes: Scores, dtype: torch.dtype) -> list[Tensor]:
+    def tensors(changes: Scores, dtype: torch.dtype, device: torch.device) -> list[Any]:
         """The tensors that a call passes for `examples`."""
-        found = []
+        found: list[Any] = []
         if (decay := changes.find("distance")) is not None:
             found.append(aligned_start(decay.slopes.contiguous()))
         if (table := changes.find("relative")) is not None:
@@ -73,6 +83,9 @@ class Changed:
         for kind in ("key_bias", "bias"):
             if (bias := changes.find(kind)) is not None:
                 found.append(_readable(bias.values))
+        if (function := changes.find("function")) is not None:
+            if own := Own.tensors(function, device):
+                found.append(tuple(map(aligned_start, own)))
         return found
 
     @staticmethod
@@ -85,15 +98,18 @@ class Changed:
 class Learned:
     """The gradients that kernels write for the tensors of changes, for tensors of one layout."""
 
-    def __init__(self, changes: Scores, wanted: Sequence[bool], numbers: Numbers) -> None:
+    def __init__(self, changes: Scores, changed: Changed, wanted: Sequence[bool], numbers: Numbers) -> None:
         """wanted: which tensors get a gradient."""
-        self.numbers, self.wants = numbers, {}
-        left = iter(wanted)
-        for change in changes.changes:
-            # Of tensors of one change only the first is learned.
-            self.wants[change.kind] = any([next(left) for _ in change.tensors()])
-        self.of_queries: dict[str, Tensor] = {}  # examples of further arguments of dq_kernel
-        self.of_keys: dict[str, Tensor] = {}  # of dk_dv_kernel
+        self.numbers = numbers
+        self.wants = {kind: any(each) for kind, each in wanted_of(changes, wanted).items()}
+        self.of_queries: dict[str, Any] = {}  # examples of further arguments of dq_kernel
+        self.of_keys: dict[str, Any] = {}  # of dk_dv_kernel
+        self.own = changed.own
+        self.wants_own = wanted_of(changes, wanted).get("function", [])
+        self.loads = [] if self.own is None else self.own.loads
+        # Triton functions that the kernels call for them.
+        self.functions_of_queries: dict[str, Any] = {}
+        self.functions_of_keys: dict[str, Any] = {}
         self.table_size = 0
         some = torch.empty(16, dtype=torch.float32, device=_META)
         if self.wants.get("distance"):
@@ -106,6 +122,14 @@ class Learned:
             self.of_queries |= {"dtable_ptr": some, "buckets_ptr": _like(table.buckets)}
         if self.wants.get("key_bias"):
             self.of_keys["dkey_ptr"] = some
+        if self.own is not None:
+            by_key = [load.way == "keys" for load in self.loads]
+            if not all(by_key):
+                self.of_queries["own_parts"] = (some,) * by_key.count(False)
+            if any(by_key):
+                self.of_keys["own_parts"] = (some,) * by_key.count(True)
+            self.functions_of_queries = {"OWN_SUMS": self.own.sums["queries"], "OWN_STORES": self.own.stores}
+            self.functions_of_keys = {"OWN_SUMS": self.own.sums["keys"]}
 
     def _bias_dtype(self, changes: Scores) -> torch.dtype:
         """Of the written gradient: that of the bias, unless several are summed."""
@@ -136,17 +160,31 @@ class Sums:
             self._parts["relative"] = empty(programs, learned.table_size).zero_()
         if "dkey_ptr" in learned.of_keys:
             self._parts["key_bias"] = empty(len(keys.work.work), learned.numbers.heads // k.shape[1], keys.tile)
+        self._own: list[Tensor] = []  # by the loads of one's own function
+        for load in learned.loads:
+            if load.way == "queries":
+                self._own.append(empty(programs, queries.tile))
+            elif load.way == "keys":
+                self._own.append(empty(len(keys.work.work), learned.numbers.heads // k.shape[1], keys.tile))
+            elif load.way == "pairs":
+                self._own.append(empty(*q.shape[:3], k.shape[2]).zero_())
+            else:
+                tensor = changes.find("function").given[load.tensor]
+                self._own.append(empty(programs, load.entries(tensor)).zero_())
 
-    def of_queries(self) -> list[Tensor]:
+    def of_queries(self) -> list[Any]:
         """Further arguments of dq_kernel."""
-        found = [self._parts[kind] for kind in ("distance", "bias", "relative") if kind in self._parts]
+        found: list[Any] = [self._parts[kind] for kind in ("distance", "bias", "relative") if kind in self._parts]
         if "relative" in self._parts:
             found.append(aligned_start(self._changes.find("relative").buckets.contiguous()))
-        return found
+        own = [part for load, part in zip(self._learned.loads, self._own) if load.way != "keys"]
+        return [*found, tuple(own)] if own else found
 
-    def of_keys(self) -> list[Tensor]:
+    def of_keys(self) -> list[Any]:
         """Further arguments of dk_dv_kernel."""
-        return [self._parts["key_bias"]] if "key_bias" in self._parts else []
+        found: list[Any] = [self._parts["key_bias"]] if "key_bias" in self._parts else []
+        own = [part for load, part in zip(self._learned.loads, self._own) if load.way == "keys"]
+        return [*found, tuple(own)] if own else found
 
     def gradients(self, lse: Tensor, drow: Tensor) -> list[Tensor | None]:
         """The gradient of each tensor. drow: of the score of a key without a value, divided by its weight."""
@@ -156,7 +194,9 @@ class Sums:
         found: list[Tensor | None] = []
         for change in self._changes.changes:
             tensors = change.tensors()
-            if tensors:
+            if change.kind == "function":
+                found += self._function(tensors)
+            elif tensors:
                 found += [of_kind.get(change.kind), *[None] * (len(tensors) - 1)]
         return found
 
@@ -178,18 +218,57 @@ class Sums:
         return _over_shared(part, values)
 
     def _key_bias(self, part: Tensor) -> Tensor:
+        return _over_shared(self._of_keys(part), self._changes.find("key_bias").values)
+
+    def _of_keys(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each head and key, `[B, Hq, Nk]`."""
         numbers, work = self._learned.numbers, self._keys.work
         tiles = -(-numbers.k_len // self._keys.tile)
         items = self._batch * numbers.kv_heads * tiles
         sums = sums_of_groups(part, work.work[:, 0, 0].long(), items, None if work.merged is not None else 1)
         by_head = sums.view(self._batch, numbers.kv_heads, tiles, -1, self._keys.tile).transpose(2, 3)
-        by_key = by_head.reshape(self._batch, numbers.heads, -1)[:, :, : numbers.k_len]
-        return _over_shared(by_key, self._changes.find("key_bias").values)
+        return by_head.reshape(self._batch, numbers.heads, -1)[:, :, : numbers.k_len]
+
+    def _of_queries(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each head and query, `[B, Hq, Nq]`."""
+        numbers, work = self._learned.numbers, self._queries.work
+        items = self._batch * numbers.heads * -(-numbers.q_len // self._queries.tile)
+        sums = sums_of_groups(part, work.work[:, 0, 0].long(), items, None if work.merged is not None else 1)
+        return sums.view(self._batch, numbers.heads, -1)[:, :, : numbers.q_len]
+
+    def _of_batch_and_heads(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each batch element and head, `[B, Hq, ...]`."""
+        numbers, work = self._learned.numbers, self._queries.work
+        tiles = -(-numbers.q_len // self._queries.tile)
+        number, count = work.work[:, 0, 0].long() // tiles, self._batch * numbers.heads
+        sums = sums_of_groups(part, number, count, None if work.merged is not None else tiles)
+        return sums.view(self._batch, numbers.heads, *part.shape[1:])
+
+    def _function(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of the tensors of one's own function, each the sum of those of its reads."""
+        found: list[Tensor | None] = [None] * len(tensors)
+        for load, part in zip(self._learned.loads, self._own, strict=True):
+            sums = {
+                "queries": self._of_queries, "keys": self._of_keys, "pairs": lambda x: x,
+                "table": self._of_batch_and_heads,
+            }[load.way](part)  # fmt: skip
+            gradient, before = load.gradient(sums, tensors[load.tensor]), found[load.tensor]
+            found[load.tensor] = gradient if before is None else before + gradient
+        return [
+            torch.zeros(x.shape, device=x.device) if wants and each is None else each
+            for x, wants, each in zip(tensors, self._learned.wants_own, found, strict=True)
+        ]
 
     def _sink(self, lse: Tensor, drow: Tensor) -> Tensor:
         logits = self._changes.find("sink").logits.float()
         weights = torch.exp(logits[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
         return (weights * drow).sum((0, 2))
+
+
+def wanted_of(changes: Scores, wanted: Sequence[bool]) -> dict[str, list[bool]]:
+    """Which tensors of each kind of change get a gradient; of closed kinds only the first tensor is learned."""
+    left = iter(wanted)
+    return {change.kind: [next(left, False) for _ in change.tensors()] for change in changes.changes}
 
 
 def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None) -> Tensor:

@@ -33,12 +33,13 @@ class Layout:
     """What the forward and the backward have in common that depends on the layout of q, k and v."""
 
     def __init__(
-        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, changes: Scores | None
-    ) -> None:
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, changes: Scores | None,
+        wanted: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
         self.numbers = Numbers(heads, kv_heads, q_len, k_len, (q.shape[-1], v.shape[-1]), scale, dropped)
         self.keep = q.dtype == torch.float32  # keep maxima and inverse sums of rows for the backward
-        self.changed = None if changes is None else Changed(changes, self.numbers, q.dtype)
+        self.changed = None if changes is None else Changed(changes, self.numbers, q, wanted)
         self.sink = {} if self.changed is None else self.changed.sink
         self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
         self._padded = padded_dims(*self.numbers.dims, setting.capability, itemsize=2)
@@ -117,7 +118,7 @@ class Forward:
             kernel.launch(q, k, v, *written)
             return out, lse, kept
         sinks = [] if changes is None else Changed.sinks(changes)
-        more = [] if changes is None else [*Changed.tensors(changes, out.dtype), *sinks]
+        more = [] if changes is None else [*Changed.tensors(changes, out.dtype, out.device), *sinks]
         if self._combine is None:
             kernel.launch(q, k, v, *written, *kernel.extra(None, lengths, seed), *more)
         else:
@@ -142,8 +143,15 @@ class BackwardLayout(Layout):
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
         *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        super().__init__(setting, q, k, v, scale, dropped, changes)
-        self.learned = None if changes is None else Learned(changes, wanted, self.numbers)
+        super().__init__(setting, q, k, v, scale, dropped, changes, wanted)
+        if changes is not None and (function := changes.find("function")) is not None:
+            if function.kernel is not None and function.kernel_derivative is None:
+                raise ValueError(
+                    "scores.function must have a kernel_derivative for the backward of its kernel; got a kernel alone."
+                )
+        self.learned: Learned | None = None
+        if changes is not None and self.changed is not None:
+            self.learned = Learned(changes, self.changed, wanted, self.numbers)
         of_queries_too: dict[str, Any] = {} if self.learned is None else self.learned.of_queries
         if self.learned is not None and self.learned.table_size:
             of_queries_too = {**of_queries_too, "table_size": self.learned.table_size}
@@ -177,12 +185,13 @@ class BackwardLayout(Layout):
             of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta
         self.queries = KernelLayout(
             "dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride, changed=self.changed,
-            more=of_queries_too,
+            more=of_queries_too, functions=None if self.learned is None else self.learned.functions_of_queries,
         )  # fmt: skip
         tiles = {**tiles, "dout": dout}
         self.keys = KernelLayout(
             "dk_dv", setting, self.numbers, tiles, {**of_keys, "dk_ptr": self.dk, "dv_ptr": self.dv},
             {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride, changed=self.changed, more=of_keys_too,
+            functions=None if self.learned is None else self.learned.functions_of_keys,
         )  # fmt: skip
 
 
@@ -229,7 +238,7 @@ class Backward:
         """The gradients, and delta `[B, Hq, row stride]`."""
         layout = self._layout
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-        more = () if changes is None else tuple(Changed.tensors(changes, dq.dtype))
+        more = () if changes is None else tuple(Changed.tensors(changes, dq.dtype, dq.device))
         of_queries = more if sums is None else (*more, *sums.of_queries())
         of_keys = more if sums is None else (*more, *sums.of_keys())
         if not layout.as_they_are:

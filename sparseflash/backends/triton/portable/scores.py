@@ -21,12 +21,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def changed_scores(
     scores, changes, scale, batch, head, first_q, first_k, q_len, k_len,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """`(changed scores, derivative of the cap)` of products; the derivative is 1.0 without a cap.
+    """`(changed scores, derivative of the cap, own)` of products; the derivative is 1.0 without a cap.
 
-    changes: the kernel's arguments from `cap` to `bias_strides`, in that order. Without MASKED no token of the tile is
-    past the ends. See loads.py for `first_q` and `first_k`.
+    own: of one's own function, its derivative and what else the gradients need; or 1.0 and nothing. changes: the
+    kernel's arguments from `cap` to `own_numbers`, in that order. Without MASKED no token of the tile is past the ends.
+    See loads.py for `first_q` and `first_k`.
     """
     q, k = token_numbers(first_q, TILE_M), token_numbers(first_k, TILE_N)
     scores = scores * scale
@@ -50,7 +52,15 @@ def changed_scores(
             changes[9], changes[10], batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N, MASKED,
             TRANSPOSED,
         ).to(tl.float32)  # fmt: skip
-    return scores, factor
+    own = 1.0, ()
+    if OWN is not None:  # one's own function, which must see no places past the ends
+        q, k = tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1)
+        scores, slope, more = OWN(
+            scores, batch, head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), changes[11], changes[12],
+            CHANGES,
+        )  # fmt: skip
+        own = slope, more
+    return scores, factor, own
 
 
 @triton.jit
@@ -163,14 +173,15 @@ def store_bias_gradients(ds, dbias_ptr, batch_head, q, k, q_len, k_len):
 
 
 @triton.jit
-def add_table_gradients(ds, dtable_ptr, buckets_ptr, changes, q, k, q_len, k_len):
+def add_table_gradients(ds, dtable_ptr, bucket, entries):
     """Adds the gradients of a tile to this program's own copy of the table, one bucket after another.
 
     A tile far from the diagonal meets few buckets. One thread reads and writes an entry, so no barrier is needed.
+    entries: of the table, or None if every bucket lies in it.
     """
-    at = code_differences(changes[4], changes[5], q, k, q_len, k_len, False)
-    bucket = tl.load(buckets_ptr + at)
     first, last = tl.min(tl.min(bucket, 1), 0), tl.max(tl.max(bucket, 1), 0)
+    if entries is not None:
+        first, last = tl.maximum(first, 0), tl.minimum(last, entries - 1)
     for number in range(first, last + 1):
         total = tl.sum(tl.sum(tl.where(bucket == number, ds, 0.0), 1), 0)
         tl.store(dtable_ptr + number, tl.load(dtable_ptr + number) + total)

@@ -1,0 +1,33 @@
+"""Functions of numbers that Triton lacks, as PyTorch defines them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def floor_divide(x, y):
+    """The quotient of integers, rounded down; Triton's rounds towards zero."""
+    quotient = x // y
+    rest = x - quotient * y
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def sign(x):
+    """-1, 0 or 1."""
+    return tl.where(x > 0, 1.0, 0.0) - tl.where(x < 0, 1.0, 0.0)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without overflow."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1.0 + small)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x); what 1 + x rounds off is put right by a factor."""
+    one_more = 1.0 + x
+    apart = one_more - 1.0
+    return tl.where(apart == 0.0, x, tl.log(one_more) * x / tl.where(apart == 0.0, 1.0, apart))

@@ -1,0 +1,147 @@
+"""One's own functions of scores in the kernels: each operation, functions written in Triton, and what is refused."""
+
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import softplus
+
+from sparseflash import attention, masks, scores
+from sparseflash.backends.triton.portable.own import Load, Own
+
+CPU = torch.device("cpu")
+
+
+def tensors(tokens=16, heads=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, tokens, 16, generator=generator, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def compare(change, *learned, mask=None, backend="triton"):
+    """Raises AssertionError unless the kernels give what the blockwise backend does, with all gradients."""
+    q, k, v = tensors()
+    found = []
+    for each in (backend, "blockwise"):
+        out, lse = attention(q, k, v, mask, scores=change, return_lse=True, backend=each)
+        found.append([out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), (q, k, v, *learned))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+ARITHMETIC = {
+    "exponentials": lambda s, b, h, q, k: (-s * s).exp() + (1 + s * s).log() + (s * s).log1p() + torch.exp2(-s.abs()),
+    "roots and angles": lambda s, b, h, q, k: (1 + s * s).sqrt() + s.sin() * s.cos() + (1 + s.abs()) ** -1.5,
+    "sigmoids": lambda s, b, h, q, k: (9 * s).sigmoid() + softplus(9 * s) + s.tanh() + (-s).relu(),
+    "choices": lambda s, b, h, q, k: torch.maximum(s.clamp(-0.5, 0.7), 0.1 * s).masked_fill((q > k) & (h == 1), 0.25),
+    "steps": lambda s, b, h, q, k: s.floor() + s.ceil() * s.sign() + s * (s > 0.1) + s % 0.75 + s.int(),
+    "integers": lambda s, b, h, q, k: s + (q - 9) // 4 + (k - q) % 5 - (q - k) // -3 + ((q ^ k) & 3 | 8) + ~(q < k),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_operations_are_pytorchs(name):
+    compare(scores.function(ARITHMETIC[name]))
+
+
+def test_captured_tensors_and_numbers_are_read_also_from_the_end():
+    documents, weights, one = torch.arange(20) // 7, torch.rand(3, 30, dtype=torch.float64), torch.tensor(0.5)
+
+    def own(score, b, h, q, k):
+        return torch.where(documents[q] == documents[k - 20], score, score * one - weights[h, k])
+
+    compare(scores.function(own))
+
+
+def test_a_longer_learned_tensor_and_one_of_a_number_get_their_gradients():
+    shift, factor = torch.randn(4, 1, 30, requires_grad=True), torch.tensor([0.5, 2.0], requires_grad=True)
+    unread, number = torch.ones(3, requires_grad=True), torch.tensor(0.7, requires_grad=True)
+
+    def own(score, b, h, q, k, shift, factor, unread, number):
+        return score * factor[1] + shift[h, b, q] * number
+
+    change = scores.function(own, shift, factor, unread, number)
+    q, k, v = tensors()
+    gradients = []
+    for backend in ("triton", "blockwise"):
+        out = attention(q, k, v, scores=change, backend=backend, return_lse=True)
+        total = out[0].sin().sum() + out[1].sum()
+        gradients.append(torch.autograd.grad(total, (shift, factor, unread, number)))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+def test_an_entry_outside_its_tensor_makes_the_score_nan():
+    own = scores.function(lambda s, b, h, q, k, table: s + table[q + 1], torch.zeros(16))
+    out = attention(*tensors(), scores=own, backend="triton")
+    assert out[:, :, :15].isfinite().all() and out[:, :, 15].isnan().all()
+
+
+def test_a_given_derivative_takes_the_place_of_ones_own():
+    compare(scores.function(lambda s, b, h, q, k: s.floor(), derivative=lambda s, b, h, q, k: 1 - 0.5 * s.tanh()))
+
+
+@triton.jit
+def damped(score, b, h, q, k, gain_ptr):
+    return score * tl.load(gain_ptr + h) - 0.1 * tl.abs(q - k)
+
+
+@triton.jit
+def damped_derivative(score, b, h, q, k, gain_ptr):
+    return tl.load(gain_ptr + h)
+
+
+def in_pytorch(score, b, h, q, k, gain):
+    return score * gain[h] - 0.1 * (q - k).abs()
+
+
+def test_a_function_written_in_triton_is_called_instead():
+    gain = torch.tensor([0.5, 2.0])
+    own = scores.function(in_pytorch, gain, kernel=damped, kernel_derivative=damped_derivative)
+    compare(own, mask=masks.causal(16, block=16))
+    forward_only = scores.function(in_pytorch, gain, kernel=damped)
+    out = attention(*tensors(), scores=forward_only, backend="triton")
+    with pytest.raises(ValueError, match="must have a kernel_derivative for the backward of its kernel"):
+        out.sum().backward()
+    learned = scores.function(in_pytorch, gain.requires_grad_(), kernel=damped, kernel_derivative=damped_derivative)
+    with pytest.raises(
+        ValueError, match="must be without kernel= if its tensors are learned; got a kernel and tensor 0"
+    ):
+        attention(*tensors(), scores=learned, backend="triton").sum().backward()
+
+
+FAR = torch.empty(9, 2**28, dtype=torch.bool)[:, :16]  # memory that is not touched
+LARGE = torch.ones(4000, 40, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "text"),
+    [
+        (lambda s, b, h, q, k: s - s.mean(-1, keepdim=True), (), "must consist of elementwise operations"),
+        (lambda s, b, h, q, k, x: s + x[q], (torch.ones(9),), "must have an entry for each q that indexes it, 16 in"),
+        (lambda s, b, h, q, k, x: s * x[h * 3000, q * 2], (LARGE,), "16,384 entries"),
+        (lambda s, b, h, q, k, x: s + x[q // 2, k], (FAR,), "2^31 entries"),
+    ],
+)  # fmt: skip
+def test_what_the_kernels_do_not_take(function, given, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        attention(*tensors(), scores=scores.function(function, *given), backend="triton").sum().backward()
+
+
+def test_equal_functions_share_their_compiled_code_and_masks_have_no_part_in_it():
+    def made(bound):
+        return Own(
+            scores.function(lambda s, b, h, q, k: s.clamp(-bound, bound)), dict(zip("bhqk", (1, 2, 16, 16))), CPU, []
+        )
+
+    assert made(1.0).changed is made(1.0).changed
+    assert made(1.0).changed is not made(2.0).changed
+
+
+def test_the_gradient_of_a_read_is_put_where_it_was_read():
+    x = torch.zeros(4, 3, 5)
+    of_queries = Load(0, "queries", ("q", 2, "h")).gradient(torch.ones(2, 5, 4), x)
+    assert (of_queries[:, 2] == 2).all() and of_queries.sum() == 2 * 20
+    of_table = Load(0, "table", ("h", "entry", "entry")).gradient(torch.arange(2.0 * 4 * 15).view(2, 4, 15), x)
+    assert torch.equal(of_table, torch.arange(120.0).view(2, 4, 3, 5).sum(0))

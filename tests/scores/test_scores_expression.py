@@ -1,0 +1,138 @@
+"""Functions of scores as expressions: they compute what the functions do, and so do their derivatives."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseflash.scores.expression import derivatives
+from sparseflash.scores.tracing import named_operations, recorded
+
+CPU = torch.device("cpu")
+SIZES = 2, 3, 6, 8
+PLACES = [torch.arange(n).view(-1, *(1,) * (3 - axis)) for axis, n in enumerate(SIZES)]
+
+# Smooth functions of a number, and functions with kinks that drawn numbers do not meet.
+UNARY = {
+    "neg": lambda x: -x, "abs": torch.abs, "exp": lambda x: (-x.abs()).exp(), "exp2": lambda x: torch.exp2(-x * x),
+    "log": lambda x: (1.5 + x * x).log(), "log1p": lambda x: x.square().log1p(), "log2": lambda x: (2 + x * x).log2(),
+    "sqrt": lambda x: (1 + x * x).sqrt(), "rsqrt": lambda x: (1 + x * x).rsqrt(), "sin": torch.sin, "cos": torch.cos,
+    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu": torch.relu, "silu": torch.nn.functional.silu,
+    "softplus": torch.nn.functional.softplus, "floor": torch.floor, "ceil": torch.ceil, "sign": torch.sign,
+    "cube": lambda x: x**3, "inverse": lambda x: (2 + x * x) ** -2, "power": lambda x: (1 + x * x) ** 1.3,
+    "root": lambda x: (1 + x * x) ** 0.5, "reciprocal": lambda x: (1 + x * x).reciprocal(),
+    "clamp": lambda x: x.clamp(-0.7, 0.9), "least": lambda x: x.clamp(min=0.1), "most": lambda x: x.clamp(max=0.1),
+    "fill": lambda x: x.masked_fill(x > 0.4, 2.0), "round": lambda x: x.int().float(), "remainder": lambda x: x % 0.75,
+    "from number": lambda x: 2 - x, "over": lambda x: x / 3, "under": lambda x: 1 / (x * x + 2),
+    "constant": lambda x: x + torch.tensor(0.5) + torch.ones_like(x), "copy": lambda x: x.clone().to(x.dtype),
+}  # fmt: skip
+BINARY = {
+    "add": torch.add, "sub": lambda x, y: torch.sub(x, y, alpha=2), "mul": torch.mul,
+    "div": lambda x, y: x / (1 + y * y), "min": torch.minimum, "max": torch.maximum,
+    "where": lambda x, y: torch.where((x > y) & (y > 0) | ~(x <= 1), x, y), "mod": lambda x, y: x % (1 + y * y),
+}  # fmt: skip
+# Numbers computed from places, whole or not.
+OF_PLACES = {
+    "distance": lambda b, h, q, k: (q - k).abs() * 0.1, "parity": lambda b, h, q, k: (q // 3 + k) % 2,
+    "group": lambda b, h, q, k: (k - q - 5) // 4 / 3, "equal": lambda b, h, q, k: (q % 3 == k % 3) ^ (b != 1),
+    "head": lambda b, h, q, k: torch.logical_or(h == 1, torch.logical_not(q > k)),
+}  # fmt: skip
+
+
+@st.composite
+def functions(draw):
+    """A function of a score, its place, a gain of heads and a table, of a few drawn operations, and its name."""
+    unary, binary = st.sampled_from(sorted(UNARY)), st.sampled_from(sorted(BINARY))
+    first, second, third = draw(unary), draw(unary), draw(unary)
+    one, two, place = draw(binary), draw(binary), draw(st.sampled_from(sorted(OF_PLACES)))
+
+    def function(score, b, h, q, k, gain, table):
+        x = BINARY[one](UNARY[first](score) * gain[h], OF_PLACES[place](b, h, q, k) + 0 * score)
+        y = UNARY[second](score + table[b, (k - q).clamp(-4, 4) + 4, h])
+        return BINARY[two](x, UNARY[third](y)) + 0.0 * score
+
+    function.__name__ = "-".join((first, second, third, one, two, place))
+    return function
+
+
+def inputs(dtype=torch.float64):
+    """A score and the two tensors of `functions`, and of the functions below."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in (SIZES, (3,), (2, 9, 3))]
+
+
+@given(function=functions())
+@settings(max_examples=settings().max_examples * 2)
+def test_an_expression_and_its_derivatives_are_those_of_the_function(function):
+    score, gain, table = (x.requires_grad_() for x in inputs())
+    wanted = function(score, *PLACES, gain, table)
+    found = recorded(function, (gain, table), CPU)
+    made = found.expression
+    loads = [at for at in sorted(made.reads(found.output)) if made.nodes[at].op == "load"]
+    by = derivatives(made, found.output, [made.score, *loads])
+    with torch.no_grad():
+        got, *slopes = made.evaluated([found.output, *by], [score, *PLACES], (gain, table))
+    torch.testing.assert_close(got, wanted)
+    by_autograd = torch.autograd.grad(wanted.sum(), (score, gain, table), allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(slopes[0].expand(SIZES).to(score.dtype), by_autograd[0])
+    sums = [torch.zeros_like(x) for x in (gain, table)]
+    for at, slope in zip(loads, slopes[1:]):
+        node = made.nodes[at]
+        indices = made.evaluated(node.inputs, [score, *PLACES], (gain, table))
+        indices = tuple(each.expand(SIZES) for each in indices)
+        sums[node.value].index_put_(indices, slope.to(score.dtype).expand(SIZES), accumulate=True)
+    for one, other in zip(sums, by_autograd[1:]):
+        torch.testing.assert_close(one, other.detach())
+
+
+def test_equal_operations_are_recorded_once_and_constants_computed():
+    made = recorded(lambda s, b, h, q, k: (s * 2 + 1) * (s * 2 + 1) + torch.tensor(2.0) * 3, (), CPU).expression
+    assert [node.op for node in made.nodes].count("mul") == 2
+    assert any(node.value == 6.0 for node in made.nodes)
+
+
+CAPTURED = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda s, b, h, q, k, g: s - s.sum(-1, keepdim=True), "got sum, which is none of them"),
+        (lambda s, b, h, q, k, g: s * g.exp()[h], "an operation on all of a tensor of shape [3]"),
+        (lambda s, b, h, q, k, g: s * CAPTURED.sum(), "got sum"),
+        (lambda s, b, h, q, k, g: s * g[0] + torch.cumsum(s, -1), "got cumsum"),
+        (lambda s, b, h, q, k, g: g[h] * 1.0, "a result that is not one score for each that it gets"),
+        (lambda s, b, h, q, k, g: s if q > 3 else -s, "it raised RuntimeError"),
+        (lambda s, b, h, q, k, g: s.half().float(), "a conversion to torch.float16"),
+        (lambda s, b, h, q, k, g: s * g[1:][0], "a slice of a tensor"),
+        (lambda s, b, h, q, k, g: s * 2.0**s + s ** (s * s), "a power whose exponent is no number"),
+        (lambda s, b, h, q, k, g: s + g[(h > 1).expand(3, 1, 1)[:, 0, 0]].sum(), "got expand"),
+        (lambda s, b, h, q, k, g: torch.div(s, 3, rounding_mode="trunc"), "div with rounding_mode='trunc'"),
+        (lambda s, b, h, q, k, g: s * torch.tensor([1.0, 2.0])[h], "a tensor made inside the function, of shape [2]"),
+        (lambda s, b, h, q, k, g: s[..., :1] + s, "got slice of a computed tensor"),
+    ],
+)
+def test_what_is_no_expression_is_refused(function, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        recorded(function, (torch.ones(3),), CPU)
+
+
+def test_a_captured_tensor_is_read_but_must_not_be_learned():
+    found = recorded(lambda s, b, h, q, k: s * CAPTURED[h], (), CPU)
+    assert found.tensors[0] is CAPTURED
+    learned = [torch.ones(3, requires_grad=True)]
+    with pytest.raises(ValueError, match="a captured tensor that requires gradients"):
+        recorded(lambda s, b, h, q, k: s * learned[0][h], (), CPU)
+
+
+@pytest.mark.gpu
+def test_a_captured_number_must_lie_on_the_same_device():
+    number = torch.tensor(2.0)
+    with pytest.raises(ValueError, match="a captured tensor on cpu, which must be on cuda"):
+        recorded(lambda s, b, h, q, k: s * number, (), torch.device("cuda"))
+
+
+def test_every_operation_that_is_named_is_one_of_pytorchs():
+    assert all(hasattr(torch.ops.aten, name) for name in named_operations())
