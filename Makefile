@@ -31,7 +31,7 @@ lint: $(VENV)/dev.stamp ## check style, format and types
 	$(BIN)/mypy
 
 docs: $(VENV)/dev.stamp ## build the documentation into docs/site; warnings are errors
-	$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/mkdocs.yml
 
 wheel: $(VENV)/dev.stamp ## build the wheel into dist/
 	rm -rf build # setuptools would put files deleted since the last build into the wheel

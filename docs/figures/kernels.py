@@ -80,7 +80,7 @@ def tiles() -> Figure:
 def bits() -> Figure:
     """Two tiles of a sliding window and the words that hold them; all tiles of one kind share their words."""
     mask = masks.local(256, window=64, causal=True, block=32)
-    figure = Figure(figsize=(8.6, 3.5), layout="constrained")
+    figure = Figure(figsize=(8.6, 2.75), layout="constrained")
     whole, *parts = figure.subplots(1, 3, width_ratios=(1, 1, 1))
     numbers = mask.tile.tolist()
     kinds = draw.kinds(mask)
