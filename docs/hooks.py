@@ -55,7 +55,8 @@ def rewritten(markdown: str, uri: str, repository: str | None = None) -> str:
         if target is not None:
             return f"{picture}[{text}]({target}{heading})"
         code = f"`{source}`"
-        return code if text.strip("`") in (source, path) or f"`{Path(source).name}`" == text else f"{text} ({code})"
+        says_it = text.strip("`").rstrip("/") in (source, path, Path(source).name)
+        return code if says_it else f"{text} ({code})"
 
     parts, at = [], 0
     for block in FENCED.finditer(markdown):

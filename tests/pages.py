@@ -38,7 +38,11 @@ def cannot_run_here(source):
     return source.startswith("# Needs ")
 
 
+def without_blocks(page):
+    """The text without blocks of code."""
+    return re.sub(r"^( *)```.*?^\1```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
+
+
 def inline_code(page):
     """What stands between single backticks outside of blocks of code."""
-    outside = re.sub(r"^( *)```.*?^\1```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
-    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", outside)]
+    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", without_blocks(page))]
