@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two targets must not install into .venv at the same time
-.PHONY: help demo test lint wheel clean
+.PHONY: help demo test lint docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,12 +30,15 @@ lint: $(VENV)/dev.stamp ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/dev.stamp ## build the documentation into docs/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/mkdocs.yml
+
 wheel: $(VENV)/dev.stamp ## build the wheel into dist/
 	rm -rf build # setuptools would put files deleted since the last build into the wheel
 	$(BIN)/python -m build --no-isolation --wheel .
 
 clean: ## remove .venv, build outputs and caches (not data, not runs)
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .coverage htmlcov
+	rm -rf $(VENV) build dist docs/site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .coverage htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second call quick: pip runs again only when the requirements have changed.

@@ -15,7 +15,7 @@ from sparseflash.blockmask.cache import clear_caches as clear_caches
 from sparseflash.explain import explain as explain
 from sparseflash.varlen import attention_varlen as attention_varlen
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain"]
 _MODULES = (
     "analysis",

@@ -47,7 +47,9 @@ class Extents:
 
     def check(self, pointers, mask, does):
         """Raises IndexError if an address that the mask lets through is not inside."""
-        at = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)].astype(np.uint64)
+        # Descriptors of Triton 3.7 pass an array, whose `data` is its memory.
+        live = mask if isinstance(mask, np.ndarray) else mask.data
+        at = pointers.data[np.broadcast_to(live.astype(bool), pointers.data.shape)].astype(np.uint64)
         if at.size == 0:
             return
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)

@@ -99,6 +99,13 @@ def test_installed_wheel_imports_and_states_its_version(wheel, tmp_path):
     assert shown == [str(package / "__init__.py"), str(package / "masks" / "__init__.py"), VERSION, VERSION]
 
 
+def test_the_changelog_and_the_citation_name_the_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\S+) - (\S+)$", changelog, re.MULTILINE)
+    citation = dict(re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert newest.groups() == (VERSION, citation["date-released"]) and citation["version"] == VERSION
+
+
 def test_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     succeed("-m", "build", "--no-isolation", "--sdist", "--outdir", tmp_path, source, cwd=tmp_path)
     sdist = tmp_path / f"sparseflash-{VERSION}.tar.gz"

@@ -1,34 +1,75 @@
-"""The examples of the READMEs run, as they stand and in their order; links, paths and calls in them are right."""
+"""The examples of all pages run, as they stand and in their order; links, paths and calls in them are right."""
 
 import ast
+import doctest
 import inspect
 import re
+from importlib import import_module
 
 import pytest
 
-from pages import PAGES, ROOT, examples, inline_code, text
+from pages import PAGES, ROOT, WITH_EXAMPLES, cannot_run_here, examples, inline_code, outputs, without_blocks
 from sparseflash import masks
 
 
 def links():
-    found = [(page, *link) for page in PAGES for link in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text(page))]
+    pattern = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
+    found = [(page, *link) for page in PAGES for link in pattern.findall(without_blocks(page))]
     return [link for link in found if any(link[1:])]
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("masks/README.md", 2)])
-def test_every_example_of_a_readme_runs(page, least, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", [page for page in WITH_EXAMPLES if examples(page)])
+def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)  # as torchrun does, for one process
-    names = {}
-    found = examples(page)
-    assert len(found) >= least
-    for number, source in enumerate(found):
-        exec(compile(source, f"{page} example {number}", "exec"), names)
-    if page == "README.md":
-        printed, shown = capsys.readouterr().out, re.findall(r"^print\(.*\)  # (.*)$", text(page), re.MULTILINE)
-        parts = {part.strip(" :,") for line in shown if re.search(r"\d", line) for part in line.split("...")} - {""}
-        assert len(parts) == 4 and {part for part in parts if part not in printed} == set()
+    if any("from transformers" in source for source in examples(page)):
+        pytest.importorskip("transformers", minversion="5.23")  # which needs Python 3.11
+    names = {"__name__": "__main__"}
+    for number, (source, output) in enumerate(zip(examples(page), outputs(page)), 1):
+        code = compile(source, f"{page} example {number}", "exec")
+        if cannot_run_here(source):
+            continue
+        exec(code, names)
+        printed = capsys.readouterr().out
+        assert missing_from(printed, source) == []
+        if output:
+            assert printed_as(output, printed), f"{page} example {number} printed:\n{printed}"
+
+
+@pytest.mark.parametrize(("page", "least"), [("README.md", 1), ("masks/README.md", 2), ("docs/pages/tutorial.md", 5)])
+def test_pages_have_examples(page, least):
+    assert len([source for source in examples(page) if not cannot_run_here(source)]) >= least
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(cannot_run_here, examples(page)))])
+def test_examples_that_cannot_run_here_import_what_there_is(page):
+    for source in filter(cannot_run_here, examples(page)):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "sparseflash":
+                module = import_module(node.module)
+                assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+
+
+def test_examples_and_what_they_print_are_told_apart():
+    assert missing_from("7 tiles\n", "print(mask)  # 7 tiles: ...\n") == []
+    assert missing_from("8 tiles\n", "print(mask)  # 7 tiles: ...\n") == ["7 tiles"]
+    assert missing_from("8 tiles\n", "print(mask)  # how many\n") == []
+    assert printed_as("7 ... more\nand\n", "7  tiles and more\nand\n") and not printed_as("7\n", "8\n")
+    assert cannot_run_here("# Needs a GPU.\n") and not cannot_run_here("needs = 1  # Needs\n")
+
+
+def missing_from(printed, source):
+    """The parts of comments behind `print(...)` that were not printed; of comments with a number, between dots."""
+    shown = [line for line in re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE) if re.search(r"\d", line)]
+    parts = [part.strip(" :,") for line in shown for part in line.split("...")]
+    return [part for part in parts if part not in printed]
+
+
+def printed_as(expected, printed):
+    """Whether a page shows what was printed; blanks may differ, and "..." stands for anything."""
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(expected, printed, options)
 
 
 @pytest.mark.parametrize(("page", "path", "heading"), links())

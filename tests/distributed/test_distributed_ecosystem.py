@@ -157,10 +157,9 @@ def test_a_plan_like_another_leaves_tokens_where_they_are(pool):
             torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_example_of_the_readme_runs_under_torchrun_as_it_stands(tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.partition("## Several GPUs")[2].partition("\n## ")[0]
-    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def test_the_example_of_the_documentation_runs_under_torchrun_as_it_stands(tmp_path):
+    text = (ROOT / "docs" / "pages" / "models" / "several-gpus.md").read_text(encoding="utf-8")
+    example, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

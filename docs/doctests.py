@@ -1,0 +1,25 @@
+"""An extension of griffe, which reads the docstrings for mkdocstrings: it puts their doctests into fenced code.
+
+In Markdown `>>>` would begin a quotation, and brackets in the output a link.
+"""
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+DOCTEST = re.compile(r"^( *)>>> .*(?:\n\1(?! *$).+)*", re.MULTILINE)
+
+
+def fenced(docstring: str) -> str:
+    """The docstring with each of its doctests in a block of code; a doctest ends at an empty line."""
+    return DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", docstring)
+
+
+class Doctests(Extension):
+    """Rewrites every docstring that is loaded."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Called by griffe for each module, class, function and attribute."""
+        if obj.docstring is not None:
+            obj.docstring.value = fenced(obj.docstring.value)

@@ -1,0 +1,88 @@
+"""Hooks of mkdocs: pages and pictures that lie elsewhere in the repository, and links that lead out of the site.
+
+Pages link to files as any Markdown of the repository does, relative to themselves, so that the links also work where
+the repository is browsed. On the site, a link to a page leads to that page, a picture from elsewhere is copied, and a
+link to any other file leads to the repository if `repo_url` is set; if it is not, the link becomes the file's path.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = "docs/pages"
+# Pages of the site that lie elsewhere: where on the site, and where in the repository.
+ELSEWHERE = {
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "patterns/catalogue.md": "masks/README.md",
+}
+PICTURES = "pictures"  # the folder of the site into which pictures from elsewhere are copied
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
+FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
+
+
+def source_of(uri: str) -> str:
+    """Where a page or a file of the site lies in the repository."""
+    return ELSEWHERE.get(uri, f"{PAGES}/{uri}")
+
+
+def target_of(source: str, uri: str, repository: str | None) -> str | None:
+    """Where a link to the repository's file `source` leads on the page `uri`, or None: nowhere."""
+    on_site = {path: page for page, path in ELSEWHERE.items()}.get(source)
+    if source.startswith(f"{PAGES}/"):
+        on_site = source.removeprefix(f"{PAGES}/")
+    elif source.endswith((".png", ".svg")):
+        on_site = f"{PICTURES}/{source}"
+    if on_site is not None:
+        return posixpath.relpath(on_site, posixpath.dirname(uri) or ".")
+    return None if not repository else f"{repository.rstrip('/')}/blob/main/{source}"
+
+
+def rewritten(markdown: str, uri: str, repository: str | None = None) -> str:
+    """The text of the page `uri` with links for the site."""
+    folder = posixpath.dirname(source_of(uri))
+
+    def link(found: re.Match[str]) -> str:
+        picture, text, path, heading = found[1], found[2], found[3], found[4] or ""
+        if not path or "://" in path:
+            return found[0]
+        source = posixpath.normpath(posixpath.join(folder, path))
+        target = target_of(source, uri, repository)
+        if target is not None:
+            return f"{picture}[{text}]({target}{heading})"
+        code = f"`{source}`"
+        says_it = text.strip("`").rstrip("/") in (source, path, Path(source).name)
+        return code if says_it else f"{text} ({code})"
+
+    parts, at = [], 0
+    for block in FENCED.finditer(markdown):
+        parts += [LINK.sub(link, markdown[at : block.start()]), block[0]]
+        at = block.end()
+    return "".join([*parts, LINK.sub(link, markdown[at:])])
+
+
+def pictures_in(markdown: str, uri: str) -> set[str]:
+    """The pictures from elsewhere in the repository that a page shows or leads to."""
+    folder = posixpath.dirname(source_of(uri))
+    found = {posixpath.normpath(posixpath.join(folder, link[3])) for link in LINK.finditer(markdown)}
+    return {path for path in found if path.endswith((".png", ".svg")) and not path.startswith(f"{PAGES}/")}
+
+
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Adds the pages and pictures that lie elsewhere."""
+    for uri, path in ELSEWHERE.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    pages = [uri for uri in files.src_uris if uri.endswith(".md")]
+    shown = {path for uri in pages for path in pictures_in((ROOT / source_of(uri)).read_text(encoding="utf-8"), uri)}
+    for path in sorted(shown):
+        files.append(File.generated(config, f"{PICTURES}/{path}", abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Rewrites the links of a page."""
+    return rewritten(markdown, page.file.src_uri, config.repo_url)

@@ -1,0 +1,112 @@
+"""What the site of the documentation does besides Markdown: links that lead out of it, doctests, its list of pages."""
+
+import ast
+import re
+import sys
+
+import pytest
+
+from pages import ROOT
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    pytest.importorskip("mkdocs")
+    sys.path.insert(0, str(DOCS))
+    try:
+        import hooks
+    finally:
+        sys.path.remove(str(DOCS))
+    return hooks
+
+
+@pytest.mark.parametrize(
+    ("uri", "link", "expected"),
+    [
+        ("index.md", "[a](results.md#speed-by-density)", "[a](results.md#speed-by-density)"),
+        ("models/pytorch.md", "[a](../../../CONTRIBUTING.md)", "[a](../contributing.md)"),
+        ("patterns/define.md", "[a](../../../masks/README.md#conventions)", "[a](catalogue.md#conventions)"),
+        ("patterns/catalogue.md", "![a](gallery.png)", "![a](../pictures/masks/gallery.png)"),
+        ("contributing.md", "[`masks/`](masks)", "`masks`"),
+        ("results.md", "[the run](../../experiments/results/README.md)", "the run (`experiments/results/README.md`)"),
+        ("index.md", "[a](https://example.org/x)", "[a](https://example.org/x)"),
+        ("index.md", "```\\n[a](../../README.md)\\n```", "```\\n[a](../../README.md)\\n```"),
+    ],
+)
+def test_links_out_of_the_site_are_rewritten(hooks, uri, link, expected):
+    assert hooks.rewritten(link.replace("\\n", "\n"), uri) == expected.replace("\\n", "\n")
+
+
+def test_links_lead_to_the_repository_if_it_has_an_address(hooks):
+    text = "[the run](../../experiments/results/README.md)"
+    assert hooks.rewritten(text, "results.md", "https://example.org/r/") == (
+        "[the run](https://example.org/r/blob/main/experiments/results/README.md)"
+    )
+
+
+def test_doctests_in_docstrings_become_code():
+    griffe = pytest.importorskip("griffe")
+    assert griffe
+    sys.path.insert(0, str(DOCS))
+    try:
+        from doctests import fenced
+    finally:
+        sys.path.remove(str(DOCS))
+    text = "Sums.\n\n>>> f(\n...     1)\n[0, 1]\n\nArgs:\n    x: a number.\n"
+    assert fenced(text) == "Sums.\n\n```pycon\n>>> f(\n...     1)\n[0, 1]\n```\n\nArgs:\n    x: a number.\n"
+    assert fenced("Nothing.\n") == "Nothing.\n"
+
+
+def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
+    """mkdocs says so too, when it builds; this test needs no mkdocs."""
+    listed = set(re.findall(r": ([\w/-]+\.md)$|- ([\w/-]+\.md)$", (DOCS / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = {first or second for first, second in listed}
+    written = {str(path.relative_to(DOCS / "pages")) for path in (DOCS / "pages").rglob("*.md")}
+    assert listed - written == {"changelog.md", "contributing.md", "patterns/catalogue.md"}
+    assert written - listed == set()
+
+
+def test_the_reference_names_what_there_is_and_all_public_patterns():
+    from importlib import import_module
+
+    from sparseflash import masks
+
+    named = {}
+    for path in (DOCS / "pages" / "reference").glob("*.md"):
+        for name in re.findall(r"^::: ([\w.]+)$", path.read_text(), re.MULTILINE):
+            module, _, last = name.rpartition(".")
+            try:
+                named[name] = getattr(import_module(module), last)
+            except ImportError as error:
+                raise AssertionError(f"{path.name} names {name}, which there is not") from error
+    assert {name for name in masks.__all__ if getattr(masks, name) not in named.values()} == set()
+
+
+def test_every_picture_is_drawn_and_every_drawing_is_stored():
+    from docs.figures.__main__ import FIGURES
+
+    stored = {path.name for path in (DOCS / "pages" / "images").iterdir()}
+    assert stored == set(FIGURES)
+    text = "".join(path.read_text() for path in [ROOT / "README.md", *(DOCS / "pages").rglob("*.md")])
+    assert {name for name in stored if f"images/{name})" not in text} == set()
+
+
+def test_the_speed_figure_has_the_stored_times_of_both_runs():
+    from docs.figures import speed
+
+    figure = speed.speed_over_density(128)
+    lines = {
+        (place, line.get_label()): line.get_ydata() for place, axis in enumerate(figure.axes) for line in axis.lines
+    }
+    assert {label for _, label in lines} == {name for name, *_ in speed.PEERS.values()}
+    dense = [row for row in speed.rows("hopper-h200", 128) if row["mask"] == "dense"]
+    shown = {(row["direction"], row["peer"]): float(row["tflops"]) for row in dense}
+    assert lines[0, "sparseflash"][-1] == shown["forward", "ours"]
+    assert lines[1, "FlashAttention-4"][-1] == shown["backward", "fa4"]
+
+
+def test_the_hooks_and_figures_are_documented():
+    for path in [*DOCS.glob("*.py"), *(DOCS / "figures").glob("*.py")]:
+        assert ast.get_docstring(ast.parse(path.read_text()))
