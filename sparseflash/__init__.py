@@ -3,8 +3,8 @@
 `BlockMask` says which scores exist, `attention` computes exactly those, and `sparseflash.masks` has ready-made
 patterns.
 
-It may import `attention`, `blockmask`, `explain` and `varlen`; the other parts of the library are imported on first
-access.
+It may import `attention`, `blockmask`, `explain` and `varlen`; what needs Dynamo, whose import takes as long as
+PyTorch's own, and the other parts of the library are imported on first access.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,9 @@ from sparseflash.attention import attention as attention
 from sparseflash.blockmask import BlockMask as BlockMask
 from sparseflash.blockmask.cache import clear_caches as clear_caches
 from sparseflash.explain import explain as explain
-from sparseflash.varlen import attention_varlen as attention_varlen
+
+if TYPE_CHECKING:
+    from sparseflash.varlen import attention_varlen as attention_varlen
 
 __version__ = "0.1.0"
 __all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain"]
@@ -30,15 +32,18 @@ _MODULES = (
     "testing",
     "varlen",
 )  # imported on first access
+_FUNCTIONS = {"attention_varlen": "varlen"}  # their modules, imported on first access
 
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Imports `sparseflash.masks` and the other submodules on first access."""
-        if name not in _MODULES:
-            raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
+        """Imports `sparseflash.masks` and the other submodules, and functions of some, on first access."""
         from importlib import import_module
 
+        if name in _FUNCTIONS:
+            return getattr(import_module(f"sparseflash.{_FUNCTIONS[name]}"), name)
+        if name not in _MODULES:
+            raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
         return import_module(f"sparseflash.{name}")
 
     def __dir__():
