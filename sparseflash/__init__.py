@@ -3,8 +3,8 @@
 `BlockMask` says which scores exist, `attention` computes exactly those, and `sparseflash.masks` has ready-made
 patterns.
 
-It may import `attention`, `blockmask`, `explain` and `varlen`; what needs Dynamo, whose import takes as long as
-PyTorch's own, and the other parts of the library are imported on first access.
+It may import `attention`, `blockmask`, `explain`, `scaled_dot_product` and `varlen`; the last two need Dynamo, whose
+import takes as long as PyTorch's own, and are imported on first access, as are the other parts of the library.
 """
 
 from typing import TYPE_CHECKING
@@ -15,10 +15,11 @@ from sparseflash.blockmask.cache import clear_caches as clear_caches
 from sparseflash.explain import explain as explain
 
 if TYPE_CHECKING:
+    from sparseflash.scaled_dot_product import sdpa as sdpa
     from sparseflash.varlen import attention_varlen as attention_varlen
 
 __version__ = "0.1.0"
-__all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain"]
+__all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain", "sdpa"]
 _MODULES = (
     "analysis",
     "decode",
@@ -28,11 +29,12 @@ _MODULES = (
     "huggingface",
     "interop",
     "masks",
+    "nn",
     "scores",
     "testing",
     "varlen",
 )  # imported on first access
-_FUNCTIONS = {"attention_varlen": "varlen"}  # their modules, imported on first access
+_FUNCTIONS = {"attention_varlen": "varlen", "sdpa": "scaled_dot_product"}  # their modules, imported on first access
 
 if not TYPE_CHECKING:
 
