@@ -184,6 +184,8 @@ MAY_IMPORT = {
         "sparseflash/__init__.py",
         "sparseflash/analysis",
         "sparseflash/attention.py",
+        "sparseflash/draw",
+        "sparseflash/explain.py",
         "sparseflash/interop",
         "sparseflash/testing",
         "masks",
