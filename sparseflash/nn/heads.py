@@ -23,7 +23,7 @@ class Heads(nn.Module):
         super().__init__()
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for name, size in sizes.items():
-            if size is not None and integer(size, name, "") < 1:
+            if not (size is None and name in ("kv_heads", "head_dim")) and integer(size, name, "") < 1:
                 raise ValueError(f"{name} must be at least 1; got {size}.")
         kv_heads = num_heads if kv_heads is None else kv_heads
         if num_heads % kv_heads:
@@ -32,7 +32,7 @@ class Heads(nn.Module):
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads unless head_dim is given; got {embed_dim} and {num_heads}."
             )
-        if not 0.0 <= dropout < 1.0:
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}.")
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim

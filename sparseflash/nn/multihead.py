@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import integer
 from sparseflash.nn.layer_mask import LayerMask, Mask
 from sparseflash.scaled_dot_product import live_and_bias, upper_left
 from sparseflash.scores.bias import Bias, bias
@@ -66,7 +67,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if add_bias_kv or add_zero_attn:
             _refuse_added_keys()
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-            if size < 1:
+            if integer(size, name, "") < 1:
                 raise ValueError(f"{name} must be at least 1; got {size}.")
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads; got {embed_dim} and {num_heads}.")
