@@ -74,7 +74,10 @@ def _chosen(name: str, choice: Choice, count: int) -> list[int]:
     if choice is None:
         return list(range(count))
     several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0  # a tensor of no dimensions is one
-    numbers = [integer(n, name, "") for n in (choice if several else [choice])]  # type: ignore[union-attr]
+    try:
+        numbers = [integer(n, name, "") for n in (choice if several else [choice])]  # type: ignore[union-attr]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, several, or None; got {choice!r}.") from None
     if not numbers or not all(0 <= n < count for n in numbers):
         raise ValueError(f"{name} must be one or more of 0..{count - 1}; got {choice!r}.")
     return list(dict.fromkeys(numbers))
