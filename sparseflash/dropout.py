@@ -28,7 +28,7 @@ def threshold(dropout_p: float) -> int:
     0`.
     """
     if not isinstance(dropout_p, int | float) and (
-        not hasattr(dropout_p, "__float__") or getattr(dropout_p, "ndim", 0) > 0
+        not hasattr(dropout_p, "__float__") or getattr(dropout_p, "ndim", 0) > 0  # type: ignore[unreachable]
     ):
         raise TypeError(f"dropout_p must be a number; got {dropout_p!r}.")
     if not 0.0 <= dropout_p < 1.0:
