@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import flag
 from sparseflash.masks.tiling.arguments import at_least, square_blocks
 from sparseflash.masks.tiling.draws import generator, subsets
 from sparseflash.masks.tiling.listing import of_blocks
@@ -54,7 +55,7 @@ def random_blocks(
     i = np.arange(blocks)
     layouts = []
     for _ in range(heads):
-        others = i if causal else np.full(blocks, blocks - 1)
+        others = i if flag(causal, "causal") else np.full(blocks, blocks - 1)
         rows, picks = subsets(draw, others, count)
         cols = picks if causal else picks + (picks >= i[rows])
         layouts.append((np.concatenate([i, rows]), np.concatenate([i, cols])))

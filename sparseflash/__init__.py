@@ -3,8 +3,8 @@
 `BlockMask` says which scores exist, `attention` computes exactly those, and `sparseflash.masks` has ready-made
 patterns.
 
-It may import `attention`, `blockmask`, `explain` and `varlen`; the other parts of the library are imported on first
-access.
+It may import `attention`, `blockmask`, `explain`, `scaled_dot_product` and `varlen`; the last two need Dynamo, whose
+import takes as long as PyTorch's own, and are imported on first access, as are the other parts of the library.
 """
 
 from typing import TYPE_CHECKING
@@ -13,10 +13,13 @@ from sparseflash.attention import attention as attention
 from sparseflash.blockmask import BlockMask as BlockMask
 from sparseflash.blockmask.cache import clear_caches as clear_caches
 from sparseflash.explain import explain as explain
-from sparseflash.varlen import attention_varlen as attention_varlen
+
+if TYPE_CHECKING:
+    from sparseflash.scaled_dot_product import sdpa as sdpa
+    from sparseflash.varlen import attention_varlen as attention_varlen
 
 __version__ = "0.2.0"
-__all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain"]
+__all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain", "sdpa"]
 _MODULES = (
     "analysis",
     "decode",
@@ -26,19 +29,23 @@ _MODULES = (
     "huggingface",
     "interop",
     "masks",
+    "nn",
     "scores",
     "testing",
     "varlen",
 )  # imported on first access
+_FUNCTIONS = {"attention_varlen": "varlen", "sdpa": "scaled_dot_product"}  # their modules, imported on first access
 
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Imports `sparseflash.masks` and the other submodules on first access."""
-        if name not in _MODULES:
-            raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
+        """Imports `sparseflash.masks` and the other submodules, and functions of some, on first access."""
         from importlib import import_module
 
+        if name in _FUNCTIONS:
+            return getattr(import_module(f"sparseflash.{_FUNCTIONS[name]}"), name)
+        if name not in _MODULES:
+            raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
         return import_module(f"sparseflash.{name}")
 
     def __dir__():

@@ -182,8 +182,14 @@ def _checked(
     if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):
         check_tensors(q, k_cache, v_cache)
     else:  # the pages are of any number; for the rest they are checked as caches
-        one = (slice(0, 1),)
-        check_tensors(q[one], k_cache[one], v_cache[one])
+        caches = (k_cache, v_cache)
+        if isinstance(q, Tensor) and all(
+            x.ndim == q.ndim == 4 and x.layout == q.layout == torch.strided for x in caches
+        ):
+            q_one, k_one, v_one = q[:1], k_cache[:1], v_cache[:1]
+            check_tensors(q_one, k_one, v_one)
+        else:
+            check_tensors(q, k_cache, v_cache)
     if not q.dtype == k_cache.dtype == v_cache.dtype:
         raise TypeError(
             f"q, k_cache and v_cache must have one dtype; got {q.dtype}, {k_cache.dtype} and {v_cache.dtype}."

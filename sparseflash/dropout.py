@@ -27,6 +27,10 @@ def threshold(dropout_p: float) -> int:
     """How many of 256 weights are dropped: `256 * dropout_p`, rounded and clamped to 1 .. 255; 0 only for `dropout_p =
     0`.
     """
+    if not isinstance(dropout_p, int | float) and (
+        not hasattr(dropout_p, "__float__") or getattr(dropout_p, "ndim", 0) > 0  # type: ignore[unreachable]
+    ):
+        raise TypeError(f"dropout_p must be a number; got {dropout_p!r}.")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1; got {dropout_p}.")
     return min(_LEVELS - 1, max(1, round(dropout_p * _LEVELS))) if dropout_p > 0.0 else 0

@@ -141,6 +141,8 @@ def checked_scale(scale: float | Tensor | None, head_dim: int) -> float:
             "scale must be a number, because no gradient flows through it; got a tensor. For a learned scale use "
             "attention(q * scale, k, v, scale=1.0)."
         )
+    if not isinstance(scale, int | float) and (not hasattr(scale, "__float__") or getattr(scale, "ndim", 0) > 0):  # type: ignore[unreachable]
+        raise TypeError(f"scale must be a number; got {scale!r}.")
     scale = float(scale)
     if not -math.inf < scale < math.inf:  # not math.isfinite, which torch.compile cannot trace for a varying number
         raise ValueError(f"scale must be finite; got {scale}.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -12,11 +10,11 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, integers
+from sparseflash.blockmask.arguments import Block, block_pair, integers
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.blockmask.ops.place import place
+from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
 
-Pattern = Callable[..., Any]
 _masks = BoundedDict(32)  # by lengths, pattern, block and device
 _sums = BoundedDict(32)  # the running sums of tensors on GPUs, which layer after layer passes, by id
 
@@ -182,11 +180,7 @@ def varlen_mask(
         raise ValueError(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
-    if pattern is not None and not callable(pattern):
-        raise TypeError(
-            "pattern must be a function of a sequence's length that returns its mask, such as masks.causal, or a rule "
-            f"of positions (q, k); got {type(pattern).__name__}."
-        )
+    check_pattern(pattern)
     key = q_sums, k_sums, pattern, block_pair(block), torch.device(device)
     mask: BlockMask | None = _masks.get(key)
     return _masks.put(key, _made(q_sums, k_sums, pattern, block).to(device)) if mask is None else mask
@@ -200,37 +194,11 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
         if 0 in size:
             continue
         if size not in of_length:
-            of_length[size] = _of_one_sequence(pattern, *size, block)
+            of_length[size] = mask_of_lengths(pattern, *size, block=block)
         parts.append((of_length[size], q_sums[i], k_sums[i]))
     if not parts:
         raise ValueError("cu_seqlens must be of at least one sequence with a query and a key; got none.")
     return place(parts, q_sums[-1], k_sums[-1])
-
-
-def _of_one_sequence(pattern: Pattern | None, q_len: int, k_len: int, block: Block) -> BlockMask:
-    if pattern is None:
-        return BlockMask.dense(q_len, k_len, block=block)
-    if _is_rule(pattern):
-        # Positions count from 0 at whichever side is longer.
-        first_q, first_k = max(0, k_len - q_len), max(0, q_len - k_len)
-        return BlockMask.from_function(lambda q, k: pattern(q + first_q, k + first_k), q_len, k_len, block=block)
-    mask = checked_mask(pattern(q_len) if q_len == k_len else pattern(q_len, k_len)).to("cpu")
-    if (mask.q_len, mask.k_len) != (q_len, k_len):
-        raise ValueError(
-            f"pattern must return a mask of the sequence's length, {q_len} queries and {k_len} keys; it returned one "
-            f"of {mask.q_len} and {mask.k_len}."
-        )
-    return mask
-
-
-def _is_rule(pattern: Pattern) -> bool:
-    """Whether a function needs two positions, and not one length."""
-    try:
-        parameters = inspect.signature(pattern).parameters.values()
-    except ValueError:  # of a function in C, such as torch.ge
-        return True
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(needed) == 2
 
 
 def _running_sums(values: Any, name: str) -> tuple[int, ...]:

@@ -228,6 +228,7 @@ import sparseflash.masks
 assert not torch.cuda.is_initialized()
 assert "sparseflash.analysis" not in sys.modules
 assert "triton" not in sys.modules
+assert "torch._dynamo" not in sys.modules  # whose import takes as long as that of torch itself
 assert not any(name.partition(".")[0] == "scipy" for name in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -44,7 +43,7 @@ def square_blocks(q_len: Any, block: Any, pattern: str) -> tuple[int, int, int]:
     """`(q_len, block, nb)` of a pattern that is defined on blocks, which must be square; nb is their number."""
     if not isinstance(block, int | SupportsIndex):
         raise TypeError(f"block must be an int ({pattern} blocks are square); got {block!r}.")
-    block, _ = block_pair(operator.index(block))
+    block, _ = block_pair(block)  # type: ignore[arg-type]
     q_len, _ = token_counts(q_len, q_len)
     return q_len, block, -(-q_len // block)
 

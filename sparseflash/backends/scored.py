@@ -69,7 +69,9 @@ class ScoredOperator:
         """`(out, lse)`, differentiable. changes: prepared for these tensors."""
         refuse_transforms(self.name, q, k, v, *changes.tensors())
         if changes.find("function") is not None:
-            out, lse = _of_a_function(self, q, k, v, problem, changes)
+            from sparseflash.backends import scored_function  # imported late: it needs Dynamo, which takes a second
+
+            out, lse = scored_function.attention(self, q, k, v, problem, changes)
             return out, lse
         self._let_count()
         out, lse, _ = self._forward_op(q, k, v, changes.tensors(), changes.described(), *problem)
@@ -155,39 +157,3 @@ def _backward_flops(
     tensors: Any, changes: str, wanted: Any, *problem: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     return flop_counter.backward_flops(dout, dlse, q, k, v, out, lse, kept, *problem)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _of_a_function(
-    operator: ScoredOperator, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
-) -> tuple[Tensor, Tensor]:
-    """The same with a function among the changes, which no operator can take."""
-    out, lse = _Direct.apply(operator, problem, changes, q, k, v, *changes.tensors())  # type: ignore[no-untyped-call]
-    return out, lse
-
-
-class _Direct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, operator: ScoredOperator, problem: Problem, changes: Scores, q: Tensor, k: Tensor, v: Tensor,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse, kept = operator.run(q, k, v, problem, changes)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, kept, *tensors)
-        ctx.operator, ctx.problem, ctx.changes = operator, problem, changes.with_tensors([None] * len(tensors))  # type: ignore[list-item]
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, kept, *tensors = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * (6 + len(tensors))
-        dout = torch.zeros_like(out) if dout is None else dout
-        wanted = list(ctx.needs_input_grad[6:])
-        dq, dk, dv, learned = ctx.operator.gradients(
-            dout, dlse, q, k, v, out, lse, kept, ctx.changes.with_tensors(tensors), wanted, ctx.problem
-        )
-        found = [x if wants else None for x, wants in zip(learned, wanted, strict=True)]
-        return None, None, None, dq, dk, dv, *found

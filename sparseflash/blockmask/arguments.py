@@ -54,11 +54,41 @@ def integer(value: Any, name: str, unit: str) -> int:
 
 def _is_index(value: Any) -> bool:
     # int first: the check of the protocol takes 20 us, a dozen times per mask that is rebuilt at every step.
-    return isinstance(value, (int, SupportsIndex))
+    if isinstance(value, int):
+        return True
+    if isinstance(value, np.ndarray):  # arrays and tensors have __index__, but it works for single integers only
+        return value.ndim == 0 and value.dtype.kind in "iu"
+    if isinstance(value, Tensor):
+        is_whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        return value.ndim == 0 and is_whole and value.device.type != "meta"
+    return isinstance(value, SupportsIndex)
+
+
+def plain_tensor(value: Any, name: str) -> Tensor:
+    """Returns `value` if it is a dense tensor on a device that holds numbers, raises otherwise."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {described(value)}.")
+    if value.is_nested or value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; got one with the layout {value.layout}. Call .to_dense().")
+    if value.device.type == "meta":
+        raise ValueError(f"{name} must lie on a device that holds its contents; got the meta device, which has none.")
+    return value
+
+
+def checked_device(device: Any) -> torch.device:
+    """What `torch.device` makes of a device or its name."""
+    if not isinstance(device, torch.device | str):
+        raise TypeError(f"device must be a torch.device or its name, such as 'cuda'; got {device!r}.")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch.device or its name, such as 'cuda'; got {device!r}.") from error
 
 
 def integers(values: Any, name: str) -> Tensor:
     """A list, 1-D tensor or 1-D array of integers as an int64 tensor `[E]` on the CPU."""
+    if isinstance(values, Tensor):
+        plain_tensor(values, name)
     try:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -108,7 +138,14 @@ def boolean(value: Any, name: str) -> Tensor:
     """A tensor or array that must be boolean, as a bool tensor."""
     if isinstance(value, np.ndarray):
         value = np.require(value, requirements=("C", "W"))  # as_tensor: no negative strides, warns of read-only arrays
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")  # a tensor keeps its device
+    try:
+        tensor = (
+            value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+        )  # a tensor keeps its device
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be boolean (True: live); got {described(value)}.") from error
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; got one with the layout {tensor.layout}. Call .to_dense().")
     if tensor.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean (True: live); got {tensor.dtype}.")
     return tensor

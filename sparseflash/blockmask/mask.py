@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
+from sparseflash.blockmask.arguments import (
+    Block,
+    block_pair,
+    boolean,
+    check_block_count,
+    checked_device,
+    integer_tensor,
+    token_counts,
+)
 from sparseflash.blockmask.build import Part, arrays_of, tile_list, tiles_of_dense
 from sparseflash.blockmask.cache import attach_cache, belong_together, mask_cache, once
 from sparseflash.blockmask.compiling import constant_if_its_mask_is, constant_when_compiled
@@ -649,11 +657,13 @@ class BlockMask:
         >>> mask.to("cpu") is mask
         True
         """
-        device = torch.device(device)
+        device = checked_device(device)
         if device == torch.device("cuda"):  # the current device
             device = torch.device("cuda", torch.cuda.current_device())
         if device == self.device:
             return self
+        if self.device.type == "meta":
+            raise ValueError(f"mask must have contents to be moved to {device}; it is on the meta device, without any.")
         arrays = [a for a in self._arrays() if a is not None]
         moved: list[Tensor | None] = [*to_device(arrays, device)]
         if self.lengths is None:

@@ -59,6 +59,8 @@ def check_arrays(mask: BlockMask) -> None:
 
 def validate(mask: BlockMask) -> None:
     """The O(nnz) checks; see `BlockMask.validate`."""
+    if mask.device.type == "meta":
+        raise ValueError("mask must lie on a device that holds its contents; got the meta device, which has none.")
     (row_blocks, col_blocks), nnz = mask.blocks, len(mask.indices)
     dynamic = mask.dynamic  # checks only what makes a mask safe to run
     indptr, indices, tile = mask.indptr.cpu().long(), mask.indices.cpu().long(), mask.tile.cpu().long()

@@ -1,10 +1,11 @@
-"""The command line, `sparseflash show | check | bench`: what a mask costs and reaches, whether attention with it is
-exact on this machine, and how fast it is.
+"""The command line, `sparseflash show | check | bench | convert | info`: what a mask costs and reaches, whether
+attention with it is exact on this machine, how fast it is, and the same mask for another library.
 
-app.py defines the options, expression.py and sources.py evaluate the MASK argument, and each command has a file of its
-own.
+app.py has the commands, options.py and output.py what they share, expression.py and sources.py evaluate the MASK
+argument, and each command has a file of its own.
 
-It may import what its users may: `sparseflash`, `attention`, `analysis`, `interop`, `testing` and `masks`.
+It may import what its users may: `sparseflash`, `attention`, `analysis`, `draw`, `explain`, `interop`, `testing` and
+`masks`.
 """
 
 

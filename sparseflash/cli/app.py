@@ -1,48 +1,73 @@
-"""The commands and their options."""
+"""The commands."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sparseflash import BlockMask, __version__, analysis
+from sparseflash import analysis
 from sparseflash.cli import bench as benchmark
+from sparseflash.cli import certificate
 from sparseflash.cli import check as exactness
+from sparseflash.cli import convert as converted
+from sparseflash.cli import info as machine
 from sparseflash.cli import show as words
-from sparseflash.cli.expression import HELP, Refused, mask_of
 from sparseflash.cli.inputs import DTYPES, drawn
+from sparseflash.cli.options import AsJson, Backend, Device, HeadDim, Heads, KVHeads, Mask, Precision, Sources
+from sparseflash.cli.output import asked, console, place, progress, say, say_json, say_table, short_errors, where
+from sparseflash.draw.page import to_page
 
 app = typer.Typer(
     help="Block-sparse attention masks: what a mask costs and reaches, whether attention with it is exact on this "
-    "machine, and how fast it is.\n\nMASK is a Python expression of sparseflash.masks or a file written by "
-    "BlockMask.save: sparseflash show 'local(4096, window=512, causal=True)'",
+    "machine, and how fast it is.\n\nMASK is a Python expression of sparseflash.masks, or a file that convert or "
+    "BlockMask.save wrote: sparseflash show 'local(4096, window=512, causal=True)'",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
 
-Mask = Annotated[str, typer.Argument(metavar="MASK", help=HELP)]
-Sources = Annotated[
-    list[str] | None,
-    typer.Option("--from", metavar="FILE", help="Python file or module with functions for MASK; repeatable."),
-]
-HeadDim = Annotated[int, typer.Option(help="Features of a head.", min=1)]
-Heads = Annotated[int, typer.Option(help="Query heads, if the mask is shared by all heads.", min=1)]
-KVHeads = Annotated[int | None, typer.Option(help="Key and value heads.", show_default="as many as query heads", min=1)]
-Precision = Literal["bf16", "fp16", "fp32"]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there is a GPU, else cpu")
-]
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Say what this machine has: versions, devices, which kernels are usable and why not, caches on disk."""
+    with short_errors():
+        found = machine.gathered()
+        say_json(found) if as_json else say_table(machine.lines(found))
+
+
+@app.command()
+def convert(
+    mask: Mask,
+    out: Annotated[Path, typer.Argument(help="File to write: .mask, .npz (SciPy), .npy (dense), or any with --to.")],
+    sources: Sources = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help=f"Of {', '.join(converted.NAMES)}.", show_default="by the name of the file"),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Batch element, for formats with one pattern.", min=0)] = None,
+    head: Annotated[int | None, typer.Option(help="Head, for formats with one pattern.", min=0)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a mask in the format of another library, and say what the file holds when it is read again.
+
+    What a format cannot represent is refused, with the reason. Files but .mask, .npz and .npy are dictionaries of
+    tensors for torch.load(OUT, weights_only=True), under the names that the library's functions take.
+    """
+    found = asked(mask, sources)
+    with short_errors():
+        name = converted.format_of(out, to)
+        back = converted.write(found, out, name, batch=batch, head=head)
+        kept = {"file": str(out), "format": name, "bytes": out.stat().st_size, "holds": repr(back)}
+        if as_json:
+            say_json(kept)
+        else:
+            say(f"{out}: {name}, {out.stat().st_size:,} bytes", f"It holds {back!r}")
 
 
 @app.command()
@@ -55,26 +80,28 @@ def show(
     causal: Annotated[bool, typer.Option("--causal", help="The mask must be causal: report future leaks.")] = False,
     width: Annotated[int, typer.Option(help="Width of the drawing in cells; 0: no drawing.", min=0)] = 32,
     picture: Annotated[Path | None, typer.Option(help="Write a picture to this file: .png, .pdf, .svg.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file, to zoom into in a browser.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save the mask to this file, for BlockMask.load and MASK.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a mask costs and reaches, and what is probably wrong with it."""
     found = asked(mask, sources)
     with short_errors():
-        say(found.to_string(width) if width else repr(found))
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column()
-        for what, much in words.facts(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal):
-            table.add_row(what, Text(much))
-        console.print(table)
-        for finding in analysis.lint(found, causal=causal):
-            say(str(finding))
+        if as_json:
+            say_json(words.figures(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal))
+        else:
+            say(found.to_string(width) if width else repr(found))
+            say_table(words.facts(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal))
+            say(*map(str, analysis.lint(found, causal=causal)))
+        written = {"Drawn": picture, "Page": html, "Kept": save}
         if picture is not None:
             found.plot().savefig(picture)
-            say(f"Drawn: {picture}")
+        if html is not None:
+            html.write_text(to_page(found, mask), encoding="utf-8")
         if save is not None:
             found.save(save)
-            say(f"Kept: {save}")
+        if not as_json:
+            say(*(f"{what}: {file}" for what, file in written.items() if file is not None))
 
 
 @app.command()
@@ -89,11 +116,19 @@ def check(
         typer.Option(help=f"Comma-separated, of {', '.join(DTYPES)}.", show_default="all on a GPU, fp32 on a CPU"),
     ] = None,
     backend: Annotated[
-        Literal["triton", "hopper", "blockwise", "reference"] | None,
+        Backend | None,
         typer.Option(help="The backend to check.", show_default="triton on a GPU, blockwise on a CPU"),
     ] = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Several head dims, grouped heads and draws, too.")
+    ] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--certificate", metavar="FILE", help="Write what was found to this file, as JSON, to keep."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare attention with a mask, and its gradients, with dense attention in fp64.
 
@@ -105,30 +140,47 @@ def check(
         found = found.to(place(device))
         gpu = found.device.type == "cuda"
         dtypes = named(dtype, DTYPES, "--dtype") if dtype is not None else list(DTYPES) if gpu else ["fp32"]
-        say(f"{found!r}", f"{where(found)}: errors relative to the allowed error")
-        table = Table()
-        table.add_column("")
-        for name in exactness.NAMES:
-            table.add_column(name, justify="right")
-        right = True
-        for each in dtypes:
-            with console.status(f"{each}: comparing with fp64"):
-                errors = exactness.errors(
-                    found,
-                    heads=heads,
-                    kv_heads=kv_heads,
-                    dim=head_dim,
-                    dtype=DTYPES[each],
-                    backend=backend,
-                    seed=seed,
-                )
-            right &= all(error <= 1 for error in errors.values())
-            table.add_row(each, *(Text(f"{error:.2f}", "" if error <= 1 else "bold red") for error in errors.values()))
-        console.print(table)
-    if not right:
-        console.print("Not exact: an error is larger than allowed.", style="bold red")
+        if thorough:
+            cases = certificate.thorough(found, heads, dtypes, head_dim, seed)
+        else:
+            cases = certificate.once(found, heads, kv_heads, dtypes, head_dim, seed)
+        results = []
+        with progress.status("comparing with fp64") as status:
+            for case, errors in certificate.checked(found, cases, backend):
+                results.append((case, errors))
+                status.update(f"comparing with fp64: {len(results)} of {len(cases)}")
+        kept = certificate.certificate(found, results, backend, where(found))
+        if keep is not None:
+            keep.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        if as_json:
+            say_json(kept)
+        else:
+            say(f"{found!r}", f"{where(found)}: errors relative to the allowed error")
+            console.print(_errors(results, thorough))
+            console.print(
+                "Exact: no error is larger than allowed."
+                if kept["exact"]
+                else Text("Not exact: an error is larger than allowed.", "bold red")
+            )
+            say(*([] if keep is None else [f"Certificate: {keep}"]))
+    if not kept["exact"]:
         raise typer.Exit(1)
-    console.print("Exact: no error is larger than allowed.")
+
+
+def _errors(results: list[tuple[certificate.Case, dict[str, float]]], thorough: bool) -> Table:
+    """The largest errors of each dtype, or of each dtype, head dim and number of key heads."""
+    rows: dict[str, dict[str, float]] = {}
+    for case, errors in results:
+        label = f"{case.dtype}, D={case.head_dim}, {case.heads}:{case.kv_heads} heads" if thorough else case.dtype
+        known = rows.setdefault(label, dict.fromkeys(errors, 0.0))
+        rows[label] = {name: max(known[name], error) for name, error in errors.items()}
+    table = Table()
+    table.add_column("")
+    for name in exactness.NAMES:
+        table.add_column(name, justify="right")
+    for label, errors in rows.items():
+        table.add_row(label, *(Text(f"{error:.2f}", "" if error <= 1 else "bold red") for error in errors.values()))
+    return table
 
 
 @app.command()
@@ -149,6 +201,7 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Duration of each measurement.", min=0.01)] = 0.5,
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Time attention with a mask against dense attention and other libraries, after checking that it is exact.
 
@@ -162,7 +215,7 @@ def bench(
         precision = DTYPES[dtype or ("bf16" if found.device.type == "cuda" else "fp32")]
         chosen = benchmark.peers_for(found) if peers is None else peers_of(peers)
         compared = benchmark.corner(found)
-        with console.status(f"comparing {compared.q_len:,} queries and {compared.k_len:,} keys with fp64"):
+        with progress.status(f"comparing {compared.q_len:,} queries and {compared.k_len:,} keys with fp64"):
             errors = exactness.errors(
                 compared, heads=1, kv_heads=None, dim=head_dim, dtype=precision, backend=None, seed=seed
             )
@@ -171,24 +224,24 @@ def bench(
         inputs = drawn(found, batch=batch, heads=heads, kv_heads=kv_heads, dim=head_dim, dtype=precision, seed=seed)
         shape = " x ".join(str(size) for size in inputs.q.shape)
         shapes = f"{shape}, {inputs.k.shape[1]} key heads, {precision}"
+        measured = []
+        with progress.status("timing") as status:
+            for times in benchmark.measured(inputs, found, chosen, seconds):
+                measured.append(times)
+                status.update(f"timing: {times.name} done")
+        if as_json:
+            listed: list[dict[str, Any]] = [asdict(times) for times in measured]
+            say_json({"mask": repr(found), "device": where(found), "inputs": shapes, "milliseconds": listed})
+            return
         say(f"{found!r}", f"{where(found)}; {shapes}: ms, and the ratio to ours")
         table = Table()
         for column in ("", "forward", "times", "and backward", "times"):
             table.add_column(column, justify="right" if column else "left")
-        ours: benchmark.Times | None = None
-        with console.status("timing") as status:
-            for times in benchmark.measured(inputs, found, chosen, seconds):
-                ours = ours or times
-                cells = [*cells_of(times.forward, ours.forward), *cells_of(times.both, ours.both)]
-                table.add_row(Text(times.name + (f" ({times.why})" if times.why else "")), *cells)
-                status.update(f"timing: {times.name} done")
+        for times in measured:
+            ours = measured[0]
+            cells = [*cells_of(times.forward, ours.forward), *cells_of(times.both, ours.both)]
+            table.add_row(Text(times.name + (f" ({times.why})" if times.why else "")), *cells)
         console.print(table)
-
-
-def say(*lines: str) -> None:
-    """Prints lines that only a narrow terminal wraps, without markup or highlighting."""
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def cells_of(ms: float | None, ours: float | None) -> tuple[str, str]:
@@ -210,45 +263,3 @@ def named(text: str, known: Collection[str], option: str) -> list[str]:
         if name not in known:
             raise ValueError(f"{option} must be of {', '.join(known)}; got {name!r}")
     return chosen
-
-
-def asked(text: str, sources: list[str] | None) -> BlockMask:
-    """The mask on the command line; errors in the expression are reported in one line."""
-    try:
-        return mask_of(text, sources or ())
-    except Refused as error:
-        refuse(error)
-        raise typer.Exit(2) from error
-
-
-def place(device: str | None) -> torch.device:
-    """The device that was named, or the default one."""
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device} needs a GPU that PyTorch sees; there is none")
-    if chosen.type == "cuda" and chosen.index is not None:
-        torch.cuda.set_device(chosen)  # timers synchronise with the current device
-    return chosen
-
-
-def where(mask: BlockMask) -> str:
-    """The device and versions that a result was obtained with."""
-    name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    if mask.device.type == "cuda":
-        name = torch.cuda.get_device_name(mask.device)
-    return f"{name}, torch {torch.__version__}, sparseflash {__version__}"
-
-
-@contextmanager
-def short_errors() -> Iterator[None]:
-    """Reports the library's errors in one line; no code of the user's runs inside."""
-    try:
-        yield
-    except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:
-        refuse(error)
-        raise typer.Exit(2) from error
-
-
-def refuse(error: Exception) -> None:
-    """Prints one line on standard error."""
-    Console(stderr=True).print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sparseflash import BlockMask, masks
+from sparseflash.cli.convert import read
 from sparseflash.cli.sources import Missing, module_of
 
 
@@ -22,7 +23,7 @@ class Refused(ValueError):
 
 HELP = (
     "A Python expression of sparseflash.masks, such as 'local(4096, window=512) | butterfly(4096)', or a file written "
-    "by BlockMask.save."
+    "by convert or BlockMask.save."
 )
 _EXPRESSION = "<mask>"  # the file name of the expression's code
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
     """
     if is_file(text):
         try:
-            return BlockMask.load(text)
+            return read(Path(text))
         except (ValueError, OSError) as error:
             raise Refused(str(error)) from None
     names = {"BlockMask": BlockMask, "torch": torch, "masks": masks, **public(masks)}

@@ -1,8 +1,10 @@
-"""What a mask costs and what it reaches, as text."""
+"""What a mask costs and what it reaches, as text and as numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -30,6 +32,29 @@ def facts(mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dty
     for number, other in enumerate(analysis.coarsening(mask)):
         yield "" if number else "in other blocks", str(other)
     yield "reach", reach(mask, causal)
+
+
+def figures(
+    mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dtype, causal: bool
+) -> dict[str, Any]:  # fmt: skip
+    """The same as JSON has it, numbers as numbers."""
+    shared = heads if mask.shape[1] == 1 else None
+    return {
+        "mask": repr(mask),
+        "digest": mask.digest,
+        "shape": list(mask.shape),
+        "block": [mask.block_q, mask.block_k],
+        "density": mask.density,
+        "bytes": mask.nbytes,
+        "scores": asdict(analysis.density(mask)),
+        "forward_flops": asdict(analysis.flops(mask, head_dim, dtype=dtype, heads=shared)),
+        "backward_flops": asdict(analysis.flops(mask, head_dim, dtype=dtype, backward=True, heads=shared)),
+        "forward_bytes": asdict(analysis.bytes_moved(mask, head_dim, dtype=dtype, heads=shared)),
+        "balance": [asdict(each) for each in analysis.balance(mask)],
+        "other_blocks": [asdict(each) for each in analysis.coarsening(mask)],
+        "reach": reach(mask, causal),
+        "findings": [asdict(each) for each in analysis.lint(mask, causal=causal)],
+    }
 
 
 def reach(mask: BlockMask, causal: bool) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING
 
-from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.arguments import checked_mask, integer
 from sparseflash.blockmask.stats import live_tokens
 
 if TYPE_CHECKING:
@@ -74,10 +73,11 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
 def _chosen(name: str, choice: Choice, count: int) -> list[int]:
     if choice is None:
         return list(range(count))
-    numbers = list(choice) if isinstance(choice, Iterable) else [choice]
-    if any(isinstance(n, bool) or not isinstance(n, SupportsIndex) for n in numbers):
-        raise TypeError(f"{name} must be an integer, several, or None; got {choice!r}.")
-    numbers = [operator.index(n) for n in numbers]
+    several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0  # a tensor of no dimensions is one
+    try:
+        numbers = [integer(n, name, "") for n in (choice if several else [choice])]  # type: ignore[union-attr]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, several, or None; got {choice!r}.") from None
     if not numbers or not all(0 <= n < count for n in numbers):
         raise ValueError(f"{name} must be one or more of 0..{count - 1}; got {choice!r}.")
     return list(dict.fromkeys(numbers))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import checked_mask, integer
+from sparseflash.blockmask.arguments import checked_mask, integer, plain_tensor
 from sparseflash.interop.heads import no_parts, pattern_of_mask, whole_blocks
 
 
@@ -81,6 +81,7 @@ def from_deepspeed(layout: Tensor, block: int) -> BlockMask:
 
     Raises ValueError for another shape or other values.
     """
+    plain_tensor(layout, "layout")
     if layout.ndim != 3 or layout.shape[1] != layout.shape[2]:
         raise ValueError(f"layout must have shape [H, nb, nb]; got {list(layout.shape)}.")
     if not bool(((layout == 0) | (layout == 1)).all()):

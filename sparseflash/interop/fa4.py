@@ -102,6 +102,8 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
     Raises ValueError for partial blocks without a `mask_mod`, for lists without a `block_size` or with one that a mask
     cannot have, and for lists that name a block twice or out of range.
     """
+    if not all(hasattr(tensors, name) for name in BlockSparseTensors._fields):
+        raise TypeError(f"tensors must be BlockSparseTensors, ours or FA4's own; got {type(tensors).__name__}.")
     if tensors.block_size is None:
         raise ValueError("block_size must be set in the tensors, because the lists do not contain it; got None.")
     block_q, block_k = tensors.block_size

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, boolean, integer, token_counts
+from sparseflash.blockmask.arguments import Block, boolean, integer, plain_tensor, token_counts
 from sparseflash.blockmask.build import tile_list
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.interop.heads import chosen_block, mask_of_patterns, one_head, whole_blocks
@@ -76,10 +76,13 @@ def from_flashinfer(
     if size_q < 1 or size_k < 1 or q_len % size_q or k_len % size_k:
         raise ValueError(f"R x C must divide M x N; got {size_q} x {size_k} and {q_len} x {k_len}.")
     row_blocks, col_blocks = q_len // size_q, k_len // size_k
+    for name, x in (("indptr", indptr), ("indices", indices)):
+        if plain_tensor(x, name).is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise TypeError(f"{name} must be an integer tensor; got {x.dtype}.")
     if indptr.shape != (row_blocks + 1,) or int(indptr[0]) != 0 or bool((indptr.diff() < 0).any()):
         raise ValueError(
-            f"indptr must have {row_blocks + 1} entries, start at 0 and not decrease; got {indptr.tolist()[:8]} of "
-            f"shape {list(indptr.shape)}."
+            f"indptr must have {row_blocks + 1} entries, start at 0 and not decrease; got "
+            f"{indptr.flatten()[:8].tolist()} of shape {list(indptr.shape)}."
         )
     if indices.shape != (int(indptr[-1]),):
         raise ValueError(f"indices must have the {int(indptr[-1])} entries of indptr; got {list(indices.shape)}.")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, integer, token_counts
+from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, flag, integer, plain_tensor, token_counts
 from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.stats import pattern_count
@@ -108,6 +108,8 @@ def from_flashmask(
 
     Raises ValueError for another shape, negative bounds, or a causal mask with `q_len` other than Nk.
     """
+    plain_tensor(startend_row_indices, "startend_row_indices")
+    causal = flag(causal, "causal")
     widths = (1, 2) if causal else (2, 4)
     shape = list(startend_row_indices.shape)
     if len(shape) != 4 or shape[3] not in widths or 0 in shape:

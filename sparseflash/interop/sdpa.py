@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, integer, token_counts
+from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, integer, plain_tensor, token_counts
 from sparseflash.blockmask.build import arrays_of
 
 
@@ -40,6 +40,7 @@ def from_sdpa(
     if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         got = attn_mask.dtype if isinstance(attn_mask, Tensor) else type(attn_mask).__name__
         raise TypeError(f"attn_mask must be a bool or floating point tensor; got {got}.")
+    plain_tensor(attn_mask, "attn_mask")
     if attn_mask.ndim not in (2, 3, 4):
         raise ValueError(
             f"attn_mask must have shape [Nq, Nk], [Hq, Nq, Nk] or [B, Hq, Nq, Nk]; got {list(attn_mask.shape)}."

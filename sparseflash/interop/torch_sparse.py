@@ -62,10 +62,12 @@ def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None 
     Raises TypeError for another layout or for values that are not boolean, ValueError for an empty list or tensors of
     different shapes.
     """
-    matrices = [matrix] if isinstance(matrix, Tensor) else list(matrix)
+    matrices = list(matrix) if isinstance(matrix, Sequence) else [matrix]
     if not matrices:
         raise ValueError("matrix must be a sparse tensor or a list of at least one; got an empty list.")
     for one in matrices:
+        if not isinstance(one, Tensor):
+            raise TypeError(f"matrix must be a sparse tensor; got {type(one).__name__}.")
         if one.layout not in (torch.sparse_csr, torch.sparse_bsr, torch.sparse_coo):
             raise TypeError(f"matrix must have the layout sparse_csr, sparse_bsr or sparse_coo; got {one.layout}.")
         if one.dtype != torch.bool:

@@ -95,10 +95,14 @@ def relative_3d(table: Tensor, frames: int, height: int, width: int, *, cells: T
 
 def _grid(table: Tensor, shape: tuple[int, ...], cells: Tensor | None) -> Grid:
     table = floating(table, "table")
+    if not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ValueError(f"the grid must have positive integers as its sides; got {list(shape)}.")
     wanted: Sequence[int] = [2 * n - 1 for n in shape]
     if table.ndim != len(shape) + 1 or list(table.shape[1:]) != list(wanted):
         raise ValueError(f"table must have shape {['Hq', *wanted]}; got {list(table.shape)}.".replace("'", ""))
     if cells is not None:
+        if not isinstance(cells, Tensor):
+            raise TypeError(f"cells must be a tensor; got {type(cells).__name__}.")
         if cells.ndim != 1 or cells.dtype != torch.int64:
             raise ValueError(f"cells must be int64 [N]; got {cells.dtype}, shape {list(cells.shape)}.")
         if len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < prod(shape):

@@ -1,5 +1,7 @@
-"""The command line: `sparseflash show | check | bench`."""
+"""The command line: `sparseflash show | check | bench | convert | info`."""
 
+import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -10,12 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparseflash import BlockMask, analysis, masks
+from sparseflash import BlockMask, __version__, analysis, masks
 from sparseflash import cli as command_line
-from sparseflash.cli import bench, check, expression
+from sparseflash.cli import bench, certificate, check, convert, expression, info
 from sparseflash.cli.app import app
 from sparseflash.cli.expression import Refused, mask_of
 from sparseflash.cli.inputs import drawn
+from sparseflash.cli.options import patterns_beginning_with
 
 CPU = ("--device", "cpu")
 OWN = """
@@ -174,6 +177,7 @@ def test_show_of_heads_with_patterns_of_their_own():
 # check
 
 RAGGED = masks.per_head([masks.local(200, window=60, block=32), masks.causal(200, block=32)])
+WHOLE = BlockMask.from_layout(torch.eye(3, dtype=torch.bool), block=128)
 HOLES = BlockMask.from_function(lambda q, k: (q % 5 > 0) & (k % 7 > 0) & (q // 40 == k // 40), 200, block=32)
 
 
@@ -301,12 +305,157 @@ def test_all_commands_on_a_gpu():
     assert all(name in rows for name in (bench.OURS, *bench.PEERS.values())) and "something else" not in rows
 
 
+# info
+
+
+def test_info_tells_versions_devices_and_why_kernels_cannot_run():
+    found = json.loads(run("info", "--json"))
+    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["sparseflash"] == __version__
+    cpu = found["devices"][0]
+    assert cpu["device"] == "cpu" and cpu["backends"]["blockwise"] is None
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    assert (cpu["backends"]["triton"] is None) == interpreted and cpu["backends"]["hopper"] is not None
+    assert all(cache["bytes"] >= 0 and cache["folder"] for cache in found["caches"])
+    said = unwrapped(run("info"))
+    assert torch.__version__ in said and "PyTorch over live tiles: usable" in said and "not usable: " in said
+
+
+def test_info_counts_caches_and_names_what_is_not_installed(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "kernel").write_bytes(b"12345")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(info, "_PACKAGES", ("no_such_package",))
+    assert info.caches()[0] == {"name": "Triton's kernels", "folder": str(tmp_path), "files": 1, "bytes": 5}
+    assert info.versions()["no_such_package"] is None
+    assert "no_such_package not installed" in unwrapped(run("info"))
+
+
+def test_the_folder_of_compiled_code_is_that_of_inductor(monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert str(info._of_inductor()) == default_cache_dir()
+
+
+# convert
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("m.mask", "RAGGED"),
+        ("m.npz", "HOLES"),
+        ("m.npy", "RAGGED"),
+        ("sdpa", "RAGGED"),
+        ("torch-sparse", "HOLES"),
+        ("fa4", "WHOLE"),
+        ("flashinfer", "CAUSAL"),
+        ("flashmask", "CAUSAL"),
+        ("deepspeed", "WHOLE"),
+    ],
+)
+def test_a_converted_mask_is_the_same_when_it_is_read(tmp_path, name, mask):
+    mask = {"RAGGED": RAGGED, "HOLES": HOLES, "WHOLE": WHOLE, "CAUSAL": masks.causal(128, block=32)}[mask]
+    mask.save(tmp_path / "in.mask")
+    out = tmp_path / (name if "." in name else "out.pt")
+    asked = () if "." in name else ("--to", name)
+    said = json.loads(run("convert", str(tmp_path / "in.mask"), str(out), *asked, "--json"))
+    assert said["bytes"] == out.stat().st_size and said["format"] in convert.NAMES
+    assert mask_of(str(out)).to_dense().equal(mask.to_dense())
+    assert "It holds BlockMask(" in run("convert", str(out), str(tmp_path / "again.mask"))
+    if out.suffix == ".pt":
+        assert set(torch.load(out, weights_only=True)) == {"kind", "format", "block", "fields"}
+
+
+def test_one_pattern_of_several_is_selected(tmp_path):
+    RAGGED.save(tmp_path / "in.mask")
+    out = str(tmp_path / "head.npz")
+    assert "select one with head=" in run("convert", str(tmp_path / "in.mask"), out, code=2)
+    run("convert", str(tmp_path / "in.mask"), out, "--head", "1")
+    assert mask_of(out).to_dense()[0, 0].equal(RAGGED.to_dense()[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (("m.npz", "--to", "sdpa"), "must not be called .npz, which is for scipy; got --to sdpa"),
+        (("m.pt",), "--to must be given for"),
+        (("m.pt", "--to", "flex"), "--to must not be flex: FlexAttention's mask holds a function"),
+        (("m.pt", "--to", "paper"), "--to must be of mask, scipy, dense, sdpa, .*; got 'paper'"),
+        (("m.pt", "--to", "deepspeed"), "a DeepSpeed layout must consist of whole blocks"),
+        (("none/m.mask",), "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_converted_is_told_and_nothing_is_written(tmp_path, monkeypatch, out, words):
+    monkeypatch.chdir(tmp_path)
+    assert re.search(words, run("convert", "causal(100, block=32)", *out, code=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_others_are_not_masks(tmp_path):
+    torch.save({"weight": torch.ones(3)}, tmp_path / "other.pt")
+    assert "must be a file that convert wrote; got another one of torch.save" in run(
+        "show", str(tmp_path / "other.pt"), code=2
+    )
+    torch.save({"kind": print}, tmp_path / "code.pt")
+    assert "must be a file that convert wrote; got" in run("show", str(tmp_path / "code.pt"), code=2)
+    whole = (tmp_path / "other.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
+    for name in ("cut.pt", "none.npz", "none.npy"):
+        (tmp_path / name).touch()
+        assert run("show", str(tmp_path / name), code=2).startswith("Error: ")
+    masks.causal(64).save(tmp_path / "own.npz")  # a mask file by another name
+    assert mask_of(str(tmp_path / "own.npz")) == masks.causal(64)
+
+
+# JSON, pages, certificates, completion
+
+
+def test_json_has_numbers_and_nothing_else_is_printed(tmp_path):
+    mask = masks.local(256, window=64)
+    shown = json.loads(run("show", "local(256, window=64)", "--json", "--html", str(tmp_path / "m.html")))
+    assert shown["digest"] == mask.digest and shown["scores"] == dataclasses.asdict(analysis.density(mask))
+    assert shown["findings"] == [dataclasses.asdict(each) for each in analysis.lint(mask)]
+    quick = ("local(100, window=30, block=32)", "--heads", "2", "--head-dim", "16", *CPU, "--json")
+    checked = json.loads(run("check", *quick))
+    assert checked["exact"] is True and list(checked["cases"][0]["errors"]) == ["out", "lse", "dq", "dk", "dv"]
+    timed = json.loads(run("bench", *quick, "--seconds", "0.01", "--peers", "none"))
+    assert [times["name"] for times in timed["milliseconds"]] == [bench.OURS, bench.DENSE]
+
+
+def test_a_certificate_tells_machine_cases_and_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr(certificate, "_HEAD_DIMS", (16,))
+    kept = tmp_path / "certificate.json"
+    quick = ("check", "local(60, window=30, block=32)", "--head-dim", "8", *CPU, "--certificate", str(kept))
+    output = run(*quick, "--thorough")
+    assert "fp32, D=16, 2:1 heads" in output and "Exact: no error" in output
+    found = json.loads(kept.read_text())
+    assert found["exact"] is True and found["digest"] == masks.local(60, window=30, block=32).digest
+    assert found["versions"]["torch"] == torch.__version__ and found["backend"] == "blockwise"
+    cases = {(case["head_dim"], case["kv_heads"], case["seed"]) for case in found["cases"]}
+    assert cases == {(dim, kv, seed) for dim in (8, 16) for kv in (1, 2) for seed in (0, 1, 2)}
+    assert all(0 <= error <= 1 for case in found["cases"] for error in case["errors"].values())
+    monkeypatch.setattr(check, "errors", lambda *_, **__: dict.fromkeys(check.NAMES, 1.5))
+    run(*quick, code=1)
+    assert json.loads(kept.read_text())["exact"] is False
+
+
+def test_shells_complete_commands_and_patterns():
+    assert patterns_beginning_with("loca") == ["local("]
+    assert "butterfly(" in patterns_beginning_with("")
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from sparseflash.cli import main; sys.argv[0] = 'sparseflash'; main()"],
+        capture_output=True, text=True,
+        env={**os.environ, "_SPARSEFLASH_COMPLETE": "complete_bash", "COMP_WORDS": "sparseflash sh", "COMP_CWORD": "1"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["show"], done.stderr
+
+
 # The command itself.
 
 
 def test_it_runs_as_a_module_and_lists_its_commands():
     whole = subprocess.run([sys.executable, "-m", "sparseflash", "--help"], capture_output=True, text=True, check=True)
-    assert all(name in whole.stdout for name in ("show", "check", "bench"))
+    assert all(name in whole.stdout for name in ("show", "check", "bench", "convert", "info"))
 
 
 def test_what_it_needs_is_said_where_it_is_missing(monkeypatch):

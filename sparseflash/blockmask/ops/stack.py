@@ -49,7 +49,7 @@ def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
     """The masks, checked, canonical and reblocked to one block size."""
     if isinstance(masks, BlockMask):
         raise TypeError("masks must be a list of BlockMasks; got a single one.")
-    if not isinstance(masks, Iterable):
+    if not isinstance(masks, Iterable) or getattr(masks, "ndim", 1) == 0:  # a tensor of no dimensions has __iter__
         raise TypeError(f"masks must be a list of BlockMasks; got {type(masks).__name__}.")
     masks = list(masks)
     if not masks:

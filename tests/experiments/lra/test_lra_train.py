@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -130,6 +131,39 @@ def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
     uninterrupted = Run(replace(config, checkpoint_every=10**6), data, tmp_path / "other")
     uninterrupted.train(pause=lambda step: step == killed.state.step)
     assert same_bits(weights(killed), weights(uninterrupted))
+
+
+def test_a_process_killed_at_any_moment_resumes_to_the_same_losses(data, tmp_path):
+    """Again and again, after random times: between steps, in one, while a checkpoint is written, while it starts."""
+    config = replace(TINY, steps=400, checkpoint_every=7, eval_every=100, log_every=1)
+    script = (
+        "import sys; from pathlib import Path; from experiments.lra.config import Config\n"
+        "from experiments.lra.tasks import load; from experiments.lra.train import Run\n"
+        f"given = Config(**{vars(config)!r}), load('listops', Path(sys.argv[1])), Path(sys.argv[2])\n"
+        "try:\n    run = Run(*given)\nexcept FileExistsError:\n    run = Run(*given, resume=True)\n"
+        "print(flush=True); run.train()"
+    )
+    command = [sys.executable, "-c", script, str(data.folder), str(tmp_path / "run")]
+    root = Path(experiments.__file__).parents[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    draw = random.Random(0)
+    kills = 0
+    for _ in range(3):
+        process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE)
+        assert process.stdout.readline().endswith(b"\n")  # it is about to train
+        time.sleep(draw.uniform(0.0, 1.5))
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    assert kills > 0
+    killed = Run(config, data, tmp_path / "run", resume=True)
+    reached = killed.state.step
+    killed.train()
+    whole = Run(config, data, tmp_path / "whole")
+    whole.train()
+    assert reached < config.steps and same_bits(weights(killed), weights(whole))
+    assert without_times(killed.log.records) == without_times(whole.log.records)
 
 
 def test_a_finished_run_can_be_prolonged(data, whole, tmp_path):

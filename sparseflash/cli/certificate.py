@@ -1,0 +1,81 @@
+"""A record of what `check` found, to keep: on which machine, with which versions, in which cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+import torch
+
+from sparseflash import BlockMask
+from sparseflash.attention import Backend
+from sparseflash.cli import check
+from sparseflash.cli.info import versions
+from sparseflash.cli.inputs import DTYPES
+
+ALLOWED = (
+    "twice the largest error of dense attention computed plainly in the same dtype, plus about one unit in the last "
+    "place of the largest value, both against fp64; errors are given as multiples of it, so at most 1 is exact"
+)
+_HEAD_DIMS, _SEEDS = (16, 64, 128), (0, 1, 2)
+
+
+class Case(NamedTuple):
+    """What is compared: the shape and dtype of drawn inputs."""
+
+    dtype: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    seed: int
+
+
+def once(
+    mask: BlockMask, heads: int, kv_heads: int | None, dtypes: list[str], head_dim: int, seed: int
+) -> list[Case]:  # fmt: skip
+    """One case for each dtype."""
+    heads = mask.shape[1] if mask.shape[1] > 1 else heads
+    return [Case(dtype, head_dim, heads, heads if kv_heads is None else kv_heads, seed) for dtype in dtypes]
+
+
+def thorough(mask: BlockMask, heads: int, dtypes: list[str], head_dim: int, seed: int) -> list[Case]:
+    """Every dtype with several head dims, with and without groups of heads, for several draws."""
+    heads = mask.shape[1] if mask.shape[1] > 1 else heads
+    dims = sorted({*_HEAD_DIMS, head_dim})
+    return [
+        Case(dtype, dim, heads, kv_heads, seed + more)
+        for dtype in dtypes
+        for dim in dims
+        for kv_heads in sorted({1, heads})
+        for more in _SEEDS
+    ]
+
+
+def checked(mask: BlockMask, cases: list[Case], backend: Backend | None) -> Iterator[tuple[Case, dict[str, float]]]:
+    """Yields each case with its errors relative to the allowed ones."""
+    for case in cases:
+        yield case, check.errors(
+            mask, heads=case.heads, kv_heads=case.kv_heads, dim=case.head_dim, dtype=DTYPES[case.dtype],
+            backend=backend, seed=case.seed,
+        )  # fmt: skip
+
+
+def certificate(
+    mask: BlockMask, found: list[tuple[Case, dict[str, float]]], backend: Backend | None, device: str
+) -> dict[str, Any]:
+    """The record as JSON has it."""
+    properties = torch.cuda.get_device_properties(mask.device) if mask.device.type == "cuda" else None
+    return {
+        "exact": all(error <= 1 for _, errors in found for error in errors.values()),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device,
+        "capability": None if properties is None else [properties.major, properties.minor],
+        "versions": versions(),
+        "backend": backend or ("triton" if properties is not None else "blockwise"),
+        "tf32": mask.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "mask": repr(mask),
+        "digest": mask.digest,
+        "allowed": ALLOWED,
+        "cases": [{**case._asdict(), "errors": errors} for case, errors in found],
+    }

@@ -1,0 +1,152 @@
+"""Writes masks in the formats of other libraries, and reads them."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sparseflash import BlockMask, interop
+
+_KIND = "sparseflash.convert"
+Fields = dict[str, Any]
+
+
+class Format(NamedTuple):
+    """How a library's mask becomes tensors and numbers by name, and back."""
+
+    fields: Callable[..., Fields]  # of a mask, batch and head
+    mask: Callable[[Fields, tuple[int, int]], BlockMask]  # of fields and the block
+
+
+def _fa4(mask: BlockMask, batch: int | None, head: int | None) -> Fields:
+    found = interop.to_fa4(mask)
+    return {"forward": found.forward._asdict(), "backward": found.backward._asdict()} | _lengths(mask)
+
+
+def _of_fa4(fields: Fields, block: tuple[int, int]) -> BlockMask:
+    lists = interop.BlockSparseTensors(**fields["forward"])
+    return interop.from_fa4(lists, fields["q_len"], fields["k_len"])
+
+
+def _flashmask(mask: BlockMask, batch: int | None, head: int | None) -> Fields:
+    return interop.to_flashmask(mask)._asdict() | _lengths(mask)
+
+
+def _of_flashmask(fields: Fields, block: tuple[int, int]) -> BlockMask:
+    return interop.from_flashmask(
+        fields["startend_row_indices"], causal=fields["causal"], q_len=fields["q_len"], block=block
+    )
+
+
+def _lengths(mask: BlockMask) -> Fields:
+    return {"q_len": mask.q_len, "k_len": mask.k_len}
+
+
+# Those that are stored as tensors by name, in a file of torch.save.
+FORMATS = {
+    "sdpa": Format(
+        lambda mask, batch, head: {"attn_mask": interop.to_sdpa(mask)},
+        lambda fields, block: interop.from_sdpa(fields["attn_mask"], block=block),
+    ),
+    "torch-sparse": Format(
+        lambda mask, batch, head: {"matrix": interop.to_torch_sparse(mask, batch=batch, head=head)},
+        lambda fields, block: interop.from_torch_sparse(fields["matrix"], block=block),
+    ),
+    "fa4": Format(_fa4, _of_fa4),
+    "flashinfer": Format(
+        lambda mask, batch, head: interop.to_flashinfer(mask, batch=batch, head=head)._asdict(),
+        lambda fields, block: interop.from_flashinfer(**fields, block=block),
+    ),
+    "flashmask": Format(_flashmask, _of_flashmask),
+    "deepspeed": Format(
+        lambda mask, batch, head: interop.to_deepspeed(mask)._asdict(),
+        lambda fields, block: interop.from_deepspeed(fields["layout"], fields["block"]),
+    ),
+}
+SUFFIXES = {".mask": "mask", ".npz": "scipy", ".npy": "dense"}  # formats with files of their own
+NAMES = (*SUFFIXES.values(), *FORMATS)
+
+
+def format_of(path: Path, asked: str | None) -> str:
+    """The format of a file to be written: the one that was asked for, or that of the file's name."""
+    by_name = SUFFIXES.get(path.suffix)
+    if asked == "flex":
+        raise ValueError("--to must not be flex: FlexAttention's mask holds a function. Call interop.to_flex(mask)")
+    if asked is not None and asked not in NAMES:
+        raise ValueError(f"--to must be of {', '.join(NAMES)}; got {asked!r}")
+    name = asked or by_name
+    if name is None:
+        raise ValueError(f"--to must be given for {path}: of {', '.join(NAMES)}; or name it {', '.join(SUFFIXES)}")
+    if by_name is not None and by_name != name:
+        raise ValueError(f"{path} must not be called {path.suffix}, which is for {by_name}; got --to {name}")
+    return name
+
+
+def write(mask: BlockMask, path: Path, name: str, *, batch: int | None = None, head: int | None = None) -> BlockMask:
+    """Writes the mask, reads the file, and returns what it holds. batch, head: for formats with a single pattern.
+
+    Raises ValueError if the format cannot represent the mask; nothing is written then.
+    """
+    mask = mask.canonical()
+    if name == "mask":
+        mask.save(path)
+    elif name == "scipy":
+        from scipy import sparse
+
+        matrix = interop.to_scipy(mask, batch=batch, head=head)
+        with path.open("wb") as file:  # given a name, SciPy would add a suffix
+            sparse.save_npz(file, matrix)
+    elif name == "dense":
+        dense = mask.to_dense().numpy()
+        with path.open("wb") as file:
+            np.save(file, dense)
+    else:
+        fields = FORMATS[name].fields(mask, batch, head)
+        torch.save({"kind": _KIND, "format": name, "block": [mask.block_q, mask.block_k], "fields": fields}, path)
+    return read(path, block=(mask.block_q, mask.block_k))
+
+
+def read(path: Path, *, block: tuple[int, int] = (128, 128)) -> BlockMask:
+    """The mask in a file that `write` wrote, or in any .npz of SciPy and .npy of NumPy.
+
+    block: of the mask, for files that do not say it. Nothing in the file is run.
+    """
+    members = _members(path)
+    if path.suffix == ".npy":
+        return BlockMask.from_dense(_loaded(np.load, path), block=block)
+    if path.suffix == ".npz" and "numbers.npy" not in members:  # which a file of BlockMask.save has
+        from scipy import sparse
+
+        return interop.from_scipy(_loaded(sparse.load_npz, path), block=block)
+    if not any(name.endswith("/data.pkl") for name in members):
+        return BlockMask.load(path)
+    stored = _loaded(partial(torch.load, weights_only=True), path)
+    if not isinstance(stored, dict) or stored.get("kind") != _KIND or stored.get("format") not in FORMATS:
+        raise ValueError(f"{path} must be a file that convert wrote; got another one of torch.save")
+    return FORMATS[stored["format"]].mask(stored["fields"], tuple(stored["block"]))
+
+
+def _loaded(load: Callable[[Path], Any], path: Path) -> Any:
+    """What another library reads from a file, and damage, which it reports as any kind of error, as ValueError."""
+    try:
+        return load(path)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path} must be a file that convert wrote; got {reason}") from None
+
+
+def _members(path: Path) -> list[str]:
+    """The names in a zip file, as which NumPy and PyTorch store; none, if it is not one."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except zipfile.BadZipFile:
+        return []

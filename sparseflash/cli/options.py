@@ -1,0 +1,35 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from sparseflash import masks
+from sparseflash.cli.expression import HELP, public
+
+
+def patterns_beginning_with(incomplete: str) -> list[str]:
+    """What a shell completes the MASK argument to.
+
+    >>> patterns_beginning_with("cau")
+    ['causal(']
+    """
+    return [f"{name}(" for name, found in public(masks).items() if callable(found) and name.startswith(incomplete)]
+
+
+Mask = Annotated[str, typer.Argument(metavar="MASK", help=HELP, autocompletion=patterns_beginning_with)]
+Sources = Annotated[
+    list[str] | None,
+    typer.Option("--from", metavar="FILE", help="Python file or module with functions for MASK; repeatable."),
+]
+HeadDim = Annotated[int, typer.Option(help="Features of a head.", min=1)]
+Heads = Annotated[int, typer.Option(help="Query heads, if the mask is shared by all heads.", min=1)]
+KVHeads = Annotated[int | None, typer.Option(help="Key and value heads.", show_default="as many as query heads", min=1)]
+Precision = Literal["bf16", "fp16", "fp32"]
+Backend = Literal["triton", "hopper", "blockwise", "reference"]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there is a GPU, else cpu")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]

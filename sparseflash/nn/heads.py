@@ -1,0 +1,86 @@
+"""What the modules share: their sizes, heads split and merged, and the mask of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparseflash.attention import Backend, attention
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import integer
+from sparseflash.nn.layer_mask import LayerMask, Mask
+
+
+class Heads(nn.Module):
+    """The sizes of an attention's heads, its mask and its dropout; the base of the modules."""
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, mask: Mask, kv_heads: int | None, head_dim: int | None, dropout: float,
+        scale: float | None, backend: Backend | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if not (size is None and name in ("kv_heads", "head_dim")) and integer(size, name, "") < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}.")
+        kv_heads = num_heads if kv_heads is None else kv_heads
+        if num_heads % kv_heads:
+            raise ValueError(f"num_heads must be a multiple of kv_heads; got {num_heads} and {kv_heads}.")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads unless head_dim is given; got {embed_dim} and {num_heads}."
+            )
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}.")
+        self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.dropout, self.scale, self.backend = dropout, scale, backend
+        self.mask = LayerMask(mask)
+
+    def extra_repr(self) -> str:
+        """For `print(model)`."""
+        groups = "" if self.kv_heads == self.num_heads else f", kv_heads={self.kv_heads}"
+        dropped = f", dropout={self.dropout:g}" if self.dropout else ""
+        return f"{self.embed_dim}, {self.num_heads} heads of {self.head_dim}{groups}{dropped}, mask={self.mask!r}"
+
+    def split(self, x: Tensor, *heads: int) -> tuple[Tensor, ...]:
+        """Heads `[B, H, N, D]` of projected features `[B, N, sum(heads) * D]`, one tensor for each number of heads."""
+        return torch.split(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2), list(heads), dim=1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
+        """Attention `[B, N, H * D]` of heads `[B, H, N, D]`."""
+        dropped = self.dropout if self.training else 0.0
+        out = attention(q, k, v, mask, scale=self.scale, dropout_p=dropped, backend=self.backend)
+        return out.transpose(1, 2).flatten(2)
+
+    def mask_for(self, own: Mask, q_len: int, k_len: int, device: torch.device) -> BlockMask | None:
+        """The layer's mask, or the one of this call."""
+        return self.mask(q_len, k_len, device) if own is None else LayerMask(own)(q_len, k_len, device)
+
+
+def check_features(x: Tensor, name: str, features: int) -> None:
+    """Raises unless x is `[B, N, features]`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
+    if x.ndim != 3 or x.shape[-1] != features:
+        raise ValueError(f"{name} must have shape [batch, tokens, {features}]; got {list(x.shape)}.")
+
+
+def dense_if_none(mask: BlockMask | None, q_len: int, k_len: int, device: torch.device) -> BlockMask:
+    """A mask that can get lengths."""
+    return BlockMask.dense(q_len, k_len).to(device) if mask is None else mask
+
+
+def padded(
+    mask: BlockMask | None, q_len: int, k_len: int, device: torch.device,
+    lengths: Tensor | Sequence[int] | None, k_lengths: Tensor | Sequence[int] | None,
+) -> BlockMask | None:  # fmt: skip
+    """The mask without what lies past the lengths."""
+    if (lengths is None and k_lengths is None) or q_len == 0 or k_len == 0:
+        return mask
+    mask = dense_if_none(mask, q_len, k_len, device)
+    return (
+        mask.with_lengths(lengths) if k_lengths is None else mask.with_lengths(q_lengths=lengths, k_lengths=k_lengths)
+    )

@@ -1,0 +1,62 @@
+"""The keys and values of a layer, kept while tokens are generated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask.arguments import integer
+
+
+class KVCache:
+    """Keys and values of the tokens so far, with room for `capacity` of them; all sequences have equally many.
+
+    >>> cache = KVCache(2, 4, 100, 16)
+    >>> cache.append(torch.randn(2, 4, 7, 16), torch.randn(2, 4, 7, 16))
+    >>> cache.length, cache.lengths.tolist()
+    (7, [7, 7])
+
+    `SparseSelfAttention.new_cache` makes one that fits the layer. `k` and `v` are `[B, Hkv, capacity, D]`; what lies
+    past `length` is not read. `lengths`, int32 `[B]` on the device, is written in place.
+    """
+
+    def __init__(
+        self, batch: int, kv_heads: int, capacity: int, head_dim: int, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        for name, size in (("batch", batch), ("capacity", capacity)):
+            if integer(size, name, "") < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}.")
+        self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
+        self.v = torch.zeros_like(self.k)
+        self.length = 0
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.k.shape[2]
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Adds the keys and values of new tokens, `[B, Hkv, N, D]`."""
+        shape = (*self.k.shape[:2], k.shape[2], self.k.shape[3])
+        if k.shape != shape or v.shape != shape:
+            raise ValueError(
+                f"k and v must have shape [{shape[0]}, {shape[1]}, N, {shape[3]}] to be added to this cache; got "
+                f"{list(k.shape)} and {list(v.shape)}."
+            )
+        stop = self.length + k.shape[2]
+        if stop > self.capacity:
+            raise ValueError(
+                f"capacity must be at least {stop} tokens for {k.shape[2]} more; the cache has room for "
+                f"{self.capacity}."
+            )
+        self.k[:, :, self.length : stop] = k
+        self.v[:, :, self.length : stop] = v
+        self.length = stop
+        self.lengths.fill_(stop)
+
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self.length = 0
+        self.lengths.zero_()

@@ -1,0 +1,77 @@
+"""The mask of a layer at any lengths, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.pattern import Pattern, mask_of_lengths
+
+Mask = BlockMask | Pattern | None
+_KEPT = 16  # masks of a layer: lengths and devices
+
+
+class LayerMask:
+    """A mask, or a function of the lengths that returns one, asked for lengths and a device.
+
+    >>> from sparseflash import masks
+    >>> LayerMask(masks.causal)(100, 100, torch.device("cpu")) == masks.causal(100)
+    True
+
+    A `BlockMask` also serves shorter sequences, by its first queries and keys. What has been made is kept, because the
+    plans of kernels are kept with it, but it is no part of a copied or pickled layer.
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        if not (mask is None or isinstance(mask, BlockMask) or callable(mask)):
+            raise TypeError(
+                "mask must be a BlockMask, a function of a length that returns one, such as masks.causal, or None; got "
+                f"{type(mask).__name__}."
+            )
+        self.given = mask
+        self._made = BoundedDict(_KEPT)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayerMask, (self.given,)
+
+    def __repr__(self) -> str:
+        return "all" if self.given is None else getattr(self.given, "__name__", None) or repr(self.given)
+
+    def __call__(self, q_len: int, k_len: int, device: torch.device) -> BlockMask | None:
+        """The mask for these lengths; None: all scores are live."""
+        if self.given is None or q_len == 0 or k_len == 0:
+            return None
+        if torch.compiler.is_dynamo_compiling():  # where masks are constants
+            return self._for(q_len, k_len).to(device)
+        if isinstance(self.given, BlockMask) and self._fits(self.given, q_len, k_len, device):
+            return self.given
+        key = q_len, k_len, device
+        found: BlockMask | None = self._made.get(key)
+        if found is None:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "mask must have been made before torch.export, which cannot trace how it is made: call the layer "
+                    f"once with {q_len} queries and {k_len} keys on {device}, or export with strict=True."
+                )
+            with torch.inference_mode(False):  # or a later training step could not use it
+                found = self._made.put(key, self._for(q_len, k_len).to(device))
+        return found
+
+    @staticmethod
+    def _fits(mask: BlockMask, q_len: int, k_len: int, device: torch.device) -> bool:
+        return mask.q_len == q_len and mask.k_len == k_len and mask.device == device
+
+    def _for(self, q_len: int, k_len: int) -> BlockMask:
+        if not isinstance(self.given, BlockMask):
+            return mask_of_lengths(self.given, q_len, k_len)
+        if self._fits(self.given, q_len, k_len, self.given.device):
+            return self.given
+        if self.given.q_len < q_len or self.given.k_len < k_len:
+            raise ValueError(
+                f"mask must be for at least {q_len} queries and {k_len} keys, as given; it is for {self.given.q_len} "
+                f"and {self.given.k_len}. For any lengths pass a function that returns a mask, such as masks.causal."
+            )
+        return self.given.crop(q=(0, q_len), k=(0, k_len))

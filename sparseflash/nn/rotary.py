@@ -1,0 +1,122 @@
+"""Rotary positions: queries and keys are rotated by angles that grow with their positions (Su et al., 2021).
+
+So the product of a query and a key depends on their distance.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from sparseflash.blockmask.arguments import integer
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B or 1, 1, N, D / 2], fp32
+
+
+class Rotary(nn.Module):
+    """The rotation of tokens by their positions in a sequence.
+
+    >>> cosine, sine = Rotary(64)(torch.arange(100))
+    >>> cosine.shape
+    torch.Size([1, 1, 100, 32])
+
+    Args:
+        head_dim: D, features of a head, even.
+        base: pair i of D / 2 turns by `base ** (-2 * i / D)` radians a token.
+
+    Call it with positions, integers `[N]` or `[B, N]`; `rotate` applies the result. Features i and i + D / 2 are a
+    pair, as in Llama. Angles are computed in fp32 at every call, not kept as a buffer, which `model.bfloat16()` would
+    round.
+    """
+
+    def __init__(self, head_dim: int, *, base: float = 10_000.0) -> None:
+        super().__init__()
+        _check_head_dim(head_dim, 2)
+        if not base > 0:
+            raise ValueError(f"base must be positive; got {base}.")
+        self.head_dim, self.base = head_dim, base
+
+    def extra_repr(self) -> str:
+        """For `print(model)`."""
+        return f"{self.head_dim}, base={self.base:g}"
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation of tokens at `positions`, `[N]` or `[B, N]`."""
+        positions, count = _by_batch(positions), self.head_dim // 2
+        rates = self.base ** -(torch.arange(count, device=positions.device, dtype=torch.float32) / count)
+        return _rotation(positions[..., None] * rates)
+
+
+class Rotary2D(nn.Module):
+    """The rotation of pixels by their rows and columns, in an image whose rows follow one another.
+
+    >>> Rotary2D(64, width=32)(torch.arange(32 * 32))[0].shape
+    torch.Size([1, 1, 1024, 32])
+
+    Half of the angles grow with the row, half with the column. The wavelengths are those of pictures of a few hundred
+    pixels a side, and do not depend on `width`, so that a model can read larger images than it was trained on.
+
+    Args:
+        head_dim: D, features of a head, a multiple of 4.
+        width: pixels of a row.
+        first: tokens before the first pixel, such as 1 for [CLS]; they get the position of the first pixel.
+        wavelengths: pixels in which the fastest and the slowest angle turn once; the others lie between, evenly on a
+            logarithmic scale.
+    """
+
+    def __init__(
+        self, head_dim: int, width: int, *, first: int = 0, wavelengths: tuple[float, float] = (3.0, 400.0)
+    ) -> None:
+        super().__init__()
+        _check_head_dim(head_dim, 4)
+        if integer(width, "width", "pixels") < 1 or integer(first, "first", "tokens") < 0:
+            raise ValueError(f"width must be at least 1 and first at least 0; got {width} and {first}.")
+        fastest, slowest = wavelengths
+        if not 0 < fastest <= slowest:
+            raise ValueError(f"wavelengths must be positive, the shorter one first; got {wavelengths}.")
+        self.head_dim, self.width, self.first, self.wavelengths = head_dim, width, first, (fastest, slowest)
+
+    def extra_repr(self) -> str:
+        """For `print(model)`."""
+        return f"{self.head_dim}, width={self.width}, first={self.first}"
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation of tokens at `positions`, `[N]` or `[B, N]`."""
+        pixel = (_by_batch(positions) - self.first).clamp(min=0)[..., None]
+        (fastest, slowest), count = self.wavelengths, self.head_dim // 4
+        steps = torch.arange(count, device=pixel.device, dtype=torch.float32) / max(1, count - 1)
+        rates = 2 * math.pi / (fastest * (slowest / fastest) ** steps)
+        return _rotation(torch.cat([pixel // self.width * rates, pixel % self.width * rates], dim=-1))
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """x `[B, H, N, D]` with features i and i + D / 2 rotated as a pair, in fp32, returned in its own dtype.
+
+    >>> rotate(torch.ones(1, 1, 1, 2), Rotary(2)(torch.tensor([0])))
+    tensor([[[[1., 1.]]]])
+    """
+    cosine, sine = rotation
+    if x.shape[-1] != 2 * cosine.shape[-1]:
+        raise ValueError(
+            f"x must have the head dim of the rotation, {2 * cosine.shape[-1]}; got {x.shape[-1]} features."
+        )
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
+
+
+def _check_head_dim(head_dim: int, parts: int) -> None:
+    if integer(head_dim, "head_dim", "features") < 1 or head_dim % parts:
+        raise ValueError(f"head_dim must be a positive multiple of {parts} for rotary positions; got {head_dim}.")
+
+
+def _by_batch(positions: Tensor) -> Tensor:
+    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2):
+        got = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
+        raise ValueError(f"positions must be a tensor of shape [N] or [B, N]; got {got}.")
+    return positions[None] if positions.ndim == 1 else positions
+
+
+def _rotation(angles: Tensor) -> Rotation:
+    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)

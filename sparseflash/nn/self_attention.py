@@ -1,0 +1,192 @@
+"""`SparseSelfAttention`: tokens of a sequence attend to one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparseflash.attention import Backend, attention
+from sparseflash.blockmask import BlockMask
+from sparseflash.decode import attention_with_cache
+from sparseflash.masks.causal import causal
+from sparseflash.nn.heads import Heads, check_features, dense_if_none, padded
+from sparseflash.nn.kv_cache import KVCache
+from sparseflash.nn.layer_mask import Mask
+from sparseflash.nn.multihead import check_plain, copy_projections
+from sparseflash.nn.rotary import Rotary, Rotary2D, rotate
+
+_FEW = 16  # new tokens that are decoded, without a mask for them
+
+
+class SparseSelfAttention(Heads):
+    """Multi-head self-attention over the live scores of a mask: `x [B, N, embed_dim] -> [B, N, embed_dim]`.
+
+    >>> from functools import partial
+    >>> from sparseflash import masks
+    >>> near = partial(masks.local, window=32, causal=True)  # a function of the length: serves any
+    >>> layer = SparseSelfAttention(64, 4, near, kv_heads=2, rotary=Rotary(16))
+    >>> layer(torch.randn(2, 100, 64), lengths=torch.tensor([100, 70])).shape
+    torch.Size([2, 100, 64])
+
+    Token by token, with a cache:
+
+    >>> with torch.inference_mode():
+    ...     x, cache = torch.randn(2, 100, 64), layer.eval().new_cache(2, 128)
+    ...     prompt, next = layer(x[:, :99], cache=cache), layer(x[:, 99:], cache=cache)
+    ...     torch.allclose(torch.cat([prompt, next], 1), layer(x), atol=1e-5)
+    True
+
+    Args:
+        embed_dim, num_heads: features of a token, and query heads.
+        mask: a `BlockMask` for the longest sequence, whose beginning serves shorter ones; or a function of the length
+            that returns one, such as `masks.causal`; None: all scores are live. It is moved to the device of x once,
+            and is not in the `state_dict`.
+        kv_heads: key and value heads; by default as many as query heads.
+        head_dim: features of a head; by default `embed_dim / num_heads`.
+        dropout: of the attention weights, when training.
+        bias: of the projections.
+        rotary: `Rotary` or `Rotary2D`, which rotates queries and keys.
+        scale: factor of the scores, `1 / sqrt(head_dim)` by default.
+        backend: as for `attention`.
+
+    `qkv` projects to the features of query heads, key heads and value heads, in this order; `out` projects back.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        mask: Mask = None,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        rotary: Rotary | Rotary2D | None = None,
+        scale: float | None = None,
+        backend: Backend | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, mask, kv_heads, head_dim, dropout, scale, backend)
+        if rotary is not None and rotary.head_dim != self.head_dim:
+            raise ValueError(f"rotary must be for heads of {self.head_dim} features; it is for {rotary.head_dim}.")
+        features = (self.num_heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(embed_dim, features, bias=bias, device=device, dtype=dtype)
+        self.out = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.rotary = rotary
+
+    @classmethod
+    def from_multihead(
+        cls, module: nn.MultiheadAttention, mask: Mask = None, *, rotary: Rotary | Rotary2D | None = None,
+        backend: Backend | None = None,
+    ) -> SparseSelfAttention:  # fmt: skip
+        """The same layer with the weights, dropout, device and mode of a `torch.nn.MultiheadAttention`.
+
+        >>> theirs = nn.MultiheadAttention(64, 4, batch_first=True)
+        >>> ours, x = SparseSelfAttention.from_multihead(theirs), torch.randn(2, 10, 64)
+        >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-5)
+        True
+
+        Raises ValueError for what it cannot express: `add_bias_kv`, `add_zero_attn`, keys of another width.
+        """
+        check_plain(module)
+        weight = module.out_proj.weight
+        made = cls(
+            module.embed_dim, module.num_heads, mask, dropout=module.dropout, bias=module.in_proj_bias is not None,
+            rotary=rotary, backend=backend, device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        copy_projections(module, (made.qkv,), made.out)
+        return made.train(module.training)
+
+    def new_cache(
+        self, batch: int, capacity: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens; by default like the layer's weights.
+
+        Raises ValueError unless the mask for `capacity` tokens is causal: a token that was generated cannot see the
+        next one.
+        """
+        device = torch.device(self.out.weight.device if device is None else device)
+        mask = dense_if_none(self.mask(capacity, capacity, device), capacity, capacity, device)
+        future = mask - causal(capacity, block=(mask.block_q, mask.block_k)).to(device)
+        if future.indices.numel():
+            raise ValueError(
+                "mask must be causal for generation, since a new token cannot see later ones; got one with live scores "
+                "above the diagonal. Build it with causal=True, or combine it: mask & masks.causal(n)."
+            )
+        dtype = self.out.weight.dtype if dtype is None else dtype
+        return KVCache(batch, self.kv_heads, capacity, self.head_dim, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+        positions: Tensor | None = None,
+        mask: Mask = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Attention within each sequence of x.
+
+        Args:
+            x: `[B, N, embed_dim]`.
+            lengths: tokens of each sequence, integers `[B]`; those past it are padding, which is not seen and gets the
+                bias of `out`. What stands there must be finite.
+            positions: of the tokens, for `rotary`, `[N]` or `[B, N]`; by default 0, 1, 2, ...
+            mask: in place of the layer's own.
+            cache: x holds the tokens that follow those in the cache, to which they are added. For inference: there is
+                no gradient and no dropout, and it does not go with `lengths` or `mask`. Up to 16 tokens are decoded
+                (`decode.attention_with_cache`): nothing is planned for them.
+        """
+        check_features(x, "x", self.embed_dim)
+        q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
+        if self.rotary is not None:
+            if positions is None:
+                start = 0 if cache is None else cache.length
+                positions = torch.arange(start, start + x.shape[1], device=x.device)
+            rotation = self.rotary(positions)
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            if lengths is not None or mask is not None:
+                raise ValueError("cache must not be given with lengths or a mask; got both.")
+            mixed = self._attend_with_cache(q, k, v, cache)
+        else:
+            own = self.mask_for(mask, x.shape[1], x.shape[1], x.device)
+            mixed = self.attend(q, k, v, padded(own, x.shape[1], x.shape[1], x.device, lengths, None))
+        out: Tensor = self.out(mixed)
+        return out
+
+    def _attend_with_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
+        if self.training or torch.is_grad_enabled():
+            raise ValueError(
+                "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
+                "torch.inference_mode() or torch.no_grad()."
+            )
+        mask = self.mask(cache.capacity, cache.capacity, q.device)
+        start = cache.length
+        cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
+        dtype, q = q.dtype, q.to(cache.k.dtype)
+        if q.shape[2] == 0:
+            return q.to(dtype).transpose(1, 2).flatten(2)
+        if q.shape[2] <= (_FEW if mask is None else min(_FEW, mask.block_q)):
+            out = attention_with_cache(
+                q, cache.k, cache.v, cache.lengths, mask=mask, scale=self.scale,
+                backend="reference" if self.backend in ("blockwise", "reference") else None,
+            )  # fmt: skip
+        else:
+            rows = self._rows(mask, start, cache)
+            out = attention(
+                q, cache.k[:, :, : cache.length], cache.v[:, :, : cache.length], rows, scale=self.scale,
+                backend=self.backend,
+            )  # fmt: skip
+        return out.to(dtype).transpose(1, 2).flatten(2)
+
+    def _rows(self, mask: BlockMask | None, start: int, cache: KVCache) -> BlockMask:
+        """The mask of the tokens from `start` on."""
+        stop = cache.length
+        if mask is None:
+            return causal(stop - start, stop).to(cache.k.device)
+        return mask.crop(q=(start, stop), k=(0, stop))

@@ -1,0 +1,60 @@
+"""Patterns as functions: of the lengths, which return a mask, or of the positions of a query and a key."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import Block, checked_mask
+from sparseflash.blockmask.compiling import constant_when_compiled
+
+Pattern = Callable[..., Any]
+
+
+def check_pattern(pattern: object) -> None:
+    """Raises TypeError unless this is a function or None."""
+    if pattern is not None and not callable(pattern):
+        raise TypeError(
+            "pattern must be a function of a sequence's length that returns its mask, such as masks.causal, or a rule "
+            f"of positions (q, k); got {type(pattern).__name__}."
+        )
+
+
+@constant_when_compiled
+def mask_of_lengths(pattern: Pattern | None, q_len: int, k_len: int, *, block: Block = 128) -> BlockMask:
+    """The mask of a pattern for these lengths, on the CPU.
+
+    >>> from sparseflash import masks
+    >>> mask_of_lengths(masks.causal, 100, 100) == mask_of_lengths(lambda q, k: k <= q, 100, 100) == masks.causal(100)
+    True
+
+    pattern: a function that needs one argument gets the length, or both if they differ, and returns the mask; one that
+        needs two arguments is a rule for the positions of queries and keys, in which the last query and the last key
+        are at the same position; None: all scores are live.
+    block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
+    """
+    if pattern is None:
+        return BlockMask.dense(q_len, k_len, block=block)
+    if _is_rule(pattern):
+        # Positions count from 0 at whichever side is longer.
+        first_q, first_k = max(0, k_len - q_len), max(0, q_len - k_len)
+        return BlockMask.from_function(lambda q, k: pattern(q + first_q, k + first_k), q_len, k_len, block=block)
+    mask = checked_mask(pattern(q_len) if q_len == k_len else pattern(q_len, k_len)).to("cpu")
+    if (mask.q_len, mask.k_len) != (q_len, k_len):
+        raise ValueError(
+            f"pattern must return a mask of the sequence's length, {q_len} queries and {k_len} keys; it returned one "
+            f"of {mask.q_len} and {mask.k_len}."
+        )
+    return mask
+
+
+def _is_rule(pattern: Pattern) -> bool:
+    """Whether a function needs two positions, and not one length."""
+    try:
+        parameters = inspect.signature(pattern).parameters.values()
+    except ValueError:  # of a function in C, such as torch.ge
+        return True
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == 2

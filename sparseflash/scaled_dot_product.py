@@ -1,0 +1,152 @@
+"""`sdpa`: block-sparse attention with the arguments of PyTorch's `scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from sparseflash.attention import Backend, attention
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import Block, described, flag
+from sparseflash.blockmask.cache import bounded
+from sparseflash.interop.sdpa import from_sdpa
+from sparseflash.masks.causal import causal
+from sparseflash.scores.bias import Bias, bias
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | BlockMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    block: Block = 128,
+    backend: Backend | None = None,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, computed by `attention`, also with a `BlockMask`.
+
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 16)
+    >>> live = torch.rand(100, 100) < 0.5
+    >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=live)
+    >>> torch.allclose(sdpa(q, k, v, attn_mask=live), theirs, atol=1e-5)
+    True
+    >>> from sparseflash import masks
+    >>> sdpa(q, k, v, attn_mask=masks.local(100, window=32)).shape
+    torch.Size([2, 4, 100, 16])
+
+    Args:
+        query, key, value: `[..., Hq, Nq, D]`, `[..., Hkv, Nk, D]` and `[..., Hkv, Nk, Dv]`, of 2 to 4 dimensions.
+        attn_mask: which scores are live. A `BlockMask`; or a bool tensor, True where a score is live, of 2 to 4
+            dimensions that broadcast to `[B, Hq, Nq, Nk]`; or a floating tensor that is added to the scores. Of a
+            floating one, entries of -inf are dead, as in a mask, and the others are added to live scores and get
+            gradients. Large negative numbers such as `torch.finfo(dtype).min` are numbers like others: they are added
+            and save no work.
+        dropout_p, scale: as for `attention`. A dropout from the same generator drops other weights than PyTorch's.
+        is_causal: query i sees keys 0..i: aligned at the upper left, as PyTorch aligns it, unlike `masks.causal`,
+            whose default is the lower right. They differ if Nq and Nk do.
+        enable_gqa: allows Hkv to be a divisor of Hq.
+        block: tokens per side of a tile of the mask that a tensor, or `is_causal`, becomes.
+        backend: as for `attention`.
+
+    Returns:
+        `[..., Hq, Nq, Dv]`. A query without a live key gives 0.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit together; `attn_mask` and `is_causal` are both given, as in
+            PyTorch; a floating `attn_mask` has NaN or +inf.
+
+    A tensor is converted at every call, because what it holds may change between calls. That takes time in proportion
+    to its size: for 2048 x 2048 scores on one CPU core 4 ms if they are causal, 28 ms if they are random; on a GPU the
+    host waits for it. So convert a mask that stays the same once, `interop.from_sdpa(attn_mask)`, and pass that. The
+    mask of `is_causal` is kept. In code compiled by `torch.compile` a tensor breaks the graph; a `BlockMask` and
+    `is_causal` do not.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {described(x)}.")
+        if x.ndim != query.ndim or not 2 <= x.ndim <= 4:
+            raise ValueError(
+                "query, key and value must have one number of dimensions, 2 to 4: [..., heads, tokens, head dim]; got "
+                f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}."
+            )
+    leading = 4 - query.ndim
+    q, k, v = (x[(None,) * leading] for x in (query, key, value))
+    if flag(is_causal, "is_causal") and attn_mask is not None:
+        raise ValueError(
+            "is_causal must not be given with an attn_mask; got both. Pass attn_mask & masks.causal(Nq, Nk, offset=0)."
+        )
+    if not flag(enable_gqa, "enable_gqa") and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"query must have as many heads as key unless enable_gqa=True; got {q.shape[1]} and {k.shape[1]}."
+        )
+    mask, added = None, None
+    if is_causal and q.shape[2] and k.shape[2]:
+        mask = upper_left(q.shape[2], k.shape[2], block, q.device)
+    elif isinstance(attn_mask, BlockMask):
+        mask = attn_mask
+    elif attn_mask is not None:
+        mask, added = live_and_bias(attn_mask, q.shape[2], k.shape[2], block)
+    out = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, scores=added, backend=backend)
+    return out[(0,) * leading]
+
+
+def upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> BlockMask:
+    """The mask of PyTorch's `is_causal`."""
+    if torch.compiler.is_compiling():
+        return causal(q_len, k_len, offset=0, block=block).to(device)
+    return _upper_left(q_len, k_len, block, device)
+
+
+@bounded(maxsize=32)
+def _upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> BlockMask:
+    with torch.inference_mode(False):  # or a later training step could not use it
+        return causal(q_len, k_len, offset=0, block=block).to(device)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def live_and_bias(
+    attn_mask: Tensor, q_len: int, k_len: int, block: Block = 128, name: str = "attn_mask"
+) -> tuple[BlockMask | None, Bias | None]:
+    """What an `attn_mask` of PyTorch leaves live (None: all scores), and what it adds to them (None: nothing).
+
+    >>> live, added = live_and_bias(torch.tensor([[0.0, -torch.inf], [0.5, 0.0]]), 2, 2, block=16)
+    >>> live.to_dense()[0, 0].tolist(), added.values[0, 0].tolist()
+    ([[True, False], [True, True]], [[0.0, -inf], [0.5, 0.0]])
+    """
+    if isinstance(attn_mask, CausalBias):  # a mask that PyTorch describes in two numbers
+        upper = attn_mask.variant is CausalVariant.UPPER_LEFT
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (q_len, k_len):
+            raise ValueError(
+                f"{name} must be of {q_len} queries and {k_len} keys; got {attn_mask.seq_len_q} and "
+                f"{attn_mask.seq_len_kv}."
+            )
+        return causal(q_len, k_len, offset=0 if upper else None, block=block), None
+    if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        got = attn_mask.dtype if isinstance(attn_mask, Tensor) else described(attn_mask)
+        raise TypeError(f"{name} must be a BlockMask, a bool or a floating point tensor; got {got}.")
+    if attn_mask.device.type == "meta":
+        raise ValueError(f"{name} must hold numbers; got a tensor on the meta device. Pass a BlockMask.")
+    if not 2 <= attn_mask.ndim <= 4 or any(
+        own not in (1, size) for own, size in zip(attn_mask.shape[-2:][::-1], (k_len, q_len))
+    ):
+        raise ValueError(
+            f"{name} must have 2 to 4 dimensions and broadcast to [B, Hq, {q_len}, {k_len}]; got "
+            f"{list(attn_mask.shape)}."
+        )
+    whole = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    if 0 in whole.shape or q_len == 0 or k_len == 0:  # there are no scores
+        return None, None
+    if whole.dtype == torch.bool:
+        return from_sdpa(whole, q_len=q_len, k_len=k_len, block=block), None
+    dead = whole.detach() == -torch.inf
+    if not bool((whole.detach().isfinite() | dead).all()):
+        raise ValueError(f"{name} must hold finite numbers and -inf only; got NaN or +inf.")
+    live = from_sdpa(~dead, q_len=q_len, k_len=k_len, block=block) if bool(dead.any()) else None
+    # Entries of dead scores are not read, so -inf may stay there.
+    nothing = not whole.requires_grad and bool((whole.masked_fill(dead, 0.0) == 0).all())
+    return live, None if nothing else bias(whole)

@@ -1,0 +1,527 @@
+"""Wild calls of the public API, and what must become of each: a right result, or one clear error of the library's own.
+
+    PYTHONPATH=.:tests python tests/fuzz.py --examples 1000 [--family attention]
+
+runs more of them than the tests do and counts what was drawn and how it ended. An error is the library's own if a
+`raise` of the library raised it, as ValueError, TypeError, NotImplementedError or RuntimeError, with a text; one that
+PyTorch, NumPy or Python raises from inside is a bug, as is any other kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import linecache
+import math
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import sparseflash
+from sparseflash import BlockMask, attention, decode, interop, masks, nn, scores
+
+ROOT = Path(sparseflash.__file__).resolve().parents[1]
+OWN = (str(ROOT / "sparseflash"), str(ROOT / "masks"))
+KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError)
+
+
+class Subclass(torch.Tensor):
+    """A tensor of a user's own class."""
+
+
+def outcome(call):
+    """`("result", value)` or `("refused", error)`; raises AssertionError for others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return "result", call()
+        except KINDS as error:
+            if str(error).startswith("Inference tensors cannot be saved for backward"):
+                return "refused", error  # PyTorch's own rule, which says what to do
+            trace = error.__traceback__
+            while trace.tb_next is not None:
+                trace = trace.tb_next
+            file = str(Path(trace.tb_frame.f_code.co_filename).resolve())
+            line = linecache.getline(file, trace.tb_lineno).strip()
+            assert file.startswith(OWN) and line.startswith("raise "), f"{file}:{trace.tb_lineno}: {line}: {error!r}"
+            assert len(str(error)) > 20, f"no text: {error!r}"
+            return "refused", error
+
+
+# Values
+
+
+NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 16, 17, 40, -1, -7, 2**31, -(2**31), 2**63, -(2**63), 2**70])
+ODD = st.sampled_from([None, True, False, 0.5, -1.5, math.nan, math.inf, "16", b"x", (), (16,), [1, 2], {}, object])
+ANYTHING = NUMBERS | ODD | st.just(np.int64(5)) | st.just(torch.tensor(5)) | st.just(torch.ones(3))
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (*FLOATS, torch.int64, torch.int8, torch.bool, torch.complex64)
+LAYOUTS = ("plain", "transposed", "sliced", "expanded", "parameter", "subclass", "inference", "sparse", "meta")
+FILLS = ("normal", "large", "nan", "inf", "zero")
+
+
+def tensor(shape, dtype=torch.float32, layout="plain", fill="normal", grad=False, seed=0):
+    """A tensor of that kind."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        made = torch.randn(shape, generator=generator).to(dtype)
+    else:
+        made = torch.randint(0, 2, shape, generator=generator).to(dtype)
+    if dtype.is_floating_point and made.numel():
+        if fill == "large":
+            made = made * torch.finfo(dtype).max / 8
+        if fill in ("nan", "inf"):
+            made.view(-1)[made.numel() // 2] = math.nan if fill == "nan" else -math.inf
+        if fill == "zero":
+            made.zero_()
+    if layout == "transposed" and made.ndim >= 2:
+        made = made.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "sliced" and made.ndim:
+        made = torch.cat([made, made], dim=-1)[..., : made.shape[-1]]
+    if layout == "expanded" and made.ndim and made.shape[0]:
+        made = made[:1].expand(made.shape)
+    if layout == "sparse" and made.ndim:
+        made = made.to_sparse()
+    if layout == "meta":
+        made = made.to("meta")
+    if layout == "inference":
+        with torch.inference_mode():
+            made = made.clone()
+    if layout == "subclass":
+        made = made.as_subclass(Subclass)
+    if layout == "parameter":
+        made = torch.nn.Parameter(made, requires_grad=grad and dtype.is_floating_point)
+    elif grad and dtype.is_floating_point and layout not in ("inference", "sparse"):
+        made = made.detach().requires_grad_()
+    return made
+
+
+SIZES = {"batch": [1, 2, 0, 3], "heads": [1, 2, 4, 0, 3], "tokens": [17, 1, 40, 0, 16, 64], "dim": [16, 8, 1, 0, 24]}
+
+
+@st.composite
+def attention_inputs(draw):
+    """Shapes, dtypes and layouts of q, k and v that fit together but for, mostly, at most one thing."""
+    pick = lambda name: draw(st.sampled_from(SIZES[name]))  # noqa: E731
+    batch, kv_heads, q_len, k_len, dim = pick("batch"), pick("heads"), pick("tokens"), pick("tokens"), pick("dim")
+    heads = kv_heads * draw(st.sampled_from([1, 1, 2, 3]))
+    dtype = draw(st.sampled_from(FLOATS))
+    specs = [
+        {"shape": [batch, heads, q_len, dim]},
+        {"shape": [batch, kv_heads, k_len, dim]},
+        {"shape": [batch, kv_heads, k_len, draw(st.sampled_from([dim, 5]))]},
+    ]
+    for spec in specs:
+        spec |= {"dtype": dtype, "grad": draw(st.booleans()), "seed": draw(st.integers(0, 9))}
+        spec["layout"] = draw(st.sampled_from(["plain", "plain", *LAYOUTS[:7]]))
+        spec["fill"] = draw(st.sampled_from(["normal", "normal", "normal", *FILLS]))
+    wrong = draw(st.sampled_from(["nothing", "nothing", "nothing", "rank", "size", "dtype", "layout"]))
+    spec = draw(st.sampled_from(specs))
+    if wrong == "rank":
+        spec["shape"] = draw(st.lists(st.integers(0, 3), max_size=6))
+    elif wrong == "size":
+        spec["shape"][draw(st.integers(0, 3))] = draw(st.integers(0, 5))
+    elif wrong == "dtype":
+        spec["dtype"] = draw(st.sampled_from(DTYPES))
+    elif wrong == "layout":
+        spec["layout"] = draw(st.sampled_from(LAYOUTS))
+    if draw(st.integers(0, 9)) == 0:
+        for each in specs:
+            each["layout"] = "meta"
+    return specs, draw(st.integers(0, 30).map(lambda n: n - 28)), draw(ODD)
+
+
+def built(specs, odd_place, odd):
+    """q, k and v; now and then one of them is no tensor."""
+    made = [tensor(**spec) for spec in specs]
+    if 0 <= odd_place < 3:
+        made[odd_place] = odd
+    return made
+
+
+def are_plain(inputs, specs):
+    """Whether the result is known: finite numbers on a device that holds them."""
+    return all(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in inputs) and all(
+        spec["fill"] in ("normal", "zero") for spec in specs
+    )
+
+
+def truth(q, k, v, live, scale=None):
+    """Dense attention in fp64."""
+    q, k, v = (x.detach().as_subclass(torch.Tensor).double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] else x for x in (k, v))
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    products = (q @ k.mT * factor).masked_fill(~live, -math.inf)
+    return products.softmax(-1).nan_to_num(0.0) @ v
+
+
+def check_attention(inputs, specs, result, live, scale=None, dropped=False):
+    """The shape and dtype of an output, its numbers if they are known, and that there are gradients."""
+    q, k, v = inputs
+    assert result.shape == (*q.shape[:-1], v.shape[-1]) and result.dtype == q.dtype
+    if are_plain(inputs, specs) and not dropped:
+        expected = truth(q, k, v, live, scale)
+        allowed = {torch.float64: 1e-9, torch.float32: 1e-4}.get(q.dtype, 0.06) * max(1.0, abs(scale or 1.0))
+        assert torch.allclose(result.detach().as_subclass(torch.Tensor).double(), expected, atol=allowed, rtol=allowed)
+    leaves = [x for x in inputs if x.requires_grad]
+    assert result.requires_grad == bool(leaves)
+    if leaves and all(not x.is_inference() for x in inputs):
+        for x, gradient in zip(leaves, torch.autograd.grad(result.sum(), leaves)):
+            assert gradient.shape == x.shape
+            if are_plain(inputs, specs):
+                assert bool(gradient.isfinite().all())
+
+
+def pattern(name, q_len, k_len):
+    """A mask by a drawn name; some do not fit."""
+    q_len, k_len = max(q_len, 1), max(k_len, 1)
+    return {
+        "none": lambda: None,
+        "causal": lambda: masks.causal(q_len, k_len, block=16),
+        "local": lambda: masks.local(q_len, k_len, window=9, block=(16, 32)),
+        "random": lambda: BlockMask.from_dense(
+            torch.rand(q_len, k_len, generator=torch.Generator().manual_seed(0)) < 0.4, block=16
+        ),
+        "nothing": lambda: BlockMask.from_dense(torch.zeros(q_len, k_len, dtype=torch.bool), block=16),
+        "short": lambda: masks.causal(q_len, k_len, block=16).with_lengths([min(3, q_len)]),
+        "heads": lambda: masks.per_head(
+            [masks.causal(q_len, k_len, block=16), BlockMask.dense(q_len, k_len, block=16)]
+        ),
+        "longer": lambda: masks.causal(q_len + 1, k_len, block=16),
+        "meta": lambda: masks.causal(q_len, k_len, block=16).to("meta"),
+        "tensor": lambda: torch.ones(q_len, k_len, dtype=torch.bool),
+        "text": lambda: "causal",
+    }[name]()
+
+
+def mostly(usual, wild):
+    """The usual, and one time in ten something wild."""
+    return st.integers(0, 9).flatmap(lambda n: st.sampled_from(wild) if n == 5 else st.sampled_from(usual))
+
+
+PATTERNS = mostly(
+    ["none", "causal", "local", "random", "nothing", "short"], ["heads", "longer", "meta", "tensor", "text"]
+)
+SCALES = mostly([None, 0.3, 0.0, -0.5, 1], [math.nan, math.inf, 1e30, "16", 2**70, (), object, torch.tensor(0.5), True])
+DROPOUTS = mostly([0.0, 0.0, 0.5, 0], [0.999, 1.0, -0.1, math.nan, 1, "0.5", None])
+BACKENDS = mostly([None, "blockwise", "reference"], ["nonsense", "hopper", "triton", 3])
+SEEDS = mostly([None, 3, -1, 2**63 - 1], [2**63, -(2**63), "1", 0.5, True, torch.tensor(3), torch.tensor([1, 2])])
+
+
+def sizes_of(inputs):
+    """The tokens of q and k, if they have any."""
+    return [x.shape[2] if isinstance(x, torch.Tensor) and x.ndim == 4 else 5 for x in inputs[:2]]
+
+
+@given(drawn=attention_inputs(), mask=PATTERNS, scale=SCALES, dropout=DROPOUTS, backend=BACKENDS, seed=SEEDS,
+       lse=st.booleans())  # fmt: skip
+def fuzz_attention(drawn, mask, scale, dropout, backend, seed, lse):
+    specs, *odd = drawn
+    inputs = built(specs, *odd)
+    mask = pattern(mask, *sizes_of(inputs))
+    named = {"scale": scale, "dropout_p": dropout, "backend": backend, "seed": seed, "return_lse": lse}
+    kind, found = outcome(lambda: attention(*inputs, mask, **named))
+    if kind == "refused":
+        return kind
+    out = found[0] if lse else found
+    live = torch.ones((), dtype=torch.bool) if mask is None or mask.device.type == "meta" else mask.to_dense()
+    check_attention(inputs, specs, out, live, scale, dropped=dropout != 0)
+    return kind
+
+
+MASK_SHAPES = mostly(["square", "keys", "each", "empty"], ["wrong", "scalar"])
+
+
+@given(drawn=attention_inputs(), shape=MASK_SHAPES, dtype=st.sampled_from(DTYPES), fill=st.sampled_from(FILLS),
+       layout=st.sampled_from(LAYOUTS), causal=mostly([False, True], [1, None, "yes"]), gqa=st.booleans())  # fmt: skip
+def fuzz_sdpa(drawn, shape, dtype, fill, layout, causal, gqa):
+    specs, *odd = drawn
+    inputs = built(specs, *odd)
+    q_len, k_len = sizes_of(inputs)
+    sizes = {"square": (q_len, k_len), "keys": (1, 1, 1, k_len), "each": (1, 1, q_len, k_len), "wrong": (q_len + 1, 2),
+             "scalar": (), "empty": None}[shape]  # fmt: skip
+    mask = None if sizes is None else tensor(sizes, dtype, layout, fill)
+    kind, found = outcome(lambda: sparseflash.sdpa(*inputs, attn_mask=mask, is_causal=causal, enable_gqa=gqa))
+    if kind == "refused":
+        return kind
+    if inputs[0].ndim == 4 and mask is None:
+        live = torch.ones(q_len, k_len, dtype=torch.bool)
+        check_attention(inputs, specs, found, live.tril() if causal else live)
+    return kind
+
+
+@given(drawn=attention_inputs(), lengths=st.lists(NUMBERS, max_size=3), window=ANYTHING, sinks=ANYTHING,
+       use=st.sets(st.sampled_from(["window", "sinks", "mask", "starts", "block_table", "pages"])), mask=PATTERNS,
+       dtype=st.sampled_from(DTYPES), backend=BACKENDS, fits=st.booleans())  # fmt: skip
+def fuzz_attention_with_cache(drawn, lengths, window, sinks, use, mask, dtype, backend, fits):
+    specs, *odd = drawn
+    q, k, v = built([{**spec, "grad": spec["grad"] and not fits} for spec in specs], *odd)
+    if fits and isinstance(q, torch.Tensor) and q.ndim:
+        lengths = [5] * q.shape[0]
+    numbers = torch.tensor([min(max(n, -(2**62)), 2**62) for n in lengths]).to(torch.int64 if fits else dtype)
+    ones = torch.zeros(2, 2, dtype=torch.int32)
+    options = {"window": window, "sinks": sinks, "mask": pattern(mask, 64, 64), "starts": numbers, "block_table": ones,
+               "pages": torch.zeros(2, 2, 1, dtype=torch.int64)}  # fmt: skip
+    named = {name: options[name] for name in use} if not fits else {}
+    kind, found = outcome(lambda: decode.attention_with_cache(q, k, v, numbers, backend=backend, **named))
+    if kind == "result":
+        assert found.shape == (*q.shape[:-1], v.shape[-1])
+    return kind
+
+
+@given(tokens=st.sampled_from([0, 1, 30]), dims=st.sampled_from([2, 3, 4]), sums=st.lists(NUMBERS, max_size=4),
+       as_tensor=st.booleans(), fits=st.booleans(), pattern=st.sampled_from(["causal", "rule", "wrong", "none", 3]),
+       dtype=st.sampled_from(DTYPES), layout=st.sampled_from(LAYOUTS))  # fmt: skip
+def fuzz_attention_varlen(tokens, dims, sums, as_tensor, fits, pattern, dtype, layout):
+    x = tensor((tokens, 2, 16, 2)[:dims] if not fits else (tokens, 2, 16), dtype, layout)
+    sums = [0, tokens // 3, tokens] if fits else sums
+    if as_tensor:
+        sums = torch.tensor([min(max(n, -(2**62)), 2**62) for n in sums])
+    pattern = {"causal": masks.causal, "rule": lambda q, k: k <= q, "wrong": lambda n: 5, "none": None}.get(pattern, 3)
+    kind, found = outcome(lambda: sparseflash.attention_varlen(x, x, x, sums, pattern=pattern))
+    if kind == "result":
+        assert found.shape == x.shape and found.dtype == x.dtype
+    return kind
+
+
+BUILDERS = {name: getattr(masks, name) for name in masks.__all__ if inspect.isfunction(getattr(masks, name, None))}
+TYPICAL = {"block": 16, "heads": 2, "k_len": 40, "q_len": 40, "causal": True, "device": "cpu"}
+TENSORS = st.builds(
+    tensor,
+    shape=st.lists(st.integers(0, 4), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(("plain", "transposed", "meta", "inference", "sparse")),
+    fill=st.sampled_from(FILLS),
+)
+SMALL = st.sampled_from([1, 2, 3, 4, 8, 16, 32, 40])
+
+
+@st.composite
+def builder_calls(draw):
+    name = draw(st.sampled_from(sorted(BUILDERS)))
+    chosen = {}
+    for parameter in inspect.signature(BUILDERS[name]).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.default is parameter.empty or draw(st.booleans()):
+            typical = st.just(TYPICAL[parameter.name]) if parameter.name in TYPICAL else SMALL
+            mask = st.just(masks.causal(40, block=16))
+            chosen[parameter.name] = draw(st.one_of(typical, typical, SMALL, ANYTHING, TENSORS, mask))
+    return name, chosen
+
+
+@given(drawn=builder_calls())
+def fuzz_builders(drawn):
+    name, chosen = drawn
+    kind, found = outcome(lambda: BUILDERS[name](**chosen))
+    if kind == "result" and isinstance(found, BlockMask) and found.device.type != "meta":
+        found.canonical().validate()
+    return kind
+
+
+METHODS = {
+    "from_dense": ("dense", "block"), "from_layout": ("layout", "block", "q_len", "k_len"),
+    "from_tiles": ("rows", "cols", "q_len", "k_len", "block", "tile", "live"),
+    "from_block_index": ("index", "counts", "block", "q_len", "k_len", "causal", "group"),
+    "dense": ("q_len", "k_len", "block"), "with_lengths": ("lengths", "q_lengths", "k_lengths"), "crop": ("q", "k"),
+    "select": ("batch", "heads"), "reblock": ("block",), "to": ("device",), "to_string": ("width", "heads", "batch"),
+    "transpose": (), "bake_lengths": (), "canonical": (), "validate": (), "to_dense": (), "to_layout": (),
+    "__and__": ("other",), "__or__": ("other",), "__eq__": ("other",), "_repr_html_": (), "__repr__": (),
+}  # fmt: skip
+OWN_MASKS = st.sampled_from(["causal", "local", "random", "nothing", "short", "heads", "meta"])
+
+
+@st.composite
+def method_calls(draw):
+    name = draw(st.sampled_from(sorted(METHODS)))
+    chosen = {}
+    for parameter in METHODS[name]:
+        if parameter == "other":
+            chosen[parameter] = draw(st.builds(pattern, OWN_MASKS, st.just(40), st.sampled_from([40, 41])) | ANYTHING)
+        elif draw(st.integers(0, 2)):
+            typical = st.just(TYPICAL[parameter]) if parameter in TYPICAL else TENSORS
+            pairs = st.tuples(NUMBERS | st.none(), NUMBERS | st.none())
+            chosen[parameter] = draw(st.one_of(typical, SMALL, ANYTHING, TENSORS, pairs, st.lists(SMALL, max_size=3)))
+    return name, chosen, draw(OWN_MASKS)
+
+
+@given(drawn=method_calls())
+def fuzz_methods(drawn):
+    name, chosen, own = drawn
+    others = [chosen[parameter] for parameter in METHODS[name] if parameter == "other"]
+    if not others:
+        required = inspect.signature(getattr(BlockMask, name)).parameters.values()
+        for parameter in required:
+            if parameter.default is parameter.empty and parameter.name in METHODS[name]:
+                chosen.setdefault(parameter.name, TYPICAL.get(parameter.name, torch.ones(3, 3, dtype=torch.bool)))
+    subject = pattern(own, 40, 40)
+    kind, found = outcome(lambda: getattr(subject, name)(*others, **({} if others else chosen)))
+    if kind == "result" and isinstance(found, BlockMask) and found.device.type != "meta":
+        found.canonical().validate()
+    return kind
+
+
+@st.composite
+def raw_arrays(draw):
+    """The arrays of a mask, one or more of them changed."""
+    mask = pattern(draw(OWN_MASKS.filter(lambda name: name != "meta")), 40, 40)
+    names = ["q_len", "k_len", "block_q", "block_k", "indptr", "indices", "tile", "bits", "pattern", "lengths"]
+    fields = {name: getattr(mask, name) for name in names}
+    for name in draw(st.sets(st.sampled_from(sorted(fields)), max_size=2)):
+        old = fields[name]
+        changes = [ANYTHING, TENSORS, TENSORS.map(lambda x: x.to(torch.int32) if x.layout == torch.strided else x)]
+        if isinstance(old, torch.Tensor) and old.numel():
+            changes.append(
+                st.sampled_from([-(2**31), -1, 0, 1, 2, 99, 2**31 - 1]).map(lambda n, old=old: written(old, n))
+            )
+        fields[name] = draw(st.one_of(changes))
+    return fields
+
+
+def written(old, number):
+    changed = old.clone()
+    changed.view(-1)[changed.numel() // 2] = number
+    return changed
+
+
+@given(fields=raw_arrays())
+def fuzz_arrays(fields):
+    kind, found = outcome(lambda: BlockMask(**fields))
+    if kind == "refused" or found.device.type == "meta":
+        return kind
+    kind, found = outcome(found.validate)
+    if kind == "refused":
+        return kind
+    q = torch.randn(found.shape[0], found.shape[1], found.q_len, 8)
+    k = torch.randn(found.shape[0], found.shape[1], found.k_len, 8)
+    torch.testing.assert_close(
+        attention(q, k, k, found), truth(q, k, k, found.to_dense()).float(), atol=1e-4, rtol=1e-4
+    )
+    return kind
+
+
+FROM = {
+    "from_sdpa": ("attn_mask", "q_len", "k_len", "block"), "from_torch_sparse": ("matrix", "block"),
+    "from_scipy": ("matrix", "block"), "from_deepspeed": ("layout", "block"),
+    "from_flashmask": ("startend_row_indices", "causal", "q_len", "heads", "block"),
+    "from_flashinfer": ("indptr", "indices", "M", "N", "R", "C", "mask", "block"),
+    "from_fa4": ("tensors", "q_len", "k_len"), "from_flex": ("block_mask", "batch", "heads"),
+}  # fmt: skip
+NEEDED = {"causal", "M", "N", "R", "C", "indices"}
+
+
+@st.composite
+def conversions(draw):
+    if draw(st.booleans()):
+        name = draw(st.sampled_from([n for n in interop.__all__ if n.startswith("to_")]))
+        return (
+            name,
+            [pattern(draw(OWN_MASKS), 40, draw(st.sampled_from([40, 64]))) if draw(st.booleans()) else draw(ANYTHING)],
+            {},
+        )
+    name = draw(st.sampled_from(sorted(FROM)))
+    _, *rest = FROM[name]
+    value = draw(TENSORS | ANYTHING)
+    named = {r: draw(st.one_of(SMALL, ANYTHING, TENSORS)) for r in rest if r in NEEDED or draw(st.booleans())}
+    if name in ("from_fa4",):
+        named = {"q_len": 40, "k_len": 40} | named
+    if name == "from_deepspeed":
+        named.setdefault("block", 16)
+    return name, [value], named
+
+
+@given(drawn=conversions())
+def fuzz_interop(drawn):
+    name, positional, named = drawn
+    kind, found = outcome(lambda: getattr(interop, name)(*positional, **named))
+    if kind == "result" and isinstance(found, BlockMask) and found.device.type != "meta":
+        found.validate()
+    return kind
+
+
+@given(of=st.sampled_from(["self", "cross", "multihead"]), sizes=st.tuples(*[SMALL | ODD | st.just(0)] * 2),
+       usual=st.booleans(), mask=PATTERNS, x=TENSORS, lengths=TENSORS | ANYTHING | st.lists(NUMBERS, max_size=3),
+       options=st.dictionaries(st.sampled_from(["kv_heads", "head_dim", "dropout", "scale"]), SMALL | ODD))  # fmt: skip
+def fuzz_modules(of, sizes, usual, mask, x, lengths, options):
+    sizes = (16, 2) if usual else sizes
+    x = torch.randn(2, 40, 16) if usual else x
+    options = {} if usual or of == "multihead" else options
+
+    def call():
+        made = pattern(mask, 40, 40)
+        if of == "self":
+            return nn.SparseSelfAttention(*sizes, made, **options)(x, lengths=lengths)
+        if of == "cross":
+            return nn.SparseCrossAttention(*sizes, made, **options)(x, x, context_lengths=lengths)
+        return nn.MultiheadAttention(*sizes, batch_first=True, mask=made)(x, x, x, key_padding_mask=lengths)[0]
+
+    kind, found = outcome(call)
+    if kind == "result":
+        assert found.shape == x.shape
+    return kind
+
+
+@given(name=st.sampled_from(sorted(set(scores.__all__) - {"Scores", "function"})), first=TENSORS | ANYTHING,
+       values=st.lists(SMALL | ANYTHING | TENSORS, max_size=3), usual=st.booleans())  # fmt: skip
+def fuzz_scores(name, first, values, usual):
+    build = getattr(scores, name)
+    parameters = [p for p in inspect.signature(build).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    needed = [p for p in parameters if p.default is p.empty]
+    given_ = [torch.randn(2) if usual else first, *values, *([3] * 9)][: len(needed)]
+    positional = [x for p, x in zip(needed, given_) if p.kind is not p.KEYWORD_ONLY]
+    named = {p.name: x for p, x in zip(needed, given_) if p.kind is p.KEYWORD_ONLY}
+    q = torch.randn(1, 2, 40, 8)
+    kind, change = outcome(lambda: build(*positional, **named))
+    if kind == "result" and isinstance(change, (scores.Scores, scores.bias(torch.ones(1, 1, 1, 1)).__class__.__base__)):
+        kind, found = outcome(lambda: attention(q, q, q, scores=change))
+        assert kind == "refused" or found.shape == q.shape
+    return kind
+
+
+FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().items()) if name.startswith("fuzz_")}
+
+
+def run(family, examples, **options):
+    """Draws calls of a family and counts how they ended; raises what went wrong."""
+    ends = Counter()
+    of = FAMILIES[family]
+    wild = of.hypothesis.inner_test
+
+    def counted(*args, **kwargs):
+        ends[wild(*args, **kwargs)] += 1
+
+    of.hypothesis.inner_test = counted
+    try:
+        settings(max_examples=examples, suppress_health_check=list(HealthCheck), **options)(of)()
+    finally:
+        of.hypothesis.inner_test = wild
+    return ends
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--examples", type=int, default=1000, help="calls of each family")
+    parser.add_argument("--family", choices=FAMILIES, action="append", help="by default all")
+    chosen = parser.parse_args()
+    total = Counter()
+    for name in chosen.family or FAMILIES:
+        start = time.perf_counter()
+        try:
+            ends = run(name, chosen.examples, deadline=None, database=None)
+            total.update(ends)
+            print(f"{name}: {dict(ends)}, {time.perf_counter() - start:.0f} s", flush=True)
+        except Exception as failure:  # a group, if there are several
+            for each in getattr(failure, "exceptions", [failure]):
+                notes = "".join(getattr(each, "__notes__", [])[:1])
+                print(f"{name}: FAILED: {type(each).__name__}: {each} {notes}", flush=True)
+    print(f"all: {sum(total.values())} calls, {dict(total)}")
+
+
+if __name__ == "__main__":
+    main()

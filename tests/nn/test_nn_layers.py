@@ -1,0 +1,327 @@
+"""`SparseSelfAttention` and `SparseCrossAttention`: beside PyTorch's layers, and in all that is done with modules."""
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparseflash
+from sparseflash import BlockMask, attention, masks
+from sparseflash.nn import KVCache, Rotary, Rotary2D, SparseCrossAttention, SparseSelfAttention, rotate
+
+NEAR = partial(masks.local, window=24, causal=True, block=16)
+CPU = torch.device("cpu")
+
+
+def filled(module, seed=0):
+    """With biases that are not 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module
+
+
+def test_it_computes_the_attention_of_its_projections():
+    layer = filled(SparseSelfAttention(24, 6, NEAR, kv_heads=2, head_dim=8, rotary=Rotary(8), scale=0.4))
+    x = torch.randn(2, 50, 24)
+    q, k, v = layer.qkv(x).unflatten(-1, (10, 8)).transpose(1, 2).split([6, 2, 2], 1)
+    rotation = Rotary(8)(torch.arange(50))
+    mixed = attention(rotate(q, rotation), rotate(k, rotation), v, NEAR(50), scale=0.4)
+    assert layer(x).equal(layer.out(mixed.transpose(1, 2).flatten(2)))
+    assert repr(layer).startswith("SparseSelfAttention(\n  24, 6 heads of 8, kv_heads=2, mask=functools.partial(")
+
+
+def test_masks_are_fixed_or_made_for_lengths_or_given_in_the_call():
+    x = torch.randn(1, 40, 16)
+    fixed = filled(SparseSelfAttention(16, 2, NEAR(64)))
+    made = filled(SparseSelfAttention(16, 2, NEAR))
+    plain = filled(SparseSelfAttention(16, 2))
+    torch.testing.assert_close(fixed(x), made(x))
+    torch.testing.assert_close(plain(x, mask=NEAR(40)), made(x))
+    torch.testing.assert_close(plain(x, mask=NEAR), made(x))
+    torch.testing.assert_close(plain(x), filled(SparseSelfAttention(16, 2, lambda n: BlockMask.dense(n)))(x))
+    rule = filled(SparseSelfAttention(16, 2, lambda q, k: (k <= q) & (q - k < 24)))
+    torch.testing.assert_close(rule(x), made(x))
+    with pytest.raises(ValueError, match=r"mask must be for at least 70 queries and 70 keys.* it is for 64 and 64"):
+        fixed(torch.randn(1, 70, 16))
+    with pytest.raises(ValueError, match="pattern must return a mask of the sequence's length, 40 queries"):
+        filled(SparseSelfAttention(16, 2, lambda n: NEAR(32)))(x)
+    with pytest.raises(TypeError, match=r"mask must be a BlockMask, a function of a length .* got Tensor"):
+        SparseSelfAttention(16, 2, torch.ones(4, 4))
+
+
+def test_masks_that_were_made_are_kept_with_the_layer_and_freed_by_clear_caches():
+    layer = SparseSelfAttention(16, 2, NEAR)
+    assert layer.mask(40, 40, CPU) is layer.mask(40, 40, CPU)
+    with torch.inference_mode():
+        inferred = layer.mask(50, 50, CPU)
+    assert not inferred.indices.is_inference() and layer.mask(50, 50, CPU) is inferred
+    for length in range(1, 40):
+        layer.mask(length, length, CPU)
+    assert len(layer.mask._made) <= 16
+    sparseflash.clear_caches()
+    assert len(layer.mask._made) == 0
+
+
+def test_padding_is_not_seen():
+    layer = filled(SparseSelfAttention(16, 2, NEAR, rotary=Rotary(8)))
+    x = torch.randn(2, 40, 16)
+    out = layer(x, lengths=torch.tensor([40, 13]))
+    torch.testing.assert_close(out[:1], layer(x[:1]))
+    torch.testing.assert_close(out[1:, :13], layer(x[1:, :13]))
+    torch.testing.assert_close(out[1, 13:], layer.out.bias.expand(27, -1))
+    torch.testing.assert_close(out, layer(x, lengths=[40, 13]))
+    cross = filled(SparseCrossAttention(16, 2, context_dim=8))
+    context = torch.randn(2, 30, 8)
+    out = cross(x, context, lengths=torch.tensor([5, 40]), context_lengths=torch.tensor([30, 7]))
+    torch.testing.assert_close(out[0, :5], cross(x[:1], context[:1])[0, :5])
+    torch.testing.assert_close(out[1:], cross(x[1:], context[1:, :7]))
+    only = cross(x, context, lengths=[5, 40])
+    torch.testing.assert_close(only[0, 5:], cross.out.bias.expand(35, -1))
+    torch.testing.assert_close(only[1:], cross(x[1:], context[1:]))
+
+
+def test_cross_attention_has_a_mask_of_both_lengths():
+    layer = filled(SparseCrossAttention(16, 2, masks.causal))
+    x, context = torch.randn(1, 10, 16), torch.randn(1, 30, 16)
+    torch.testing.assert_close(layer(x, context), layer(x, context, mask=masks.causal(10, 30)))
+    assert not torch.allclose(layer(x, context), layer(x, context, mask=BlockMask.dense(10, 30)))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    causal_mask=st.sampled_from([NEAR, masks.causal, NEAR(128), masks.causal(200, block=32)]),
+    kv_heads=st.sampled_from([1, 2]),
+)
+@settings(max_examples=settings().max_examples // 2)
+def test_tokens_in_steps_give_what_they_give_together(lengths, causal_mask, kv_heads):
+    layer = filled(SparseSelfAttention(16, 2, causal_mask, kv_heads=kv_heads, rotary=Rotary(8))).eval()
+    x = torch.randn(2, min(sum(lengths), 120), 16)
+    cache = layer.new_cache(2, 128)
+    with torch.inference_mode():
+        steps = [layer(part, cache=cache) for part in x.split([n for n in cut(lengths, x.shape[1]) if n], dim=1)]
+        torch.testing.assert_close(torch.cat(steps, 1), layer(x), atol=1e-5, rtol=1e-4)
+    assert cache.length == x.shape[1] and cache.lengths.tolist() == [x.shape[1]] * 2
+
+
+def cut(lengths, total):
+    parts = []
+    for n in lengths:
+        parts.append(min(n, total - sum(parts)))
+    return parts
+
+
+def test_a_cache_is_for_causal_masks_and_inference():
+    layer = filled(SparseSelfAttention(16, 2, NEAR))
+    with pytest.raises(ValueError, match="mask must be causal for generation"):
+        SparseSelfAttention(16, 2, partial(masks.local, window=9)).new_cache(1, 32)
+    with pytest.raises(ValueError, match="mask must be causal for generation"):
+        SparseSelfAttention(16, 2).new_cache(1, 32)
+    cache = layer.new_cache(1, 32)
+    with pytest.raises(ValueError, match=r"cache must be used for inference, without gradients: call layer.eval\(\)"):
+        layer(torch.randn(1, 4, 16), cache=cache)
+    layer.eval()
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="cache must not be given with lengths or a mask"):
+            layer(torch.randn(1, 4, 16), cache=cache, lengths=[3])
+        with pytest.raises(ValueError, match="capacity must be at least 33 tokens for 33 more; the cache has"):
+            layer(torch.randn(1, 33, 16), cache=cache)
+        with pytest.raises(ValueError, match=r"k and v must have shape \[1, 2, N, 8\] to be added to this cache"):
+            layer(torch.randn(2, 4, 16), cache=cache)
+        assert layer(torch.randn(1, 0, 16), cache=cache).shape == (1, 0, 16)
+        layer(torch.randn(1, 4, 16), cache=cache)
+        cache.clear()
+        assert cache.length == 0 and cache.lengths.tolist() == [0]
+        half = layer.new_cache(1, 32, dtype=torch.bfloat16)
+        assert layer(torch.randn(1, 20, 16), cache=half).dtype == torch.float32
+        assert layer(torch.randn(1, 1, 16), cache=half).dtype == torch.float32
+    with pytest.raises(ValueError, match="capacity must be at least 1; got 0"):
+        KVCache(1, 2, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((16, 3), "embed_dim must be a multiple of num_heads unless head_dim is given; got 16 and 3"),
+        ((0, 2), "embed_dim must be at least 1; got 0"),
+        ((16, 2, None, {"kv_heads": 3}), "num_heads must be a multiple of kv_heads; got 2 and 3"),
+        ((16, 2, None, {"dropout": 1.0}), "dropout must be at least 0 and below 1; got 1.0"),
+        ((16, 2, None, {"rotary": Rotary(16)}), "rotary must be for heads of 8 features; it is for 16"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments, words):
+    named = arguments[3] if len(arguments) > 3 else {}
+    with pytest.raises(ValueError, match=words):
+        SparseSelfAttention(*arguments[:3], **named)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    layer = SparseSelfAttention(16, 2)
+    with pytest.raises(ValueError, match=r"x must have shape \[batch, tokens, 16\]; got \[3, 16\]"):
+        layer(torch.randn(3, 16))
+    with pytest.raises(TypeError, match="x must be a tensor; got list"):
+        layer([1.0])
+    with pytest.raises(ValueError, match=r"context must have shape \[batch, tokens, 8\]; got \[1, 3, 16\]"):
+        SparseCrossAttention(16, 2, context_dim=8)(torch.randn(1, 3, 16), torch.randn(1, 3, 16))
+
+
+def test_dropout_is_for_training_and_follows_the_seed():
+    layer, x = SparseSelfAttention(16, 2, dropout=0.5), torch.randn(1, 40, 16)
+    torch.manual_seed(3)
+    first = layer(x)
+    torch.manual_seed(3)
+    assert layer(x).equal(first)
+    assert not layer.eval()(x).equal(first)
+
+
+def test_state_dict_copies_and_pickles_hold_weights_and_the_rule_of_the_mask():
+    layer = filled(SparseSelfAttention(16, 2, NEAR, rotary=Rotary(8)))
+    x = torch.randn(1, 40, 16)
+    expected = layer(x)
+    assert set(layer.state_dict()) == {"qkv.weight", "qkv.bias", "out.weight", "out.bias"}
+    other = SparseSelfAttention(16, 2, NEAR, rotary=Rotary(8))
+    other.load_state_dict(layer.state_dict())
+    assert other(x).equal(expected)
+    copied = copy.deepcopy(layer)
+    assert copied(x).equal(expected) and copied.mask._made is not layer.mask._made
+    assert pickle.loads(pickle.dumps(layer))(x).equal(expected)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=False)(x).equal(expected)
+
+
+def test_autocast_and_half_precision():
+    layer, x = SparseSelfAttention(64, 2, NEAR, rotary=Rotary(32)), torch.randn(1, 400, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = layer(x)
+    assert mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed.float(), layer(x), atol=0.05, rtol=0.05)
+    half = copy.deepcopy(layer).bfloat16()
+    out = half(x.bfloat16())
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), layer(x), atol=0.05, rtol=0.05)  # positions beyond 256 stay apart
+
+
+def test_it_compiles_whole_with_gradients_and_lengths():
+    layer = filled(SparseSelfAttention(32, 2, NEAR, kv_heads=1, rotary=Rotary(16)))
+    torch.manual_seed(0)
+    x, lengths = torch.randn(2, 40, 32, requires_grad=True), torch.tensor([40, 17])
+    expected = layer(x, lengths=lengths)
+    wanted = torch.autograd.grad(expected.square().mean(), [x, *layer.parameters()])
+    out = torch.compile(layer, fullgraph=True)(x, lengths=lengths)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    for a, b in zip(torch.autograd.grad(out.square().mean(), [x, *layer.parameters()]), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    fixed = filled(SparseCrossAttention(32, 2, masks.local(40, 60, window=16, block=16)))
+    context = torch.randn(2, 60, 32)
+    torch.testing.assert_close(
+        torch.compile(fixed, fullgraph=True)(x, context), fixed(x, context), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("mask", [NEAR, NEAR(40), None])
+def test_it_exports(mask):
+    layer = filled(SparseSelfAttention(32, 2, mask, rotary=Rotary(16))).eval()
+    x = torch.randn(2, 40, 32)
+    if mask is NEAR:
+        with pytest.raises(
+            RuntimeError, match=r"mask must have been made before torch.export.* with 40 queries and 40"
+        ):
+            torch.export.export(layer, (x,))
+        layer(x)
+    exported = torch.export.export(layer, (x,))
+    torch.testing.assert_close(exported.module()(x), layer(x))
+
+
+# Weights of torch.nn.MultiheadAttention
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_come_from_multihead_attention(bias):
+    theirs = filled(torch.nn.MultiheadAttention(16, 2, dropout=0.1, bias=bias, batch_first=True)).double().eval()
+    x, context = torch.randn(2, 10, 16).double(), torch.randn(2, 30, 16).double()
+    ours = SparseSelfAttention.from_multihead(theirs)
+    assert not ours.training and ours.dropout == 0.1
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0])
+    torch.testing.assert_close(
+        SparseSelfAttention.from_multihead(theirs, masks.causal)(x),
+        theirs(x, x, x, attn_mask=~masks.causal(10).to_dense()[0, 0])[0],
+    )
+    torch.testing.assert_close(SparseCrossAttention.from_multihead(theirs)(x, context), theirs(x, context, context)[0])
+    narrow = filled(torch.nn.MultiheadAttention(16, 2, kdim=8, vdim=8, bias=bias, batch_first=True)).double()
+    torch.testing.assert_close(
+        SparseCrossAttention.from_multihead(narrow)(x, context[..., :8]),
+        narrow(x, context[..., :8], context[..., :8])[0],
+    )
+
+
+def test_weights_that_do_not_fit_are_refused():
+    for made, words in (
+        (torch.nn.MultiheadAttention(16, 2, add_bias_kv=True), "add_bias_kv and add_zero_attn must be False"),
+        (torch.nn.MultiheadAttention(16, 2, add_zero_attn=True), "add_bias_kv and add_zero_attn must be False"),
+        (torch.nn.MultiheadAttention(16, 2, kdim=8, vdim=8), "must have queries, keys and values of one width; got"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SparseSelfAttention.from_multihead(made)
+    with pytest.raises(ValueError, match="must have keys and values of one width; got embed_dim=16, kdim=8 and vdim=4"):
+        SparseCrossAttention.from_multihead(torch.nn.MultiheadAttention(16, 2, kdim=8, vdim=4))
+    with pytest.raises(TypeError, match=r"module must be a torch.nn.MultiheadAttention; got Linear"):
+        SparseSelfAttention.from_multihead(torch.nn.Linear(2, 2))
+
+
+# Rotary positions
+
+
+@given(shift=st.integers(0, 10_000))
+def test_products_depend_on_distances_alone(shift):
+    q, k = torch.randn(2, 1, 1, 30, 16, dtype=torch.float64)
+    rotary, places = Rotary(16), torch.arange(30)
+    products = rotate(q, rotary(places)) @ rotate(k, rotary(places)).mT
+    shifted = rotate(q, rotary(places + shift)) @ rotate(k, rotary(places + shift)).mT
+    torch.testing.assert_close(products, shifted, atol=0.02, rtol=0)  # angles of 10,000 radians in fp32
+
+
+def test_positions_of_an_image_are_rows_and_columns():
+    q, k = (x.expand(1, 1, 64, 16) for x in torch.randn(2, 1, 1, 1, 16))
+    rotation = Rotary2D(16, width=8)(torch.arange(64))
+    products = (rotate(q, rotation) @ rotate(k, rotation).mT)[0, 0].view(8, 8, 8, 8)
+    torch.testing.assert_close(products[2, 3, 1, 5], products[4, 1, 3, 3])
+    assert not torch.allclose(products[2, 3, 1, 5], products[2, 3, 2, 5])
+    shifted = Rotary2D(16, width=8, first=1)(torch.arange(65))
+    torch.testing.assert_close(shifted[0][:, :, 1:], rotation[0])
+    torch.testing.assert_close(shifted[0][:, :, 0], rotation[0][:, :, 0])
+
+
+def test_own_positions_of_a_batch():
+    layer = filled(SparseSelfAttention(16, 2, rotary=Rotary(8)))
+    x, places = torch.randn(2, 20, 16), torch.stack([torch.arange(20), torch.arange(20).flip(0)])
+    out = layer(x, positions=places)
+    torch.testing.assert_close(out[:1], layer(x[:1]))
+    torch.testing.assert_close(out[1:], layer(x[1:], positions=places[1]))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Rotary(7), "head_dim must be a positive multiple of 2 for rotary positions; got 7"),
+        (lambda: Rotary(8, base=0.0), "base must be positive; got 0.0"),
+        (lambda: Rotary2D(6, 8), "head_dim must be a positive multiple of 4 for rotary positions; got 6"),
+        (lambda: Rotary2D(8, 0), "width must be at least 1 and first at least 0; got 0 and 0"),
+        (
+            lambda: Rotary2D(8, 4, wavelengths=(9, 3)),
+            r"wavelengths must be positive, the shorter one first; got",
+        ),
+        (lambda: Rotary(8)(torch.zeros(1, 2, 3)), r"positions must be a tensor of shape \[N\] or \[B, N\]; got \[1, 2"),
+        (lambda: rotate(torch.ones(1, 1, 2, 4), Rotary(8)(torch.arange(2))), "x must have the head dim .* 8; got 4"),
+    ],
+)
+def test_rotary_positions_that_cannot_be_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

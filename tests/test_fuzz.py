@@ -1,0 +1,138 @@
+"""Wild calls of the public API end in a right result or one clear error; and a test for each class of bug that users
+of the peers have reported (shared notes name the reports):
+
+| class of bug | held by |
+|---|---|
+| wrong gradients of sparse masks at one head dim | backends/test_exactness.py, every backend, D and Dv drawn |
+| mask dropped in the backward | `test_the_backward_uses_the_mask` here |
+| block list ignored, dense result | `test_a_block_list_is_not_ignored` here |
+| race, NaN in some launches | backends/triton/test_batch_invariance.py and test_gpu.py: the same bits every time |
+| wrong kernel or plan from a cache | triton/test_call_cache.py; `test_masks_made_one_after_another_are_not_mixed_up` |
+| mask that broadcasts reads out of bounds | bounds.py watches every address in every interpreted launch |
+| mask cost grows with N x N | masks/ (time and memory at 1,048,576 tokens), blockmask/test_rules.py |
+| small or ragged blocks refused | backends/test_exactness.py, blocks of 16 to 256, every length |
+| another length needs another compile | backends/test_compile.py; `nn/test_nn_layers.py` |
+| dense or layout tensors cannot be given | test_scaled_dot_product.py, interop/ |
+| dropout, fp32, determinism missing | backends/test_dropout.py, test_exactness.py, triton/test_batch_invariance.py |
+| slicing for decoding | blockmask/test_ops.py (crop), test_decode.py |
+| saving, loading, pickling | blockmask/test_serialization.py; `test_masks_pass_through_workers_and_forks` here |
+| CPU training refused | `test_the_backward_uses_the_mask` here, on the CPU |
+| captured tensors lose their gradients | backends/test_scores.py |
+"""
+
+import copy
+import multiprocessing
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import settings
+
+import fuzz
+from sparseflash import BlockMask, attention, clear_caches, masks
+
+
+@pytest.mark.parametrize("family", sorted(fuzz.FAMILIES))
+def test_wild_calls_end_in_a_result_or_a_clear_error(family):
+    assert fuzz.run(family, 4 * settings().max_examples).total() > 0
+
+
+def test_errors_of_others_are_not_taken_for_ours():
+    for wrong in (lambda: torch.ones(2) @ torch.ones(3), lambda: [].pop(), lambda: int("x"), lambda: None.device):
+        with pytest.raises((AssertionError, IndexError, AttributeError)):
+            fuzz.outcome(wrong)
+    assert fuzz.outcome(lambda: masks.causal(-1))[0] == "refused" and fuzz.outcome(lambda: 3) == ("result", 3)
+
+
+def problem(length=50, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, length, 16, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+def test_the_backward_uses_the_mask():
+    q, k, v = problem()
+    mask = masks.local(50, window=4, causal=True, block=16)
+    out = attention(q, k, v, mask)
+    dk, dv = torch.autograd.grad(out[:, :, 40].sum(), [k, v])
+    unseen = ~mask.to_dense()[0, 0, 40]
+    assert dk[:, :, unseen].eq(0).all() and dv[:, :, unseen].eq(0).all() and dv[:, :, 40].ne(0).all()
+
+
+def test_a_block_list_is_not_ignored():
+    q, k, v = problem(64)
+    mask = BlockMask.from_block_index(torch.tensor([[0], [0], [2], [-1]]), block=16, q_len=64)
+    out = attention(q, k, v, mask)
+    assert not torch.allclose(out, attention(q, k, v)) and out[:, :, 48:].eq(0).all()
+    torch.testing.assert_close(out[:, :, :32], attention(q[:, :, :32], k[:, :, :16], v[:, :, :16]))
+
+
+def test_masks_made_one_after_another_are_not_mixed_up():
+    """Their memory, and so the ids of their tensors, is used again."""
+    q, k, v = problem()
+    for turn in range(60):
+        mask = masks.local(50, window=turn % 7 + 1, causal=True, block=16)
+        expected = attention(q, k, v, mask, backend="reference")
+        torch.testing.assert_close(attention(q, k, v, mask), expected)
+        del mask
+
+
+@pytest.mark.parametrize("clearing", [False, True])
+def test_threads_share_masks_and_caches(clearing):
+    q, k, v = (x.detach() for x in problem())
+    mask = masks.butterfly(50, block=16)
+    expected, found = attention(q, k, v, mask), []
+
+    def work():
+        for _ in range(20):
+            found.append(attention(q, k, v, mask).equal(expected) and masks.butterfly(50, block=16) == mask)
+            if clearing:
+                clear_caches()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 80
+
+
+class Masks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return masks.local(40 + index, window=8, block=16)
+
+
+def answer(mask, queue):
+    torch.set_num_threads(1)
+    queue.put((mask.digest, pickle.dumps(masks.causal(mask.q_len, block=16))))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_masks_pass_through_workers_and_forks(start):
+    loader = torch.utils.data.DataLoader(
+        Masks(), batch_size=None, num_workers=2, multiprocessing_context=multiprocessing.get_context(start)
+    )
+    assert list(loader) == [Masks()[index] for index in range(6)]
+    context = multiprocessing.get_context(start)
+    queue = context.SimpleQueue()
+    mask = masks.local(40, window=8, block=16)
+    process = context.Process(target=answer, args=(mask, queue))
+    process.start()
+    digest, made = queue.get()
+    process.join()
+    assert digest == mask.digest and pickle.loads(made) == masks.causal(40, block=16) and process.exitcode == 0
+
+
+def test_copies_and_masks_of_inference_mode_train():
+    q, k, v = problem()
+    with torch.inference_mode():
+        made = masks.local(50, window=8, block=16)
+        inferred = attention(q, k, v, made)
+    for mask in (made, copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        out = attention(q, k, v, mask)
+        torch.testing.assert_close(out, inferred.clone())
+        out.sum().backward()
