@@ -69,7 +69,7 @@ class _Direct(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         run = ctx.run
-        if torch.is_grad_enabled() or not nobody_watches(dout, q, k, v):
+        if torch.is_grad_enabled() or not is_plain_call(dout, q, k, v):
             return None, *run.operator_backward(dout, dlse, q, k, v, out, lse, kept, seed)
         return None, *run.backward(dout, dlse, q, k, v, out, lse, kept, seed)
 
@@ -118,7 +118,7 @@ class Operator:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, differentiable."""
         refuse_transforms(self.name, q, k, v)
-        if nobody_watches(q, k, v):
+        if is_plain_call(q, k, v):
             return call_directly(_Run(self, problem), q, k, v)
         self._let_count()
         if forward_ad._current_level < 0:
@@ -255,7 +255,7 @@ def _no_forward_mode(name: str) -> NotImplementedError:
     )
 
 
-def nobody_watches(*tensors: Tensor) -> bool:
+def is_plain_call(*tensors: Tensor) -> bool:
     """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms it."""
     return (
         not torch.compiler.is_compiling()

@@ -63,9 +63,9 @@ class MaskCache(dict[Any, Any]):
     `BoundedDict`.
     """
 
-    def __init__(self, *, countable: bool, recorded: bool) -> None:
+    def __init__(self, *, may_wait: bool, recorded: bool) -> None:
         super().__init__()
-        self.countable = countable
+        self.may_wait = may_wait
         self.recorded = recorded  # made while a CUDA graph was recorded: each replay may change the arrays
         _dicts.add(self)
 
@@ -115,19 +115,19 @@ def clear_caches() -> None:
         cache.clear()
 
 
-def attach_cache(indices: Tensor, *, countable: bool, others: tuple[Any, ...]) -> None:
+def attach_cache(indices: Tensor, *, may_wait: bool, others: tuple[Any, ...]) -> None:
     """Gives the indices of a newly made mask a cache for what will be derived from them.
 
-    `countable`: whether the host may wait for the indices' values, once. It may not for dynamic masks, which are made
+    `may_wait`: whether the host may wait for the indices' values, once. It may not for dynamic masks, which are made
     at every step. `others`: the other parts of the mask.
     """
     if torch.compiler.is_compiling():
         # The mark tells `mask_cache` that the indices which the compiled code returns may get a cache, unless the mask
         # is dynamic.
-        indices._sparseflash_countable = countable  # type: ignore[attr-defined]
+        indices._sparseflash_may_wait = may_wait  # type: ignore[attr-defined]
         return
     # A tensor made while a graph is recorded has no contents until the first replay, and new ones after each.
-    cache = MaskCache(countable=countable, recorded=streams.is_capturing(indices.device))
+    cache = MaskCache(may_wait=may_wait, recorded=streams.is_capturing(indices.device))
     indices._sparseflash = cache  # type: ignore[attr-defined]
     indices._sparseflash_others = others  # type: ignore[attr-defined]
 
@@ -144,20 +144,20 @@ def mask_cache(indices: Tensor) -> MaskCache:
     """What has been derived from a mask's arrays so far: its transpose, its execution plans, its density."""
     cache: MaskCache | None = getattr(indices, "_sparseflash", None)
     if cache is None:
-        if torch.compiler.is_compiling() or not getattr(indices, "_sparseflash_countable", False):
-            return MaskCache(countable=False, recorded=False)
-        cache = MaskCache(countable=True, recorded=False)
+        if torch.compiler.is_compiling() or not getattr(indices, "_sparseflash_may_wait", False):
+            return MaskCache(may_wait=False, recorded=False)
+        cache = MaskCache(may_wait=True, recorded=False)
         indices._sparseflash = cache  # type: ignore[attr-defined]
     # While a CUDA graph is recorded, only dynamic masks made by that graph are planned; at other times only those that
     # no graph made. See backends/triton/cuda_graphs.py for why nothing else is planned during recording.
-    if cache.countable or cache.recorded == streams.is_capturing(indices.device):
+    if cache.may_wait or cache.recorded == streams.is_capturing(indices.device):
         return cache
-    return MaskCache(countable=False, recorded=False)
+    return MaskCache(may_wait=False, recorded=False)
 
 
 def is_countable(indices: Tensor) -> bool:
     """Whether the host may wait for the indices' values; not if torch.compile made them inside a graph."""
-    return mask_cache(indices).countable
+    return mask_cache(indices).may_wait
 
 
 def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:

@@ -116,7 +116,7 @@ class BlockMask:
         object.__setattr__(self, "indices", self.indices.detach())
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
-        attach_cache(self.indices, countable=not self.dynamic, others=self._others())
+        attach_cache(self.indices, may_wait=not self.dynamic, others=self._others())
 
     def _words(self) -> Tensor:
         """The bits as the operator takes them: one flat view, int32 `[T * block_q * W]`.

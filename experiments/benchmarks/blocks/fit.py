@@ -16,7 +16,7 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from experiments.benchmarks.tune.space import parse
-from sparseflash.backends.triton.configs import config_for, held_first
+from sparseflash.backends.triton.configs import config_for, held_and_streamed
 from sparseflash.backends.triton.schedule.tilings import HALF, Cost, Tiling, cheapest
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -79,7 +79,7 @@ def would_run(row: Any) -> bool:
     pointers.
     """
     held, streamed, _ = map(int, row.tiling.split("x"))
-    block = held_first(row.kernel, (held, streamed))
+    block = held_and_streamed(row.kernel, (held, streamed))
     ways = (config_for(row.kernel, (9, 0), "half", row.dim, block, way) for way in (True, False))
     return parse(row.config)[:3] in [config[:3] for config in ways]
 
@@ -101,7 +101,7 @@ def costs(frame: pd.DataFrame, cost: Cost) -> NDArray[np.float64]:
     for row in frame.itertuples():
         tiling = Tiling(*map(int, row.tiling.split("x")))
         config = parse(row.config)
-        tile = held_first(row.kernel, config[:2])
+        tile = held_and_streamed(row.kernel, config[:2])
         found.append(cost.of_tiles(row.tiles, tiling, tile, row.length, config.num_warps))
     return np.array(found)
 

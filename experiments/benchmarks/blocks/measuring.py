@@ -13,7 +13,7 @@ from experiments.benchmarks import timing
 from experiments.benchmarks.speed.patterns import block_mask, pattern
 from experiments.benchmarks.tune.kernel_call import KernelOfAttention
 from sparseflash import BlockMask
-from sparseflash.backends.triton.configs import Config, Kernel, held_first
+from sparseflash.backends.triton.configs import Config, Kernel, held_and_streamed
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.schedule.tilings import HALF, Tiling
 
@@ -110,7 +110,7 @@ class Bench:
         assert retiling is not None
         config, tiling = call.choice.config, call.choice.tiling
         tiles = retiling.count(int(subject.kernel == "dk_dv"), tiling)
-        tile = held_first(subject.kernel, config[:2])
+        tile = held_and_streamed(subject.kernel, config[:2])
         predicted = HALF.of_tiles(tiles, tiling, tile, self.length, config.num_warps)
         return _Call(call.run, tiling, config, tiles, predicted, call.results)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, held_first, results_and_scores
+from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, held_and_streamed, results_and_scores
 
 KERNELS: tuple[Kernel, ...] = ("forward", "dk_dv", "dq")
 ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "fp32")
@@ -64,7 +64,7 @@ def candidates(target: Target) -> list[Config]:
 def _fits(target: Target, config: Config) -> bool:
     size = {"half": 2, "tf32": 4, "fp32": 6}[target.arithmetic]  # fp32: three pieces in bf16
     m, n, dim = config.block_m, config.block_n, target.dim
-    held, other = held_first(target.kernel, (m, n))
+    held, other = held_and_streamed(target.kernel, (m, n))
     kept, streamed = held * dim * (1 if target.kernel == "forward" else 2), 2 * other * dim
     # A tenth of a thread's registers holds addresses.
     threads = 32 * config.num_warps

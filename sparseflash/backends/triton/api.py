@@ -200,7 +200,7 @@ def _key(setting: Setting, problem: Problem, *tensors: Tensor) -> tuple[Any, ...
 
 
 def _refuse(plan: Plan) -> None:
-    if plan.lists.lasting:
+    if plan.lists.reusable:
         refuse_to_record(plan.device)
 
 

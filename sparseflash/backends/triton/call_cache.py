@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.registration import call_directly, nobody_watches
+from sparseflash.backends.registration import call_directly, is_plain_call
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
 
@@ -36,7 +36,7 @@ def place_of(
     fp32 is excluded because its arithmetic depends on a PyTorch setting, and dynamic masks because they are new at
     every step. Calls with invalid arguments get None, too, and go on to the checks.
     """
-    if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and nobody_watches(q, k, v)):
+    if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and is_plain_call(q, k, v)):
         return None
     if torch.is_autocast_enabled(q.device.type) or not (scale is None or type(scale) is float):
         return None

@@ -223,7 +223,7 @@ def config_for(
     """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide."""
     entry = kernel, arithmetic, max(padded_dim, 32)
     chosen = _table(capability, descriptors)[entry]
-    if capability[0] in (9, 10) and descriptors and held_first(kernel, block)[0] == 64:
+    if capability[0] in (9, 10) and descriptors and held_and_streamed(kernel, block)[0] == 64:
         chosen = _HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
     if arithmetic == "fp32":  # the pieces need the registers of all the warps that share the columns
@@ -235,7 +235,7 @@ def config_for(
     num_warps = min(chosen.num_warps, max(fewest, block_m * block_n // _SCORES_A_WARP))
     # Four warps multiply 64 rows. If a tile of 128 rows is cut to 64, eight warps would share its columns: measured on
     # an H100, that takes 1.8 to 2.8 times as long.
-    rows, most = held_first(kernel, (block_m, block_n))[0], held_first(kernel, chosen[:2])[0]
+    rows, most = held_and_streamed(kernel, (block_m, block_n))[0], held_and_streamed(kernel, chosen[:2])[0]
     if rows == 64 < most and padded_dim <= 128:
         num_warps = min(num_warps, 4)
     if rows < 64 and padded_dim <= 128 and arithmetic == "half":
@@ -244,10 +244,10 @@ def config_for(
     return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
 
 
-def roomier(config: Config, *, lengths: bool, dropout: bool, changes: bool = False) -> Config:
+def with_more_registers(config: Config, *, lengths: bool, dropout: bool, changes: bool = False) -> Config:
     """The same with a higher register limit, if there is one, for kernels that do more than it was tuned for.
 
-    >>> print(roomier(Config(64, 64, 4, 2, 128), lengths=True, dropout=False))
+    >>> print(with_more_registers(Config(64, 64, 4, 2, 128), lengths=True, dropout=False))
     64x64x4x2x168
 
     If the mask has lengths, dq with 128 registers spills in its loop, and ptxas serialises its matrix instructions;
@@ -286,15 +286,15 @@ def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
     dq 0.58, dk_dv with two warps 0.69. With 160 to 320 numbers per thread it takes 0.9 to 26 times as long, because of
     spills. Almost nothing is spilled with 128 numbers per thread, or with 96 in steps of more than 32 tokens.
     """
-    _, streamed = held_first(kernel, (block_m, block_n))
+    _, streamed = held_and_streamed(kernel, (block_m, block_n))
     warps = -(-results_and_scores(kernel, block_m, block_n, dim) // (32 * (128 if streamed <= 32 else 96)))
     return 1 << (warps - 1).bit_length()
 
 
-def held_first(kernel: Kernel, tile: tuple[int, int]) -> tuple[int, int]:
+def held_and_streamed(kernel: Kernel, tile: tuple[int, int]) -> tuple[int, int]:
     """`(queries, keys)` as `(held, streamed)`, and back: kernels over columns hold keys, the others hold queries.
 
-    >>> held_first("dq", (64, 128)), held_first("dk_dv", (64, 128))
+    >>> held_and_streamed("dq", (64, 128)), held_and_streamed("dk_dv", (64, 128))
     ((64, 128), (128, 64))
     """
     return tile[::-1] if kernel == "dk_dv" else tile
@@ -302,7 +302,7 @@ def held_first(kernel: Kernel, tile: tuple[int, int]) -> tuple[int, int]:
 
 def results_and_scores(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
     """The fp32 numbers that a program keeps in registers: accumulators, the scores of a step, and their gradients."""
-    held, streamed = held_first(kernel, (block_m, block_n))
+    held, streamed = held_and_streamed(kernel, (block_m, block_n))
     results = 2 if kernel == "dk_dv" else 1
     return results * held * dim + held * streamed * (1 if kernel == "forward" else 2)
 
@@ -340,7 +340,7 @@ def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize:
     A program holds the queries (unless they are in registers), or queries and gradients, or keys and values, plus two
     streamed tiles per stage.
     """
-    held, streamed = held_first(kernel, config[:2])
+    held, streamed = held_and_streamed(kernel, config[:2])
     if kernel != "forward":
         held *= 2
     elif config.q_in_registers:

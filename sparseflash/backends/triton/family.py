@@ -46,7 +46,7 @@ class Request(NamedTuple):
         tokens = plan.lists.tokens
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
-            not plan.lists.lasting, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
+            not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
             () if changes is None else changes.kinds,
         )  # fmt: skip
 

@@ -138,7 +138,7 @@ def planned_forward(plan: Plan, programs: int) -> Worklist:
         if plan.lists.pattern is not None:
             pattern = plan.lists.pattern.expand(plan.pattern.shape)
         pattern = pattern.to(lists.index.device)
-        made = forward_plan(lists, pattern, q_len, k_len, programs=programs, countable=plan.lists.lasting)
+        made = forward_plan(lists, pattern, q_len, k_len, programs=programs, may_wait=plan.lists.reusable)
         return made.to(plan.device)
 
     return once(plan.derived, ("hopper forward", programs), make)

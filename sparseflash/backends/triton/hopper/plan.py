@@ -36,7 +36,7 @@ RULE = Rule()
 
 
 def forward_plan(
-    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, countable: bool
+    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool
 ) -> Worklist:
     """The plan for `pattern [B, Hq]`.
 
@@ -44,7 +44,7 @@ def forward_plan(
     first tile, part, 0)`: see `TileLists` for its list, whose first entry stands here, too, so that nothing waits for
     two loads. A row without tiles has one of which no score is live, tile number -1.
 
-    programs: how many run at a time, on which only the order depends. countable: the host may wait for the device,
+    programs: how many run at a time, on which only the order depends. may_wait: the host may wait for the device,
     once, where rows may have to be cut.
     """
     batch, heads = pattern.shape
@@ -56,7 +56,7 @@ def forward_plan(
     start = lists.start[row]
     items = Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
     parts, merged = 0, None
-    if countable and -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
+    if may_wait and -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
         chunks = _chunks(lists.count, rows)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:

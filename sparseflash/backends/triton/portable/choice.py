@@ -16,10 +16,10 @@ from sparseflash.backends.triton.configs import (
     arithmetic_of,
     config_for,
     has_room_for_pieces,
-    held_first,
+    held_and_streamed,
     padded_dims,
-    roomier,
     with_addresses,
+    with_more_registers,
 )
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
@@ -81,7 +81,7 @@ class Chooser:
     def choice(self, plan: Plan) -> Choice:
         """How the kernel runs with this plan."""
         tiling, why = self._tiling(plan)
-        key = tiling or Tiling(*held_first(self._kernel, self._block)), why
+        key = tiling or Tiling(*held_and_streamed(self._kernel, self._block)), why
         chosen = self._choices.get(key)
         if chosen is None:
             chosen = self._choices[key] = self._choose(*key)
@@ -92,12 +92,12 @@ class Chooser:
         retiling, axis, wanted = plan.lists.retiling, int(self._kernel == "dk_dv"), self._overrides.tiling
         few = plan.tiles_per_head * self._products_a_tile < self._overrides.products_for_tilings
         if retiling is None:
-            why = "every score is live" if plan.lists.lasting else "a mask made on the GPU may be used only once"
+            why = "every score is live" if plan.lists.reusable else "a mask made on the GPU may be used only once"
             return None, why
         if wanted is None and few:
             return None, "there is too little work to search for others"
         whole, gathered = (
-            held_first(self._kernel, self._config(_ANY_BLOCK, descriptors)[:2])
+            held_and_streamed(self._kernel, self._config(_ANY_BLOCK, descriptors)[:2])
             for descriptors in (self._may_describe, False)
         )
         if wanted is not None:
@@ -106,13 +106,13 @@ class Chooser:
         return plan.tiling(axis, whole, gathered, cost, self._warps), "the cheapest by the model in configs.TILE_COSTS"
 
     def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
-        block = held_first(self._kernel, (tiling.held, tiling.streamed))
+        block = held_and_streamed(self._kernel, (tiling.held, tiling.streamed))
         # Tiles too small for matrix instructions that read shared memory are multiplied from registers, as are all
         # tiles on GPUs without such instructions. With descriptors these tiles pass through shared memory first, which
         # wide heads and pieces cannot afford.
         from_shared = self._capability[0] in (9, 10) and min(block) >= 64
         if self._pieces:
-            held = held_first(self._kernel, self._config(block, True)[:2])[0]
+            held = held_and_streamed(self._kernel, self._config(block, True)[:2])[0]
             from_shared = self._capability[0] in (9, 10) and held >= 64
         few_registers = max(self._padded) <= 128 and self._arithmetic != "fp32"
         why = self._why_not_described
@@ -121,7 +121,7 @@ class Chooser:
         if not why and not (few_registers or from_shared):
             why = "tiles that are multiplied from registers need not come through shared memory"
         descriptors = not why
-        config = roomier(
+        config = with_more_registers(
             self._config(block, descriptors),
             lengths=self._lengths,
             dropout=self._dropout,
@@ -145,7 +145,7 @@ class Chooser:
         return config_for(self._kernel, self._capability, self._arithmetic, max(self._padded), block, descriptors)
 
     def _warps(self, tile: Tile, is_gathered: bool) -> int:
-        return self._config(held_first(self._kernel, tile), self._may_describe and not is_gathered).num_warps
+        return self._config(held_and_streamed(self._kernel, tile), self._may_describe and not is_gathered).num_warps
 
 
 def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:

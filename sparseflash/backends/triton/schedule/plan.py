@@ -29,7 +29,7 @@ from sparseflash.backends.triton.schedule.worklists import (
     Worklist,
     check_number_of_items,
     full_first,
-    one_more,
+    with_trailing_zero,
 )
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.cache import BoundedDict, MaskCache, bounded, mask_cache
@@ -46,8 +46,8 @@ class MaskLists:
     """The tile lists of a mask, over rows and columns, in its own tiling and in others; shared by all its plans."""
 
     def __init__(
-        self, make: Callable[[int], TileLists], patterns: int, tokens: tuple[int, int], *, countable: bool,
-        lasting: bool, device: torch.device, retiling: Retiling | None = None, pattern: Tensor | None = None,
+        self, make: Callable[[int], TileLists], patterns: int, tokens: tuple[int, int], *, may_wait: bool,
+        reusable: bool, device: torch.device, retiling: Retiling | None = None, pattern: Tensor | None = None,
         fused: bool = False,
     ) -> None:  # fmt: skip
         """make: returns the lists over rows (for 0) or over columns (for 1), in the tiles of the mask.
@@ -58,8 +58,8 @@ class MaskLists:
         self._made: list[TileLists | None] = [None, None]
         self.retiling = retiling  # None if the mask must be run in its own tiles
         self.patterns, self.tokens = patterns, tokens
-        self.countable = countable  # whether the host may ask the device for the lengths of the lists
-        self.lasting = lasting  # whether calls outside a CUDA graph being recorded use it, too
+        self.may_wait = may_wait  # whether the host may ask the device for the lengths of the lists
+        self.reusable = reusable  # whether calls outside a CUDA graph being recorded use it, too
         self.device = device
         self.pattern = pattern  # the mask's pattern numbers on the host, if the lists are there
         self.fused = fused
@@ -149,7 +149,7 @@ class Plan:
             most=-(-tokens[1 - axis] // streamed) * group,
             total=(len(lists.tile) - 1) * group * (held // tile) if self.lists.patterns == 1 else None,
             each=None if lists.each is None else lists.each * group,
-            countable=self.lists.countable,
+            may_wait=self.lists.may_wait,
         )
         parts, merged = 0, None
         if cuts is not None:
@@ -170,7 +170,7 @@ def plan_of(problem: Problem, q_heads: tuple[int, int], kv_heads: int, tokens: t
         plans = cache["plans"] = BoundedDict(_MOST_PLANS)
     plan: Plan | None = plans.get((q_heads, kv_heads))
     if plan is None:
-        if cache.countable:  # a dynamic mask may itself be made in the graph being recorded
+        if cache.may_wait:  # a dynamic mask may itself be made in the graph being recorded
             refuse_to_record(indices.device)
         lists: MaskLists | None = cache.get("lists")
         if lists is None:
@@ -194,25 +194,25 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
     row_blocks, col_blocks = (-(-n // b) for n, b in zip(tokens, blocks, strict=True))
     # The lists are put into the cache, so they must hold neither it nor the tensor that it hangs on: the cycle would
     # keep all of them alive.
-    indices, countable = indices.detach(), cache.countable
+    indices, may_wait = indices.detach(), cache.may_wait
     # On the device, where the kernels read them.
     own_words = aligned_start(words if problem.words is None else problem.words)
     list_tiles, fused = full_first, False
-    if not countable and device.type in _DEVICES and len(indices) < _MOST_ENTRIES and runs_kernels(device):
+    if not may_wait and device.type in _DEVICES and len(indices) < _MOST_ENTRIES and runs_kernels(device):
         from sparseflash.backends.triton.schedule.fused import full_first as list_tiles  # late: needs Triton
 
         fused = True
 
     def make(axis: int) -> TileLists:
-        if countable:
+        if may_wait:
             refuse_to_record(device)
         arrays = (indptr, indices, tile) if axis == 0 else columns_of(indptr, indices, tile, row_blocks, col_blocks)
         return list_tiles(*arrays, own_words, Tiling(*(blocks if axis == 0 else blocks[::-1])))
 
     return MaskLists(
-        make, (len(indptr) - 1) // row_blocks, tokens, countable=countable, lasting=countable,
+        make, (len(indptr) - 1) // row_blocks, tokens, may_wait=may_wait, reusable=may_wait,
         device=device, pattern=None if host is None else pattern,
-        retiling=Retiling(indptr, indices, tile, words, pattern, tokens, blocks) if countable else None, fused=fused,
+        retiling=Retiling(indptr, indices, tile, words, pattern, tokens, blocks) if may_wait else None, fused=fused,
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def dense_plan(
         return _dense_lists(col_blocks, row_blocks, last_row, last_col, words, Tiling(block_k, block_q))
 
     lists = MaskLists(
-        make, 1, tokens, countable=False, lasting=True, device=device,
+        make, 1, tokens, may_wait=False, reusable=True, device=device,
         pattern=torch.zeros(1, 1, dtype=torch.int32, device="cpu"),
     )  # fmt: skip
     pattern = torch.zeros(q_heads, dtype=torch.int32, device=device)
@@ -262,7 +262,7 @@ def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tens
     if last_row:
         full[-1] = 0
     count = torch.full((rows,), cols, dtype=torch.int32, device="cpu")
-    index, tile = one_more(torch.cat([index, index])), one_more(tile.view(-1))
+    index, tile = with_trailing_zero(torch.cat([index, index])), with_trailing_zero(tile.view(-1))
     return TileLists(start, full, count, index, tile, words, tiling, cols)
 
 

@@ -38,7 +38,7 @@ class Cuts(NamedTuple):
 
 def cuts_of(
     size: Tensor, tiles: int, block: int, held: int, resident: int, rule: SplitRule, *, most: int, total: int | None,
-    each: int | None, countable: bool,
+    each: int | None, may_wait: bool,
 ) -> Cuts | None:  # fmt: skip
     """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None if no item is.
 
@@ -46,7 +46,7 @@ def cuts_of(
     resident: the number of programs that a multiprocessor runs at a time.
 
     Needs numbers on the host: `each`, the tiles of every item, if they are equal and known there. Otherwise, if
-    `countable`, two numbers are copied from the device. That copy is skipped if `most`, an upper bound of all sizes,
+    `may_wait`, two numbers are copied from the device. That copy is skipped if `most`, an upper bound of all sizes,
     and `total`, the tiles of a head if known, already show that nothing is cut.
     """
     slots = rule.multiprocessors * resident // rule.heads
@@ -59,7 +59,7 @@ def cuts_of(
         if pieces == 1:
             return None
         return Cuts(torch.full((items,), pieces, device=size.device), pieces * items, items)
-    if not countable:
+    if not may_wait:
         return None
     chunks = _chunks(size.sum(1).view(-1, tiles), slots, shortest, rule).view(-1)
     total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()

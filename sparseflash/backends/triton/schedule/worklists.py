@@ -91,10 +91,10 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
     order = torch.sort(part, stable=True).indices
     full_before = torch.constant_pad_nd((~partial).cumsum(0, dtype=torch.int32), (1, 0))
     full, count = full_before.index_select(0, indptr).diff(), indptr.diff()
-    index, tile = (one_more(x.index_select(0, order)) for x in (index, tile))
+    index, tile = (with_trailing_zero(x.index_select(0, order)) for x in (index, tile))
     return TileLists(indptr[:-1], full, count, index, tile, words, tiling)
 
 
-def one_more(array: Tensor) -> Tensor:
+def with_trailing_zero(array: Tensor) -> Tensor:
     """The array with a zero appended."""
     return torch.constant_pad_nd(array, (0, 1))

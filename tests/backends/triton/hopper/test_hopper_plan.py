@@ -19,11 +19,11 @@ from strategies import block_masks
 CUT = plan.Rule(far=0.0, chunk=2, worth=1.0)
 
 
-def planned(mask, batch, heads, *, programs=132, rule=plan.RULE, countable=True):
+def planned(mask, batch, heads, *, programs=132, rule=plan.RULE, may_wait=True):
     with mock.patch.object(plan, "RULE", rule):
         lists = full_first(mask.indptr, mask.indices, mask.tile, mask.words, Tiling(mask.block_q, mask.block_k))
         pattern = mask.pattern.expand(batch, heads)
-        return forward_plan(lists, pattern, mask.q_len, mask.k_len, programs=programs, countable=countable)
+        return forward_plan(lists, pattern, mask.q_len, mask.k_len, programs=programs, may_wait=may_wait)
 
 
 def walked(made):
@@ -81,7 +81,7 @@ def test_rows_of_global_tokens_are_cut_and_rows_that_are_alike_are_not():
 
 
 def test_without_asking_the_device_nothing_is_cut():
-    assert planned(mask_of("global"), 1, 1, countable=False).parts == 0
+    assert planned(mask_of("global"), 1, 1, may_wait=False).parts == 0
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.integers(1, 40))
@@ -111,4 +111,4 @@ def test_too_many_items_are_refused():
     mask = BlockMask.dense(16, block=16)
     lists = full_first(mask.indptr, mask.indices, mask.tile, mask.words, Tiling(16, 16))
     with pytest.raises(ValueError, match=r"batch x heads x tiles must be below 2\^31; got 65536 x 32768 x 1"):
-        forward_plan(lists, mask.pattern.expand(65536, 32768), 16, 16, programs=132, countable=True)
+        forward_plan(lists, mask.pattern.expand(65536, 32768), 16, 16, programs=132, may_wait=True)
