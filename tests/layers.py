@@ -23,6 +23,7 @@ PUBLIC = (
     "masks",
 )
 _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/triton", "experiments/benchmarks"
+_FLEX, _INTERPRETER = f"{_BENCHMARKS}/speed/peers/flexattention.py", f"{_BENCHMARKS}/interpreter.py"
 
 # For each folder, what its modules may import beside one another: whatever lies below these paths. Imports inside
 # functions and for types count. Every folder has a row, and a file with a rule of its own has one, too; a module falls
@@ -246,8 +247,10 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/speed/peers": (f"{_BENCHMARKS}/speed", *PUBLIC),
     f"{_BENCHMARKS}/io": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/compile": ("sparseflash/blockmask/arguments.py", _BACKENDS, *PUBLIC),
+    _INTERPRETER: (),
+    f"{_BENCHMARKS}/compile": (_INTERPRETER, "sparseflash/blockmask/arguments.py", _BACKENDS, *PUBLIC),
     f"{_BENCHMARKS}/tune": (
+        _INTERPRETER,
         f"{_BENCHMARKS}/compile",
         f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/timing.py",
@@ -256,6 +259,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/blocks": (
+        _INTERPRETER,
         f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/tune",
@@ -264,9 +268,9 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (),
-    f"{_BENCHMARKS}/selection": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/selection": (_FLEX, f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/scores": (f"{_BENCHMARKS}/timing.py", *PUBLIC),
+    f"{_BENCHMARKS}/scores": (_FLEX, _INTERPRETER, f"{_BENCHMARKS}/timing.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,
 }
@@ -275,7 +279,7 @@ MAY_IMPORT = {
 FACADE = "sparseflash.blockmask.mask"
 
 # Where Triton is needed to import them; who imports these does so in a function.
-KERNELS = (_TRITON, "masks/fused/index.py", "masks/fused/rows.py", "masks/fused/runs.py")
+KERNELS = (_TRITON, "masks/fused/index.py", "masks/fused/rows.py", "masks/fused/runs.py", "masks/fused/unused.py")
 
 
 class Imports(ast.NodeVisitor):

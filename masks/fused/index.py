@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
+from sparseflash.masks.fused.unused import clear_unused
 from sparseflash.masks.tiling.chosen import Frame
 
 
@@ -88,9 +89,4 @@ def store_kernel(
     kind = tl.load(kind_ptr + program % rows * cols + col, mask=here, other=0)
     tl.store(indices_ptr + start + lane, col, mask=here)
     tl.store(tile_ptr + start + lane, kind, mask=here)
-    used = tl.load(indptr_ptr + tl.num_programs(0))
-    end = tl.minimum((program + 1) * share, room)
-    for first in range(program * share, end, CHOICES):
-        unused = first + lane
-        tl.store(indices_ptr + unused, tl.zeros([CHOICES], tl.int32), mask=(unused >= used) & (unused < end))
-        tl.store(tile_ptr + unused, tl.zeros([CHOICES], tl.int32), mask=(unused >= used) & (unused < end))
+    clear_unused(indices_ptr, tile_ptr, tl.load(indptr_ptr + tl.num_programs(0)), share, room, CHOICES)

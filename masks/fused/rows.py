@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
+from sparseflash.masks.fused.unused import clear_unused
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame
 
 _PAIRS_AT_ONCE = 8192
@@ -139,9 +140,4 @@ def list_kernel(
     kind = tl.load(kind_ptr + program % rows * cols + col, mask=kept > 0, other=0)
     tl.store(indices_ptr + place, col, mask=kept > 0)
     tl.store(tile_ptr + place, kind, mask=kept > 0)
-    used = tl.load(indptr_ptr + tl.num_programs(0))
-    stop = tl.minimum((program + 1) * share, room)
-    for first in range(program * share, stop, COLS):
-        unused = first + col
-        tl.store(indices_ptr + unused, tl.zeros([COLS], tl.int32), mask=(unused >= used) & (unused < stop))
-        tl.store(tile_ptr + unused, tl.zeros([COLS], tl.int32), mask=(unused >= used) & (unused < stop))
+    clear_unused(indices_ptr, tile_ptr, tl.load(indptr_ptr + tl.num_programs(0)), share, room, COLS)

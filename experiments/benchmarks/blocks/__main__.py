@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,8 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from experiments.benchmarks.interpreter import run_kernels_on
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=150)
@@ -46,18 +47,12 @@ def main(
     relative to the chosen tiling. Ends with 1 if a tiling gives other results than the mask's own tiles.
     Two minutes on an H100, most of them compiling; --every takes about five.
     """
-    # Triton reads it when it is imported, which is below.
-    if device == "cuda":
-        os.environ.pop("TRITON_INTERPRET", None)
-    else:
-        os.environ["TRITON_INTERPRET"] = "1"
+    run_kernels_on(device)
     import torch
 
     from experiments.benchmarks.blocks.measuring import BLOCKS, KERNELS, KINDS, Bench
     from experiments.benchmarks.tune.options import check_choices, configs_of
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device; --device cpu with a small --length tests the experiment")
     check_choices("kernel", kernel, KERNELS)
     check_choices("mask", mask, KINDS)
     check_choices("block", block, BLOCKS)

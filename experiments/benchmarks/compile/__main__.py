@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.compile.architectures import SHARED_LIMITS
+from experiments.benchmarks.interpreter import compile_kernels
 
 ARITHMETIC = ("bfloat16", "float16", "tf32", "float32")
 
@@ -46,7 +46,7 @@ def main(
     unknown = [kind for kind in arithmetic or () if kind not in ARITHMETIC]
     if unknown:
         raise typer.BadParameter(f"--arithmetic must be from {', '.join(ARITHMETIC)}; got {', '.join(unknown)}.")
-    os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported, which is below
+    compile_kernels()
     from experiments.benchmarks.compile.report import compile_all
     from sparseflash.blockmask.arguments import BLOCKS
 

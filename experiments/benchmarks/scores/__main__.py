@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,8 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from experiments.benchmarks.interpreter import run_kernels_on
 
 if TYPE_CHECKING:
     import torch
@@ -38,19 +39,13 @@ def main(
     FlexAttention takes with the same score_mod. With all cases about a minute on an H100, most of it compiling; --flex
     adds about another.
     """
-    # Triton reads it when it is imported, which is below.
-    if device == "cuda":
-        os.environ.pop("TRITON_INTERPRET", None)
-    else:
-        os.environ["TRITON_INTERPRET"] = "1"
+    run_kernels_on(device)
     import torch
 
     from experiments.benchmarks.scores.cases import TARGETS, calls, cases
     from experiments.benchmarks.timing import Timed, in_turns
     from sparseflash import attention, masks
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device; --device cpu with a small --length tests the experiment")
     unknown = set(case or ()) - set(TARGETS)
     if unknown:
         raise typer.BadParameter(f"case must be of {', '.join(TARGETS)}; got {', '.join(sorted(unknown))}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import platform
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,8 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from experiments.benchmarks.interpreter import compile_kernels
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -53,7 +54,7 @@ def main(
     """Find tile sizes for the kernels. A candidate is compiled; one that spills registers or whose matrix instructions
     wait for one another is dropped; the others are timed under six masks in turns with the shipped configuration; the
     fastest that passes the exactness check is reported, and written with --write."""
-    os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported, which is below
+    compile_kernels()
     import torch
 
     from experiments.benchmarks.compile.architectures import SHARED_LIMITS
