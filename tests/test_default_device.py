@@ -232,6 +232,14 @@ def test_masks_go_to_other_libraries_and_come_back(make, out, back):
     assert plain(got) == plain(want)
 
 
+def test_a_score_mod_is_recognised_or_recorded_on_its_own_device():
+    slopes = torch.tensor([0.5, 0.25])
+    with ELSEWHERE:
+        alibi = interop.from_score_mod(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), 64)
+        other = interop.from_score_mod(lambda s, b, h, q, k: torch.where(q % 2 == 0, s, slopes[h] * s), 64)
+    assert alibi.kinds == ("distance",) and other.kinds == ("function",)
+
+
 def decoded(q, k, v):
     lengths, pages = torch.tensor([40, 7], device="cpu"), torch.tensor([[[1, 0]]], device="cpu").expand(2, 2, 2)
     low, high = (x.unflatten(2, (4, 16)).amax(3) for x in (-k, k))
@@ -275,4 +283,5 @@ def test_every_public_function_is_tried_here():
     defaults = {"dynamic", "lengths", "q_lengths", "k_lengths", "words"}
     assert mine - METHODS.keys() - constructors - defaults == set()
     assert public(analysis.__all__, analysis) == ANALYSES.keys()
-    assert public(interop.__all__, interop) == {f"{way}_{name}" for way in ("to", "from") for name in NEIGHBOURS}
+    ways = {f"{way}_{name}" for way in ("to", "from") for name in NEIGHBOURS}
+    assert public(interop.__all__, interop) == ways | {"from_score_mod"}

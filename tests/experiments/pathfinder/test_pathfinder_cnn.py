@@ -200,7 +200,8 @@ def test_path_x_results_are_told_beside_the_stored_figures(folder):
     assert evaluate.baselines(stage) == "" and table.cnn_rows() == []
     results.write(figure(128, 14, 0.812), folder)
     assert evaluate.baselines(stage) == "marker distance 55.0 %, small 2-D CNN 81.2 %"
-    assert table.rows([])[1] == ["small 2-D CNN (ours)", "81.2 ± 0.3 %", "-", "0.12M", "0.00M", "2 min, X"]
+    helps = ["class", "kept", "2-D convolution", "-", "convolutions", "fresh"]
+    assert table.rows([])[1] == ["small 2-D CNN (ours)", "81.2 ± 0.3 %", "-", *helps, "0.12M", "0.00M", "2 min, X"]
 
 
 def call(*words):
@@ -231,7 +232,7 @@ def test_the_command_trains_tests_and_writes(tmp_path):
     ("words", "message"),
     [
         (("--contour", "6;9"), "Error: --contour must be numbers with commas between them, as 6,9,14; got '6;9'"),
-        (("--size", 48), "Error: the Long Range Arena has sizes 32, 64, 128, 256"),
+        (("--size", 48), "Error: images have sizes 32, 64, 128, 256, 512 and paths of 2 to 14 dashes; got 48"),
         (("--file", "nowhere"), "Error: there is no file nowhere"),
         (("--file", "a", "--images", 5), "Error: --images draws a file of its own; leave it out with --file"),
         (("--minutes", 0), "Error: minutes must be positive; got 0"),

@@ -107,11 +107,10 @@ def test_a_run_begins_with_what_was_pretrained_and_says_so(tmp_path):
         config = replace(CONFIG, hidden=0.0, answers=1.0, auxiliary=0.0, initial=initial)
         after = Run(config, tmp_path / "after", stream).train()
     assert after["helped"] == {"labels": 0.0, "hidden": 0.2}
-    note = after | {"results": {"128-14-drop": {"accuracy": 0.9, "error": 0.01}}}
+    note = after | {"results": {"128-14-drop": {"accuracy": 0.9, "error": 0.01, "layers": config.layers}}}
     (tmp_path / "after" / "model.json").write_text(json.dumps(note))
     row = table.rows([tmp_path])[1]
-    assert "20 % of the pixels hidden and named" in row[0]
-    assert "labels" not in row[0]
+    assert row[3] == "class, 20 % of the pixels hidden and named"
 
 
 def test_labels_of_an_earlier_run_are_described():
