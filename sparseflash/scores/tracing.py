@@ -90,7 +90,8 @@ class _Recorder:
                 if not all(str(user.target).startswith("aten.lift_fresh") for user in node.users):
                     self._values[node] = self._captured(getattr(self._graph, str(node.target)))
             elif node.op == "call_function":
-                self._values[node] = self._called(node)
+                # PyTorch's kind, which an operation of numbers may not have: a sum of bools is a bool.
+                self._values[node] = self._of_dtype(self._called(node), node.meta["val"].dtype)
             else:
                 (result,) = node.args
                 if not hasattr(result, "meta") or result.meta["val"].shape != torch.Size(shape):
@@ -139,6 +140,9 @@ class _Recorder:
             return _RECORDED[name](self.made, *(self._number(each) for each in node.args), **self._named(node))
         except TypeError as error:
             raise _Refused(f"{name} with other arguments than tensors and numbers") from error
+
+    def _of_dtype(self, found: int | _Entries, dtype: torch.dtype) -> int | _Entries:
+        return found if isinstance(found, _Entries) else _cast(self.made, found, dtype)
 
     def _literal(self, node: Any) -> int:
         found = getattr(self._graph, str(node.target))
@@ -247,7 +251,7 @@ def _softplus(made: Expression, x: int) -> int:
 
 
 # Names of PyTorch's operators that return what they get; what they fill a tensor with; how others are recorded.
-_SAME = ("clone", "detach", "alias", "contiguous")
+_SAME = ("clone", "alias", "contiguous")
 _FILLED: dict[str, Callable[[Any], Any]] = {
     "full": lambda node: node.args[1], "scalar_tensor": lambda node: node.args[0],
     "full_like": lambda node: node.args[1], "zeros_like": lambda node: 0.0, "ones_like": lambda node: 1.0,

@@ -25,6 +25,7 @@ UNARY = {
     "root": lambda x: (1 + x * x) ** 0.5, "reciprocal": lambda x: (1 + x * x).reciprocal(),
     "clamp": lambda x: x.clamp(-0.7, 0.9), "least": lambda x: x.clamp(min=0.1), "most": lambda x: x.clamp(max=0.1),
     "fill": lambda x: x.masked_fill(x > 0.4, 2.0), "round": lambda x: x.int().float(), "remainder": lambda x: x % 0.75,
+    "straight through": lambda x: x + (x.tanh() - x).detach(),
     "from number": lambda x: 2 - x, "over": lambda x: x / 3, "under": lambda x: 1 / (x * x + 2),
     "constant": lambda x: x + torch.tensor(0.5) + torch.ones_like(x), "copy": lambda x: x.clone().to(x.dtype),
 }  # fmt: skip
@@ -85,6 +86,23 @@ def test_an_expression_and_its_derivatives_are_those_of_the_function(function):
         sums[node.value].index_put_(indices, slope.to(score.dtype).expand(SIZES), accumulate=True)
     for one, other in zip(sums, by_autograd[1:]):
         torch.testing.assert_close(one, other.detach())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, q, k, x: s * ((q == k) + (q == 0)),  # a sum of bools is a bool
+        lambda s, b, h, q, k, x: torch.where(~((q == k) * (h == 0)), s, 2 * s),
+        lambda s, b, h, q, k, x: torch.where(torch.ones_like(q, dtype=torch.bool) & (q > k), s, 2 * s),
+        lambda s, b, h, q, k, x: s + x[torch.sign(q - k) + 1] + x[torch.zeros_like(q)],
+        lambda s, b, h, q, k, x: s + x[torch.full_like(h, 2)],
+    ],
+)
+def test_results_have_the_kinds_of_pytorchs(function):
+    score, x = inputs()[:2]
+    found = recorded(function, (x,), CPU)
+    (got,) = found.expression.evaluated([found.output], [score, *PLACES], found.tensors)
+    torch.testing.assert_close(got, function(score, *PLACES, x))
 
 
 def test_equal_operations_are_recorded_once_and_constants_computed():
