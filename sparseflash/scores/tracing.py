@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from sparseflash.scores.expression import OPERATIONS, PLACES, Expression, Kind, power
 
@@ -52,7 +53,9 @@ def recorded(
     score = torch.zeros(batch, heads, queries, keys, device=device)
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            graph = make_fx(function)(score, *places, *(x.detach() for x in given))
+            graph = make_fx(_watched(function))(score, *places, *(x.detach() for x in given))
+    except _Refused as error:
+        raise _refusal(error) from None
     except Exception as error:
         raise ValueError(
             "scores.function must be recorded for the kernels, by calling it on tensors that stand for all scores; it "
@@ -62,9 +65,28 @@ def recorded(
     try:
         return recorder.run(score.shape)
     except _Refused as error:
-        raise ValueError(
-            f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}"
-        ) from None
+        raise _refusal(error) from None
+
+
+def _refusal(error: _Refused) -> ValueError:
+    return ValueError(f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}")
+
+
+def _watched(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def watched(*inputs: Tensor) -> Tensor:
+        with _GradientsAreLeftOn():
+            return function(*inputs)
+
+    return watched
+
+
+class _GradientsAreLeftOn(TorchFunctionMode):
+    """Refuses `torch.no_grad()`, which leaves no trace in what is recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            raise _Refused("torch.no_grad() or the like, in place of detach()")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder:

@@ -129,6 +129,7 @@ CAPTURED = torch.ones(3)
         (lambda s, b, h, q, k, g: s + g[(h > 1).expand(3, 1, 1)[:, 0, 0]].sum(), "got expand"),
         (lambda s, b, h, q, k, g: torch.div(s, 3, rounding_mode="trunc"), "div with rounding_mode='trunc'"),
         (lambda s, b, h, q, k, g: s * torch.tensor([1.0, 2.0])[h], "a tensor made inside the function, of shape [2]"),
+        (torch.no_grad()(lambda s, b, h, q, k, g: s * 2), "got torch.no_grad() or the like, in place of detach()"),
         (lambda s, b, h, q, k, g: s[..., :1] + s, "got slice of a computed tensor"),
     ],
 )
