@@ -264,9 +264,14 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (),
-    f"{_BENCHMARKS}/selection": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/selection": (
+        f"{_BENCHMARKS}/speed/peers/flexattention.py",
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/training",
+        *PUBLIC,
+    ),
     f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/scores": (f"{_BENCHMARKS}/timing.py", *PUBLIC),
+    f"{_BENCHMARKS}/scores": (f"{_BENCHMARKS}/speed/peers/flexattention.py", f"{_BENCHMARKS}/timing.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,
 }

@@ -2,5 +2,6 @@
 
     python -m experiments.benchmarks.selection --out runs/selection-cost
 
-May import `timing`, `training` and the library.
+It may import `timing` of the benchmarks, FlexAttention as `speed` compiles it (`flexattention`), `training` and the
+library.
 """
