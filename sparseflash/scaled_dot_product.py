@@ -90,7 +90,7 @@ def sdpa(
     elif isinstance(attn_mask, BlockMask):
         mask = attn_mask
     elif attn_mask is not None:
-        mask, added = live_and_bias(attn_mask, q.shape[2], k.shape[2], block)
+        mask, added = live_and_bias(attn_mask, q.shape[2], k.shape[2], block, device=q.device)
     out = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, scores=added, backend=backend)
     return out[(0,) * leading]
 
@@ -110,13 +110,16 @@ def _upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> B
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def live_and_bias(
-    attn_mask: Tensor, q_len: int, k_len: int, block: Block = 128, name: str = "attn_mask"
-) -> tuple[BlockMask | None, Bias | None]:
+    attn_mask: Tensor, q_len: int, k_len: int, block: Block = 128, name: str = "attn_mask",
+    *, device: torch.device | None = None,
+) -> tuple[BlockMask | None, Bias | None]:  # fmt: skip
     """What an `attn_mask` of PyTorch leaves live (None: all scores), and what it adds to them (None: nothing).
 
     >>> live, added = live_and_bias(torch.tensor([[0.0, -torch.inf], [0.5, 0.0]]), 2, 2, block=16)
     >>> live.to_dense()[0, 0].tolist(), added.values[0, 0].tolist()
     ([[True, False], [True, True]], [[0.0, -inf], [0.5, 0.0]])
+
+    device: where the mask of a `CausalBias` is needed, which has no numbers of its own; the CPU by default.
     """
     if isinstance(attn_mask, CausalBias):  # a mask that PyTorch describes in two numbers
         upper = attn_mask.variant is CausalVariant.UPPER_LEFT
@@ -125,7 +128,8 @@ def live_and_bias(
                 f"{name} must be of {q_len} queries and {k_len} keys; got {attn_mask.seq_len_q} and "
                 f"{attn_mask.seq_len_kv}."
             )
-        return causal(q_len, k_len, offset=0 if upper else None, block=block), None
+        triangle = causal(q_len, k_len, offset=0 if upper else None, block=block)
+        return triangle if device is None else triangle.to(device), None
     if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         got = attn_mask.dtype if isinstance(attn_mask, Tensor) else described(attn_mask)
         raise TypeError(f"{name} must be a BlockMask, a bool or a floating point tensor; got {got}.")

@@ -83,6 +83,17 @@ def test_causal_biases_of_pytorch_are_masks(make):
         sdpa(q, k, v, make(30, 30))
 
 
+def test_the_mask_of_a_causal_bias_is_on_the_device_that_is_asked_for():
+    live, _ = live_and_bias(causal_lower_right(20, 30), 20, 30, device=torch.device("meta"))
+    assert live.device == torch.device("meta")
+
+
+@pytest.mark.gpu
+def test_causal_biases_of_pytorch_serve_inputs_on_a_gpu():
+    q = torch.randn(1, 2, 20, 16, device="cuda")
+    assert sdpa(q, q, q, causal_upper_left(20, 20)).device == q.device
+
+
 def test_empty_inputs_give_empty_or_zero_outputs():
     live = torch.ones(0, 4, dtype=torch.bool)
     assert sdpa(torch.randn(1, 2, 0, 8), *torch.randn(2, 1, 2, 4, 8), live).shape == (1, 2, 0, 8)

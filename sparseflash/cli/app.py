@@ -44,7 +44,7 @@ def info(as_json: AsJson = False) -> None:
 @app.command()
 def convert(
     mask: Mask,
-    out: Annotated[Path, typer.Argument(help="File to write: .mask, .npz (SciPy), .npy (dense), or any with --to.")],
+    out: Annotated[Path, typer.Argument(help="File to write: .mask, .npz (SciPy), .npy (dense), else with --to.")],
     sources: Sources = None,
     to: Annotated[
         str | None,
@@ -141,7 +141,7 @@ def check(
         gpu = found.device.type == "cuda"
         dtypes = named(dtype, DTYPES, "--dtype") if dtype is not None else list(DTYPES) if gpu else ["fp32"]
         if thorough:
-            cases = certificate.thorough(found, heads, dtypes, head_dim, seed)
+            cases = certificate.thorough(found, heads, kv_heads, dtypes, head_dim, seed)
         else:
             cases = certificate.once(found, heads, kv_heads, dtypes, head_dim, seed)
         results = []

@@ -39,15 +39,17 @@ def once(
     return [Case(dtype, head_dim, heads, heads if kv_heads is None else kv_heads, seed) for dtype in dtypes]
 
 
-def thorough(mask: BlockMask, heads: int, dtypes: list[str], head_dim: int, seed: int) -> list[Case]:
+def thorough(
+    mask: BlockMask, heads: int, kv_heads: int | None, dtypes: list[str], head_dim: int, seed: int
+) -> list[Case]:  # fmt: skip
     """Every dtype with several head dims, with and without groups of heads, for several draws."""
     heads = mask.shape[1] if mask.shape[1] > 1 else heads
     dims = sorted({*_HEAD_DIMS, head_dim})
     return [
-        Case(dtype, dim, heads, kv_heads, seed + more)
+        Case(dtype, dim, heads, key_heads, seed + more)
         for dtype in dtypes
         for dim in dims
-        for kv_heads in sorted({1, heads})
+        for key_heads in sorted({1, heads if kv_heads is None else kv_heads, heads})
         for more in _SEEDS
     ]
 

@@ -83,6 +83,9 @@ def format_of(path: Path, asked: str | None) -> str:
     name = asked or by_name
     if name is None:
         raise ValueError(f"--to must be given for {path}: of {', '.join(NAMES)}; or name it {', '.join(SUFFIXES)}")
+    needed = next((suffix for suffix, format in SUFFIXES.items() if format == name and name != "mask"), None)
+    if by_name is None and needed is not None:  # by which `read` knows it
+        raise ValueError(f"{path} must be called {needed} for --to {name}")
     if by_name is not None and by_name != name:
         raise ValueError(f"{path} must not be called {path.suffix}, which is for {by_name}; got --to {name}")
     return name

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import integer
 from sparseflash.nn.layer_mask import LayerMask, Mask
+from sparseflash.nn.sizes import check_at_least_one, check_dropout
 
 
 class Heads(nn.Module):
@@ -21,10 +21,9 @@ class Heads(nn.Module):
         scale: float | None, backend: Backend | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        for name, size in sizes.items():
-            if not (size is None and name in ("kv_heads", "head_dim")) and integer(size, name, "") < 1:
-                raise ValueError(f"{name} must be at least 1; got {size}.")
+        by_default = {"kv_heads": kv_heads, "head_dim": head_dim}
+        given = {name: size for name, size in by_default.items() if size is not None}
+        check_at_least_one(embed_dim=embed_dim, num_heads=num_heads, **given)
         kv_heads = num_heads if kv_heads is None else kv_heads
         if num_heads % kv_heads:
             raise ValueError(f"num_heads must be a multiple of kv_heads; got {num_heads} and {kv_heads}.")
@@ -32,8 +31,7 @@ class Heads(nn.Module):
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads unless head_dim is given; got {embed_dim} and {num_heads}."
             )
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}.")
+        check_dropout(dropout)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.dropout, self.scale, self.backend = dropout, scale, backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.arguments import integer
+from sparseflash.nn.sizes import check_at_least_one
 
 
 class KVCache:
@@ -24,9 +24,7 @@ class KVCache:
         self, batch: int, kv_heads: int, capacity: int, head_dim: int, *, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        for name, size in (("batch", batch), ("capacity", capacity)):
-            if integer(size, name, "") < 1:
-                raise ValueError(f"{name} must be at least 1; got {size}.")
+        check_at_least_one(batch=batch, capacity=capacity)
         self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
         self.v = torch.zeros_like(self.k)
         self.length = 0

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import integer
 from sparseflash.nn.layer_mask import LayerMask, Mask
+from sparseflash.nn.sizes import check_at_least_one, check_dropout
 from sparseflash.scaled_dot_product import live_and_bias, upper_left
 from sparseflash.scores.bias import Bias, bias
 
@@ -66,13 +66,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if add_bias_kv or add_zero_attn:
             _refuse_added_keys()
-        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-            if integer(size, name, "") < 1:
-                raise ValueError(f"{name} must be at least 1; got {size}.")
+        check_at_least_one(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads; got {embed_dim} and {num_heads}.")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}.")
+        check_dropout(dropout)
         super().__init__(
             embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device,
             dtype=dtype,
@@ -182,7 +179,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                         f"{k_len}]; got {list(attn_mask.shape)}."
                     )
                 attn_mask = attn_mask.unflatten(0, (q.shape[0], self.num_heads))
-            live, change = live_and_bias(attn_mask, q_len, k_len, _BLOCK)
+            live, change = live_and_bias(attn_mask, q_len, k_len, _BLOCK, device=q.device)
             masks.append(live)
             changes.append(change)
         if padding is not None:

@@ -38,9 +38,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "not": torch.logical_not,
     "to_float": lambda x: x.to(torch.float64),
-    "to_int": lambda x: x.to(torch.int64), "to_bool": lambda x: x != 0,
+    "to_int": lambda x: x.to(torch.int64), "to_bool": lambda x: x != 0, "detach": torch.detach,
 }  # fmt: skip
-_OF_BOOLS = ("and", "or", "xor", "not", "where", "eq", "ne", "to_float", "to_int", "to_bool")
+_OF_BOOLS = ("and", "or", "xor", "not", "where", "eq", "ne", "to_float", "to_int", "to_bool", "detach")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne", "not", "to_bool")
 _FLOATS = ("div", "sign", "exp", "log", "log1p", "sqrt", "sin", "cos", "tanh", "sigmoid", "floor", "ceil", "to_float")
 
@@ -77,7 +77,7 @@ class Expression:
             kind = "int"
         if first.kind == "bool" and op not in _OF_BOOLS:  # bools count as integers in sums
             inputs = tuple(self.apply("to_int", each) for each in inputs)
-            kind = kind if kind == "bool" else "int"
+            kind = "bool" if op in _COMPARISONS else "int"
         if self.nodes[inputs[0]].kind == kind and op == f"to_{kind}":
             return inputs[0]
         if (simple := self._simplified(op, inputs)) is not None:
@@ -161,7 +161,7 @@ def derivatives(made: Expression, output: int, of: Sequence[int]) -> list[int]:
     relevant = set(of)
     for number in sorted(made.reads(output)):
         node = made.nodes[number]
-        is_flat = node.kind != "float" or node.op in ("number", "load", "floor", "ceil", "sign")
+        is_flat = node.kind != "float" or node.op in ("number", "load", "floor", "ceil", "sign", "detach")
         if not is_flat and any(each in relevant for each in node.inputs):
             relevant.add(number)
     for number in range(output, -1, -1):

@@ -110,7 +110,8 @@ def function(
 
     - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
       `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,
-      `cos`, `tanh`, `sigmoid`, `relu`, `silu`, `softplus`. All are computed in fp32, and integers in 32 bits.
+      `cos`, `tanh`, `sigmoid`, `relu`, `silu`, `softplus`, `detach` (but not
+      `torch.no_grad()`). All are computed in fp32, and integers in 32 bits.
     - entries of tensors all of whose dimensions are indexed, by integers computed from b, h, q and k or read from other
       tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
       makes the score NaN. Tensors without dimensions are numbers.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from sparseflash.scores.expression import OPERATIONS, PLACES, Expression, Kind, power
 
@@ -52,7 +53,9 @@ def recorded(
     score = torch.zeros(batch, heads, queries, keys, device=device)
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            graph = make_fx(function)(score, *places, *(x.detach() for x in given))
+            graph = make_fx(_watched(function))(score, *places, *(x.detach() for x in given))
+    except _Refused as error:
+        raise _refusal(error) from None
     except Exception as error:
         raise ValueError(
             "scores.function must be recorded for the kernels, by calling it on tensors that stand for all scores; it "
@@ -62,9 +65,28 @@ def recorded(
     try:
         return recorder.run(score.shape)
     except _Refused as error:
-        raise ValueError(
-            f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}"
-        ) from None
+        raise _refusal(error) from None
+
+
+def _refusal(error: _Refused) -> ValueError:
+    return ValueError(f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}")
+
+
+def _watched(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def watched(*inputs: Tensor) -> Tensor:
+        with _GradientsAreLeftOn():
+            return function(*inputs)
+
+    return watched
+
+
+class _GradientsAreLeftOn(TorchFunctionMode):
+    """Refuses `torch.no_grad()`, which leaves no trace in what is recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            raise _Refused("torch.no_grad() or the like, in place of detach()")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder:
@@ -90,7 +112,8 @@ class _Recorder:
                 if not all(str(user.target).startswith("aten.lift_fresh") for user in node.users):
                     self._values[node] = self._captured(getattr(self._graph, str(node.target)))
             elif node.op == "call_function":
-                self._values[node] = self._called(node)
+                # PyTorch's kind, which an operation of numbers may not have: a sum of bools is a bool.
+                self._values[node] = self._of_dtype(self._called(node), node.meta["val"].dtype)
             else:
                 (result,) = node.args
                 if not hasattr(result, "meta") or result.meta["val"].shape != torch.Size(shape):
@@ -139,6 +162,9 @@ class _Recorder:
             return _RECORDED[name](self.made, *(self._number(each) for each in node.args), **self._named(node))
         except TypeError as error:
             raise _Refused(f"{name} with other arguments than tensors and numbers") from error
+
+    def _of_dtype(self, found: int | _Entries, dtype: torch.dtype) -> int | _Entries:
+        return found if isinstance(found, _Entries) else _cast(self.made, found, dtype)
 
     def _literal(self, node: Any) -> int:
         found = getattr(self._graph, str(node.target))
@@ -247,7 +273,7 @@ def _softplus(made: Expression, x: int) -> int:
 
 
 # Names of PyTorch's operators that return what they get; what they fill a tensor with; how others are recorded.
-_SAME = ("clone", "detach", "alias", "contiguous")
+_SAME = ("clone", "alias", "contiguous")
 _FILLED: dict[str, Callable[[Any], Any]] = {
     "full": lambda node: node.args[1], "scalar_tensor": lambda node: node.args[0],
     "full_like": lambda node: node.args[1], "zeros_like": lambda node: 0.0, "ones_like": lambda node: 1.0,

@@ -379,6 +379,8 @@ def test_one_pattern_of_several_is_selected(tmp_path):
     [
         (("m.npz", "--to", "sdpa"), "must not be called .npz, which is for scipy; got --to sdpa"),
         (("m.pt",), "--to must be given for"),
+        (("m.pt", "--to", "dense"), "m.pt must be called .npy for --to dense"),
+        (("m.pt", "--to", "scipy"), "m.pt must be called .npz for --to scipy"),
         (("m.pt", "--to", "flex"), "--to must not be flex: FlexAttention's mask holds a function"),
         (("m.pt", "--to", "paper"), "--to must be of mask, scipy, dense, sdpa, .*; got 'paper'"),
         (("m.pt", "--to", "deepspeed"), "a DeepSpeed layout must consist of whole blocks"),
@@ -420,6 +422,11 @@ def test_json_has_numbers_and_nothing_else_is_printed(tmp_path):
     assert checked["exact"] is True and list(checked["cases"][0]["errors"]) == ["out", "lse", "dq", "dk", "dv"]
     timed = json.loads(run("bench", *quick, "--seconds", "0.01", "--peers", "none"))
     assert [times["name"] for times in timed["milliseconds"]] == [bench.OURS, bench.DENSE]
+
+
+def test_a_thorough_check_has_the_number_of_key_heads_that_was_asked_for():
+    cases = certificate.thorough(masks.causal(32), 4, 2, ["fp32"], 16, 0)
+    assert {case.kv_heads for case in cases} == {1, 2, 4}
 
 
 def test_a_certificate_tells_machine_cases_and_errors(tmp_path, monkeypatch):

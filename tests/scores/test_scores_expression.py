@@ -25,6 +25,7 @@ UNARY = {
     "root": lambda x: (1 + x * x) ** 0.5, "reciprocal": lambda x: (1 + x * x).reciprocal(),
     "clamp": lambda x: x.clamp(-0.7, 0.9), "least": lambda x: x.clamp(min=0.1), "most": lambda x: x.clamp(max=0.1),
     "fill": lambda x: x.masked_fill(x > 0.4, 2.0), "round": lambda x: x.int().float(), "remainder": lambda x: x % 0.75,
+    "straight through": lambda x: x + (x.tanh() - x).detach(),
     "from number": lambda x: 2 - x, "over": lambda x: x / 3, "under": lambda x: 1 / (x * x + 2),
     "constant": lambda x: x + torch.tensor(0.5) + torch.ones_like(x), "copy": lambda x: x.clone().to(x.dtype),
 }  # fmt: skip
@@ -87,6 +88,23 @@ def test_an_expression_and_its_derivatives_are_those_of_the_function(function):
         torch.testing.assert_close(one, other.detach())
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, q, k, x: s * ((q == k) + (q == 0)),  # a sum of bools is a bool
+        lambda s, b, h, q, k, x: torch.where(~((q == k) * (h == 0)), s, 2 * s),
+        lambda s, b, h, q, k, x: torch.where(torch.ones_like(q, dtype=torch.bool) & (q > k), s, 2 * s),
+        lambda s, b, h, q, k, x: s + x[torch.sign(q - k) + 1] + x[torch.zeros_like(q)],
+        lambda s, b, h, q, k, x: s + x[torch.full_like(h, 2)],
+    ],
+)
+def test_results_have_the_kinds_of_pytorchs(function):
+    score, x = inputs()[:2]
+    found = recorded(function, (x,), CPU)
+    (got,) = found.expression.evaluated([found.output], [score, *PLACES], found.tensors)
+    torch.testing.assert_close(got, function(score, *PLACES, x))
+
+
 def test_equal_operations_are_recorded_once_and_constants_computed():
     made = recorded(lambda s, b, h, q, k: (s * 2 + 1) * (s * 2 + 1) + torch.tensor(2.0) * 3, (), CPU).expression
     assert [node.op for node in made.nodes].count("mul") == 2
@@ -111,6 +129,7 @@ CAPTURED = torch.ones(3)
         (lambda s, b, h, q, k, g: s + g[(h > 1).expand(3, 1, 1)[:, 0, 0]].sum(), "got expand"),
         (lambda s, b, h, q, k, g: torch.div(s, 3, rounding_mode="trunc"), "div with rounding_mode='trunc'"),
         (lambda s, b, h, q, k, g: s * torch.tensor([1.0, 2.0])[h], "a tensor made inside the function, of shape [2]"),
+        (torch.no_grad()(lambda s, b, h, q, k, g: s * 2), "got torch.no_grad() or the like, in place of detach()"),
         (lambda s, b, h, q, k, g: s[..., :1] + s, "got slice of a computed tensor"),
     ],
 )

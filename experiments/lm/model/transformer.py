@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from experiments.lm.flops import matrix_weights
 from experiments.lm.model.attention import Attention
 from experiments.lm.model.loss import Gradient, loss_and_gradient, mean_loss, token_losses
-from experiments.training.layers.rotary import RotaryPositions, Rotation, rotate
+from experiments.training.layers.rotary import RotaryPositions
+from sparseflash.nn.rotary import Rotation, rotate
 
 POSITIONS = ("rotary", "learned")
 _GRAPHS = 64  # of each half, in one process

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B, 1, N, D / 2]
+from sparseflash.nn.rotary import Rotation as Rotation
 
 _BASE = 10_000.0  # tokens over which the slowest angle of a sequence grows by about 1
 _WAVELENGTHS = (3.0, 400.0)  # pixels, for the fastest and the slowest angle of an image
@@ -69,10 +69,3 @@ def plane_rotation(row: Tensor, column: Tensor, rates: Tensor) -> Rotation:
     """The rotation for pixels in rows and columns `[B, N]`, with the rates of `plane_rates`."""
     angles = torch.cat([row[..., None] * rates, column[..., None] * rates], dim=-1)
     return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x `[B, H, N, D]`, with features i and i + D / 2 rotated as a pair."""
-    cosine, sine = rotation
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)

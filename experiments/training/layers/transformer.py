@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.training.layers.attention import ElementMask, attention
-from experiments.training.layers.rotary import Rotation, rotate
 from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
+from sparseflash.nn.rotary import Rotation, rotate
 
 _GRAPHS = 64  # of each half: lra's table has models for five tasks in five variants in one process
 

@@ -36,6 +36,8 @@ ARITHMETIC = {
     "sigmoids": lambda s, b, h, q, k: (9 * s).sigmoid() + softplus(9 * s) + s.tanh() + (-s).relu(),
     "choices": lambda s, b, h, q, k: torch.maximum(s.clamp(-0.5, 0.7), 0.1 * s).masked_fill((q > k) & (h == 1), 0.25),
     "steps": lambda s, b, h, q, k: s.floor() + s.ceil() * s.sign() + s * (s > 0.1) + s % 0.75 + s.int(),
+    "detached": lambda s, b, h, q, k: s * s.tanh() + (s.tanh() - s).detach(),
+    "bools": lambda s, b, h, q, k: s * ((q > k) + (q > 3)) + torch.where(~((q > k) * (h == 0)), s, 2 * s),
     "integers": lambda s, b, h, q, k: s + (q - 9) // 4 + (k - q) % 5 - (q - k) // -3 + ((q ^ k) & 3 | 8) + ~(q < k),
 }
 

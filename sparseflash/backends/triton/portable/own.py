@@ -31,7 +31,7 @@ _FORMS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}",
     "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
     "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "{} == 0", "to_bool": "{} != 0",
-    "where": "tl.where({}, {}, {})", "minimum": "tl.minimum({}, {})", "maximum": "tl.maximum({}, {})",
+    "detach": "{}", "where": "tl.where({}, {}, {})", "minimum": "tl.minimum({}, {})", "maximum": "tl.maximum({}, {})",
     "tanh": "tanh({}, CHANGES)", "floor_divide": "floor_divide({}, {})",
     **{op: f"{op}({{}})" for op in ("sign", "sigmoid", "log1p")},
     **{op: f"tl.{op}({{}})" for op in ("abs", "floor", "ceil", "exp", "log", "sqrt", "sin", "cos")},
@@ -237,6 +237,7 @@ class _Source:
             if index.op == "number":
                 if index.value != 0:
                     address.append(f"{index.value} * {self._number(tensor, 'stride', dim)}")
+                    reach += int(index.value) * x.stride(dim)
                 continue
             at = self._value(each)
             if index.op in PLACES:
@@ -291,7 +292,7 @@ class _Source:
     def _value(self, number: int) -> str:
         node = self._made.nodes[number]
         if node.op == "number":
-            return repr(node.value) if abs(node.value) != float("inf") else f"float('{node.value}')"
+            return repr(node.value) if math.isfinite(node.value) else f"float('{node.value}')"
         return node.op if node.op in ("score", *PLACES) else f"x{number}"
 
 

@@ -17,9 +17,10 @@ from experiments.lra.presets import PRESETS, settings_of
 from experiments.lra.scoring import score
 from experiments.lra.tasks import TASKS
 from experiments.training import lr_schedule
-from experiments.training.layers.rotary import RotaryPositions, rotate
+from experiments.training.layers.rotary import RotaryPositions
 from lra_models import CPU, SMALL, fake_batch, training_step
 from sparseflash import BlockMask, masks
+from sparseflash.nn.rotary import rotate
 
 
 def model_with(mask: BlockMask, **changes) -> Classifier:
