@@ -164,6 +164,8 @@ ONE = torch.tensor(5)
             TypeError,
             r"q must be a tensor; got NoneType",
         ),
+        # PyTorch compares an int8 with 256 as with 0.
+        (lambda: masks.causal(40, block=torch.tensor(0, dtype=torch.int8)), ValueError, r"block must be one of 16, 32"),
         (lambda: MASK.to(3), TypeError, r"device must be a torch\.device or its name, such as 'cuda'; got 3"),
         (lambda: MASK.to("no"), ValueError, r"device must be a torch\.device or its name, such as 'cuda'; got 'no'"),
         (lambda: MASK.to("meta").to("cpu"), ValueError, r"mask must have contents to be moved to cpu; it is on the me"),

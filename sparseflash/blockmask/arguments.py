@@ -22,7 +22,7 @@ Integers = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 def block_pair(block: Block) -> tuple[int, int]:
     """Normalises `block` to `(block_q, block_k)`."""
     pair = block if isinstance(block, tuple) else (block, block)
-    if len(pair) != 2 or any(not _is_index(b) or b not in BLOCKS for b in pair):
+    if len(pair) != 2 or any(not _is_index(b) or operator.index(b) not in BLOCKS for b in pair):
         raise ValueError(
             f"block must be one of {', '.join(map(str, BLOCKS))}, or a tuple of two of them; got {block!r}."
         )
