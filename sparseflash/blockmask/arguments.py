@@ -75,9 +75,10 @@ def dense_tensor(value: Any, name: str) -> Tensor:
 
 def plain_tensor(value: Any, name: str) -> Tensor:
     """Returns `value` if it is a dense tensor on a device that holds numbers, raises otherwise."""
-    if dense_tensor(value, name).device.type == "meta":
+    tensor = dense_tensor(value, name)
+    if tensor.device.type == "meta":
         raise ValueError(f"{name} must lie on a device that holds its contents; got the meta device, which has none.")
-    return value
+    return tensor
 
 
 def checked_device(device: Any) -> torch.device:
