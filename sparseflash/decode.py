@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash.backends import cached
 from sparseflash.backends.cached import Cached
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import checked_mask, integer
+from sparseflash.blockmask.arguments import checked_mask, dense_tensor, integer
 from sparseflash.validation import check_tensors, checked_scale
 
 BACKENDS = ("triton", "reference")
@@ -178,6 +178,7 @@ def _checked(
     pages: Any, page: Any, mask: Any,
 ) -> Cached:  # fmt: skip
     """Raises TypeError or ValueError unless the arguments fit together."""
+    dense_tensor(q, "q")  # the others are compared with it
     table = None if block_table is None else _integers(block_table, "block_table", 2, q)
     if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):
         check_tensors(q, k_cache, v_cache)

@@ -8,7 +8,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, described, flag
+from sparseflash.blockmask.arguments import Block, dense_tensor, described, flag
 from sparseflash.blockmask.cache import bounded
 from sparseflash.interop.sdpa import from_sdpa
 from sparseflash.masks.causal import causal
@@ -67,8 +67,8 @@ def sdpa(
     `is_causal` do not.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {described(x)}.")
+        dense_tensor(x, name)
+    for x in (query, key, value):
         if x.ndim != query.ndim or not 2 <= x.ndim <= 4:
             raise ValueError(
                 "query, key and value must have one number of dimensions, 2 to 4: [..., heads, tokens, head dim]; got "
@@ -133,7 +133,7 @@ def live_and_bias(
     if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         got = attn_mask.dtype if isinstance(attn_mask, Tensor) else described(attn_mask)
         raise TypeError(f"{name} must be a BlockMask, a bool or a floating point tensor; got {got}.")
-    if attn_mask.device.type == "meta":
+    if dense_tensor(attn_mask, name).device.type == "meta":
         raise ValueError(f"{name} must hold numbers; got a tensor on the meta device. Pass a BlockMask.")
     if not 2 <= attn_mask.ndim <= 4 or any(
         own not in (1, size) for own, size in zip(attn_mask.shape[-2:][::-1], (k_len, q_len))

@@ -58,6 +58,7 @@ def outcome(call):
 
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 16, 17, 40, -1, -7, 2**31, -(2**31), 2**63, -(2**63), 2**70])
+SMALL = st.sampled_from([1, 2, 3, 4, 8, 16, 32, 40])
 ODD = st.sampled_from([None, True, False, 0.5, -1.5, math.nan, math.inf, "16", b"x", (), (16,), [1, 2], {}, object])
 ANYTHING = NUMBERS | ODD | st.just(np.int64(5)) | st.just(torch.tensor(5)) | st.just(torch.ones(3))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,13 +103,15 @@ def tensor(shape, dtype=torch.float32, layout="plain", fill="normal", grad=False
     return made
 
 
-SIZES = {"batch": [1, 2, 0, 3], "heads": [1, 2, 4, 0, 3], "tokens": [17, 1, 40, 0, 16, 64], "dim": [16, 8, 1, 0, 24]}
+# The last size of each is for calls that do not fit.
+SIZES = {"batch": [1, 2, 3, 0], "heads": [1, 2, 4, 3, 0], "tokens": [17, 1, 40, 16, 64, 0], "dim": [16, 8, 1, 24, 0]}
 
 
 @st.composite
 def attention_inputs(draw):
-    """Shapes, dtypes and layouts of q, k and v that fit together but for, mostly, at most one thing."""
-    pick = lambda name: draw(st.sampled_from(SIZES[name]))  # noqa: E731
+    """Shapes, dtypes and layouts of q, k and v. Every other time all fit together, else but for mostly one thing."""
+    fits = draw(st.booleans())
+    pick = lambda name: draw(st.sampled_from(SIZES[name][: -1 if fits else None]))  # noqa: E731
     batch, kv_heads, q_len, k_len, dim = pick("batch"), pick("heads"), pick("tokens"), pick("tokens"), pick("dim")
     heads = kv_heads * draw(st.sampled_from([1, 1, 2, 3]))
     dtype = draw(st.sampled_from(FLOATS))
@@ -121,7 +124,7 @@ def attention_inputs(draw):
         spec |= {"dtype": dtype, "grad": draw(st.booleans()), "seed": draw(st.integers(0, 9))}
         spec["layout"] = draw(st.sampled_from(["plain", "plain", *LAYOUTS[:7]]))
         spec["fill"] = draw(st.sampled_from(["normal", "normal", "normal", *FILLS]))
-    wrong = draw(st.sampled_from(["nothing", "nothing", "nothing", "rank", "size", "dtype", "layout"]))
+    wrong = "nothing" if fits else draw(st.sampled_from(["nothing", "nothing", "rank", "size", "dtype", "layout"]))
     spec = draw(st.sampled_from(specs))
     if wrong == "rank":
         spec["shape"] = draw(st.lists(st.integers(0, 3), max_size=6))
@@ -131,10 +134,10 @@ def attention_inputs(draw):
         spec["dtype"] = draw(st.sampled_from(DTYPES))
     elif wrong == "layout":
         spec["layout"] = draw(st.sampled_from(LAYOUTS))
-    if draw(st.integers(0, 9)) == 0:
+    if not fits and draw(st.integers(0, 9)) == 0:
         for each in specs:
             each["layout"] = "meta"
-    return specs, draw(st.integers(0, 30).map(lambda n: n - 28)), draw(ODD)
+    return specs, 99 if fits else draw(st.integers(0, 15)), draw(ODD)
 
 
 def built(specs, odd_place, odd):
@@ -235,11 +238,12 @@ def fuzz_attention(drawn, mask, scale, dropout, backend, seed, lse):
     return kind
 
 
-MASK_SHAPES = mostly(["square", "keys", "each", "empty"], ["wrong", "scalar"])
+MASK_SHAPES = mostly(["empty", "empty", "empty", "square", "keys", "each"], ["wrong", "scalar"])
 
 
-@given(drawn=attention_inputs(), shape=MASK_SHAPES, dtype=st.sampled_from(DTYPES), fill=st.sampled_from(FILLS),
-       layout=st.sampled_from(LAYOUTS), causal=mostly([False, True], [1, None, "yes"]), gqa=st.booleans())  # fmt: skip
+@given(drawn=attention_inputs(), shape=MASK_SHAPES, dtype=mostly([torch.bool, torch.float32], DTYPES),
+       fill=mostly(["normal", "zero"], FILLS), layout=mostly(["plain", "transposed"], LAYOUTS),
+       causal=mostly([False, True], [1, None, "yes"]), gqa=mostly([True], [False]))  # fmt: skip
 def fuzz_sdpa(drawn, shape, dtype, fill, layout, causal, gqa):
     specs, *odd = drawn
     inputs = built(specs, *odd)
@@ -258,26 +262,33 @@ def fuzz_sdpa(drawn, shape, dtype, fill, layout, causal, gqa):
 
 @given(drawn=attention_inputs(), lengths=st.lists(NUMBERS, max_size=3), window=ANYTHING, sinks=ANYTHING,
        use=st.sets(st.sampled_from(["window", "sinks", "mask", "starts", "block_table", "pages"])), mask=PATTERNS,
-       dtype=st.sampled_from(DTYPES), backend=BACKENDS, fits=st.booleans())  # fmt: skip
-def fuzz_attention_with_cache(drawn, lengths, window, sinks, use, mask, dtype, backend, fits):
+       dtype=st.sampled_from(DTYPES), backend=mostly([None, "reference"], ["blockwise", "triton", 3]),
+       near=SMALL)  # fmt: skip
+def fuzz_attention_with_cache(drawn, lengths, window, sinks, use, mask, dtype, backend, near):
     specs, *odd = drawn
-    q, k, v = built([{**spec, "grad": spec["grad"] and not fits} for spec in specs], *odd)
-    if fits and isinstance(q, torch.Tensor) and q.ndim:
+    fits = odd[0] == 99
+    for spec in specs if fits else ():
+        spec |= {"grad": False, "layout": "plain" if spec["layout"] == "transposed" else spec["layout"]}
+    q, k, v = built(specs, *odd)
+    if fits:
         lengths = [5] * q.shape[0]
     numbers = torch.tensor([min(max(n, -(2**62)), 2**62) for n in lengths]).to(torch.int64 if fits else dtype)
     ones = torch.zeros(2, 2, dtype=torch.int32)
     options = {"window": window, "sinks": sinks, "mask": pattern(mask, 64, 64), "starts": numbers, "block_table": ones,
                "pages": torch.zeros(2, 2, 1, dtype=torch.int64)}  # fmt: skip
-    named = {name: options[name] for name in use} if not fits else {}
+    if fits:
+        use = use & {"window", "sinks", "mask", "starts"} | ({"window"} if "sinks" in use else set())
+        options |= {"window": near, "sinks": near, "starts": numbers - 4, "mask": masks.causal(64, block=64)}
+    named = {name: options[name] for name in use}
     kind, found = outcome(lambda: decode.attention_with_cache(q, k, v, numbers, backend=backend, **named))
     if kind == "result":
         assert found.shape == (*q.shape[:-1], v.shape[-1])
     return kind
 
 
-@given(tokens=st.sampled_from([0, 1, 30]), dims=st.sampled_from([2, 3, 4]), sums=st.lists(NUMBERS, max_size=4),
-       as_tensor=st.booleans(), fits=st.booleans(), pattern=st.sampled_from(["causal", "rule", "wrong", "none", 3]),
-       dtype=st.sampled_from(DTYPES), layout=st.sampled_from(LAYOUTS))  # fmt: skip
+@given(tokens=st.sampled_from([30, 1, 2, 0]), dims=st.sampled_from([2, 3, 4]), sums=st.lists(NUMBERS, max_size=4),
+       as_tensor=st.booleans(), fits=mostly([True], [False]), pattern=mostly(["causal", "rule", "none"], ["wrong", 3]),
+       dtype=mostly(FLOATS, DTYPES), layout=mostly(["plain", "transposed", "parameter"], LAYOUTS))  # fmt: skip
 def fuzz_attention_varlen(tokens, dims, sums, as_tensor, fits, pattern, dtype, layout):
     x = tensor((tokens, 2, 16, 2)[:dims] if not fits else (tokens, 2, 16), dtype, layout)
     sums = [0, tokens // 3, tokens] if fits else sums
@@ -291,7 +302,12 @@ def fuzz_attention_varlen(tokens, dims, sums, as_tensor, fits, pattern, dtype, l
 
 
 BUILDERS = {name: getattr(masks, name) for name in masks.__all__ if inspect.isfunction(getattr(masks, name, None))}
-TYPICAL = {"block": 16, "heads": 2, "k_len": 40, "q_len": 40, "causal": True, "device": "cpu"}
+TYPICAL = {
+    "block": 16, "heads": 2, "k_len": 40, "q_len": 40, "causal": True, "device": "cpu", "shape": (5, 8), "scale": 0.5,
+    "lengths": [3, 37], "k_lengths": [3, 37], "mass": 0.5, "scores": torch.ones(3, 3), "attend": "both",
+    "masks": [masks.causal(40, block=16)], "indices": torch.zeros(40, 2, dtype=torch.int64), "span": 16, "order": None,
+    "q": torch.ones(1, 2, 40, 8), "k": torch.ones(1, 2, 40, 8), "strides": [1, 2], "factors": (2, 2), "offset": 0,
+}  # fmt: skip
 TENSORS = st.builds(
     tensor,
     shape=st.lists(st.integers(0, 4), max_size=4),
@@ -299,20 +315,24 @@ TENSORS = st.builds(
     layout=st.sampled_from(("plain", "transposed", "meta", "inference", "sparse")),
     fill=st.sampled_from(FILLS),
 )
-SMALL = st.sampled_from([1, 2, 3, 4, 8, 16, 32, 40])
 
 
 @st.composite
 def builder_calls(draw):
     name = draw(st.sampled_from(sorted(BUILDERS)))
-    chosen = {}
+    chosen, fits = {}, draw(st.sampled_from([True, True, False]))
     for parameter in inspect.signature(BUILDERS[name]).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if parameter.default is parameter.empty or draw(st.booleans()):
+        if parameter.default is parameter.empty or draw(st.integers(0, 3 if fits else 1)) == 1:
             typical = st.just(TYPICAL[parameter.name]) if parameter.name in TYPICAL else SMALL
+            if name == "top_k_keys" and parameter.name == "scores":
+                typical = st.just(torch.ones(40, 40))
+            if name.startswith("top_k") and parameter.name == "k":
+                typical = SMALL
             mask = st.just(masks.causal(40, block=16))
-            chosen[parameter.name] = draw(st.one_of(typical, typical, SMALL, ANYTHING, TENSORS, mask))
+            wild = st.one_of(typical, typical, SMALL, ANYTHING, TENSORS, mask)
+            chosen[parameter.name] = draw(typical if fits else wild)
     return name, chosen
 
 
@@ -340,11 +360,13 @@ OWN_MASKS = st.sampled_from(["causal", "local", "random", "nothing", "short", "h
 @st.composite
 def method_calls(draw):
     name = draw(st.sampled_from(sorted(METHODS)))
-    chosen = {}
+    chosen, fits = {}, draw(st.booleans())
     for parameter in METHODS[name]:
         if parameter == "other":
             chosen[parameter] = draw(st.builds(pattern, OWN_MASKS, st.just(40), st.sampled_from([40, 41])) | ANYTHING)
-        elif draw(st.integers(0, 2)):
+        elif fits and parameter in TYPICAL:
+            chosen[parameter] = TYPICAL[parameter]
+        elif not fits and draw(st.integers(0, 2)):
             typical = st.just(TYPICAL[parameter]) if parameter in TYPICAL else TENSORS
             pairs = st.tuples(NUMBERS | st.none(), NUMBERS | st.none())
             chosen[parameter] = draw(st.one_of(typical, SMALL, ANYTHING, TENSORS, pairs, st.lists(SMALL, max_size=3)))
@@ -373,7 +395,11 @@ def raw_arrays(draw):
     mask = pattern(draw(OWN_MASKS.filter(lambda name: name != "meta")), 40, 40)
     names = ["q_len", "k_len", "block_q", "block_k", "indptr", "indices", "tile", "bits", "pattern", "lengths"]
     fields = {name: getattr(mask, name) for name in names}
-    for name in draw(st.sets(st.sampled_from(sorted(fields)), max_size=2)):
+    if draw(st.integers(0, 2)):
+        live = torch.rand(40, 40, generator=torch.Generator().manual_seed(draw(st.integers(0, 10**6)))) < 0.3
+        mask = BlockMask.from_dense(live, block=draw(st.sampled_from([16, (16, 32), 64])))
+        return {name: getattr(mask, name) for name in fields}
+    for name in draw(st.sets(st.sampled_from(sorted(fields)), min_size=1, max_size=2)):
         old = fields[name]
         changes = [ANYTHING, TENSORS, TENSORS.map(lambda x: x.to(torch.int32) if x.layout == torch.strided else x)]
         if isinstance(old, torch.Tensor) and old.numel():
@@ -413,6 +439,20 @@ FROM = {
     "from_flashinfer": ("indptr", "indices", "M", "N", "R", "C", "mask", "block"),
     "from_fa4": ("tensors", "q_len", "k_len"), "from_flex": ("block_mask", "batch", "heads"),
 }  # fmt: skip
+DENSE = torch.ones(40, 40).tril()
+TAKEN = {  # what they take
+    "from_sdpa": lambda: ([DENSE.bool()], {"block": 16}),
+    "from_torch_sparse": lambda: ([DENSE.to_sparse_csr()], {"block": 16}),
+    "from_scipy": lambda: ([interop.to_scipy(pattern("random", 40, 40))], {"block": 16}),
+    "from_deepspeed": lambda: ([torch.ones(2, 3, 3, dtype=torch.int64)], {"block": 16}),
+    "from_flashmask": lambda: ([torch.full((1, 1, 40, 1), 40, dtype=torch.int32)], {"causal": True, "block": 16}),
+    "from_flashinfer": lambda: (
+        [torch.tensor([0, 1, 2])],
+        {"indices": torch.tensor([0, 1]), "M": 32, "N": 32, "R": 16, "C": 16},
+    ),
+    "from_fa4": lambda: ([interop.to_fa4(BlockMask.dense(256, 256))], {"q_len": 256, "k_len": 256}),
+    "from_flex": lambda: ([interop.to_flex(masks.causal(256))], {}),
+}
 NEEDED = {"causal", "M", "N", "R", "C", "indices"}
 
 
@@ -422,10 +462,16 @@ def conversions(draw):
         name = draw(st.sampled_from([n for n in interop.__all__ if n.startswith("to_")]))
         return (
             name,
-            [pattern(draw(OWN_MASKS), 40, draw(st.sampled_from([40, 64]))) if draw(st.booleans()) else draw(ANYTHING)],
+            [
+                pattern(draw(OWN_MASKS), 40, draw(st.sampled_from([40, 64])))
+                if draw(st.integers(0, 3))
+                else draw(ANYTHING)
+            ],
             {},
         )
     name = draw(st.sampled_from(sorted(FROM)))
+    if draw(st.booleans()):
+        return name, *TAKEN[name]()
     _, *rest = FROM[name]
     value = draw(TENSORS | ANYTHING)
     named = {r: draw(st.one_of(SMALL, ANYTHING, TENSORS)) for r in rest if r in NEEDED or draw(st.booleans())}
@@ -452,6 +498,7 @@ def fuzz_modules(of, sizes, usual, mask, x, lengths, options):
     sizes = (16, 2) if usual else sizes
     x = torch.randn(2, 40, 16) if usual else x
     options = {} if usual or of == "multihead" else options
+    lengths = (torch.zeros(2, 40, dtype=torch.bool) if of == "multihead" else [3, 40]) if usual else lengths
 
     def call():
         made = pattern(mask, 40, 40)
@@ -468,7 +515,7 @@ def fuzz_modules(of, sizes, usual, mask, x, lengths, options):
 
 
 @given(name=st.sampled_from(sorted(set(scores.__all__) - {"Scores", "function"})), first=TENSORS | ANYTHING,
-       values=st.lists(SMALL | ANYTHING | TENSORS, max_size=3), usual=st.booleans())  # fmt: skip
+       values=st.lists(SMALL | ANYTHING | TENSORS, max_size=3), usual=mostly([True], [False]))  # fmt: skip
 def fuzz_scores(name, first, values, usual):
     build = getattr(scores, name)
     parameters = [p for p in inspect.signature(build).parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -128,6 +128,7 @@ MAY_IMPORT = {
         f"{_BACKENDS}/scored.py",
     ),
     f"{_TRITON}/direct_start.py": ("sparseflash/cuda_driver.py",),
+    f"{_TRITON}/availability.py": (f"{_TRITON}/device.py",),
     f"{_TRITON}/cuda_graphs.py": ("sparseflash/blockmask/streams.py",),
     f"{_TRITON}/launcher.py": (f"{_TRITON}/cuda_graphs.py", f"{_TRITON}/direct_start.py"),
     f"{_TRITON}/configs.py": (f"{_TRITON}/launcher.py",),
@@ -147,6 +148,7 @@ MAY_IMPORT = {
         "sparseflash/scores",
         f"{_BACKENDS}/registration.py",
         f"{_TRITON}/alignment.py",
+        f"{_TRITON}/availability.py",
         f"{_TRITON}/configs.py",
         f"{_TRITON}/cuda_graphs.py",
         f"{_TRITON}/family.py",
@@ -168,6 +170,7 @@ MAY_IMPORT = {
     f"{_TRITON}/decode": (
         "sparseflash/blockmask/cache.py",
         f"{_BACKENDS}/cached.py",
+        f"{_TRITON}/availability.py",
         f"{_TRITON}/device.py",
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/portable/softmax.py",

@@ -347,28 +347,53 @@ def run_without_the_interpreter(program):
     return done.stdout
 
 
-def test_cpu_tensors_without_the_interpreter_are_refused():
-    shown = run_without_the_interpreter("""
-try:
-    sparseflash.attention(q, q, q, backend="triton")
-except RuntimeError as error:
-    print(error)
+CALLS_OF_KERNELS = {
+    "attention": "sparseflash.attention(q, q, q, backend='triton')",
+    "hopper": "sparseflash.attention(q, q, q, backend='hopper')",
+    "scores": "sparseflash.attention(q, q, q, scores=sparseflash.scores.softcap(3.0), backend='triton')",
+    "block index": "sparseflash.attention(q, q, q, chosen, backend='triton')",
+    "varlen": "sparseflash.attention_varlen(q[0, 0, :, None], *[q[0, 0, :, None]] * 2, [0, 32], backend='triton')",
+    "selected": "sparseflash.grouped.selected_attention(q, q, q, index.expand(1, 32, 1), backend='triton')",
+    "sdpa": "sparseflash.sdpa(q, q, q, backend='triton')",
+    "explain": "sparseflash.explain(q, q, q, backend='triton')",
+    "cache": "sparseflash.decode.attention_with_cache(q, q, q, index[0, 0] + 32, backend='triton')",
+    "cache, nothing": "sparseflash.decode.attention_with_cache(*[q[:0]] * 3, index[0, 0, :0], backend='triton')",
+}
+
+
+def errors_of_kernels(program=""):
+    """What each call says without the interpreter, by name."""
+    shown = run_without_the_interpreter(f"""
+{program}
+import sparseflash.decode, sparseflash.grouped, sparseflash.scores
+index = torch.zeros(1, 1, 1, dtype=torch.int64)
+chosen = sparseflash.BlockMask.from_block_index(index.expand(1, 2, 1), block=16, q_len=32)
+for name, call in {CALLS_OF_KERNELS}.items():
+    try:
+        eval(call)
+    except RuntimeError as error:
+        print(name, " ".join(str(error).split()), sep=": ")
 """)
+    return dict(line.split(": ", 1) for line in shown.splitlines())
+
+
+def test_cpu_tensors_without_the_interpreter_are_refused():
+    found = errors_of_kernels()
+    assert found == dict.fromkeys(CALLS_OF_KERNELS, found["attention"])
+    shown = found["attention"]
     assert "the triton backend runs on NVIDIA GPUs; got tensors on cpu." in shown
     assert "backend='blockwise'" in shown
     assert "TRITON_INTERPRET=1" in shown
 
 
 def test_without_triton_its_backend_says_so_and_the_others_run():
-    shown = run_without_the_interpreter("""
+    found = errors_of_kernels("""
 import sys
 sys.modules["triton"] = None  # what makes `import triton` fail as if it were not installed
 sparseflash.attention(q, q, q)
-try:
-    sparseflash.attention(q, q, q, backend="triton")
-except RuntimeError as error:
-    print(error)
 """)
+    assert found == dict.fromkeys(CALLS_OF_KERNELS, found["attention"])
+    shown = found["attention"]
     assert "backend='triton' needs the package triton, which is not installed: pip install triton" in shown
 
 

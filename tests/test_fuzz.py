@@ -21,6 +21,7 @@ of the peers have reported (shared notes name the reports):
 """
 
 import copy
+import dataclasses
 import multiprocessing
 import pickle
 import threading
@@ -30,7 +31,7 @@ import torch
 from hypothesis import settings
 
 import fuzz
-from sparseflash import BlockMask, attention, clear_caches, masks
+from sparseflash import BlockMask, attention, clear_caches, decode, interop, masks, nn, scores, sdpa
 
 
 @pytest.mark.parametrize("family", sorted(fuzz.FAMILIES))
@@ -136,3 +137,58 @@ def test_copies_and_masks_of_inference_mode_train():
         out = attention(q, k, v, mask)
         torch.testing.assert_close(out, inferred.clone())
         out.sum().backward()
+
+
+Q = torch.zeros(1, 2, 40, 16)
+SPARSE = torch.ones(3, 3).to_sparse()
+META = torch.ones(3, 3, device="meta")
+MASK = masks.causal(40, block=16)
+ONE = torch.tensor(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: attention(Q, Q, Q, scale="16"), TypeError, r"scale must be a number; got '16'"),
+        (lambda: attention(Q, Q, Q, dropout_p="0.5"), TypeError, r"dropout_p must be a number; got '0\.5'"),
+        (lambda: sdpa(SPARSE, SPARSE, SPARSE), TypeError, r"query must be a dense tensor; got .*torch\.sparse_coo"),
+        (lambda: sdpa(Q, Q, Q, attn_mask=SPARSE), TypeError, r"attn_mask must be a dense tensor.*\.to_dense\(\)"),
+        (
+            lambda: masks.top_k_keys(SPARSE, k=1, k_len=40),
+            TypeError,
+            r"scores must be a dense tensor.*torch\.sparse_coo",
+        ),
+        (lambda: dataclasses.replace(MASK, block_k=ONE), TypeError, r"block_k must be an int, not in .*tensor\(5\)"),
+        (
+            lambda: decode.attention_with_cache(None, Q, Q, ONE, block_table=ONE),
+            TypeError,
+            r"q must be a tensor; got NoneType",
+        ),
+        # PyTorch compares an int8 with 256 as with 0.
+        (lambda: masks.causal(40, block=torch.tensor(0, dtype=torch.int8)), ValueError, r"block must be one of 16, 32"),
+        (lambda: MASK.to(3), TypeError, r"device must be a torch\.device or its name, such as 'cuda'; got 3"),
+        (lambda: MASK.to("no"), ValueError, r"device must be a torch\.device or its name, such as 'cuda'; got 'no'"),
+        (lambda: MASK.to("meta").to("cpu"), ValueError, r"mask must have contents to be moved to cpu; it is on the me"),
+        (lambda: MASK.to("meta").validate(), ValueError, r"mask must lie on a device that holds its contents; got the"),
+        (lambda: BlockMask.from_dense(SPARSE.bool(), block=16), TypeError, r"dense must be a dense tensor; got one wi"),
+        (lambda: BlockMask.from_dense(object, block=16), TypeError, r"dense must be boolean \(True: live\); got type"),
+        (lambda: MASK.with_lengths(META[0].int()), ValueError, r"lengths must be on the mask's device cpu; got meta"),
+        (lambda: MASK.to_string(heads="x"), TypeError, r"heads must be an integer, several, or None; got 'x'"),
+        (lambda: masks.random_blocks(40, count=1, causal=1), TypeError, r"causal must be True or False; got 1"),
+        (lambda: interop.from_deepspeed(3, block=16), TypeError, r"layout must be a tensor; got int"),
+        (lambda: interop.from_fa4(3, q_len=40, k_len=40), TypeError, r"tensors must be BlockSparseTensors, ours or FA"),
+        (
+            lambda: interop.from_flashinfer(torch.ones(2), indices=ONE, M=16, N=16, R=16, C=16),
+            TypeError,
+            r"indptr must be an integer tensor; got torch\.float32",
+        ),
+        (lambda: interop.from_torch_sparse(3), TypeError, r"matrix must be a sparse tensor; got int"),
+        (lambda: nn.SparseSelfAttention(16, 2, dropout="x"), ValueError, r"dropout must be .*; got x"),
+        (lambda: nn.MultiheadAttention("16", 2), TypeError, r"embed_dim must be an integer; got '16'"),
+        (lambda: scores.softcap("x"), TypeError, r"cap must be a number; got 'x'"),
+        (lambda: scores.relative_2d(torch.ones(2, 9), 0, 2), ValueError, r"the grid must have positive integers as"),
+    ],
+)
+def test_what_the_fuzz_found_is_refused_with_a_reason(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import integer_tensor
+from sparseflash.blockmask.arguments import dense_tensor, integer_tensor
 from sparseflash.blockmask.cache import bounded
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.streams import ReadyEvent
@@ -158,8 +158,7 @@ def kind_of(frame: Frame, kept: Kept) -> Tensor:
 
 def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
     """The values to choose by, as `[B, H, *axes]` and without a gradient."""
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{name} must be a tensor; got {type(values).__name__}.")
+    dense_tensor(values, name)
     is_integer = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
     if not (values.is_floating_point() if floating else is_integer):
         raise TypeError(f"{name} must have {'a floating' if floating else 'an integer'} dtype; got {values.dtype}.")

@@ -22,7 +22,7 @@ Integers = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 def block_pair(block: Block) -> tuple[int, int]:
     """Normalises `block` to `(block_q, block_k)`."""
     pair = block if isinstance(block, tuple) else (block, block)
-    if len(pair) != 2 or any(not _is_index(b) or b not in BLOCKS for b in pair):
+    if len(pair) != 2 or any(not _is_index(b) or operator.index(b) not in BLOCKS for b in pair):
         raise ValueError(
             f"block must be one of {', '.join(map(str, BLOCKS))}, or a tuple of two of them; got {block!r}."
         )
@@ -64,15 +64,21 @@ def _is_index(value: Any) -> bool:
     return isinstance(value, SupportsIndex)
 
 
-def plain_tensor(value: Any, name: str) -> Tensor:
-    """Returns `value` if it is a dense tensor on a device that holds numbers, raises otherwise."""
+def dense_tensor(value: Any, name: str) -> Tensor:
+    """Returns `value` if it is a dense tensor, raises TypeError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor; got {described(value)}.")
     if value.is_nested or value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor; got one with the layout {value.layout}. Call .to_dense().")
-    if value.device.type == "meta":
-        raise ValueError(f"{name} must lie on a device that holds its contents; got the meta device, which has none.")
     return value
+
+
+def plain_tensor(value: Any, name: str) -> Tensor:
+    """Returns `value` if it is a dense tensor on a device that holds numbers, raises otherwise."""
+    tensor = dense_tensor(value, name)
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} must lie on a device that holds its contents; got the meta device, which has none.")
+    return tensor
 
 
 def checked_device(device: Any) -> torch.device:
@@ -139,14 +145,11 @@ def boolean(value: Any, name: str) -> Tensor:
     if isinstance(value, np.ndarray):
         value = np.require(value, requirements=("C", "W"))  # as_tensor: no negative strides, warns of read-only arrays
     try:
-        tensor = (
-            value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
-        )  # a tensor keeps its device
+        # A tensor keeps its device.
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be boolean (True: live); got {described(value)}.") from error
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor; got one with the layout {tensor.layout}. Call .to_dense().")
-    if tensor.dtype != torch.bool:
+    if dense_tensor(tensor, name).dtype != torch.bool:
         raise TypeError(f"{name} must be boolean (True: live); got {tensor.dtype}.")
     return tensor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 def check_arrays(mask: BlockMask) -> None:
     """The O(1) checks: types, shapes, devices."""
+    for name in ("q_len", "k_len", "block_q", "block_k"):
+        if isinstance(size := getattr(mask, name), Tensor | np.ndarray):
+            raise TypeError(f"{name} must be an int, not in a tensor or array; got {size!r}.")
     token_counts(mask.q_len, mask.k_len)
     block_pair((mask.block_q, mask.block_k))
     row_blocks = mask.blocks[0]

@@ -8,24 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    from triton.runtime.interpreter import InterpretedFunction
-except ModuleNotFoundError as error:
-    raise RuntimeError(
-        "backend='triton' needs the package triton, which is not installed: pip install triton (Linux), or use "
-        "backend='blockwise'."
-    ) from error
-
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.dispatch import Decision, decide
 from sparseflash.backends.triton.family import BackwardPass, Family, ForwardPass, KernelChoice, Request, Setting
-from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.passes import empty_kept, like
 from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict
@@ -234,23 +226,11 @@ class Call:
 
 _MOST_LAYOUTS = 8
 
-# Whether TRITON_INTERPRET=1 was set when the kernels were imported.
-_INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
-
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises TypeError, ValueError or RuntimeError unless the kernels can read these tensors here."""
     check_layout(q, k, v)
-    if _INTERPRETED:
-        if q.dtype == torch.bfloat16:
-            raise TypeError("Triton's interpreter silently computes bf16 wrongly; use fp16 or fp32 with it.")
-        return
-    if q.device.type != "cuda":
-        raise RuntimeError(
-            f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise', or set "
-            "TRITON_INTERPRET=1 before the first import to run the kernel slowly in Triton's interpreter."
-        )
-    gpu.check_device(q.device)
+    check_runs(q)
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -187,7 +187,7 @@ def test_small_whole_numbers_stay_exact(precision, device):
 
 def test_sums_are_corrected_on_the_gpus_that_it_was_fitted_on_alone(monkeypatch):
     assert precision_of("fp32", (9, 0), in_pieces=True) == PIECES.value  # the interpreter rounds
-    monkeypatch.setattr(fp32_split, "_INTERPRETED", False)
+    monkeypatch.setattr(fp32_split, "INTERPRETED", False)
     for capability, corrected in (((9, 0), True), ((8, 0), False), ((10, 0), False), ((12, 0), False)):
         for split in (True, False):
             assert ("corrected" in precision_of("fp32", capability, in_pieces=split)) == corrected

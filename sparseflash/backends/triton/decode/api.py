@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.cached import Cached
+from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.decode.kernels import combine_kernel, decode_kernel
 from sparseflash.backends.triton.device import multiplies_in_tf32
 from sparseflash.backends.triton.launcher import Launch
@@ -24,7 +25,8 @@ _LOG2E = math.log2(math.e)
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, of: Cached, scale: float, splits: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`(out [B, Hq, Nq, Dv], lse fp32 [B, Hq, Nq])`."""
+    """`(out [B, Hq, Nq, Dv], lse fp32 [B, Hq, Nq])`; raises unless the kernels run here."""
+    check_runs(q)
     if scale < 0:  # the softmax takes the maximum before scaling, which is right only for scale >= 0
         q, scale = -q, -scale
     (batch, q_heads, q_len, dim), v_dim = q.shape, v_cache.shape[3]

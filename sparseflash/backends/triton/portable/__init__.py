@@ -1,6 +1,6 @@
 """The kernels in plain Triton, for every GPU since Ampere and for Triton's interpreter.
 
 It may import `dropout`, `scores`, `blockmask.cache`, `backends.registration`, and of the Triton backend `schedule`,
-`alignment`, `configs`, `cuda_graphs`, `family`, `launcher` and `overrides`. Only `dispatch.py`, `api.py` and `hopper`
-import it.
+`alignment`, `availability`, `configs`, `cuda_graphs`, `family`, `launcher` and `overrides`. Only `dispatch.py`,
+`api.py` and `hopper` import it.
 """

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
+from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
@@ -218,13 +218,12 @@ def precision_of(arithmetic: str, capability: tuple[int, int], *, in_pieces: boo
     """
     if arithmetic != "fp32":
         return "tf32"
-    if capability == _FITTED and not _INTERPRETED:  # the interpreter rounds
+    if capability == _FITTED and not INTERPRETED:  # the interpreter rounds
         return str((PIECES_CORRECTED if in_pieces else WHOLE_CORRECTED).value)
     return str((PIECES if in_pieces else WHOLE).value)
 
 
-_INTERPRETED = isinstance(pieces_kernel, InterpretedFunction)
-PIECES_DTYPE = torch.float32 if _INTERPRETED else torch.bfloat16
+PIECES_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # The average share of a sum that two truncation steps cut off, in the model of tests/tensor_cores.py, for which the
 # error of sums of random terms is least. Fitted and tested on an H100 and an H200.
 _CUT_OFF = tl.constexpr(0.36 * 2.0**-24)
@@ -232,4 +231,4 @@ _FITTED = (9, 0)
 _SMALL = tl.constexpr(16384.0)  # a sum of other numbers is rarely whole below this
 # The input_precision of tl.dot for whole tiles: Triton splits them itself, and sums the six products starting with the
 # small ones. Its interpreter does not support bf16x6.
-_SPLITTING = tl.constexpr("ieee" if _INTERPRETED else "bf16x6")
+_SPLITTING = tl.constexpr("ieee" if INTERPRETED else "bf16x6")

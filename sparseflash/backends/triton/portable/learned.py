@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
 from sparseflash.backends.triton.portable.own import Own
-from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, HARDWARE_TANH, LOGARITHMIC, tanh
+from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.scores.change import Scores
 
 _META = torch.device("meta")
-_INTERPRETED = isinstance(tanh, InterpretedFunction)
 
 
 class Changed:
@@ -38,7 +37,7 @@ class Changed:
             self.flags = CHANGED.value
             self.flags |= CAPPED.value if cap is not None else 0
             self.flags |= LOGARITHMIC.value if decay is not None and decay.is_log else 0
-            self.flags |= 0 if keep or _INTERPRETED else HARDWARE_TANH.value
+            self.flags |= 0 if keep or INTERPRETED else HARDWARE_TANH.value
         self.kinds = changes.kinds if self.flags else ()  # of what is done to every score
         self.numbers: dict[str, Any] = {}
         self.examples: dict[str, Any] = {}
