@@ -164,7 +164,7 @@ class _Recorder:
             raise _Refused(f"{name} with other arguments than tensors and numbers") from error
 
     def _of_dtype(self, found: int | _Entries, dtype: torch.dtype) -> int | _Entries:
-        return found if isinstance(found, _Entries) else _cast(self.made, found, dtype)
+        return found if isinstance(found, _Entries) else _in_kind(self.made, found, dtype)
 
     def _literal(self, node: Any) -> int:
         found = getattr(self._graph, str(node.target))
@@ -258,8 +258,11 @@ def _power(made: Expression, x: int, exponent: int) -> int:
 def _cast(made: Expression, x: int, dtype: torch.dtype | None = None, **_: Any) -> int:
     if dtype in (torch.float16, torch.bfloat16):
         raise _Refused(f"a conversion to {dtype}: the kernels compute in fp32")
-    if dtype is None:
-        return x
+    return x if dtype is None else _in_kind(made, x, dtype)
+
+
+def _in_kind(made: Expression, x: int, dtype: torch.dtype) -> int:
+    """Entries of half-precision tensors are read as fp32, so all floating dtypes are one kind."""
     return made.apply("to_float" if dtype.is_floating_point else "to_bool" if dtype == torch.bool else "to_int", x)
 
 

@@ -138,6 +138,13 @@ def test_what_is_no_expression_is_refused(function, text):
         recorded(function, (torch.ones(3),), CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_entries_of_half_precision_are_recorded(dtype):
+    """They are read as fp32; only a conversion to half precision is refused."""
+    found = recorded(lambda s, b, h, q, k, x: s * x[h] + x[h] * x[k], [torch.randn(3).to(dtype)], CPU)
+    assert found.expression.nodes[found.output].op == "add"
+
+
 def test_a_captured_tensor_is_read_but_must_not_be_learned():
     found = recorded(lambda s, b, h, q, k: s * CAPTURED[h], (), CPU)
     assert found.tensors[0] is CAPTURED
