@@ -389,6 +389,11 @@ def fuzz_methods(drawn):
     return kind
 
 
+def in_int32(x: torch.Tensor) -> torch.Tensor:
+    """What can be converted without a warning, converted."""
+    return x.to(torch.int32) if x.layout == torch.strided and not x.is_complex() else x
+
+
 @st.composite
 def raw_arrays(draw):
     """The arrays of a mask, one or more of them changed."""
