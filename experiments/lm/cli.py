@@ -31,6 +31,7 @@ from experiments.training.options import (
     TensorBoard,
     command_group,
     deadline,
+    folder_to_resume,
     settings_as_options,
 )
 from experiments.training.session import pausing
@@ -166,11 +167,7 @@ def train(
         if tensorboard_files:
             tensorboard.writer_class()  # raises an error, if any, before anything is written
         if resume:
-            if preset or overwrite:
-                raise ValueError("--resume keeps the run's settings: leave out --preset and --overwrite")
-            if out is None:
-                raise ValueError("--resume needs --out, the folder of the run")
-            saved, saved_data = saved_config(out)
+            saved, saved_data = saved_config(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config, data = resumed(saved, chosen), data or saved_data
         else:
             config = configure(preset, chosen)

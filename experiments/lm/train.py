@@ -29,7 +29,6 @@ from experiments.lm.model.transformer import LanguageModel
 from experiments.lm.steps import AccumulatingSteps, Batch
 from experiments.training import tensor_files
 from experiments.training.atomic_files import write_json
-from experiments.training.checkpoint import Progress
 from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.environment import device_name, versions
 from experiments.training.host_threads import single_host_thread
@@ -37,7 +36,7 @@ from experiments.training.optimizer import adamw
 from experiments.training.run_folder import SETTINGS, saved_settings
 from experiments.training.run_log import Record
 from experiments.training.sharding import shard, whole
-from experiments.training.trainer import Cadence, Pause, State, Trainer, never
+from experiments.training.trainer import Cadence, Pause, Trainer, never
 from experiments.training.window import Means
 
 KIND = "lm language model"
@@ -125,13 +124,6 @@ class Run(Trainer[Batch]):
 
     def begin_from(self, path: Path) -> dict[str, Any]:
         raise ValueError(f"a language model must begin with random weights; got {path}")
-
-    def details(self) -> dict[str, Any]:
-        return {"startup_seconds": self.state.startup_seconds}
-
-    def restored(self, progress: Progress) -> State:
-        startup = progress.details.get("startup_seconds", 0.0)
-        return State(progress.step, progress.seconds, startup, progress.step, progress.seconds)
 
     def remedy(self) -> str:
         return f"lower --lr (now {self.config.lr:g}) or raise --warmup (now {self.config.warmup})"

@@ -40,6 +40,7 @@ from experiments.training.options import (
     TensorBoard,
     command_group,
     deadline,
+    folder_to_resume,
     settings_as_options,
 )
 from experiments.training.progress_bar import counting_bar
@@ -104,11 +105,7 @@ def train(
         if tensorboard_files:
             tensorboard.writer_class()  # raises an error, if any, before anything is written
         if resume:
-            if preset or overwrite:
-                raise ValueError("--resume keeps the run's settings: leave out --preset and --overwrite")
-            if out is None:
-                raise ValueError("--resume needs --out, the folder of the run")
-            saved, saved_data = saved_run(out)
+            saved, saved_data = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config = resumed(saved, chosen)
             # The name of a folder of generated data determines its contents, so data that are gone can be generated
             # again.

@@ -33,14 +33,13 @@ from experiments.lra.scoring import Score, score
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Data
 from experiments.training.atomic_files import write_json
-from experiments.training.checkpoint import Progress
 from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.fingerprint import check_same_data
 from experiments.training.host_threads import single_host_thread
 from experiments.training.run_folder import SETTINGS, saved_settings
 from experiments.training.run_log import Record
 from experiments.training.series import SERIES
-from experiments.training.trainer import Cadence, Pause, State, Trainer, never
+from experiments.training.trainer import Cadence, Pause, Trainer, never
 from experiments.training.window import Means
 
 
@@ -133,13 +132,6 @@ class Run(Trainer[Batch]):
 
     def begin_from(self, path: Path) -> dict[str, Any]:
         return weights.begin_from(self.model, path, self.config, self.fingerprint)
-
-    def details(self) -> dict[str, Any]:
-        return {"startup_seconds": self.state.startup_seconds}
-
-    def restored(self, progress: Progress) -> State:
-        startup = progress.details.get("startup_seconds", 0.0)
-        return State(progress.step, progress.seconds, startup, progress.step, progress.seconds)
 
     def remedy(self) -> str:
         return f"lower --lr (now {self.config.lr:g}) or raise --warmup (now {self.config.warmup})"

@@ -49,6 +49,7 @@ from experiments.training.options import (
     TensorBoard,
     command_group,
     deadline,
+    folder_to_resume,
     settings_as_options,
 )
 from experiments.training.progress_bar import counting_bar
@@ -113,11 +114,8 @@ def train(
         if tensorboard_files:
             tensorboard.writer_class()  # raises an error, if any, before anything is written
         if resume:
-            if out is None:
-                raise ValueError("--resume needs --out, the folder of the run")
-            if curriculum_name is not None or minutes is not None or overwrite:
-                raise ValueError("--resume keeps the run's settings: leave out --curriculum, --minutes and --overwrite")
-            config = resumed(saved_run(out), chosen)
+            folder = folder_to_resume(out, curriculum=curriculum_name, minutes=minutes, overwrite=overwrite)
+            config = resumed(saved_run(folder), chosen)
         else:
             stages = curriculum(curriculum_name or "pathx")
             stages = stages if minutes is None else stretched(stages, minutes)

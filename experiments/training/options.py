@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 from math import inf
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -81,3 +82,16 @@ def settings_as_options(settings: type, *names: str) -> Callable[[Callable[..., 
 def deadline(pause_after: float | None) -> float:
     """When a session must pause, by time.monotonic(): this many minutes from now, or never for None."""
     return inf if pause_after is None else time.monotonic() + 60 * pause_after
+
+
+def folder_to_resume(out: Path | None, **given: object) -> Path:
+    """`--out` of a command with `--resume`; `given`: options that it excludes, by name, with their values.
+
+    Raises ValueError if one of these has a value, or if there is no folder.
+    """
+    if any(value is not None and value is not False for value in given.values()):
+        *names, last = (f"--{name}" for name in given)
+        raise ValueError(f"--resume keeps the run's settings: leave out {', '.join(names)} and {last}")
+    if out is None:
+        raise ValueError("--resume needs --out, the folder of the run")
+    return out

@@ -139,13 +139,14 @@ class Trainer(ABC, Generic[Batch]):
     def begin_from(self, path: Path) -> dict[str, Any]:
         """Load the weights that the run begins with; returns what the run's result should report about them."""
 
-    @abstractmethod
     def details(self) -> dict[str, Any]:
         """Plain values that a checkpoint stores in addition to the step and the seconds."""
+        return {"startup_seconds": self.state.startup_seconds}
 
-    @abstractmethod
     def restored(self, progress: checkpoint.Progress) -> State:
         """The state from a checkpoint; of a new run, which has no details, the first state."""
+        startup = progress.details.get("startup_seconds", 0.0)
+        return State(progress.step, progress.seconds, startup, progress.step, progress.seconds)
 
     @abstractmethod
     def training_record(self, means: Means, seconds: float, lr: float) -> Record:
