@@ -47,7 +47,7 @@ class Grid(Change):
         count = prod([2 * n - 1 for n in self.shape])
         # The difference of two codes is the place in the flattened table, up to that of the offset 0.
         buckets = torch.arange(count, dtype=torch.int32, device=sizes.device)
-        return Codes(self.table.flatten(1), buckets, codes[0] + count // 2, codes[1])
+        return Codes(self.table.flatten(1), buckets, codes[0] + count // 2, codes[1], buckets[:0])
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,9 +23,11 @@ class Codes(Change):
     buckets: Tensor  # int32 [C]
     q_codes: Tensor  # int32 [Nq]
     k_codes: Tensor  # int32 [Nk]; differences lie in 0 .. C - 1
+    # int32 [C]: the last code up to which buckets stay the same; empty unless codes are those of a distance.
+    until: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.table, self.buckets, self.q_codes, self.k_codes
+        return self.table, self.buckets, self.q_codes, self.k_codes, self.until
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
         return scores + self.table[at.head, self._bucket(at)].to(scores.dtype)
@@ -46,7 +48,7 @@ class Relative(Change):
     table: Tensor
     bucket: Bucket
     # The arrays of the last lengths and device: a model asks for the same in every layer and step.
-    _made: dict[object, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _made: dict[object, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.table,)
@@ -66,7 +68,7 @@ class Relative(Change):
             self._made[key] = made
         return Codes(self.table, *self._made[key])
 
-    def _codes(self, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    def _codes(self, sizes: Sizes) -> tuple[Tensor, ...]:
         q_len, k_len, device = sizes.q_len, sizes.k_len, sizes.device
         # The code of query i, at position i + Nk - Nq, minus that of key j is i - j + Nk - 1.
         offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
@@ -77,7 +79,8 @@ class Relative(Change):
                 f"bucket must return one integer for each of the {len(offsets)} offsets that it gets; got {got}."
             )
         q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
-        return buckets.to(torch.int32), q_codes, torch.arange(k_len, dtype=torch.int32, device=device)
+        k_codes = torch.arange(k_len, dtype=torch.int32, device=device)
+        return buckets.to(torch.int32), q_codes, k_codes, ends_of_runs(buckets)
 
     def _check_range(self, buckets: Tensor) -> None:
         most = self.table.shape[1]
@@ -86,6 +89,19 @@ class Relative(Change):
                 f"bucket must return numbers from 0 to {most - 1}, the table's columns; "
                 f"got {int(buckets.min())} to {int(buckets.max())}."
             )
+
+
+def ends_of_runs(x: Tensor) -> Tensor:
+    """The last place of each run of equal numbers, for every place of the run, int32.
+
+    >>> ends_of_runs(torch.tensor([7, 7, 7, 3, 7, 7])).tolist()
+    [2, 2, 2, 3, 5, 5]
+    """
+    places = torch.arange(len(x), device=x.device)
+    is_last = torch.ones_like(places, dtype=torch.bool)
+    is_last[:-1] = x[1:] != x[:-1]
+    ends = torch.where(is_last, places, len(x))
+    return ends.flip(0).cummin(0).values.flip(0).to(torch.int32)
 
 
 def relative(table: Tensor, bucket: Bucket) -> Relative:

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from cutting import chunks_of
 from exactness import loads
 from scored import FUNCTIONS, KINDS, Scored, check, results, scored
-from sparseflash import BlockMask, attention, masks, scores
+from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.support import refuses
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.scores.change import Sizes
 from strategies import Problem, Recipe
 
 
@@ -59,6 +60,29 @@ def widest_gathered(tilings: list[Tiling]) -> Tiling:
     found = [tiling for tiling in tilings if tiling.gathered]
     assert found  # otherwise nothing here would be gathered
     return max(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_tiles_whose_distances_share_a_bucket_are_exact(dtype):
+    def bucket(offsets):  # a bucket that comes back, so that the sums of several runs are added to its entry
+        return offsets // 48 % 3
+
+    def results_in(backend, dtype):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 2, 160, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3))
+        table = torch.randn(2, 3, generator=generator).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        mask = masks.causal(160, block=16).with_lengths([150])
+        out = attention(q, k, v, mask, scores=scores.relative(table, bucket), backend=backend)
+        found = torch.autograd.grad(out.square().sum(), (q, k, v, table))
+        return dict(zip(("out", "dq", "dk", "dv", "dtable"), (out, *found)))
+
+    codes = scores.relative(torch.zeros(2, 3), bucket).prepared(Sizes(1, 2, 160, 160, torch.device("cpu")))
+    smallest = torch.arange(160, 300, 16)
+    shared = codes.until[smallest] >= smallest + 30
+    assert shared.any() and not shared.all()  # tiles of 16 x 16 of both kinds
+    truth, plain = results_in("reference", torch.float64), results_in("reference", dtype)
+    found = testing.compare_results(results_in("triton", dtype), truth, plain)
+    assert found.exact, str(found)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,9 +21,13 @@ from sparseflash.backends.triton.portable.loads import (
 )
 from sparseflash.backends.triton.portable.scores import (
     CAPPED,
+    add_last_run,
+    add_run_gradients,
     add_table_gradients,
     changed_scores,
     code_differences,
+    entries_at,
+    no_run,
     slope_gradients,
     store_bias_gradients,
 )
@@ -156,7 +160,8 @@ def dk_dv_kernel(
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
-    values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
+    values_ptr,  # [Hq, C], in q's dtype: a table; or None
+    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
     own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own.py lists them
     dkey_ptr,  # fp32 [W, group, BLOCK_N], written: the gradient of a bias of keys; or None
@@ -184,7 +189,7 @@ def dk_dv_kernel(
     dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
     changes = (
-        cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
+        cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
     dkey, own_sums = 0.0, ()
@@ -320,20 +325,29 @@ def row_step(
 
 @triton.jit
 def learned_step(
-    ds, factor, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q, first_k, q_len, k_len,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHANGES: tl.constexpr,
+    ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q, first_k,
+    q_len, k_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of a bias and a table by one tile; returns those of the products, without the scale."""
+    """Writes the gradients of a bias and a table by one tile: `(those of the products without the scale, table_sums)`.
+
+    See add_run_gradients for `table_sums`.
+    """
     rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
     if dbias_ptr is not None:
         store_bias_gradients(ds, dbias_ptr, batch_head, rows, keys, q_len, k_len)
     if dtable_ptr is not None:
-        at = code_differences(changes[4], changes[5], rows, keys, q_len, k_len, False)
         own = dtable_ptr + tl.cast(tl.program_id(0), tl.int64) * table_size
-        add_table_gradients(ds, own, tl.load(buckets_ptr + at), None)
+        if changes[4] is not None:
+            table_sums = add_run_gradients(
+                table_sums, ds, own, buckets_ptr, changes[4], first_q, first_k, rows, keys, q_len, k_len, BLOCK_M,
+                BLOCK_N, CHANGES,
+            )  # fmt: skip
+        else:
+            at = code_differences(changes[4], changes[5], changes[6], rows, keys, q_len, k_len, False)
+            add_table_gradients(ds, own, entries_at(buckets_ptr, at, CHANGES), None)
     if CAPPED & CHANGES:
         ds = ds * factor
-    return ds
+    return ds, table_sums
 
 
 @triton.jit
@@ -407,7 +421,8 @@ def dq_kernel(
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
     cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
-    values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
+    values_ptr,  # [Hq, C], in q's dtype: a table; or None
+    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
     own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own.py lists them
     sink_ptr,  # [Hq], or None; read if DELTA
@@ -487,14 +502,16 @@ def dq_kernel(
         tl.store(lse2_ptr + row + rows, lse2, mask=rows < q_len)
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
     changes = (
-        cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
+        cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
     if dslopes_ptr is not None:
         dslopes = tl.zeros([BLOCK_M], tl.float32)
-    own_sums = ()
+    own_sums, table_sums = (), ()
     if OWN_SUMS is not None:
         own_sums = OWN_SUMS(None, None, None, BLOCK_M)
+    if dtable_ptr is not None:
+        table_sums = no_run(BLOCK_M)
 
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
@@ -518,9 +535,9 @@ def dq_kernel(
                 keys = token_numbers(first_k, BLOCK_N)
                 dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
             if CHANGES:
-                ds = learned_step(
-                    ds, factor, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q, first_k,
-                    q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+                ds, table_sums = learned_step(
+                    ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head,
+                    first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
                 )  # fmt: skip
             dq = accumulate(ds, k_tile, dq, PRECISION)
 
@@ -557,14 +574,18 @@ def dq_kernel(
                     keys = token_numbers(first_k, BLOCK_N)
                     dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
                 if CHANGES:
-                    ds = learned_step(
-                        ds, factor, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q,
-                        first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+                    ds, table_sums = learned_step(
+                        ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head,
+                        first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
                     )  # fmt: skip
                 dq = accumulate(ds, k_tile, dq, PRECISION)
 
     if OWN_SUMS is not None:
         store_own_sums(own_sums, own_parts, tl.cast(tl.program_id(0), tl.int64), 0, 0, BLOCK_M, False)
+    if dtable_ptr is not None:
+        if until_ptr is not None:
+            own_table = dtable_ptr + tl.cast(tl.program_id(0), tl.int64) * table_size
+            add_last_run(table_sums, own_table)
     if dslopes_ptr is not None:
         place = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M
         tl.store(dslopes_ptr + place + tl.arange(0, BLOCK_M), dslopes)

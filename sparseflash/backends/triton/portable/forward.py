@@ -122,7 +122,8 @@ def forward_kernel(
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
     cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
-    values_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # fp32 [Hq, C], int32 [Nq], [Nk]: a table; or None
+    values_ptr,  # [Hq, C], in q's dtype: a table; or None
+    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
     own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own.py lists them
     sink_ptr,  # [Hq], or None
@@ -146,7 +147,7 @@ def forward_kernel(
     next_block, partial_block, partial_number = firsts
     q_length, k_length = live_tokens
     changes = (
-        cap, inverse_cap, slopes_ptr, values_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
+        cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
     unit = scale

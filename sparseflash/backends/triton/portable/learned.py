@@ -16,8 +16,9 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
 from sparseflash.backends.triton.portable.own import Own
-from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, HARDWARE_TANH, LOGARITHMIC
+from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, COMPILED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.scores.change import Scores
+from sparseflash.scores.relative import Codes
 
 _META = torch.device("meta")
 
@@ -38,6 +39,7 @@ class Changed:
             self.flags |= CAPPED.value if cap is not None else 0
             self.flags |= LOGARITHMIC.value if decay is not None and decay.is_log else 0
             self.flags |= 0 if keep or INTERPRETED else HARDWARE_TANH.value
+            self.flags |= 0 if table is None or INTERPRETED else COMPILED.value
         self.kinds = changes.kinds if self.flags else ()  # of what is done to every score
         self.numbers: dict[str, Any] = {}
         self.examples: dict[str, Any] = {}
@@ -50,8 +52,8 @@ class Changed:
             self.numbers["values_stride"] = codes
             self.examples |= {
                 "values_ptr": torch.empty(numbers.heads, codes, dtype=dtype, device=_META),
-                "q_codes_ptr": _like(table.q_codes), "k_codes_ptr": _like(table.k_codes),
-            }  # fmt: skip
+                **{name: _like(x) for name, x in _codes(table).items()},
+            }
         for name, found in (("key_bias", key_bias), ("bias", bias)):
             if found is not None:
                 values = _readable(found.values)
@@ -78,7 +80,7 @@ class Changed:
         if (table := changes.find("relative")) is not None:
             # In half precision two bytes each: the compiler would pass four through shared memory, one by one.
             values = table.table.to(dtype).index_select(1, table.buckets)
-            found += [values, *(aligned_start(x.contiguous()) for x in (table.q_codes, table.k_codes))]
+            found += [values, *(aligned_start(x.contiguous()) for x in _codes(table).values())]
         for kind in ("key_bias", "bias"):
             if (bias := changes.find(kind)) is not None:
                 found.append(_readable(bias.values))
@@ -295,6 +297,13 @@ def _over_shared(gradient: Tensor, values: Tensor) -> Tensor:
     """The sum over the dimensions that `values` shares."""
     shared = [axis for axis, n in enumerate(values.shape) if n == 1 and gradient.shape[axis] != 1]
     return gradient.sum(shared, keepdim=True) if shared else gradient
+
+
+def _codes(table: Codes) -> dict[str, Tensor]:
+    """What the kernels read to find the entries of scores."""
+    if table.until.numel():
+        return {"until_ptr": table.until}
+    return {"q_codes_ptr": table.q_codes, "k_codes_ptr": table.k_codes}
 
 
 def _readable(values: Tensor) -> Tensor:

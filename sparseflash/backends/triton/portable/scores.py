@@ -14,6 +14,7 @@ CHANGED = tl.constexpr(1)
 CAPPED = tl.constexpr(2)
 LOGARITHMIC = tl.constexpr(4)  # the decay with distance
 HARDWARE_TANH = tl.constexpr(8)  # with a relative error of 2^-11, no more than rounding to half precision makes
+COMPILED = tl.constexpr(16)  # not interpreted, so instructions may be written
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -41,22 +42,31 @@ def changed_scores(
         slope = tl.load(changes[2] + head).to(tl.float32)
         scores = scores - slope * distances(q, k, q_len, k_len, CHANGES, TRANSPOSED)
     if changes[3] is not None:  # a table
-        at = code_differences(changes[4], changes[5], q, k, q_len, k_len, TRANSPOSED)
-        scores = scores + tl.load(changes[3] + tl.cast(head, tl.int64) * changes[6] + at).to(tl.float32)
-    if changes[7] is not None:  # a bias of keys
-        start = tl.cast(batch, tl.int64) * changes[8][0] + tl.cast(head, tl.int64) * changes[8][1]
-        values = tl.load(changes[7] + start + k * changes[8][2], mask=k < k_len, other=0.0).to(tl.float32)
+        values_ptr = changes[3] + tl.cast(head, tl.int64) * changes[7]
+        if changes[4] is not None:
+            smallest, shared = smallest_code(changes[4], first_q, first_k, q_len, k_len, TILE_M, TILE_N)
+            if shared:
+                scores = scores + tl.load(values_ptr + smallest).to(tl.float32)
+            else:
+                at = code_differences(changes[4], changes[5], changes[6], q, k, q_len, k_len, TRANSPOSED)
+                scores = scores + entries_at(values_ptr, at, CHANGES).to(tl.float32)
+        else:
+            at = code_differences(changes[4], changes[5], changes[6], q, k, q_len, k_len, TRANSPOSED)
+            scores = scores + entries_at(values_ptr, at, CHANGES).to(tl.float32)
+    if changes[8] is not None:  # a bias of keys
+        start = tl.cast(batch, tl.int64) * changes[9][0] + tl.cast(head, tl.int64) * changes[9][1]
+        values = tl.load(changes[8] + start + k * changes[9][2], mask=k < k_len, other=0.0).to(tl.float32)
         scores = scores + along_keys(values, TRANSPOSED)
-    if changes[9] is not None:  # a bias
+    if changes[10] is not None:  # a bias
         scores = scores + load_bias(
-            changes[9], changes[10], batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N, MASKED,
+            changes[10], changes[11], batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N, MASKED,
             TRANSPOSED,
         ).to(tl.float32)  # fmt: skip
     own = 1.0, ()
     if OWN is not None:  # one's own function, which must see no places past the ends
         q, k = tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1)
         scores, slope, more = OWN(
-            scores, batch, head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), changes[11], changes[12],
+            scores, batch, head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), changes[12], changes[13],
             CHANGES,
         )  # fmt: skip
         own = slope, more
@@ -118,11 +128,57 @@ def distances(q, k, q_len, k_len, CHANGES: tl.constexpr, TRANSPOSED: tl.constexp
 
 
 @triton.jit
-def code_differences(q_codes_ptr, k_codes_ptr, q, k, q_len, k_len, TRANSPOSED: tl.constexpr):
-    """The places of scores in a table of relative positions."""
-    q_codes = tl.load(q_codes_ptr + tl.minimum(q, q_len - 1))
-    k_codes = tl.load(k_codes_ptr + tl.minimum(k, k_len - 1))
+def code_differences(until_ptr, q_codes_ptr, k_codes_ptr, q, k, q_len, k_len, TRANSPOSED: tl.constexpr):
+    """The places of scores in a table of relative positions, which follow from the tokens' numbers if `until_ptr`."""
+    q_codes, k_codes = tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1)
+    if until_ptr is not None:
+        q_codes += k_len - 1
+    else:
+        q_codes, k_codes = tl.load(q_codes_ptr + q_codes), tl.load(k_codes_ptr + k_codes)
     return along_queries(q_codes, TRANSPOSED) - along_keys(k_codes, TRANSPOSED)
+
+
+@triton.jit
+def entries_at(table_ptr, at, CHANGES: tl.constexpr):
+    """`table[at]`, for one place a score.
+
+    As an instruction and not as `tl.load`, for which Triton wants neighbouring places in neighbouring threads: it would
+    pass all scores through shared memory, those of the tiles that load nothing, too.
+    """
+    DTYPE: tl.constexpr = table_ptr.dtype.element_ty
+    if COMPILED & CHANGES:
+        if DTYPE.primitive_bitwidth == 16:
+            bits = tl.inline_asm_elementwise(
+                "{ .reg .b64 a; mad.wide.s32 a, $2, 2, $1; ld.global.nc.b16 $0, [a]; }", "=h,l,r",
+                [table_ptr.to(tl.int64), at], tl.int16, True, 1,
+            )  # fmt: skip
+        else:
+            tl.static_assert(DTYPE.primitive_bitwidth == 32)
+            bits = tl.inline_asm_elementwise(
+                "{ .reg .b64 a; mad.wide.s32 a, $2, 4, $1; ld.global.nc.b32 $0, [a]; }", "=r,l,r",
+                [table_ptr.to(tl.int64), at], tl.int32, True, 1,
+            )  # fmt: skip
+        return bits.to(DTYPE, bitcast=True)
+    else:
+        return tl.load(table_ptr + at)
+
+
+@triton.jit
+def smallest_code(until_ptr, first_q, first_k, q_len, k_len, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """`(the smallest of the code_differences of a tile, whether all of them have the same bucket)`."""
+    least_q, most_q = least_and_most(first_q, q_len, TILE_M)
+    least_k, most_k = least_and_most(first_k, k_len, TILE_N)
+    smallest, largest = least_q + (k_len - 1) - most_k, most_q + (k_len - 1) - least_k
+    return smallest, tl.load(until_ptr + smallest) >= largest
+
+
+@triton.jit
+def least_and_most(first, length, TOKENS: tl.constexpr):
+    """The smallest and the largest number of the tokens of a tile, with the last token in place of any past the end."""
+    if first.type.is_block():
+        return tl.minimum(tl.min(first, 0), length - 1), tl.minimum(tl.max(first, 0), length - 1)
+    else:
+        return tl.minimum(first, length - 1), tl.minimum(first + TOKENS - 1, length - 1)
 
 
 @triton.jit
@@ -183,5 +239,47 @@ def add_table_gradients(ds, dtable_ptr, bucket, entries):
     if entries is not None:
         first, last = tl.maximum(first, 0), tl.minimum(last, entries - 1)
     for number in range(first, last + 1):
-        total = tl.sum(tl.sum(tl.where(bucket == number, ds, 0.0), 1), 0)
-        tl.store(dtable_ptr + number, tl.load(dtable_ptr + number) + total)
+        add_to_entry(dtable_ptr + number, tl.sum(tl.where(bucket == number, ds, 0.0), 1))
+
+
+@triton.jit
+def add_to_entry(entry_ptr, gradients):
+    """Adds the gradients of the queries, [TILE_M], to an entry of this program's own copy of a table."""
+    tl.store(entry_ptr, tl.load(entry_ptr) + tl.sum(gradients, 0))
+
+
+@triton.jit
+def no_run(TILE_M: tl.constexpr):
+    """The `table_sums` of add_run_gradients before the first tile."""
+    return tl.zeros([TILE_M], tl.float32), 0
+
+
+@triton.jit
+def add_last_run(table_sums, dtable_ptr):
+    """Adds the `table_sums` of add_run_gradients after the last tile."""
+    add_to_entry(dtable_ptr + table_sums[1], table_sums[0])
+
+
+@triton.jit
+def add_run_gradients(
+    table_sums, ds, dtable_ptr, buckets_ptr, until_ptr, first_q, first_k, q, k, q_len, k_len,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of a tile to this program's own copy of the table, or to `table_sums`, which it returns.
+
+    table_sums: `(the gradients by query, [TILE_M], of the last tiles that have only one bucket, that bucket)`. They are
+    added to the copy when another bucket follows, so most tiles need no sum over the queries, for which warps wait.
+    """
+    sums, bucket = table_sums
+    smallest, shared = smallest_code(until_ptr, first_q, first_k, q_len, k_len, TILE_M, TILE_N)
+    if shared:
+        own = tl.load(buckets_ptr + smallest)
+        if own != bucket:
+            add_to_entry(dtable_ptr + bucket, sums)
+            sums = tl.zeros_like(sums)
+        sums += tl.sum(ds, 1)
+        bucket = own
+    else:
+        at = code_differences(until_ptr, None, None, q, k, q_len, k_len, False)
+        add_table_gradients(ds, dtable_ptr, entries_at(buckets_ptr, at, CHANGES), None)
+    return sums, bucket
