@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
 from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
 from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backward_plan
 from sparseflash.backends.triton.hopper.choices import described_choice
@@ -127,11 +128,13 @@ class Backward:
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
-    """What the backward walks, from the plan's cache. Waits for the device, twice."""
+    """What the backward walks, from the plan's cache. Waits for the device, once."""
 
     def make() -> BackwardPlan:
         lists = plan.lists.get(1, Tiling(*reversed(BLOCK))).to(plan.device)  # small masks are planned on the host
         lists.ready.wait()
-        return backward_plan(lists, plan.pattern, plan.kv_heads, *plan.lists.tokens, programs=programs)
+        by_kernels = plan.device.type == "cuda" and fused_plan.can_plan(lists, plan.pattern, programs)
+        make_plan = fused_plan.backward_plan if by_kernels else backward_plan
+        return make_plan(lists, plan.pattern, plan.kv_heads, *plan.lists.tokens, programs=programs)
 
     return once(plan.derived, ("hopper backward", programs), make)

@@ -42,10 +42,10 @@ Ints = NDArray[np.int64]
 # 16,384 tokens where an addition takes 1.2 times as long as the step that made it, causal masks take 1.02 times as long
 # as without any order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13, global tokens 1.05 and more.
 _SHORTEST_CHAIN = 16
-_LONG_CHAIN = 1.25
+_LONG_CHAIN = 5  # quarters
 # Rows are walked in strides of so much of all; another order is taken if less than this share of the entries meet.
 _STRIDE = 0.382
-_CLEARLY = 0.7
+_CLEARLY = 7  # tenths
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,18 @@ def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) 
     source = start[of_list] + place
     row, column = index[source], of_list % columns
     shift = (row - column * rows // columns) % rows
-    stride = next(each for each in range(max(int(_STRIDE * rows), 1), rows + 2) if math.gcd(each, rows) == 1)
-    keys = torch.stack([shift * stride % rows, shift, row ^ column, rows - 1 - row])
+    keys = torch.stack([shift * stride_of(rows) % rows, shift, row ^ column, rows - 1 - row])
     most = 2 * max(rows, columns)  # no key is as large
     return source[torch.argsort(of_list * most + keys)], count.cumsum(0) - count
+
+
+def stride_of(rows: int) -> int:
+    """The stride in which so many rows are walked: near _STRIDE of them, and prime to their number.
+
+    >>> stride_of(128)
+    49
+    """
+    return next(each for each in range(max(int(_STRIDE * rows), 1), rows + 2) if math.gcd(each, rows) == 1)
 
 
 def best_of(orders: Tensor, index: Tensor, head: Tensor, time: Tensor, rows: int, heads: int) -> Tensor:
@@ -192,7 +200,7 @@ def best_of(orders: Tensor, index: Tensor, head: Tensor, time: Tensor, rows: int
     meetings = meetings.index_add_(0, of_head.flatten(), meets.flatten()).view(count, heads)
     fewest, best = meetings[0], torch.zeros(heads, dtype=torch.int64, device=time.device)
     for number in range(1, count):
-        is_better = meetings[number] < fewest * _CLEARLY
+        is_better = meetings[number] * 10 < fewest * _CLEARLY
         best = torch.where(is_better, number, best)
         fewest = torch.where(is_better, meetings[number], fewest)
     return orders.gather(0, best[head].unsqueeze(0)).squeeze(0)
@@ -207,8 +215,8 @@ def chained(
     """
     made = torch.zeros(tiles, dtype=torch.int64, device=row.device).index_add_(0, row, torch.ones_like(row))
     of_head = made.view(-1, rows)
-    mean = of_head.sum(1, keepdim=True) / (of_head > 0).sum(1, keepdim=True).clamp(min=1)
-    longest = (_LONG_CHAIN * mean).ceil().long().clamp(min=_SHORTEST_CHAIN)
+    live = (of_head > 0).sum(1, keepdim=True).clamp(min=1)
+    longest = ((of_head.sum(1, keepdim=True) * _LONG_CHAIN + 4 * live - 1) // (4 * live)).clamp(min=_SHORTEST_CHAIN)
     chains = ((of_head + longest - 1) // longest).view(-1)
     first_chain = torch.cat([chains.new_zeros(1), chains.cumsum(0)])
     span = time.max() + 1 if len(time) else 1

@@ -39,7 +39,7 @@ def test_a_tile_with_several_chains_is_their_sum(longest):
     problem = some_problem()
     with (
         mock.patch.object(backward_plan, "_SHORTEST_CHAIN", longest),
-        mock.patch.object(backward_plan, "_LONG_CHAIN", 0.0),
+        mock.patch.object(backward_plan, "_LONG_CHAIN", 0),
     ):
         assert_exact(problem, run(problem, gradients=True))
 

@@ -1,0 +1,113 @@
+"""The plan of the backward on a GPU: that of `backward_plan.backward_plan`, number for number, by kernels.
+
+Written with PyTorch's operations, a plan is some 170 launches and three sorts of all entries, for each of which the
+host takes 6 to 10 us, and a loop on the host. Here it is nine launches, a sort of the items and four small operations
+of PyTorch, and the host waits once: for the numbers of entries and chains and for the end of the timeline.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from sparseflash.backends.triton.hopper import backward_plan as reference
+from sparseflash.backends.triton.hopper import dealing, timeline
+from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.schedule.worklists import TileLists
+from sparseflash.blockmask.bitmask import words_per_row
+from sparseflash.blockmask.cache import bounded
+
+_AT_ONCE = 1024  # items whose keys are made at a time
+_ORDERS = 4
+_FEWEST_LANES, _MOST_LANES = 32, 256
+_MOST_ITEMS = 1 << 24
+
+
+def can_plan(lists: TileLists, pattern: Tensor, programs: int) -> bool:
+    """Whether the kernels can count the items and the programs: see dealing.py."""
+    return programs <= _MOST_LANES and len(lists.count) * pattern.numel() < _MOST_ITEMS
+
+
+def backward_plan(
+    lists: TileLists, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int
+) -> BackwardPlan:
+    """The plan for `pattern [B, Hq]`, on its device; `lists`: over columns."""
+    device, (batch, query_heads) = pattern.device, pattern.shape
+    keys, queries, _ = lists.tiling
+    rows, columns = -(-q_len // queries), -(-k_len // keys)
+    group, heads = query_heads // kv_heads, batch * query_heads
+    items, tiles = batch * kv_heads * columns, heads * rows
+    lanes = max(triton.next_power_of_2(programs), _FEWEST_LANES)
+    programs = min(programs, items)
+    kernels = _kernels(device, lanes, queries, keys)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    counted, cursor, meeting = torch.zeros(
+        len(lists.count) // columns * rows + tiles + _ORDERS * heads, dtype=torch.int32, device=device
+    ).split([len(lists.count) // columns * rows, tiles, _ORDERS * heads])
+    kernels.count_rows.start(len(lists.count), lists.start, lists.count, lists.index, counted, rows, columns)
+    made = empty(2, tiles + 1)
+    kernels.chain.start(
+        heads, pattern, counted, made, *pattern.stride(), query_heads, rows, tiles, reference._SHORTEST_CHAIN,
+        reference._LONG_CHAIN,
+    )  # fmt: skip
+    made = made.cumsum(1, dtype=torch.int32)
+
+    size, key = empty(2, items).unbind()
+    place = (*pattern.stride(), items, kv_heads, columns, group)
+    kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, _AT_ONCE)
+    kernels.key.start(1, size, key, items, programs, _AT_ONCE)
+    order = torch.sort(key, stable=True).indices
+    dealt, total, start, first_entry = empty(3, items), empty(3), empty(programs + 1), empty(programs + 1)
+    kernels.deal.start(
+        1, order, size, made[0, -1:], made[1, -1:], dealt, start, first_entry, total, items, programs, lanes,
+        lanes.bit_length() - 1,
+    )  # fmt: skip
+    words = torch.empty_like(lists.words)
+    kernels.transpose.start(
+        lists.words.numel() // (words_per_row(keys) * min(queries, 32)), lists.words, words, queries, keys
+    )
+    entries, chains, span = total.tolist()  # the only time that the host waits
+
+    cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)
+    walked = pattern, lists.start, lists.count, lists.index
+    place += (rows, reference.stride_of(rows))
+    kernels.timeline.start(items * group, *walked, dealt, cells, *place, span, programs)
+    kernels.meet.start(span, cells, meeting, rows, heads, span, programs, lanes)
+    work, listed = empty(items, 4), empty(entries + 1, 4)
+    moment, added = empty(entries, dtype=torch.int64), empty(entries)
+    kernels.entry.start(
+        items * group, *walked, lists.tile, dealt, size, start, first_entry, meeting, made, cursor, moment, added, work,
+        listed, *place, programs, heads, keys, entries, reference._CLEARLY,
+    )  # fmt: skip
+    kernels.rank.start(tiles, made, moment, added, listed, tiles)
+    return BackwardPlan(start, work, listed, made[1], words, chains)
+
+
+class _Kernels(NamedTuple):
+    count_rows: Launch
+    chain: Launch
+    size: Launch
+    key: Launch
+    deal: Launch
+    transpose: Launch
+    timeline: Launch
+    meet: Launch
+    entry: Launch
+    rank: Launch
+
+
+@bounded(maxsize=32)
+def _kernels(device: torch.device, lanes: int, queries: int, keys: int) -> _Kernels:
+    functions = (
+        timeline.count_kernel, timeline.chain_kernel, dealing.size_kernel, dealing.key_kernel, dealing.deal_kernel,
+        timeline.transpose_kernel, timeline.timeline_kernel, timeline.meet_kernel, timeline.entry_kernel,
+        timeline.rank_kernel,
+    )  # fmt: skip
+    return _Kernels(*(Launch.of_all_arguments(each, device, num_warps=4, num_stages=1) for each in functions))

@@ -1,0 +1,234 @@
+"""Kernels that order the entries of the backward's items and the additions to every tile of queries.
+
+They do what `walks`, `best_of` and `chained` of `backward_plan.py` do, with the same result, but sort nothing: lists
+are short, so the place of an entry is the number of those that come before it. The timeline has a cell for every time
+and program, with the tile of queries to which the program then adds.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+AT_ONCE = tl.constexpr(64)  # entries of a list that are compared with as many others
+_LANES = tl.constexpr(32)  # programs that are compared with all at a time
+_ORDERS = tl.constexpr(4)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["start_ptr", "count_ptr", "index_ptr"]
+)
+def count_kernel(start_ptr, count_ptr, index_ptr, counted_ptr, rows, columns):
+    """Counts the entries of every row of tiles, int32 `[P * rows]`, from the list of one column."""
+    number = tl.program_id(0)
+    start, count = tl.load(start_ptr + number), tl.load(count_ptr + number)
+    for first in range(0, count, AT_ONCE):
+        place = first + tl.arange(0, AT_ONCE)
+        row = tl.load(index_ptr + start + place, mask=place < count, other=0)
+        tl.atomic_add(counted_ptr + number // columns * rows + row, 1, mask=place < count)
+
+
+@triton.jit(
+    do_not_specialize=["batch_stride", "head_stride", "heads", "rows", "tiles", "shortest", "quarters"],
+    do_not_specialize_on_alignment=["pattern_ptr"],
+)
+def chain_kernel(
+    pattern_ptr, counted_ptr, made_ptr,  # int32 [B, Hq], [P * rows], [2, tiles + 1]
+    batch_stride, head_stride, heads, rows, tiles, shortest, quarters,
+):  # fmt: skip
+    """Writes how many additions and how many chains every tile of queries of a head has, after a zero."""
+    number = tl.program_id(0)
+    pattern = tl.load(pattern_ptr + (number // heads).to(tl.int64) * batch_stride + number % heads * head_stride)
+    counted_ptr += pattern.to(tl.int64) * rows
+    total, live = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    for first in range(0, rows, AT_ONCE):
+        place = first + tl.arange(0, AT_ONCE)
+        count = tl.load(counted_ptr + place, mask=place < rows, other=0)
+        total += tl.sum(count.to(tl.int64), 0)
+        live += tl.sum((count > 0).to(tl.int64), 0)
+    longest = tl.maximum(tl.cdiv(total * quarters, tl.maximum(4 * live, 1)), shortest)
+    target_ptr = made_ptr + number.to(tl.int64) * rows + 1
+    for first in range(0, rows, AT_ONCE):
+        place = first + tl.arange(0, AT_ONCE)
+        count = tl.load(counted_ptr + place, mask=place < rows, other=0)
+        tl.store(target_ptr + place, count, mask=place < rows)
+        tl.store(target_ptr + (tiles + 1) + place, tl.cdiv(count, longest).to(tl.int32), mask=place < rows)
+    if number == 0:
+        tl.store(made_ptr, 0)
+        tl.store(made_ptr + tiles + 1, 0)
+
+
+@triton.jit
+def _key(row, column, rows, columns, stride, ORDER: tl.constexpr):
+    """What the entries of a column are sorted by in one of the orders of `backward_plan.walks`."""
+    if ORDER == 2:
+        return row ^ column
+    elif ORDER == 3:
+        return rows - 1 - row
+    else:
+        shift = (row - (column.to(tl.int64) * rows // columns).to(tl.int32) + rows) % rows
+        if ORDER == 1:
+            return shift
+        return (shift.to(tl.int64) * stride % rows).to(tl.int32)
+
+
+@triton.jit
+def _places(row, column, index_ptr, count, rows, columns, stride, ORDER: tl.constexpr):
+    """The places of some rows in one order of the list of a column."""
+    key = _key(row, column, rows, columns, stride, ORDER)
+    place = tl.zeros([AT_ONCE], tl.int32)
+    for first in range(0, count, AT_ONCE):
+        other = first + tl.arange(0, AT_ONCE)
+        other_row = tl.load(index_ptr + other, mask=other < count, other=0)
+        is_before = _key(other_row, column, rows, columns, stride, ORDER)[None, :] < key[:, None]
+        place += tl.sum((is_before & (other < count)[None, :]).to(tl.int32), 1)
+    return place
+
+
+@triton.jit
+def _list_of(
+    pattern_ptr, start_ptr, count_ptr, dealt_ptr, batch_stride, head_stride, items, kv_heads, columns, group
+):  # fmt: skip
+    """What one program walks: a list of an item, that of one query head of its group."""
+    item, member = tl.program_id(0) // group, tl.program_id(0) % group
+    kv_head, column = item // columns, item % columns
+    batch = kv_head // kv_heads
+    first_head = kv_head % kv_heads * group
+    pattern_ptr += batch.to(tl.int64) * batch_stride
+    before = 0  # entries of the heads of the group that come first
+    for other in range(member):
+        pattern = tl.load(pattern_ptr + (first_head + other) * head_stride)
+        before += tl.load(count_ptr + pattern.to(tl.int64) * columns + column)
+    number = tl.load(pattern_ptr + (first_head + member) * head_stride).to(tl.int64) * columns + column
+    program, time = tl.load(dealt_ptr + item), tl.load(dealt_ptr + items + item)
+    head = batch * (kv_heads * group) + first_head + member
+    return item, column, head, tl.load(start_ptr + number), tl.load(count_ptr + number), program, time, before
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch_stride", "head_stride", "items", "kv_heads", "columns", "group", "rows", "stride", "span", "programs",
+    ],
+    do_not_specialize_on_alignment=["pattern_ptr", "start_ptr", "count_ptr", "index_ptr"],
+)  # fmt: skip
+def timeline_kernel(
+    pattern_ptr, start_ptr, count_ptr, index_ptr, dealt_ptr,
+    cell_ptr,  # int32 [orders, span, programs], -1 where nothing is added
+    batch_stride, head_stride, items, kv_heads, columns, group, rows, stride, span, programs,
+):  # fmt: skip
+    """Writes the tiles of queries of one list at their times, in each of the orders."""
+    _, column, head, start, count, program, time, before = _list_of(
+        pattern_ptr, start_ptr, count_ptr, dealt_ptr, batch_stride, head_stride, items, kv_heads, columns, group
+    )
+    index_ptr += start
+    for first in range(0, count, AT_ONCE):
+        entry = first + tl.arange(0, AT_ONCE)
+        row = tl.load(index_ptr + entry, mask=entry < count, other=0)
+        for order in tl.static_range(_ORDERS):
+            place = _places(row, column, index_ptr, count, rows, columns, stride, order)
+            at = (order * span.to(tl.int64) + time + before + place) * programs + program
+            tl.store(cell_ptr + at, head * rows + row, mask=entry < count)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "span", "programs"])
+def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.constexpr):
+    """Counts for every order and head, int32 `[orders, heads]`, the entries that meet others at one time."""
+    lane = tl.arange(0, PADDED)
+    for order in tl.static_range(_ORDERS):
+        time_ptr = cell_ptr + (order * span.to(tl.int64) + tl.program_id(0)) * programs
+        tile = tl.load(time_ptr + lane, mask=lane < programs, other=-1)
+        meets = tl.zeros([PADDED], tl.int32)
+        for first in range(0, programs, _LANES):
+            other = first + tl.arange(0, _LANES)
+            other_tile = tl.load(time_ptr + other, mask=other < programs, other=-1)
+            alike = (tile[:, None] == other_tile[None, :]) & (other[None, :] < lane[:, None])
+            meets += tl.sum(alike.to(tl.int32), 1)
+        tl.atomic_add(meeting_ptr + order * heads + tile // rows, 1, mask=(meets > 0) & (tile >= 0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch_stride", "head_stride", "items", "kv_heads", "columns", "group", "rows", "stride", "programs", "heads",
+        "held", "total", "tenths",
+    ],
+    do_not_specialize_on_alignment=["pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr"],
+)  # fmt: skip
+def entry_kernel(
+    pattern_ptr, start_ptr, count_ptr, index_ptr, tile_ptr, dealt_ptr, size_ptr, program_start_ptr, program_entry_ptr,
+    meeting_ptr, made_ptr,  # int32 [orders, heads], [2, tiles + 1]: the first addition of each tile of queries
+    cursor_ptr, moment_ptr, added_ptr,  # int32 [tiles], zeros; int64, int32 [total]
+    work_ptr, entries_ptr,  # int32 [items, 4], [total + 1, 4]
+    batch_stride, head_stride, items, kv_heads, columns, group, rows, stride, programs, heads, held, total, tenths,
+):  # fmt: skip
+    """Writes the entries of one list in the best order of its head, and for every tile of queries, in any order, when
+    its additions are made and by which entries. The first list of an item writes the item, too."""
+    item, column, head, start, count, program, time, before = _list_of(
+        pattern_ptr, start_ptr, count_ptr, dealt_ptr, batch_stride, head_stride, items, kv_heads, columns, group
+    )
+    nth = tl.load(dealt_ptr + 2 * items + item)  # item of its program
+    first_entry = tl.load(program_entry_ptr + program) + time - nth
+    if tl.program_id(0) % group == 0:
+        item_ptr = work_ptr + (tl.load(program_start_ptr + program) + nth).to(tl.int64) * 4
+        tl.store(item_ptr, item // columns)
+        tl.store(item_ptr + 1, column * held)
+        tl.store(item_ptr + 2, first_entry)
+        tl.store(item_ptr + 3, tl.load(size_ptr + item))
+    best, fewest = 0, tl.load(meeting_ptr + head).to(tl.int64)
+    for order in tl.static_range(1, _ORDERS):
+        meetings = tl.load(meeting_ptr + order * heads + head).to(tl.int64)
+        is_better = meetings * 10 < fewest * tenths
+        best, fewest = tl.where(is_better, order, best), tl.where(is_better, meetings, fewest)
+    index_ptr += start
+    for first in range(0, count, AT_ONCE):
+        entry = first + tl.arange(0, AT_ONCE)
+        here = entry < count
+        row = tl.load(index_ptr + entry, mask=here, other=0)
+        place = tl.zeros([AT_ONCE], tl.int32)
+        for order in tl.static_range(_ORDERS):
+            if best == order:
+                place = _places(row, column, index_ptr, count, rows, columns, stride, order)
+        tile, number = head * rows + row, first_entry + before + place
+        entry_ptr = entries_ptr + number.to(tl.int64) * 4
+        tl.store(entry_ptr, tile, mask=here)
+        tl.store(entry_ptr + 1, tl.load(tile_ptr + start + entry, mask=here, other=0), mask=here)
+        at = tl.load(made_ptr + tile, mask=here, other=0) + tl.atomic_add(cursor_ptr + tile, 1, mask=here)
+        tl.store(moment_ptr + at, (time + before + place).to(tl.int64) * programs + program, mask=here)
+        tl.store(added_ptr + at, number, mask=here)
+    if tl.program_id(0) == 0:  # the kernel reads one entry ahead
+        tl.store(entries_ptr + total.to(tl.int64) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int32))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def rank_kernel(made_ptr, moment_ptr, added_ptr, entries_ptr, tiles):
+    """Writes the chain and the rank of every addition to one tile of queries."""
+    tile = tl.program_id(0)
+    first_made, chain = tl.load(made_ptr + tile), tl.load(made_ptr + tiles + 1 + tile)
+    count, chains = tl.load(made_ptr + tile + 1) - first_made, tl.load(made_ptr + tiles + 2 + tile) - chain
+    for first in range(0, count, AT_ONCE):
+        place = first + tl.arange(0, AT_ONCE)
+        here = place < count
+        moment = tl.load(moment_ptr + first_made + place, mask=here, other=0)
+        number = tl.zeros([AT_ONCE], tl.int32)
+        for other_first in range(0, count, AT_ONCE):
+            other = other_first + tl.arange(0, AT_ONCE)
+            is_there = other < count
+            earlier = tl.load(moment_ptr + first_made + other, mask=is_there, other=0)[None, :] < moment[:, None]
+            number += tl.sum((earlier & is_there[None, :]).to(tl.int32), 1)
+        entry_ptr = entries_ptr + tl.load(added_ptr + first_made + place, mask=here, other=0).to(tl.int64) * 4
+        tl.store(entry_ptr + 2, chain + number % chains, mask=here)
+        tl.store(entry_ptr + 3, number // chains, mask=here)
+
+
+@triton.jit(do_not_specialize_on_alignment=["words_ptr"])
+def transpose_kernel(words_ptr, by_key_ptr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Writes the bits of 32 queries of one tile with keys as rows: see `bitmask.transposed`."""
+    HEIGHT: tl.constexpr = min(QUERIES, 32)
+    WIDTH: tl.constexpr = min(KEYS, 32)
+    ACROSS: tl.constexpr = KEYS // WIDTH
+    DOWN: tl.constexpr = QUERIES // HEIGHT
+    tile, part = (tl.program_id(0) // DOWN).to(tl.int64), tl.program_id(0) % DOWN
+    query, across, bit = tl.arange(0, HEIGHT), tl.arange(0, ACROSS), tl.arange(0, WIDTH)
+    words = tl.load(words_ptr + (tile * QUERIES + part * HEIGHT + query[:, None]) * ACROSS + across[None, :])
+    bits = ((words[:, :, None] >> bit[None, None, :]) & 1) << query[:, None, None]
+    key = across[:, None] * WIDTH + bit[None, :]
+    tl.store(by_key_ptr + (tile * KEYS + key) * DOWN + part, tl.sum(bits, 0))
