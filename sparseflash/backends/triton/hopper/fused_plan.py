@@ -69,10 +69,9 @@ def backward_plan(
         1, order, size, made[0, -1:], made[1, -1:], dealt, start, first_entry, total, items, programs, lanes,
         lanes.bit_length() - 1,
     )  # fmt: skip
-    words = torch.empty_like(lists.words)
-    kernels.transpose.start(
-        lists.words.numel() // (words_per_row(keys) * min(queries, 32)), lists.words, words, queries, keys
-    )
+    distinct = lists.words.numel() // (queries * words_per_row(keys))
+    words = empty(distinct * keys * words_per_row(queries))
+    kernels.transpose.start(distinct * words_per_row(queries), lists.words, words, queries, keys)
     entries, chains, span = total.tolist()  # the only time that the host waits
 
     cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)

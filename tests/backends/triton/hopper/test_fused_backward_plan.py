@@ -1,0 +1,163 @@
+"""The plan of the backward that kernels make: the same as PyTorch's operations make, in fewer launches."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hopper_layouts import LAYOUTS, mask_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plans import plan
+from sparseflash import BlockMask, masks
+from sparseflash.backends.triton.hopper import backward_pass, backward_plan, fused_plan, timeline
+from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.schedule.plan import dense_plan
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import full_first
+from strategies import block_masks
+from uninterpreted import python
+from waiting import NoWaiting
+
+ARRAYS = ("start", "work", "entries", "chain", "words")
+
+
+def columns_of(mask, device="cpu"):
+    return full_first(*mask.columns, mask.words, Tiling(mask.block_k, mask.block_q)).to(torch.device(device))
+
+
+def assert_same(ours, theirs):
+    for name in ARRAYS:
+        x, y = (getattr(each, name).cpu() for each in (ours, theirs))
+        assert x.dtype == y.dtype and torch.equal(x, y), name
+    assert ours.chains == theirs.chains
+
+
+def assert_planned_alike(lists, pattern, kv_heads, q_len, k_len, programs):
+    arguments = lists, pattern, kv_heads, q_len, k_len
+    ours = fused_plan.backward_plan(*arguments, programs=programs)
+    assert_same(ours, backward_plan.backward_plan(*arguments, programs=programs))
+    return ours
+
+
+def assert_mask_is_planned_alike(mask, batch=1, heads=1, kv_heads=1, programs=5):
+    pattern = mask.pattern.expand(batch, heads)
+    return assert_planned_alike(columns_of(mask), pattern, kv_heads, mask.q_len, mask.k_len, programs)
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40))
+def test_kernels_plan_what_operations_plan(data, batch, kv_heads, group, programs):
+    heads = kv_heads * group
+    mask = data.draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads))
+    assert_mask_is_planned_alike(mask, batch, heads, kv_heads, programs)
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+def test_tiles_with_several_chains(longest):
+    with (
+        mock.patch.object(backward_plan, "_SHORTEST_CHAIN", longest),
+        mock.patch.object(backward_plan, "_LONG_CHAIN", 0),
+    ):
+        made = assert_mask_is_planned_alike(masks.causal(150, block=16), heads=2, kv_heads=1)
+    assert made.chains > 2 * 10
+
+
+def test_lists_longer_than_what_is_compared_at_a_time_and_empty_ones():
+    live = torch.rand(150, 3, generator=torch.Generator().manual_seed(0)) < 0.9
+    live[:, 1] = False
+    mask = BlockMask.from_dense(live.repeat_interleave(16, 0).repeat_interleave(16, 1), block=16)
+    made = assert_mask_is_planned_alike(mask, heads=2, kv_heads=2)
+    assert int(made.work[:, 3].max()) > 2 * timeline.AT_ONCE.value
+
+
+def test_tiles_with_more_additions_than_are_compared_at_a_time():
+    mask = masks.dense(40, 16 * 140, block=16)
+    made = assert_mask_is_planned_alike(mask, programs=40)
+    assert len(made.entries) > 3 * 2 * timeline.AT_ONCE.value
+
+
+def test_more_items_than_are_sorted_by_one_program_at_a_time():
+    mask = masks.local(16 * 80, window=30, block=16)
+    with mock.patch.object(fused_plan, "_AT_ONCE", 32):
+        assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=7)
+
+
+def test_lists_that_columns_share():
+    """Those of dense attention, where all columns but the last have one list."""
+    made = dense_plan((2, 4), 2, (300, 420), (128, 128), torch.device("cpu"))
+    assert_planned_alike(made.lists.get(1, Tiling(*reversed(BLOCK))), made.pattern, 2, 300, 420, 7)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_all_programs_of_a_gpu_in_every_order(name):
+    mask = BlockMask.from_layout(LAYOUTS[name][:48, :48], block=128)
+    assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=132)
+
+
+def test_it_takes_ten_launches_and_four_operations_and_waits_once():
+    mask = masks.causal(400, block=128)
+    lists = columns_of(mask)
+    with (
+        mock.patch.object(Launch, "start") as started,
+        mock.patch.object(torch.Tensor, "tolist", return_value=[10, 4, 5]) as waited,
+        NoWaiting() as seen,
+    ):
+        fused_plan.backward_plan(lists, mask.pattern, 1, 400, 400, programs=132)
+    assert (started.call_count, seen.started, waited.call_count) == (10, 4, 1)
+
+
+def test_what_has_more_items_or_programs_than_kernels_count_is_planned_by_operations():
+    mask = masks.causal(400, block=128)
+    lists = columns_of(mask)
+    assert fused_plan.can_plan(lists, mask.pattern, 256)
+    assert not fused_plan.can_plan(lists, mask.pattern, 257)
+    assert not fused_plan.can_plan(lists, mask.pattern.expand(1 << 12, 1 << 10), 132)
+
+
+def test_they_are_compiled_for_hopper_and_started_directly():
+    source = """
+from unittest import mock
+from experiments.benchmarks.compile.without_gpu import compiling_for
+from sparseflash import masks
+from sparseflash.backends.triton.direct_start import parameters_of_compiled
+from sparseflash.backends.triton.hopper import fused_plan
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import full_first
+import torch
+mask = masks.causal(400, block=128)
+lists = full_first(*mask.columns, mask.words, Tiling(128, 128))
+with mock.patch.object(torch.Tensor, "tolist", lambda self: [10, 4, 5]), compiling_for(90) as compiled:
+    for heads in (2, 4):
+        fused_plan.backward_plan(lists, mask.pattern.expand(2, heads), 2, 400, 400, programs=132)
+for name, kernel in compiled:
+    assert parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None, name
+    assert ".local" not in kernel.asm["ptx"], name
+print(len({name for name, _ in compiled}), len({kernel.hash for _, kernel in compiled}))
+"""
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["10", "10"]  # one kernel each, whatever the mask and the heads
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_the_gpu_plans_what_operations_plan(name, kv_heads):
+    mask = mask_of(name)
+    pattern = mask.pattern.expand(2, 4)
+    tokens = mask.q_len, mask.k_len
+    ours = fused_plan.backward_plan(columns_of(mask, "cuda"), pattern.cuda(), kv_heads, *tokens, programs=132)
+    assert_same(ours, backward_plan.backward_plan(columns_of(mask), pattern, kv_heads, *tokens, programs=132))
+
+
+@pytest.mark.gpu
+def test_calls_on_a_gpu_take_this_plan():
+    mask = masks.causal(2048, block=128).to("cuda")
+    with mock.patch.object(backward_pass, "backward_plan", side_effect=AssertionError("operations")):
+        made = backward_pass.planned_backward(plan(mask, 1, 4), 132)
+    assert made.programs == 64
