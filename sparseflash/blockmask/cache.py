@@ -103,10 +103,10 @@ def clear_caches() -> None:
     Kept with each mask, and freed with it: its transpose, density, digest, work lists, 64 execution plans (one for each
     batch size and number of heads) of 64 prepared launches each, and 64 prepared calls. Kept for the process: 64 plans
     and 64 prepared calls of dense attention, 16 dense masks of the blockwise backend, kernels prepared for 256 layouts
-    of tensors, 512 compiled kernels, 32 tile sets for choosing blocks at every step, 32 arrays of head numbers, 32 of
-    tiles that the diagonal cuts, 128 sets of kernels that choose blocks, as many that plan the masks of these and as
-    many that decode, 256 masks built inside functions that `torch.compile` has compiled, 32 masks of packed sequences
-    and the running sums of as many tensors.
+    of tensors, and as many for Hopper, 512 compiled kernels, 32 tile sets for choosing blocks at every step, 32 arrays
+    of head numbers, 32 of tiles that the diagonal cuts, 128 sets of kernels that choose blocks, as many that plan the
+    masks of these and as many that decode, 32 sets that plan the backward for Hopper, 256 masks built inside functions
+    that `torch.compile` has compiled, 32 masks of packed sequences and the running sums of as many tensors.
     """
     streams.release_finished_graphs()
     for clear in _clearings:

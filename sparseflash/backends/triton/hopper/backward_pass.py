@@ -16,7 +16,6 @@ from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backw
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, SMALLEST_SCALE, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
-from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel, finish_kernel
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe
 from sparseflash.backends.triton.portable.choice import can_describe
@@ -27,28 +26,29 @@ from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.cache import once
 
 
-class Backward:
-    """The gradients of q, k and v."""
+class BackwardLayout:
+    """A backward for tensors of one layout and for all plans with as many chains."""
 
     def __init__(
-        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, *, dlse: bool
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, chains: int,
+        *, dlse: bool,
     ) -> None:  # fmt: skip
-        plan, config = setting.plan, backward_config_for(q.shape[-1])
+        device, config = setting.plan.device, backward_config_for(q.shape[-1])
         (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
         row_tiles = -(-q_len // BLOCK[0])
-        self.plan = planned_backward(plan, programs_of(plan.device))
         steps = BLOCK[0] // config.rows  # of a tile
-        pieces = batch * heads * row_tiles * steps
-        self._as_they_are, self._stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
-        self._rows = config.rows
-        counters = max(self.plan.chains, 1) * steps
+        self.pieces = batch * heads * row_tiles * steps
+        self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
+        self.rows = config.rows
+        counters = max(chains, 1) * steps
         rows, acc = (
-            torch.empty(x, device="meta") for x in ((pieces * 2, config.rows), (counters * config.rows, config.dim))
+            torch.empty(x, device="meta")
+            for x in ((self.pieces * 2, config.rows), (counters * config.rows, config.dim))
         )
         dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
         lse, out = empty_lse(like(q)), like(out)
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
-        self._workspace = [one_number_of(x, plan.device) for x in (rows, acc, counted)]
+        self._workspace = [one_number_of(x, device) for x in (rows, acc, counted)]
         lengths: dict[str, Any] = {}
         if setting.lengths:
             lengths = {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
@@ -63,13 +63,13 @@ class Backward:
         if dlse:
             examples["dlse_ptr"] = lse
         examples |= {"rows_ptr": rows, "counter_ptr": counted, **lengths}
-        self._begin = launch_of(
-            begin_kernel, sizes, numbers, examples, plan.device, {}, bound=(), num_warps=4, num_stages=1
-        ).bind(pieces)
-        self._finish = launch_of(
-            finish_kernel, sizes, numbers, {"acc_ptr": acc, "dq_ptr": dq}, plan.device, {}, bound=("chain_ptr",),
+        self.begin = launch_of(
+            begin_kernel, sizes, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
+        ).bind(self.pieces)
+        self.finish = launch_of(
+            finish_kernel, sizes, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device, {}, bound=("chain_ptr",),
             num_warps=4, num_stages=2,
-        ).bind(pieces, chain_ptr=self.plan.chain)  # fmt: skip
+        )  # fmt: skip
 
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "dout_desc": read_as(dout)}
         written = {"dk_desc": dk, "dv_desc": dv}
@@ -85,16 +85,27 @@ class Backward:
             "D": config.dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
             "REGISTERS": config.registers,
         }  # fmt: skip
-        bound = {
-            "start_ptr": self.plan.start, "work_ptr": self.plan.work, "entry_ptr": self.plan.entries,
-            "words_ptr": self.plan.words,
-        }  # fmt: skip
-        self._launch = launch_of(
+        self.launch = launch_of(
             backward_kernel, constants, numbers,
             {**tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted, **lengths},
-            plan.device, described, bound=tuple(bound), num_warps=8, num_stages=1, registers=config.start_registers,
-            resident=True,
-        ).bind(self.plan.programs, **bound)  # fmt: skip
+            device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
+            registers=config.start_registers, resident=True,
+        )  # fmt: skip
+
+    def workspace(self) -> list[Tensor]:
+        """Memory for what the kernels tell one another: rows of numbers, chains of dq, counters."""
+        return [torch.empty_like(each) for each in self._workspace]
+
+
+class Backward:
+    """The gradients of q, k and v."""
+
+    def __init__(self, layout: BackwardLayout, plan: BackwardPlan) -> None:
+        self.layout, self.plan = layout, plan
+        self._finish = layout.finish.bind(layout.pieces, chain_ptr=plan.chain)
+        self._launch = layout.launch.bind(
+            plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=plan.entries, words_ptr=plan.words
+        )
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -102,29 +113,25 @@ class Backward:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`(dq, dk, dv)`."""
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-        rows, acc, counters = self.workspace()
-        if not self._as_they_are:
+        rows, acc, counters = self.layout.workspace()
+        if not self.layout.as_they_are:
             q, k, v, dout = as_read(q), as_read(k), as_read(v), as_read(dout)
         by_length = () if lengths is None else (lengths, lengths.stride(0))
         self.plan.made.wait()
-        self._begin(out, dout, lse, *(() if dlse is None else (dlse,)), rows, counters, *by_length)
+        self.layout.begin(out, dout, lse, *(() if dlse is None else (dlse,)), rows, counters, *by_length)
         self._launch(q, k, v, dout, rows, acc, dk, dv, counters, *by_length)
         self._finish(acc, dq)
         return dq, dk, dv
 
-    def workspace(self) -> list[Tensor]:
-        """Memory for what the kernels tell one another: rows of numbers, chains of dq, counters."""
-        return [torch.empty_like(each) for each in self._workspace]
-
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        return [self._begin, self._launch, self._finish]
+        return [self.layout.begin, self._launch, self._finish]
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
         loads = torch.stack([each.sum() for each in self.plan.work[:, 3].tensor_split(self.plan.start[1:-1].tolist())])
-        block = self._rows, BLOCK[1]
-        return [described_choice("dk, dv and dq", block, 11, self._stages, self._launch, loads, 0)]
+        block = self.layout.rows, BLOCK[1]
+        return [described_choice("dk, dv and dq", block, 11, self.layout.stages, self._launch, loads, 0)]
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:

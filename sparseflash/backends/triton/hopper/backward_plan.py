@@ -12,8 +12,8 @@ group. All is decided before the kernel runs, in three steps, each a function of
 That nothing can wait for ever needs no more of these times than that they increase along every program; see
 `backward.py`. How long additions have to wait depends on how near they are to the truth.
 
-Items are dealt out on the host, which waits for the device twice; entries, of which there may be a thousand times as
-many, are ordered on the device.
+On a GPU `fused_plan.py` makes the same plan by kernels. What is written here with PyTorch's operations says what those
+must find. It makes the plans on a CPU, and those of more items or programs than the kernels can count.
 
 The order of additions, and with it the last bits of dq, depends on how many programs and heads there are, as it does on
 the mask; the same call gives the same bits.

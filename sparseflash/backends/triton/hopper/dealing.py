@@ -65,7 +65,7 @@ def deal_kernel(
     order_ptr, size_ptr,  # int64, int32 [items]
     first_ptr, chain_ptr,  # int32: the number of all entries, and of all chains
     dealt_ptr,  # int32 [3, items]: program, time, how many items the program has before
-    start_ptr, entry_ptr, total_ptr,  # int32 [programs + 1] twice: first items and entries; [3]
+    given_ptr, total_ptr,  # int32 [2, programs + 1]: after a zero, items and entries of each; [3]
     items, programs,
     PADDED: tl.constexpr, PROGRAM_BITS: tl.constexpr,
 ):  # fmt: skip
@@ -77,36 +77,32 @@ def deal_kernel(
     state = tl.where(lane < programs, lane << COUNT_BITS, _NEVER)
     at = 0
     while at < items:
-        state = tl.sort(state)
         load = state >> SHIFT
         is_free = ((load - tl.min(load, 0)) * 2 * items <= total) & (state < _NEVER)
-        here = is_free & (at + lane < items)
+        free = tl.sum(is_free.to(tl.int32), 0)
+        here = (lane < free) & (at + lane < items)
         item = tl.load(order_ptr + at + lane, mask=here, other=0)
         size = tl.load(size_ptr + item, mask=here, other=0).to(tl.int64)
         # The longest first, of equal ones the first: 31 bits, as many as PADDED needs, and the number of the item.
-        key = ((_LARGEST - 1 - size) << SHIFT) | (lane << COUNT_BITS) | item
-        key = tl.sort(tl.where(here, key, _NEVER))
+        key = tl.where(here, ((_LARGEST - 1 - size) << SHIFT) | (lane << COUNT_BITS) | item, _NEVER)
+        # Both are sorted at once, which takes as long as one. Those that are free come first.
+        state, key = tl.split(tl.trans(tl.sort(tl.trans(tl.join(state, key)))))
+        load = state >> SHIFT
         is_given = key < _NEVER
         item, cost = key & _MASK, _LARGEST - (key >> SHIFT)
         tl.store(dealt_ptr + item, ((state >> COUNT_BITS) & (PADDED - 1)).to(tl.int32), mask=is_given)
         tl.store(dealt_ptr + items + item, load.to(tl.int32), mask=is_given)
         tl.store(dealt_ptr + 2 * items + item, (state & _MASK).to(tl.int32), mask=is_given)
         state += tl.where(is_given, (cost << SHIFT) + 1, 0)
-        at += tl.sum(is_free.to(tl.int32), 0)
+        at += free
 
     is_program = state < _NEVER
-    load = state >> SHIFT
-    span = tl.max(tl.where(is_program, load, 0), 0)
+    load, count = state >> SHIFT, state & _MASK
     number = (state >> COUNT_BITS) & (PADDED - 1)
-    by_number = tl.sort(
-        tl.where(is_program, (number << (31 + COUNT_BITS)) | (load << COUNT_BITS) | (state & _MASK), _NEVER)
-    )
-    count = tl.where(lane < programs, by_number & _MASK, 0)
-    load = tl.where(lane < programs, (by_number >> COUNT_BITS) & (_LARGEST - 1), 0)
-    tl.store(start_ptr + lane + 1, tl.cumsum(count, 0).to(tl.int32), mask=lane < programs)
-    tl.store(entry_ptr + lane + 1, tl.cumsum(load - count, 0).to(tl.int32), mask=lane < programs)
-    tl.store(start_ptr, 0)
-    tl.store(entry_ptr, 0)
+    tl.store(given_ptr + number + 1, count.to(tl.int32), mask=is_program)
+    tl.store(given_ptr + (programs + 1) + number + 1, (load - count).to(tl.int32), mask=is_program)
+    tl.store(given_ptr, 0)
+    tl.store(given_ptr + programs + 1, 0)
     tl.store(total_ptr, entries.to(tl.int32))
     tl.store(total_ptr + 1, tl.load(chain_ptr))
-    tl.store(total_ptr + 2, span.to(tl.int32))
+    tl.store(total_ptr + 2, tl.max(tl.where(is_program, load, 0), 0).to(tl.int32))

@@ -14,8 +14,8 @@ from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, SMALLEST_SCALE, config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.forward import forward_kernel
-from sparseflash.backends.triton.hopper.plan import forward_plan, programs_of
-from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.hopper.plan import forward_plan
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import combine_rows_kernel
 from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
@@ -31,22 +31,23 @@ _SOME_COUNTERS = torch.empty(16, dtype=torch.int32, device="meta")
 _counters = BoundedDict(256)  # of a device and a stream
 
 
-class Forward:
-    """out and lse."""
+class ForwardLayout:
+    """A forward for tensors of one layout and for all work of one size."""
 
-    def __init__(self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        plan, config = setting.plan, config_for(q.shape[-1])
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, items: int, *, merges: bool
+    ) -> None:  # fmt: skip
+        """items: of the work. merges: whether some are chunks, whose results are merged."""
+        device, config = setting.plan.device, config_for(q.shape[-1])
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
-        programs = programs_of(plan.device)
-        self.plan = planned_forward(plan, programs)
         out, lse = empty_out(like(q), like(v)), empty_lse(like(q))
-        self._as_they_are = all(map(can_describe, (q, k, v)))
-        self._out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
-        self._an_lse = one_number_of(lse, plan.device)
-        self._lengths, self._stages = setting.lengths, config.stages
+        self.as_they_are = all(map(can_describe, (q, k, v)))
+        self.out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
+        self.an_lse = one_number_of(lse, device)
+        self.stages, self.part = config.stages, BLOCK[0] * (config.dim + 2)
         scale = max(scale, SMALLEST_SCALE)
         numbers: dict[str, Any] = {
-            "qk_scale": scale * LOG2E, "items": len(self.plan.work), "heads": heads, "group": heads // kv_heads,
+            "qk_scale": scale * LOG2E, "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // BLOCK[0]), "lengths_stride": 0,
         }  # fmt: skip
         constants = {
@@ -55,30 +56,25 @@ class Forward:
         }  # fmt: skip
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "o_desc": out}
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse}
-        if self.plan.merged is not None:
+        if merges:
             examples["parts_ptr"] = SOME_PARTS
         if setting.lengths:
             examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
         examples["counter_ptr"] = _SOME_COUNTERS[:1]
         tokens = {"q_desc": ROWS, "k_desc": BLOCK[1], "v_desc": BLOCK[1], "o_desc": ROWS}
         described = {name: described_as(x, tokens[name], config.dim) for name, x in tiles.items()}
-        launch = launch_of(
-            forward_kernel, constants, numbers, examples, plan.device, described,
+        self.launch = launch_of(
+            forward_kernel, constants, numbers, examples, device, described,
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=4, num_stages=1,
             registers=config.start_registers,
         )  # fmt: skip
-        self._launch = launch.bind(
-            min(programs, len(self.plan.work)), work_ptr=self.plan.work, index_ptr=self.plan.index,
-            tile_ptr=self.plan.tile, words_ptr=self.plan.words,
-        )  # fmt: skip
-        self._combine: BoundLaunch | None = None
-        if self.plan.merged is not None:
-            self._part = BLOCK[0] * (config.dim + 2)
-            self._combine = self._combining(plan, self.plan.merged, numbers, scale, config.dim, out, lse)
+        self.combine: Launch | None = None
+        if merges:
+            self.combine = self._combining(setting, numbers, scale, config.dim, out, lse)
 
     def _combining(
-        self, plan: Plan, merged: Tensor, numbers: Mapping[str, Any], scale: float, dim: int, out: Tensor, lse: Tensor
-    ) -> BoundLaunch:
+        self, setting: Setting, numbers: Mapping[str, Any], scale: float, dim: int, out: Tensor, lse: Tensor
+    ) -> Launch:
         constants = {
             "DV": out.shape[-1], "PADDED_DV": dim, "BLOCK_M": BLOCK[0], "TOKENS": _TOKENS_TO_COMBINE, "DROPOUT": False,
             "KEEP": False,
@@ -87,27 +83,42 @@ class Forward:
             **numbers, "lengths_offset": 0, "amplification": 1.0, "scale": scale, "out_strides": strides_of(out),
         }  # fmt: skip
         examples = {"parts_ptr": SOME_PARTS, "out_ptr": out, "lse_ptr": lse}
-        if self._lengths:
+        if setting.lengths:
             examples["lengths_ptr"] = SOME_LENGTHS
-        launch = launch_of(
-            combine_rows_kernel, constants, by_name, examples, plan.device, {}, bound=("merged_ptr",), num_warps=4,
-            num_stages=2,
+        return launch_of(
+            combine_rows_kernel, constants, by_name, examples, setting.plan.device, {}, bound=("merged_ptr",),
+            num_warps=4, num_stages=2,
         )  # fmt: skip
-        return launch.bind(len(merged) * (BLOCK[0] // _TOKENS_TO_COMBINE), merged_ptr=merged)
+
+
+class Forward:
+    """out and lse."""
+
+    def __init__(self, layout: ForwardLayout, plan: Worklist, programs: int) -> None:
+        self.layout, self.plan = layout, plan
+        self._launch = layout.launch.bind(
+            min(programs, len(plan.work)), work_ptr=plan.work, index_ptr=plan.index, tile_ptr=plan.tile,
+            words_ptr=plan.words,
+        )  # fmt: skip
+        self._combine: BoundLaunch | None = None
+        if layout.combine is not None and plan.merged is not None:
+            pieces = len(plan.merged) * (BLOCK[0] // _TOKENS_TO_COMBINE)
+            self._combine = layout.combine.bind(pieces, merged_ptr=plan.merged)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(out, lse, None)`."""
-        out = torch.empty_like(q) if self._out_is_as_q else empty_out(q, v)
-        lse = torch.empty_like(self._an_lse)
-        if not self._as_they_are:
+        layout = self.layout
+        out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
+        lse = torch.empty_like(layout.an_lse)
+        if not layout.as_they_are:
             q, k, v = as_read(q), as_read(k), as_read(v)
         self.plan.ready.wait()
         given: list[Any] = [q, k, v, out, lse]
         parts = None
         if self._combine is not None:
-            parts = torch.empty(self.plan.parts, self._part, dtype=torch.float32, device=q.device)
+            parts = torch.empty(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
             given.append(parts)
         if lengths is not None:
             given += [lengths, lengths.stride(0)]
@@ -124,7 +135,9 @@ class Forward:
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
         return [
-            described_choice("forward", BLOCK, 9, self._stages, self._launch, self.plan.work[:, 3], self.plan.parts)
+            described_choice(
+                "forward", BLOCK, 9, self.layout.stages, self._launch, self.plan.work[:, 3], self.plan.parts
+            )
         ]
 
 

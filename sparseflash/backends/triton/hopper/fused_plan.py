@@ -1,7 +1,7 @@
 """The plan of the backward on a GPU: that of `backward_plan.backward_plan`, number for number, by kernels.
 
 Written with PyTorch's operations, a plan is some 170 launches and three sorts of all entries, for each of which the
-host takes 6 to 10 us, and a loop on the host. Here it is nine launches, a sort of the items and four small operations
+host takes 6 to 10 us, and a loop on the host. Here it is ten launches, a sort of the items and four small operations
 of PyTorch, and the host waits once: for the numbers of entries and chains and for the end of the timeline.
 """
 
@@ -64,11 +64,11 @@ def backward_plan(
     kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, _AT_ONCE)
     kernels.key.start(1, size, key, items, programs, _AT_ONCE)
     order = torch.sort(key, stable=True).indices
-    dealt, total, start, first_entry = empty(3, items), empty(3), empty(programs + 1), empty(programs + 1)
+    dealt, total, given = empty(3, items), empty(3), empty(2, programs + 1)
     kernels.deal.start(
-        1, order, size, made[0, -1:], made[1, -1:], dealt, start, first_entry, total, items, programs, lanes,
-        lanes.bit_length() - 1,
-    )  # fmt: skip
+        1, order, size, made[0, -1:], made[1, -1:], dealt, given, total, items, programs, lanes, lanes.bit_length() - 1
+    )
+    start, first_entry = given.cumsum(1, dtype=torch.int32).unbind()
     distinct = lists.words.numel() // (queries * words_per_row(keys))
     words = empty(distinct * keys * words_per_row(queries))
     kernels.transpose.start(distinct * words_per_row(queries), lists.words, words, queries, keys)

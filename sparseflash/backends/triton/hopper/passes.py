@@ -7,15 +7,26 @@ from typing import Any
 from torch import Tensor
 
 from sparseflash.backends.triton.family import Setting
-from sparseflash.backends.triton.hopper.backward_pass import Backward
-from sparseflash.backends.triton.hopper.forward_pass import Forward
+from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
+from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
+from sparseflash.backends.triton.hopper.plan import programs_of
+from sparseflash.blockmask.cache import BoundedDict
+
+_layouts = BoundedDict(256)  # of any plan of the same size, so that a new mask costs only its plan
 
 
 def forward(
     setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int
 ) -> Forward:  # fmt: skip
-    """The forward of a plan for tensors like these."""
-    return Forward(setting, q, k, v, scale)
+    """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
+    programs = programs_of(setting.plan.device)
+    work = planned_forward(setting.plan, programs)
+    size = len(work.work), work.merged is not None
+    layout: ForwardLayout | None = _layouts.get(("forward", key, size))
+    if layout is None:
+        made = ForwardLayout(setting, q, k, v, scale, size[0], merges=size[1])
+        layout = _layouts.put(("forward", key, size), made)
+    return Forward(layout, work, programs)
 
 
 def backward(
@@ -23,4 +34,9 @@ def backward(
     *, dlse: bool,
 ) -> Backward:  # fmt: skip
     """The backward of a plan for tensors like these. dlse: whether a gradient comes through lse."""
-    return Backward(setting, q, k, v, out, dout, scale, dlse=dlse)
+    plan = planned_backward(setting.plan, programs_of(setting.plan.device))
+    layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, plan.chains))
+    if layout is None:
+        made = BackwardLayout(setting, q, k, v, out, dout, scale, plan.chains, dlse=dlse)
+        layout = _layouts.put(("backward", dlse, key, plan.chains), made)
+    return Backward(layout, plan)

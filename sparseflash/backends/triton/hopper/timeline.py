@@ -134,7 +134,7 @@ def timeline_kernel(
 def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.constexpr):
     """Counts for every order and head, int32 `[orders, heads]`, the entries that meet others at one time."""
     lane = tl.arange(0, PADDED)
-    for order in tl.static_range(_ORDERS):
+    for order in range(_ORDERS):
         time_ptr = cell_ptr + (order * span.to(tl.int64) + tl.program_id(0)) * programs
         tile = tl.load(time_ptr + lane, mask=lane < programs, other=-1)
         meets = tl.zeros([PADDED], tl.int32)

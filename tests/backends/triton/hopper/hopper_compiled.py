@@ -22,7 +22,7 @@ from sparseflash import BlockMask
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
-from sparseflash.backends.triton.hopper import backward_pass, forward_pass, plan
+from sparseflash.backends.triton.hopper import passes, plan
 
 ARCH = 90
 
@@ -56,8 +56,8 @@ def compiled(dim, dtype, lengths, parts):
     ):
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
         both = (
-            forward_pass.Forward(setting, q, q, q, 1.0),
-            backward_pass.Backward(setting, q, q, q, q, q, 1.0, dlse=False),
+            passes.forward(setting, "", q, q, q, 1.0, 0),
+            passes.backward(setting, "", q, q, q, q, q, 1.0, 0, dlse=False),
         )
         found = {}
         for launch in (each for run in both for each in run.launches()):

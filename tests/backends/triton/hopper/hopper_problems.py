@@ -13,7 +13,7 @@ from sparseflash import testing
 from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import backward_pass, forward_pass, plan
+from sparseflash.backends.triton.hopper import backward_pass, forward_pass, passes, plan
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
 from sparseflash.blockmask.cache import clear_caches
@@ -54,20 +54,19 @@ def interpreted(
         (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change)),
         (forward_pass, "config_for", lambda dim: forward_config),
         (forward_pass, "counter", lambda device: counter),
-        (forward_pass, "programs_of", lambda device: programs),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
         (backward_pass, "backward_config_for", lambda dim: backward_config),
-        (backward_pass, "programs_of", lambda device: programs),
+        (passes, "programs_of", lambda device: programs),
     ]
     clear_caches()
     with ExitStack() as stack:
         for module, name, other in replaced:
             stack.enter_context(mock.patch.object(module, name, other))
         setting = api.setting_of(q, k, asked, (9, 0))
-        out, lse, _ = forward_pass.Forward(setting, q, k, v, scale)(q, k, v, asked.lengths, None)
+        out, lse, _ = passes.forward(setting, object(), q, k, v, scale, 0)(q, k, v, asked.lengths, None)
         gradients = ()
         if dout is not None:
-            run = backward_pass.Backward(setting, q, k, v, out, dout, scale, dlse=dlse is not None)
+            run = passes.backward(setting, object(), q, k, v, out, dout, scale, 0, dlse=dlse is not None)
             gradients = run(dout, dlse, q, k, v, out, lse, None, asked.lengths, None)
     assert counter.item() == 0, "the next launch would not begin with the first item"
     return (out, lse, *gradients)

@@ -9,11 +9,14 @@ from hopper_layouts import LAYOUTS, mask_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseflash import BlockMask
-from sparseflash.backends.triton.hopper import plan
+from sparseflash import BlockMask, masks
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton.hopper import backward_plan, passes, plan
 from sparseflash.backends.triton.hopper.plan import forward_plan, start_order
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
+from sparseflash.blockmask.cache import clear_caches
 from strategies import block_masks
 
 CUT = plan.Rule(far=0.0, chunk=2, worth=1.0)
@@ -112,3 +115,32 @@ def test_too_many_items_are_refused():
     lists = full_first(mask.indptr, mask.indices, mask.tile, mask.words, Tiling(16, 16))
     with pytest.raises(ValueError, match=r"batch x heads x tiles must be below 2\^31; got 65536 x 32768 x 1"):
         forward_plan(lists, mask.pattern.expand(65536, 32768), 16, 16, programs=132, may_wait=True)
+
+
+def prepared(mask, *, merges=False):
+    """The passes of a mask, each under the same key, as for tensors of one layout."""
+    q = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16)
+    rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if merges else plan.RULE
+    with mock.patch.object(plan, "RULE", rule):
+        setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
+        return (
+            passes.forward(setting, "one layout", q, q, q, 1.0, 0),
+            passes.backward(setting, "one layout", q, q, q, q, q, 1.0, 0, dlse=False),
+        )
+
+
+def test_a_new_mask_of_the_same_size_costs_only_its_plan():
+    clear_caches()
+    layouts = [[each.layout for each in prepared(mask)] for mask in (masks.causal(512), masks.dense(512))]
+    assert layouts[0] == layouts[1]
+
+
+def test_work_of_another_size_has_another_layout():
+    clear_caches()
+    (forward, backward), (other, _) = prepared(masks.dense(512)), prepared(masks.dense(512), merges=True)
+    assert forward.layout.combine is None and other.layout.combine is not None
+    with mock.patch.object(backward_plan, "_SHORTEST_CHAIN", 1), mock.patch.object(backward_plan, "_LONG_CHAIN", 0):
+        _, several = prepared(masks.dense(512))
+    assert [each.numel() for each in several.layout.workspace()] != [
+        each.numel() for each in backward.layout.workspace()
+    ]
