@@ -35,7 +35,7 @@ def size_kernel(
     tl.store(size_ptr + item, size, mask=here)
 
 
-@triton.jit(do_not_specialize=["items", "programs"])
+@triton.jit(do_not_specialize=["items", "programs"], do_not_specialize_on_alignment=["key_ptr"])
 def key_kernel(size_ptr, key_ptr, items, programs, AT_ONCE: tl.constexpr):
     """Writes what items are sorted by for `plan.start_order`; one program does all."""
     lane = tl.arange(0, AT_ONCE)
@@ -60,7 +60,7 @@ def key_kernel(size_ptr, key_ptr, items, programs, AT_ONCE: tl.constexpr):
         before += tl.sum(is_short, 0)
 
 
-@triton.jit(do_not_specialize=["items", "programs"])
+@triton.jit(do_not_specialize=["items", "programs"], do_not_specialize_on_alignment=["first_ptr", "chain_ptr"])
 def deal_kernel(
     order_ptr, size_ptr,  # int64, int32 [items]
     first_ptr, chain_ptr,  # int32: the number of all entries, and of all chains

@@ -51,7 +51,9 @@ def begin_kernel(
         tl.store(counter_ptr + place, tl.zeros([ROWS], tl.int32), mask=place < stop)
 
 
-@triton.jit(do_not_specialize=["scale", "heads", "q_len", "row_tiles"])
+@triton.jit(
+    do_not_specialize=["scale", "heads", "q_len", "row_tiles"], do_not_specialize_on_alignment=["chain_ptr"],
+)  # fmt: skip
 def finish_kernel(
     acc_ptr, chain_ptr,  # fp32 [chains, TILE_ROWS, PADDED_D]; int32 [B * Hq * row_tiles + 1], the first of each tile
     dq_ptr, scale, heads, q_len, row_tiles, dq_strides,

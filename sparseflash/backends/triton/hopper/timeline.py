@@ -130,7 +130,9 @@ def timeline_kernel(
             tl.store(cell_ptr + at, head * rows + row, mask=entry < count)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "span", "programs"])
+@triton.jit(
+    do_not_specialize=["rows", "heads", "span", "programs"], do_not_specialize_on_alignment=["meeting_ptr"],
+)  # fmt: skip
 def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.constexpr):
     """Counts for every order and head, int32 `[orders, heads]`, the entries that meet others at one time."""
     lane = tl.arange(0, PADDED)
@@ -151,7 +153,10 @@ def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.c
         "batch_stride", "head_stride", "items", "kv_heads", "columns", "group", "rows", "stride", "programs", "heads",
         "held", "total", "tenths",
     ],
-    do_not_specialize_on_alignment=["pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr"],
+    do_not_specialize_on_alignment=[
+        "pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr", "program_entry_ptr", "meeting_ptr",
+        "cursor_ptr",
+    ],
 )  # fmt: skip
 def entry_kernel(
     pattern_ptr, start_ptr, count_ptr, index_ptr, tile_ptr, dealt_ptr, size_ptr, program_start_ptr, program_entry_ptr,

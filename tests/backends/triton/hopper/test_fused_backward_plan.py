@@ -108,6 +108,27 @@ def test_it_takes_ten_launches_and_five_operations_and_waits_once():
     assert (started.call_count, seen.started, waited.call_count) == (10, 5, 1)
 
 
+def test_kernels_assume_the_alignment_only_of_what_always_has_it():
+    """A kernel is compiled once, for the addresses of its first call."""
+    shifted = {}
+
+    def start(launch, programs, *given):
+        function, names = launch.variant.function, launch.variant.names
+        assumed = set(names) - set(function.kwargs.get("do_not_specialize_on_alignment") or ())
+        numbers = set(function.kwargs.get("do_not_specialize") or ())
+        for name, x in zip(names, given, strict=True):
+            if isinstance(x, torch.Tensor) and x.data_ptr() % 16:
+                shifted.setdefault(function.__name__, set()).update({name} & assumed)
+            assert isinstance(x, torch.Tensor) or name.isupper() or name in numbers, name
+        launch.variant.launch(programs, list(given))
+
+    with mock.patch.object(Launch, "start", start):
+        for blocks in (3, 5, 6):
+            mask = masks.causal(16 * blocks, block=16)
+            fused_plan.backward_plan(columns_of(mask), mask.pattern, 1, mask.q_len, mask.k_len, programs=2)
+    assert shifted and not any(shifted.values()), shifted
+
+
 def test_what_has_more_items_or_programs_than_kernels_count_is_planned_by_operations():
     mask = masks.causal(400, block=128)
     lists = columns_of(mask)
