@@ -80,7 +80,7 @@ def _forward(
             total[where] += torch.exp(sink - highest).masked_fill(empty, 0.0)
         if seed is not None:
             weights *= mask.kept(part, seed, dropped)
-        out[where] = (weights @ mask.gather(v_tiles, keys, part.cols)) / _or_one(total[where]).unsqueeze(-1)
+        out[where] = _product(weights, mask.gather(v_tiles, keys, part.cols)) / _or_one(total[where]).unsqueeze(-1)
     lse = empty_lse(q).copy_(mask.join(maximum + torch.log(total), q))
     kept = _empty_kept(q)
     kept[0], kept[1] = mask.join(maximum, q), mask.join(total, q)
@@ -126,9 +126,9 @@ def _backward(
         if changes is not None:
             dscores = changes.gradient(dscores, steps, mask.place(part), learned)
         dscores = dscores * scale
-        dq[where] = dscores @ mask.gather(k_tiles, keys, part.cols)
-        mask.scatter_add(dv, keys, part.cols, passed.transpose(-1, -2) @ dout_rows)
-        mask.scatter_add(dk, keys, part.cols, dscores.transpose(-1, -2) @ queries)
+        dq[where] = _product(dscores, mask.gather(k_tiles, keys, part.cols))
+        mask.scatter_add(dv, keys, part.cols, _product(passed.transpose(-1, -2), dout_rows))
+        mask.scatter_add(dk, keys, part.cols, _product(dscores.transpose(-1, -2), queries))
         if changes is not None:
             mask.add_sinks(part, changes, learned, maximum[where], total[where], dlse_tiles[where] - delta)
     return (
@@ -322,6 +322,11 @@ class _Mask:
             shape = (int(chosen.sum()), count)
             groups.append((chosen.nonzero().squeeze(1), cols[entries].view(shape), tile[entries].view(shape)))
         return groups
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, as exact for a single column as for several: BLAS sums that one term by term."""
+    return a @ b if b.shape[-1] > 1 else (a * b.mT).sum(-1, keepdim=True)
 
 
 def _or_one(total: Tensor) -> Tensor:

@@ -36,6 +36,9 @@ from tensor_cores import summed_as_by_tensor_cores
 @given(problems(most_tokens=300, head_dims=(1, 8, 16, 40), value_dims=(1, 16, 24), blocks=(16, 32, 64, 128),
                 dtypes=(torch.float64, torch.float32, *HALF), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
 @settings(max_examples=4 * settings().max_examples)
+# BLAS sums a product of one column term by term: dq at 1.5 and out at 1.07 of what is allowed.
+@example(Problem(None, 1, 4, 1, 293, 293, 1, 16, torch.float32, 1.0, "contiguous", seed=832, dropout_p=0.3))
+@example(Problem(None, 2, 2, 1, 78, 78, 1, 1, torch.float32, None, "contiguous", seed=391778659, dropout_p=0.3))
 def test_blockwise_is_exact(problem):
     check(problem, "blockwise")
 
