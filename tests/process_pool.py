@@ -16,6 +16,8 @@ from datetime import timedelta
 
 import torch
 
+from forked import interpreting
+
 TIMEOUT = 60  # seconds that a process waits for the others
 
 
@@ -42,17 +44,14 @@ class Processes:
     """Processes `0 .. count - 1`, and a group of the first one, the first two, and so on. With NCCL each has a GPU."""
 
     def __init__(self, count, timeout=TIMEOUT, backend="gloo"):
-        context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
-        pairs = [context.Pipe() for _ in range(count)]
+        pairs = [multiprocessing.Pipe() for _ in range(count)]
         self.pipes = [ours for ours, _ in pairs]
         store = f"file://{self.folder.name}/store"
+        start = _spawned if backend == "nccl" else interpreting().start  # CUDA must not be known before a fork
         self.processes = [
-            context.Process(target=_serve, args=(theirs, store, rank, count, timeout, backend), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
+            start(_serve, (theirs, store, rank, count, timeout, backend)) for rank, (_, theirs) in enumerate(pairs)
         ]
-        for process in self.processes:
-            process.start()
 
     def __enter__(self):
         return self
@@ -93,6 +92,12 @@ class Processes:
             if isinstance(result, Failed):
                 raise result
         return results
+
+
+def _spawned(function, arguments):
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return process
 
 
 def _bytes(value):

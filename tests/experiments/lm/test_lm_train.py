@@ -18,8 +18,9 @@ from experiments.lm.config import resumed
 from experiments.lm.sample import continued
 from experiments.lm.sample import opened as opened_model
 from experiments.lm.train import Run, saved_config
+from forked import ROOT, ranks
 from lm_models import TINY, tiny, tokens
-from torchrun import ROOT, torchrun
+from lm_rank_runs import whole_and_divided
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_results_are_complete(store, whole):
 
 
 def test_two_processes_train_as_one_with_whole_or_divided_weights(store, whole, tmp_path):
-    torchrun(ROOT / "tests" / "lm_distributed_runs.py", store.folder, tmp_path)
+    ranks(whole_and_divided, store.folder, tmp_path, processes=2)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ddp"]["kinds"] == ["Parameter"] and found["fsdp"]["kinds"] == ["DTensor"]
     for sharding in ("ddp", "fsdp"):

@@ -15,9 +15,10 @@ from experiments.pathfinder.generate import Settings
 from experiments.pathfinder.generate import generate as generate_images
 from experiments.pathfinder.parameters import lra
 from experiments.training.distributed import Ranks, process_group
-from lra_context_runs import KINDS, TINY, data_of, first_gradients
+from forked import ranks
+from lra_rank_runs import KINDS, SHARED, data_of, first_gradients, sharing_sequences
 from lra_runs import DATA, same_bits, weights
-from torchrun import ROOT, torchrun
+from torchrun import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,7 @@ def folders(tmp_path_factory):
 
 def started(folders, out, processes, context):
     """What the processes saw, and where they left it."""
-    named = json.dumps({name: str(path) for name, path in folders.items()})
-    torchrun(ROOT / "tests" / "lra_context_runs.py", out, context, named, processes=processes)
+    ranks(sharing_sequences, out, context, folders, processes=processes)
     return [json.loads((out / f"process{rank}.json").read_text()) for rank in range(processes)], out
 
 
@@ -48,7 +48,7 @@ def square(folders, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folders, tmp_path_factory):
-    run = Run(TINY, data_of(TINY, folders), tmp_path_factory.mktemp("alone") / "run")
+    run = Run(SHARED, data_of(SHARED, folders), tmp_path_factory.mktemp("alone") / "run")
     return run, run.train()
 
 
@@ -85,7 +85,7 @@ def test_processes_that_share_sequences_train_as_one_does(processes, alone, requ
 def test_gradients_are_those_of_one_process(processes, folders, tmp_path, request):
     """Adam divides by their size, so that training alone would hardly show a wrong factor."""
     seen, out = request.getfixturevalue(processes)
-    expected = first_gradients(Run(TINY, data_of(TINY, folders), tmp_path / "run"))
+    expected = first_gradients(Run(SHARED, data_of(SHARED, folders), tmp_path / "run"))
     for rank in range(len(seen)):
         found = torch.load(out / f"gradients{rank}.pt")
         assert found.keys() == expected.keys()
@@ -115,7 +115,7 @@ def test_it_resumes_with_the_same_bits(pair):
 
 def test_one_process_goes_on_where_those_that_share_sequences_stopped(pair, folders, alone):
     folder = pair[1] / "half"
-    resumed = Run(TINY, data_of(TINY, folders), folder, resume=True)
+    resumed = Run(SHARED, data_of(SHARED, folders), folder, resume=True)
     assert resumed.state.step == 20
     resumed.train()
     assert_same_course(resumed.log.of_kind("train"), alone[0].log.of_kind("train"))
@@ -123,10 +123,10 @@ def test_one_process_goes_on_where_those_that_share_sequences_stopped(pair, fold
 
 def test_mistakes_reach_every_process(pair, square):
     for each in pair[0]:
-        assert each["other"] == "context_parallel must be that of the processes that train, 2; got 1"
+        assert each["other"] == "ValueError: context_parallel must be that of the processes that train, 2; got 1"
     for each in square[0]:
         assert each["batch"] == (
-            "the batch must be a multiple of the number of groups of 2 processes, 2, which share it; got 7"
+            "ValueError: the batch must be a multiple of the number of groups of 2 processes, 2, which share it; got 7"
         )
 
 
@@ -142,7 +142,7 @@ def test_mistakes_reach_every_process(pair, square):
 )  # fmt: skip
 def test_settings_with_which_sequences_cannot_be_shared_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        replace(TINY, **{"context_parallel": 2, **settings})
+        replace(SHARED, **{"context_parallel": 2, **settings})
 
 
 def test_presets_with_attention_dropout_name_the_option_to_change():
@@ -158,7 +158,7 @@ def coarse(q_len, *, block):
 
 
 def test_a_mask_with_larger_blocks_is_refused():
-    config = replace(TINY, mask=f"{__file__}:coarse", context_parallel=2)
+    config = replace(SHARED, mask=f"{__file__}:coarse", context_parallel=2)
     with pytest.raises(ValueError, match=r"at most --block 16 tokens .*; got 32 x 32: raise --block"):
         check(config)
     check(replace(config, context_parallel=1))
@@ -175,14 +175,14 @@ def test_the_processes_must_be_a_multiple(monkeypatch):
 
 
 def test_neighbouring_ranks_share_sequences():
-    ranks = [Ranks(rank, 6, context_parallel=3) for rank in range(6)]
-    assert [(each.data_parallel_rank, each.data_parallel_ranks) for each in ranks] == [(0, 2)] * 3 + [(1, 2)] * 3
+    six = [Ranks(rank, 6, context_parallel=3) for rank in range(6)]
+    assert [(each.data_parallel_rank, each.data_parallel_ranks) for each in six] == [(0, 2)] * 3 + [(1, 2)] * 3
 
 
 def test_short_batches_have_a_block_for_every_process():
-    shape = replace(TINY, context_parallel=2).shape
+    shape = replace(SHARED, context_parallel=2).shape
     assert [shape.row(tokens) for tokens in (1, 32, 33)] == [32, 32, 48]
-    assert TINY.shape.row(1) == 16
+    assert SHARED.shape.row(1) == 16
 
 
 def test_the_demo_and_a_lone_process_are_refused_on_the_command_line():

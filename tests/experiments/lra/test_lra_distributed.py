@@ -9,9 +9,10 @@ from experiments.lra.data.listops.generator import generate
 from experiments.lra.tasks import load
 from experiments.lra.train import Run
 from experiments.training.distributed import Ranks, find_device, require_single_process, world_size
-from lra_distributed_runs import TINY
+from forked import ranks
+from lra_rank_runs import TINY, sharing_batches
 from lra_runs import DATA, same_bits, weights
-from torchrun import ROOT, torchrun
+from torchrun import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 def pair(folder, tmp_path_factory):
     """What two processes saw, and where they left it."""
     out = tmp_path_factory.mktemp("pair")
-    torchrun(ROOT / "tests" / "lra_distributed_runs.py", folder, out)
+    ranks(sharing_batches, folder, out, processes=2)
     return [json.loads((out / f"process{rank}.json").read_text()) for rank in (0, 1)], out
 
 
@@ -120,8 +121,8 @@ def test_the_command_under_torchrun_says_everything_once(folder, tmp_path):
 
 def test_without_torchrun_there_is_one_process(monkeypatch):
     assert world_size() == 1
-    ranks = Ranks()
-    assert (ranks.first, ranks.broadcast(0.5), ranks.gather("x"), ranks.first_before_others(lambda: 3)) == (
+    lone = Ranks()
+    assert (lone.first, lone.broadcast(0.5), lone.gather("x"), lone.first_before_others(lambda: 3)) == (
         True,
         0.5,
         ["x"],

@@ -1,10 +1,9 @@
-"""What test_lm_train.py starts in two processes by torchrun: a run with whole weights, and one with divided ones.
+"""What test_lm_train.py runs in two processes: a run with whole weights, and one with divided ones.
 
 Each is also paused and resumed. The first process writes what came out to <out>/found.json.
 """
 
 import json
-import sys
 from pathlib import Path
 
 from experiments.lm.data.store import opened
@@ -13,7 +12,7 @@ from experiments.training.distributed import process_group
 from lm_models import tiny
 
 
-def main(data: Path, out: Path) -> None:
+def whole_and_divided(data: Path, out: Path) -> None:
     found = {}
     with process_group("cpu") as ranks:
         for sharding in ("ddp", "fsdp"):
@@ -32,7 +31,3 @@ def main(data: Path, out: Path) -> None:
                 }  # fmt: skip
         if ranks.first:
             (out / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
