@@ -1,20 +1,14 @@
 """Training runs: logs, metrics, checkpoints, and that a killed and resumed run gives the same bits."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import experiments
 from experiments.lra import train
 from experiments.lra.config import configure, resumed
 from experiments.lra.data.listops.generator import generate
@@ -25,6 +19,7 @@ from experiments.lra.train import Run, saved_run
 from experiments.training import checkpoint, steps
 from experiments.training.run_log import read
 from fake_clock import FakeClock
+from forked import interpreting
 from lra_runs import DATA, TINY, same_bits, weights
 
 
@@ -106,56 +101,64 @@ def test_a_run_killed_between_checkpoints_gives_the_same_bits(data, whole, tmp_p
     assert without_times(resumed.log.records) == without_times(run.log.records)
 
 
+def train_in_a_fork(config, data_folder, out, begun):
+    """Trains, or goes on; `begun` is made when it is about to."""
+    torch.set_num_threads(1)  # as this process: sums that are split among threads depend on their number
+    given = config, load("listops", data_folder), out
+    try:
+        run = Run(*given)
+    except FileExistsError:
+        run = Run(*given, resume=True)
+    begun.touch()
+    run.train()
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
     config = replace(TINY, steps=10**6, checkpoint_every=5, eval_every=10**6)
-    script = (
-        "import sys; from pathlib import Path; from experiments.lra.config import Config\n"
-        "from experiments.lra.tasks import load; from experiments.lra.train import Run\n"
-        f"Run(Config(**{vars(config)!r}), load('listops', Path(sys.argv[1])), Path(sys.argv[2])).train()"
-    )
-    command = [sys.executable, "-c", script, str(data.folder), str(tmp_path / "run")]
-    root = Path(experiments.__file__).parents[1]
-    # As many as this process: sums that are split among threads depend on their number.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(command, cwd=root, env=environment)
+    folder = tmp_path / "run"
+    process = interpreting().start(train_in_a_fork, (config, data.folder, folder, tmp_path / "begun"))
     try:
-        deadline = time.monotonic() + 300
-        while not checkpoint.checkpoints(tmp_path / "run"):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: checkpoint.checkpoints(folder), process)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    killed = Run(config, data, tmp_path / "run", resume=True)
+        process.kill()
+        process.join()
+    killed = Run(config, data, folder, resume=True)
     assert killed.state.step > 0 and killed.state.step % 5 == 0
     uninterrupted = Run(replace(config, checkpoint_every=10**6), data, tmp_path / "other")
     uninterrupted.train(pause=lambda step: step == killed.state.step)
     assert same_bits(weights(killed), weights(uninterrupted))
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_process_killed_at_any_moment_resumes_to_the_same_losses(data, tmp_path):
     """Again and again, after random times: between steps, in one, while a checkpoint is written, while it starts."""
     config = replace(TINY, steps=400, checkpoint_every=7, eval_every=100, log_every=1)
-    script = (
-        "import sys; from pathlib import Path; from experiments.lra.config import Config\n"
-        "from experiments.lra.tasks import load; from experiments.lra.train import Run\n"
-        f"given = Config(**{vars(config)!r}), load('listops', Path(sys.argv[1])), Path(sys.argv[2])\n"
-        "try:\n    run = Run(*given)\nexcept FileExistsError:\n    run = Run(*given, resume=True)\n"
-        "print(flush=True); run.train()"
-    )
-    command = [sys.executable, "-c", script, str(data.folder), str(tmp_path / "run")]
-    root = Path(experiments.__file__).parents[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     draw = random.Random(0)
     kills = 0
-    for _ in range(3):
-        process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE)
-        assert process.stdout.readline().endswith(b"\n")  # it is about to train
+    for number in range(3):
+        begun = tmp_path / f"begun{number}"
+        process = interpreting().start(train_in_a_fork, (config, data.folder, tmp_path / "run", begun))
+        wait_for(begun.exists, process)
         time.sleep(draw.uniform(0.0, 1.5))
-        kills += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        kills += process.is_alive()
+        process.kill()
+        process.join()
     assert kills > 0
     killed = Run(config, data, tmp_path / "run", resume=True)
     reached = killed.state.step
