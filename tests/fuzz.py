@@ -1,8 +1,9 @@
 """Wild calls of the public API, and what must become of each: a right result, or one clear error of the library's own.
 
-    PYTHONPATH=.:tests python tests/fuzz.py --examples 1000 [--family attention]
+    PYTHONPATH=.:tests python tests/fuzz.py --calls 20000 --seconds 540 --record calls.json [--device cuda]
 
-runs more of them than the tests do and counts what was drawn and how it ended. An error is the library's own if a
+runs more of them than the tests do, by families in turn, and counts what was drawn and how it ended. With `--record`, a
+later run goes on where one stopped, with other seeds. An error is the library's own if a
 `raise` of the library raised it, as ValueError, TypeError, NotImplementedError or RuntimeError, with a text; one that
 PyTorch, NumPy or Python raises from inside is a bug, as is any other kind.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import linecache
 import math
 import time
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import sparseflash
@@ -28,7 +30,18 @@ from sparseflash import BlockMask, attention, decode, interop, masks, nn, scores
 
 ROOT = Path(sparseflash.__file__).resolve().parents[1]
 OWN = (str(ROOT / "sparseflash"), str(ROOT / "masks"))
+DEVICE = torch.device("cpu")  # of tensors and masks; --device
 KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError)
+
+
+def draws(**strategies):
+    """Marks a family with what its arguments are drawn from."""
+
+    def mark(family):
+        family.strategies = strategies
+        return family
+
+    return mark
 
 
 class Subclass(torch.Tensor):
@@ -89,8 +102,7 @@ def tensor(shape, dtype=torch.float32, layout="plain", fill="normal", grad=False
         made = made[:1].expand(made.shape)
     if layout == "sparse" and made.ndim:
         made = made.to_sparse()
-    if layout == "meta":
-        made = made.to("meta")
+    made = made.to("meta" if layout == "meta" else DEVICE)
     if layout == "inference":
         with torch.inference_mode():
             made = made.clone()
@@ -150,7 +162,7 @@ def built(specs, odd_place, odd):
 
 def are_plain(inputs, specs):
     """Whether the result is known: finite numbers on a device that holds them."""
-    return all(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in inputs) and all(
+    return all(isinstance(x, torch.Tensor) and x.device.type == DEVICE.type for x in inputs) and all(
         spec["fill"] in ("normal", "zero") for spec in specs
     )
 
@@ -184,7 +196,7 @@ def check_attention(inputs, specs, result, live, scale=None, dropped=False):
 def pattern(name, q_len, k_len):
     """A mask by a drawn name; some do not fit."""
     q_len, k_len = max(q_len, 1), max(k_len, 1)
-    return {
+    made = {
         "none": lambda: None,
         "causal": lambda: masks.causal(q_len, k_len, block=16),
         "local": lambda: masks.local(q_len, k_len, window=9, block=(16, 32)),
@@ -201,6 +213,7 @@ def pattern(name, q_len, k_len):
         "tensor": lambda: torch.ones(q_len, k_len, dtype=torch.bool),
         "text": lambda: "causal",
     }[name]()
+    return made if made is None or name in ("meta", "text") else made.to(DEVICE)
 
 
 def mostly(usual, wild):
@@ -222,7 +235,7 @@ def sizes_of(inputs):
     return [x.shape[2] if isinstance(x, torch.Tensor) and x.ndim == 4 else 5 for x in inputs[:2]]
 
 
-@given(drawn=attention_inputs(), mask=PATTERNS, scale=SCALES, dropout=DROPOUTS, backend=BACKENDS, seed=SEEDS,
+@draws(drawn=attention_inputs(), mask=PATTERNS, scale=SCALES, dropout=DROPOUTS, backend=BACKENDS, seed=SEEDS,
        lse=st.booleans())  # fmt: skip
 def fuzz_attention(drawn, mask, scale, dropout, backend, seed, lse):
     specs, *odd = drawn
@@ -233,7 +246,9 @@ def fuzz_attention(drawn, mask, scale, dropout, backend, seed, lse):
     if kind == "refused":
         return kind
     out = found[0] if lse else found
-    live = torch.ones((), dtype=torch.bool) if mask is None or mask.device.type == "meta" else mask.to_dense()
+    live = torch.ones((), dtype=torch.bool, device=DEVICE)
+    if mask is not None and mask.device.type != "meta":
+        live = mask.to_dense()
     check_attention(inputs, specs, out, live, scale, dropped=dropout != 0)
     return kind
 
@@ -241,7 +256,7 @@ def fuzz_attention(drawn, mask, scale, dropout, backend, seed, lse):
 MASK_SHAPES = mostly(["empty", "empty", "empty", "square", "keys", "each"], ["wrong", "scalar"])
 
 
-@given(drawn=attention_inputs(), shape=MASK_SHAPES, dtype=mostly([torch.bool, torch.float32], DTYPES),
+@draws(drawn=attention_inputs(), shape=MASK_SHAPES, dtype=mostly([torch.bool, torch.float32], DTYPES),
        fill=mostly(["normal", "zero"], FILLS), layout=mostly(["plain", "transposed"], LAYOUTS),
        causal=mostly([False, True], [1, None, "yes"]), gqa=mostly([True], [False]))  # fmt: skip
 def fuzz_sdpa(drawn, shape, dtype, fill, layout, causal, gqa):
@@ -255,12 +270,12 @@ def fuzz_sdpa(drawn, shape, dtype, fill, layout, causal, gqa):
     if kind == "refused":
         return kind
     if inputs[0].ndim == 4 and mask is None:
-        live = torch.ones(q_len, k_len, dtype=torch.bool)
+        live = torch.ones(q_len, k_len, dtype=torch.bool, device=DEVICE)
         check_attention(inputs, specs, found, live.tril() if causal else live)
     return kind
 
 
-@given(drawn=attention_inputs(), lengths=st.lists(NUMBERS, max_size=3), window=ANYTHING, sinks=ANYTHING,
+@draws(drawn=attention_inputs(), lengths=st.lists(NUMBERS, max_size=3), window=ANYTHING, sinks=ANYTHING,
        use=st.sets(st.sampled_from(["window", "sinks", "mask", "starts", "block_table", "pages"])), mask=PATTERNS,
        dtype=st.sampled_from(DTYPES), backend=mostly([None, "reference"], ["blockwise", "triton", 3]),
        near=SMALL)  # fmt: skip
@@ -272,13 +287,18 @@ def fuzz_attention_with_cache(drawn, lengths, window, sinks, use, mask, dtype, b
     q, k, v = built(specs, *odd)
     if fits:
         lengths = [5] * q.shape[0]
-    numbers = torch.tensor([min(max(n, -(2**62)), 2**62) for n in lengths]).to(torch.int64 if fits else dtype)
-    ones = torch.zeros(2, 2, dtype=torch.int32)
+    numbers = torch.tensor([min(max(n, -(2**62)), 2**62) for n in lengths]).to(DEVICE, torch.int64 if fits else dtype)
+    ones = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
     options = {"window": window, "sinks": sinks, "mask": pattern(mask, 64, 64), "starts": numbers, "block_table": ones,
-               "pages": torch.zeros(2, 2, 1, dtype=torch.int64)}  # fmt: skip
+               "pages": torch.zeros(2, 2, 1, dtype=torch.int64, device=DEVICE)}  # fmt: skip
     if fits:
         use = use & {"window", "sinks", "mask", "starts"} | ({"window"} if "sinks" in use else set())
-        options |= {"window": near, "sinks": near, "starts": numbers - 4, "mask": masks.causal(64, block=64)}
+        options |= {
+            "window": near,
+            "sinks": near,
+            "starts": numbers - 4,
+            "mask": masks.causal(64, block=64).to(DEVICE),
+        }
     named = {name: options[name] for name in use}
     kind, found = outcome(lambda: decode.attention_with_cache(q, k, v, numbers, backend=backend, **named))
     if kind == "result":
@@ -286,7 +306,7 @@ def fuzz_attention_with_cache(drawn, lengths, window, sinks, use, mask, dtype, b
     return kind
 
 
-@given(tokens=st.sampled_from([30, 1, 2, 0]), dims=st.sampled_from([2, 3, 4]), sums=st.lists(NUMBERS, max_size=4),
+@draws(tokens=st.sampled_from([30, 1, 2, 0]), dims=st.sampled_from([2, 3, 4]), sums=st.lists(NUMBERS, max_size=4),
        as_tensor=st.booleans(), fits=mostly([True], [False]), pattern=mostly(["causal", "rule", "none"], ["wrong", 3]),
        dtype=mostly(FLOATS, DTYPES), layout=mostly(["plain", "transposed", "parameter"], LAYOUTS))  # fmt: skip
 def fuzz_attention_varlen(tokens, dims, sums, as_tensor, fits, pattern, dtype, layout):
@@ -336,7 +356,7 @@ def builder_calls(draw):
     return name, chosen
 
 
-@given(drawn=builder_calls())
+@draws(drawn=builder_calls())
 def fuzz_builders(drawn):
     name, chosen = drawn
     kind, found = outcome(lambda: BUILDERS[name](**chosen))
@@ -358,40 +378,94 @@ OWN_MASKS = st.sampled_from(["causal", "local", "random", "nothing", "short", "h
 
 
 @st.composite
+def fitting_arguments(draw, name, dense):
+    """Arguments that this method of such a mask takes, and the live scores of its result, if known."""
+    block = draw(st.sampled_from([16, 32, (16, 64), (64, 32)]))
+    if name in ("from_dense", "dense", "from_layout"):
+        q_len, k_len = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+        block_q, block_k = block if isinstance(block, tuple) else (block, block)
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+        live = torch.rand(q_len, k_len, generator=generator) < 0.5
+        if name == "from_dense":
+            return {"dense": live, "block": block}, live
+        if name == "dense":
+            return {"q_len": q_len, "k_len": k_len, "block": block}, torch.ones(q_len, k_len, dtype=torch.bool)
+        layout = live[: -(-q_len // block_q), : -(-k_len // block_k)]
+        scores_ = layout.repeat_interleave(block_q, 0).repeat_interleave(block_k, 1)[:q_len, :k_len]
+        return {"layout": layout, "block": block, "q_len": q_len, "k_len": k_len}, scores_
+    if name == "from_tiles":
+        cells = sorted(draw(st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2)))))
+        rows, cols = [row for row, _ in cells], [col for _, col in cells]
+        expected = torch.zeros(48, 48, dtype=torch.bool)
+        for row, col in cells:
+            expected[16 * row : 16 * row + 16, 16 * col : 16 * col + 16] = True
+        named = {"rows": rows, "cols": cols, "q_len": 40, "k_len": 45, "block": 16, "tile": None, "live": None}
+        return named, expected[:40, :45]
+    if name == "from_block_index":
+        index = draw(st.lists(st.lists(st.integers(-1, 2), min_size=2, max_size=2), min_size=3, max_size=3))
+        return {
+            "index": torch.tensor(index),
+            "block": 16,
+            "q_len": 40,
+            "k_len": 45,
+            "causal": draw(st.booleans()),
+        }, None
+    if name in ("__and__", "__or__", "__eq__"):
+        other = pattern(draw(st.sampled_from(["causal", "local", "random", "nothing", "short", "heads"])), 40, 40)
+        live = {"__and__": torch.logical_and, "__or__": torch.logical_or}.get(name)
+        return {"other": other}, None if live is None else live(dense, other.to_dense())
+    if name == "crop":
+        q, k = (draw(st.tuples(st.integers(0, 19), st.integers(20, 40))) for _ in range(2))
+        return {"q": q, "k": k}, dense[..., slice(*q), slice(*k)]
+    if name == "select":
+        heads = draw(st.lists(st.integers(0, dense.shape[1] - 1), min_size=1, max_size=3))
+        return {"heads": heads}, dense[:, heads] if dense.shape[1] > 1 else dense
+    if name == "with_lengths":
+        lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))
+        inside = torch.arange(40, device=dense.device) < torch.tensor(lengths, device=dense.device)[:, None]
+        inside = (inside[:, :, None] & inside[:, None, :])[:, None]
+        return {"lengths": lengths}, dense[:, :1] & inside if dense.shape[1] == 1 else dense & inside
+    if name == "reblock":
+        return {"block": block}, dense
+    if name == "to":
+        return {"device": DEVICE}, dense
+    if name == "to_string":
+        return {"width": draw(st.integers(1, 90))}, None
+    return {}, {"transpose": dense.mT, "bake_lengths": dense, "canonical": dense}.get(name)
+
+
+@st.composite
 def method_calls(draw):
-    name = draw(st.sampled_from(sorted(METHODS)))
-    chosen, fits = {}, draw(st.booleans())
+    """A method, the mask it is called of, its arguments, and the live scores of its result, if known."""
+    name, own = draw(st.sampled_from(sorted(METHODS))), draw(OWN_MASKS)
+    if own not in ("meta", "short") and draw(st.booleans()):
+        return name, own, *draw(fitting_arguments(name, pattern(own, 40, 40).to_dense()))
+    chosen = {}
     for parameter in METHODS[name]:
         if parameter == "other":
             chosen[parameter] = draw(st.builds(pattern, OWN_MASKS, st.just(40), st.sampled_from([40, 41])) | ANYTHING)
-        elif fits and parameter in TYPICAL:
-            chosen[parameter] = TYPICAL[parameter]
-        elif not fits and draw(st.integers(0, 2)):
+        elif draw(st.integers(0, 2)):
             typical = st.just(TYPICAL[parameter]) if parameter in TYPICAL else TENSORS
             pairs = st.tuples(NUMBERS | st.none(), NUMBERS | st.none())
             chosen[parameter] = draw(st.one_of(typical, SMALL, ANYTHING, TENSORS, pairs, st.lists(SMALL, max_size=3)))
-    return name, chosen, draw(OWN_MASKS)
+    for parameter in inspect.signature(getattr(BlockMask, name)).parameters.values():
+        if parameter.default is parameter.empty and parameter.name in METHODS[name]:
+            chosen.setdefault(parameter.name, TYPICAL.get(parameter.name, torch.ones(3, 3, dtype=torch.bool)))
+    return name, own, chosen, None
 
 
-@given(drawn=method_calls())
+@draws(drawn=method_calls())
 def fuzz_methods(drawn):
-    name, chosen, own = drawn
+    name, own, chosen, expected = drawn
     others = [chosen[parameter] for parameter in METHODS[name] if parameter == "other"]
-    if not others:
-        required = inspect.signature(getattr(BlockMask, name)).parameters.values()
-        for parameter in required:
-            if parameter.default is parameter.empty and parameter.name in METHODS[name]:
-                chosen.setdefault(parameter.name, TYPICAL.get(parameter.name, torch.ones(3, 3, dtype=torch.bool)))
     subject = pattern(own, 40, 40)
     kind, found = outcome(lambda: getattr(subject, name)(*others, **({} if others else chosen)))
+    assert kind == "result" or expected is None, found
     if kind == "result" and isinstance(found, BlockMask) and found.device.type != "meta":
         found.canonical().validate()
+        if expected is not None:
+            assert found.to_dense().cpu().equal(expected.expand(found.to_dense().shape).cpu())
     return kind
-
-
-def in_int32(x: torch.Tensor) -> torch.Tensor:
-    """What can be converted without a warning, converted."""
-    return x.to(torch.int32) if x.layout == torch.strided and not x.is_complex() else x
 
 
 @st.composite
@@ -425,7 +499,7 @@ def written(old, number):
     return changed
 
 
-@given(fields=raw_arrays())
+@draws(fields=raw_arrays())
 def fuzz_arrays(fields):
     kind, found = outcome(lambda: BlockMask(**fields))
     if kind == "refused" or found.device.type == "meta":
@@ -433,8 +507,9 @@ def fuzz_arrays(fields):
     kind, found = outcome(found.validate)
     if kind == "refused":
         return kind
-    q = torch.randn(found.shape[0], found.shape[1], found.q_len, 8)
-    k = torch.randn(found.shape[0], found.shape[1], found.k_len, 8)
+    found = found.to(DEVICE)
+    q = torch.randn(found.shape[0], found.shape[1], found.q_len, 16, device=DEVICE)
+    k = torch.randn(found.shape[0], found.shape[1], found.k_len, 16, device=DEVICE)
     torch.testing.assert_close(
         attention(q, k, k, found), truth(q, k, k, found.to_dense()).float(), atol=1e-4, rtol=1e-4
     )
@@ -448,39 +523,61 @@ FROM = {
     "from_flashinfer": ("indptr", "indices", "M", "N", "R", "C", "mask", "block"),
     "from_fa4": ("tensors", "q_len", "k_len"), "from_flex": ("block_mask", "batch", "heads"),
 }  # fmt: skip
-DENSE = torch.ones(40, 40).tril()
-TAKEN = {  # what they take
-    "from_sdpa": lambda: ([DENSE.bool()], {"block": 16}),
-    "from_torch_sparse": lambda: ([DENSE.to_sparse_csr()], {"block": 16}),
-    "from_scipy": lambda: ([interop.to_scipy(pattern("random", 40, 40))], {"block": 16}),
-    "from_deepspeed": lambda: ([torch.ones(2, 3, 3, dtype=torch.int64)], {"block": 16}),
-    "from_flashmask": lambda: ([torch.full((1, 1, 40, 1), 40, dtype=torch.int32)], {"causal": True, "block": 16}),
-    "from_flashinfer": lambda: (
-        [torch.tensor([0, 1, 2])],
-        {"indices": torch.tensor([0, 1]), "M": 32, "N": 32, "R": 16, "C": 16},
-    ),
-    "from_fa4": lambda: ([interop.to_fa4(BlockMask.dense(256, 256))], {"q_len": 256, "k_len": 256}),
-    "from_flex": lambda: ([interop.to_flex(masks.causal(256))], {}),
-}
+# The sides of blocks that a library takes, and which of them take whole blocks only.
+BLOCKS = {"fa4": (128,), "flex": (128, 16), "deepspeed": (16, 32)}
+WHOLE = ("deepspeed", "flashinfer")
+
+
+@st.composite
+def convertible(draw, library):
+    """A mask that this library can express."""
+    block = draw(st.sampled_from(BLOCKS.get(library, (16, 32, 64))))
+    rows = draw(st.integers(1, 4))
+    cols = rows if library == "deepspeed" else draw(st.integers(1, 4))
+    q_len, k_len = (
+        size * block - (0 if library in WHOLE else draw(st.integers(0, block - 1))) for size in (rows, cols)
+    )
+    if library == "flashmask":
+        length = draw(st.integers(1, 99))
+        kind = draw(st.sampled_from([masks.local, masks.local, masks.causal, BlockMask.dense]))
+        named = {"window": draw(st.integers(1, 40)), "causal": draw(st.booleans())} if kind is masks.local else {}
+        return kind(length, block=block, **named)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    share = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+    if library in ("deepspeed", "fa4") or draw(st.booleans()):
+        layout = torch.rand(-(-q_len // block), -(-k_len // block), generator=generator) < share
+        return BlockMask.from_layout(layout, block=block, q_len=q_len, k_len=k_len)
+    return BlockMask.from_dense(torch.rand(q_len, k_len, generator=generator) < share, block=block)
+
+
+def returned(library, mask):
+    """The mask that comes back from a library's form of a mask."""
+    made = getattr(interop, f"to_{library}")(mask)
+    take = getattr(interop, f"from_{library}")
+    if library == "fa4":
+        return take(made.forward, mask.q_len, mask.k_len)
+    if library == "flashinfer":
+        return take(*made)
+    if library == "flashmask":
+        return take(made.startend_row_indices, causal=made.causal, q_len=mask.q_len, block=mask.block_q)
+    if library == "deepspeed":
+        return take(made.layout, block=made.block)
+    return take(made) if library == "flex" else take(made, block=mask.block_q)
+
+
 NEEDED = {"causal", "M", "N", "R", "C", "indices"}
 
 
 @st.composite
 def conversions(draw):
+    if draw(st.integers(0, 3)) == 0:  # most others are too much alike to be drawn again
+        name = draw(st.sampled_from(sorted(FROM))).removeprefix("from_")
+        return name, [draw(convertible(name))], {}
     if draw(st.booleans()):
         name = draw(st.sampled_from([n for n in interop.__all__ if n.startswith("to_")]))
-        return (
-            name,
-            [
-                pattern(draw(OWN_MASKS), 40, draw(st.sampled_from([40, 64])))
-                if draw(st.integers(0, 3))
-                else draw(ANYTHING)
-            ],
-            {},
-        )
+        mask = st.builds(pattern, OWN_MASKS, st.just(40), st.sampled_from([40, 64]))
+        return name, [draw(mask if draw(st.integers(0, 3)) else ANYTHING)], {}
     name = draw(st.sampled_from(sorted(FROM)))
-    if draw(st.booleans()):
-        return name, *TAKEN[name]()
     _, *rest = FROM[name]
     value = draw(TENSORS | ANYTHING)
     named = {r: draw(st.one_of(SMALL, ANYTHING, TENSORS)) for r in rest if r in NEEDED or draw(st.booleans())}
@@ -491,31 +588,38 @@ def conversions(draw):
     return name, [value], named
 
 
-@given(drawn=conversions())
+@draws(drawn=conversions())
 def fuzz_interop(drawn):
     name, positional, named = drawn
+    if not name.startswith(("to_", "from_")):
+        kind, found = outcome(lambda: returned(name, positional[0].to(DEVICE)))
+        assert kind == "result" and torch.equal(found.to_dense().cpu(), positional[0].to_dense()), found
+        return kind
     kind, found = outcome(lambda: getattr(interop, name)(*positional, **named))
     if kind == "result" and isinstance(found, BlockMask) and found.device.type != "meta":
         found.validate()
     return kind
 
 
-@given(of=st.sampled_from(["self", "cross", "multihead"]), sizes=st.tuples(*[SMALL | ODD | st.just(0)] * 2),
+@draws(of=st.sampled_from(["self", "cross", "multihead"]), sizes=st.tuples(*[SMALL | ODD | st.just(0)] * 2),
        usual=st.booleans(), mask=PATTERNS, x=TENSORS, lengths=TENSORS | ANYTHING | st.lists(NUMBERS, max_size=3),
        options=st.dictionaries(st.sampled_from(["kv_heads", "head_dim", "dropout", "scale"]), SMALL | ODD))  # fmt: skip
 def fuzz_modules(of, sizes, usual, mask, x, lengths, options):
     sizes = (16, 2) if usual else sizes
-    x = torch.randn(2, 40, 16) if usual else x
+    x = torch.randn(2, 40, 16, device=DEVICE) if usual else x
     options = {} if usual or of == "multihead" else options
-    lengths = (torch.zeros(2, 40, dtype=torch.bool) if of == "multihead" else [3, 40]) if usual else lengths
+    lengths = (
+        (torch.zeros(2, 40, dtype=torch.bool, device=DEVICE) if of == "multihead" else [3, 40]) if usual else lengths
+    )
 
     def call():
         made = pattern(mask, 40, 40)
         if of == "self":
-            return nn.SparseSelfAttention(*sizes, made, **options)(x, lengths=lengths)
+            return nn.SparseSelfAttention(*sizes, made, **options).to(DEVICE)(x, lengths=lengths)
         if of == "cross":
-            return nn.SparseCrossAttention(*sizes, made, **options)(x, x, context_lengths=lengths)
-        return nn.MultiheadAttention(*sizes, batch_first=True, mask=made)(x, x, x, key_padding_mask=lengths)[0]
+            return nn.SparseCrossAttention(*sizes, made, **options).to(DEVICE)(x, x, context_lengths=lengths)
+        layer = nn.MultiheadAttention(*sizes, batch_first=True, mask=made).to(DEVICE)
+        return layer(x, x, x, key_padding_mask=lengths)[0]
 
     kind, found = outcome(call)
     if kind == "result":
@@ -523,16 +627,16 @@ def fuzz_modules(of, sizes, usual, mask, x, lengths, options):
     return kind
 
 
-@given(name=st.sampled_from(sorted(set(scores.__all__) - {"Scores", "function"})), first=TENSORS | ANYTHING,
+@draws(name=st.sampled_from(sorted(set(scores.__all__) - {"Scores", "function"})), first=TENSORS | ANYTHING,
        values=st.lists(SMALL | ANYTHING | TENSORS, max_size=3), usual=mostly([True], [False]))  # fmt: skip
 def fuzz_scores(name, first, values, usual):
     build = getattr(scores, name)
     parameters = [p for p in inspect.signature(build).parameters.values() if p.kind is not p.VAR_KEYWORD]
     needed = [p for p in parameters if p.default is p.empty]
-    given_ = [torch.randn(2) if usual else first, *values, *([3] * 9)][: len(needed)]
+    given_ = [torch.randn(2, device=DEVICE) if usual else first, *values, *([3] * 9)][: len(needed)]
     positional = [x for p, x in zip(needed, given_) if p.kind is not p.KEYWORD_ONLY]
     named = {p.name: x for p, x in zip(needed, given_) if p.kind is p.KEYWORD_ONLY}
-    q = torch.randn(1, 2, 40, 8)
+    q = torch.randn(1, 2, 40, 16, device=DEVICE)
     kind, change = outcome(lambda: build(*positional, **named))
     if kind == "result" and isinstance(change, (scores.Scores, scores.bias(torch.ones(1, 1, 1, 1)).__class__.__base__)):
         kind, found = outcome(lambda: attention(q, q, q, scores=change))
@@ -543,41 +647,83 @@ def fuzz_scores(name, first, values, usual):
 FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().items()) if name.startswith("fuzz_")}
 
 
-def run(family, examples, **options):
-    """Draws calls of a family and counts how they ended; raises what went wrong."""
-    ends = Counter()
-    of = FAMILIES[family]
-    wild = of.hypothesis.inner_test
+def run(family, examples, number=None, ends=None, **options):
+    """Draws calls of a family and counts how they ended, in `ends` too; raises what went wrong.
 
-    def counted(*args, **kwargs):
-        ends[wild(*args, **kwargs)] += 1
+    The same number draws the same calls.
+    """
+    ends = Counter() if ends is None else ends
+    wild = FAMILIES[family]
 
-    of.hypothesis.inner_test = counted
-    try:
-        settings(max_examples=examples, suppress_health_check=list(HealthCheck), **options)(of)()
-    finally:
-        of.hypothesis.inner_test = wild
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), **options)
+    @given(**wild.strategies)
+    def counted(**drawn):
+        try:
+            end = wild(**drawn)
+        except Exception:
+            ends["failure"] += 1  # those by which Hypothesis simplifies one are counted, too
+            raise
+        ends[end] += 1
+
+    (counted if number is None else seed(number)(counted))()
     return ends
 
 
+CALLS = 100  # of a family before the next has its turn
+
+
+def one_turn(family, number):
+    """How that many calls ended, and what went wrong as lines of text."""
+    ends = Counter()
+    try:
+        return run(family, CALLS, number, ends, deadline=None, database=None), []
+    except Exception as failure:  # a group, if there are several
+        failures = getattr(failure, "exceptions", [failure])
+        notes = ["".join(getattr(each, "__notes__", [])[:1]) for each in failures]
+        what = [f"{type(each).__name__}: {each} {note}" for each, note in zip(failures, notes)]
+        return ends, [f"{family}, seed {number}: {text}" for text in what]
+
+
+def table(ends):
+    """How the calls of each family ended, as lines of text."""
+    total = Counter()
+    for family, counts in sorted(ends.items()):
+        total.update(counts)
+        yield f"{family:>20}: {sum(counts.values()):6} calls, {counts.get('result', 0):6} results"
+    yield f"{'all':>20}: {total.total():6} calls, {total['result']:6} results"
+
+
 def main():
+    global DEVICE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=1000, help="calls of each family")
+    parser.add_argument("--calls", type=int, default=10_000, help="of all families together, those recorded included")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="the last turn is begun before")
+    parser.add_argument("--record", type=Path, help="a JSON file of what was done, also by earlier runs")
+    parser.add_argument("--seed", type=int, default=0, help="of the first turn, without a record")
+    parser.add_argument("--device", type=torch.device, default=DEVICE, help="of tensors and masks")
     parser.add_argument("--family", choices=FAMILIES, action="append", help="by default all")
     chosen = parser.parse_args()
-    total = Counter()
-    for name in chosen.family or FAMILIES:
-        start = time.perf_counter()
-        try:
-            ends = run(name, chosen.examples, deadline=None, database=None)
-            total.update(ends)
-            print(f"{name}: {dict(ends)}, {time.perf_counter() - start:.0f} s", flush=True)
-        except Exception as failure:  # a group, if there are several
-            for each in getattr(failure, "exceptions", [failure]):
-                notes = "".join(getattr(each, "__notes__", [])[:1])
-                print(f"{name}: FAILED: {type(each).__name__}: {each} {notes}", flush=True)
-    print(f"all: {sum(total.values())} calls, {dict(total)}")
+    DEVICE = chosen.device
+    families = chosen.family or list(FAMILIES)
+    done = {"seed": chosen.seed, "ends": {}, "failures": []}
+    if chosen.record and chosen.record.exists():
+        done = json.loads(chosen.record.read_text())
+    start = time.perf_counter()
+    while sum(sum(counts.values()) for counts in done["ends"].values()) < chosen.calls:
+        if time.perf_counter() - start > chosen.seconds:
+            break
+        # Seeds count turns, so the family whose turn it is follows from the seed, too.
+        family = families[done["seed"] % len(families)]
+        ends, failures = one_turn(family, done["seed"])
+        print(*failures, sep="\n", end="\n" if failures else "", flush=True)
+        done["seed"] += 1
+        done["ends"][family] = Counter(done["ends"].get(family, {})) + ends
+        done["failures"] += failures
+        if chosen.record:
+            chosen.record.write_text(json.dumps(done, indent=1))
+    print(*table(done["ends"]), f"{len(done['failures'])} failures", sep="\n")
+    return 1 if done["failures"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

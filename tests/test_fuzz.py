@@ -22,8 +22,10 @@ of the peers have reported (shared notes name the reports):
 
 import copy
 import dataclasses
+import json
 import multiprocessing
 import pickle
+import sys
 import threading
 
 import pytest
@@ -44,6 +46,24 @@ def test_errors_of_others_are_not_taken_for_ours():
         with pytest.raises((AssertionError, IndexError, AttributeError)):
             fuzz.outcome(wrong)
     assert fuzz.outcome(lambda: masks.causal(-1))[0] == "refused" and fuzz.outcome(lambda: 3) == ("result", 3)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    record = tmp_path / "calls.json"
+    monkeypatch.setattr(fuzz, "CALLS", 3)
+    for calls in (6, 12):
+        monkeypatch.setattr(sys, "argv", ["fuzz", "--family", "builders", f"--calls={calls}", f"--record={record}"])
+        assert fuzz.main() == 0
+    done = json.loads(record.read_text())
+    assert done["seed"] == 4 and sum(done["ends"]["builders"].values()) == 12 and not done["failures"]
+    assert "builders:     12 calls" in capsys.readouterr().out
+
+
+def test_a_run_tells_failures_and_the_seeds_that_draw_them(monkeypatch, capsys):
+    monkeypatch.setattr(masks, "causal", None)
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--family", "attention", "--calls=100", "--seed=5"])
+    assert fuzz.main() == 1
+    assert "attention, seed 5: TypeError: 'NoneType' object is not callable" in capsys.readouterr().out
 
 
 def problem(length=50, seed=0):
@@ -173,6 +193,7 @@ ONE = torch.tensor(5)
         (lambda: BlockMask.from_dense(SPARSE.bool(), block=16), TypeError, r"dense must be a dense tensor; got one wi"),
         (lambda: BlockMask.from_dense(object, block=16), TypeError, r"dense must be boolean \(True: live\); got type"),
         (lambda: MASK.with_lengths(META[0].int()), ValueError, r"lengths must be on the mask's device cpu; got meta"),
+        (lambda: MASK.select(batch=META[0].int()), ValueError, r"batch must lie on a device that holds its contents"),
         (lambda: MASK.to_string(heads="x"), TypeError, r"heads must be an integer, several, or None; got 'x'"),
         (lambda: masks.random_blocks(40, count=1, causal=1), TypeError, r"causal must be True or False; got 1"),
         (lambda: interop.from_deepspeed(3, block=16), TypeError, r"layout must be a tensor; got int"),
