@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "sparseflash/dropout.py",
         "sparseflash/validation.py",
     ),
-    "sparseflash/huggingface.py": (
+    "sparseflash/huggingface": (
         "sparseflash/attention.py",
         "sparseflash/blockmask",
         "sparseflash/decode.py",

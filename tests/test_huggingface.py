@@ -11,10 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, huggingface, masks
-from sparseflash.huggingface import ModelMask, fingerprint
+from sparseflash.huggingface import layer, model_mask
+from sparseflash.huggingface.model_mask import ModelMask
+from sparseflash.huggingface.rules import fingerprint
 from strategies import block_masks
 
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers", minversion="5.17")
 rules = pytest.importorskip("transformers.masking_utils")
 
 SIZES = {
@@ -269,13 +271,13 @@ def test_no_mask_is_built_for_a_generated_token(model, pattern):
     tokens[0, :4] = 0
     options = {"attention_mask": tokens, "do_sample": False, "pad_token_id": 0}
     with (
-        mock.patch.object(huggingface, "rule_mask", wraps=huggingface.rule_mask) as built,
-        mock.patch.object(huggingface, "attention_with_cache", wraps=huggingface.attention_with_cache) as decoded,
+        mock.patch.object(model_mask, "rule_mask", wraps=model_mask.rule_mask) as built,
+        mock.patch.object(layer, "attention_with_cache", wraps=layer.attention_with_cache) as decoded,
     ):
         got = ours.generate(ids(9), max_new_tokens=8, **options)
     assert built.call_count <= 1  # for the prompt
     assert decoded.call_count == 7 * 2  # tokens after the first, layers
-    with mock.patch.object(huggingface, "_FEW", 0):  # with a mask for each token
+    with mock.patch.object(model_mask, "_FEW", 0):  # with a mask for each token
         assert torch.equal(ours.generate(ids(9), max_new_tokens=8, **options), got)
 
 
@@ -285,7 +287,7 @@ def test_padding_that_is_not_on_the_left_gets_a_mask():
     tokens[0, 3:5] = 0
     with (
         torch.no_grad(),
-        mock.patch.object(huggingface, "attention_with_cache", side_effect=AssertionError("decoded")),
+        mock.patch.object(layer, "attention_with_cache", side_effect=AssertionError("decoded")),
     ):
         ours.generate(ids(9), attention_mask=tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
 
@@ -440,20 +442,20 @@ def test_images_with_a_pattern_make_it_once():
     """Their models ask for no mask, and each layer begins anew."""
     huggingface.register(masks.local(65, window=9, block=16))
     _, ours = pair(VIT)
-    with mock.patch.object(huggingface, "rule_mask", side_effect=huggingface.rule_mask) as made:
+    with mock.patch.object(model_mask, "rule_mask", side_effect=model_mask.rule_mask) as made:
         for _ in range(3):
             ours(pixel_values=torch.zeros(1, 3, 32, 32))
     assert made.call_count == 1
 
 
 def test_what_is_kept_is_bounded():
-    huggingface._masks.clear()
-    for length in range(1, 3 * huggingface._KEPT):
+    model_mask._masks.clear()
+    for length in range(1, 3 * model_mask._KEPT):
         asked = ModelMask(
             rules.causal_mask_function, 1, (0, length), (0, length), None, False, False, 16, torch.device("cpu")
         )
         asked.within(None, torch.device("cpu"))
-        assert len(huggingface._masks) <= huggingface._KEPT
+        assert len(model_mask._masks) <= model_mask._KEPT
 
 
 # ---------------------------------------------------------------------- what cannot be
@@ -550,4 +552,4 @@ def test_without_transformers_the_error_says_what_to_install():
         "except ImportError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "needs Transformers 5.23 or newer" in done.stdout
+    assert "needs Transformers 5.17 or newer" in done.stdout

@@ -1,13 +1,22 @@
-"""The rules by which Hugging Face Transformers describes a model's masks: which are equal, and which can be decoded."""
+"""The rules by which Hugging Face Transformers describes a model's masks: which are equal, which can be decoded, and
+the scores that they leave live."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.ops.stack import stack_batch
+
+if TYPE_CHECKING:
+    from sparseflash.huggingface.model_mask import ModelMask
+
+Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as in FlexAttention's mask_mod
 
 _RULES = "transformers.masking_utils"
 
@@ -67,3 +76,35 @@ def first_tokens(padding: Tensor, start: int, stop: int) -> Tensor | None:
     if not bool((live == (torch.arange(live.shape[1], device=live.device) >= first[:, None])).all()):
         return None
     return first.to(torch.int32)
+
+
+def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
+    """The mask of a model's rule, with a batch of B or 1 and one head, evaluated only in tiles of the pattern."""
+    q_len, k_len = asked.queries[1] - asked.queries[0], asked.keys[1] - asked.keys[0]
+    block = asked.block if pattern is None else (pattern.block_q, pattern.block_k)
+    candidates = None if pattern is None else pattern.to_layout().any(1).any(0)
+
+    def of(batch: int) -> BlockMask:
+        def live(q: Tensor, k: Tensor) -> Tensor:
+            q, k = q + asked.queries[0], k + asked.keys[0]
+            if not asked.is_mapped:
+                return torch.as_tensor(asked.rule(batch, 0, q, k), device=q.device)
+            return mapped(asked.rule, q.new_tensor(batch), q, k)
+
+        return BlockMask.from_function(live, q_len, k_len, block=block, candidates=candidates, device=asked.device)
+
+    # A rule made of numbers alone is the same for every row, so its mask can be reused for any batch size.
+    if asked.batch == 1 or fingerprint(asked.rule) is not None:
+        return of(0)
+    return stack_batch([of(number) for number in range(asked.batch)])
+
+
+def mapped(rule: Rule, batch: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Evaluates a rule of single positions at many; see Transformers' `sdpa_mask`."""
+    from transformers.masking_utils import TransformGetItemToIndex
+
+    q, k = torch.broadcast_tensors(q, k)
+    head = q.new_zeros(())
+    with TransformGetItemToIndex():  # lets the rule index tensors with vmap's numbers
+        live: Tensor = torch.vmap(lambda q, k: rule(batch, head, q, k))(q.flatten(), k.flatten())
+    return live.view(q.shape)

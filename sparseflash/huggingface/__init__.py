@@ -1,0 +1,88 @@
+"""Hugging Face Transformers: its models with this attention, and optionally a sparsity pattern on top of their masks.
+Transformers calls twice: once per forward to build the masks from rules (causal, sliding, packed, padded), and once per
+layer for the attention. The first call returns a `ModelMask` (model_mask.py), which does not build a mask yet, because
+a layer's pattern may leave out most of the scores that the rules allow; the second is `Attention` (layer.py).
+
+It may import `attention`, `blockmask`, `decode`, `interop` and `scores`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from sparseflash.blockmask.arguments import Block, block_pair, checked_mask
+from sparseflash.huggingface.layer import Attention, Pattern
+from sparseflash.huggingface.model_mask import mask_of_forward
+
+__all__ = ["register"]
+
+
+def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Block = 128) -> None:
+    """Makes this attention available to Hugging Face Transformers as `attn_implementation=name`.
+
+    >>> from sparseflash import masks
+    >>> register(masks.local(512, window=64, causal=True), name="near")
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+    >>> model.set_attn_implementation("near")
+    >>> model(torch.zeros(1, 100, dtype=torch.int64)).logits.shape
+    torch.Size([1, 100, 10])
+
+    A trained model selects it with `from_pretrained(..., attn_implementation=name)`, an existing one with
+    `set_attn_implementation`. Needs `pip install transformers`, 5.17 or newer.
+
+    Tokens that are generated one by one, or up to 16 at a time, are decoded (`decode.attention_with_cache`): no mask is
+    built for them, whatever the pattern, if the model's own rule is causal, with or without a window, and padding is on
+    the left.
+
+    What a model masks itself stays masked: the future, tokens outside a sliding window or in another packed sequence,
+    and the padding of `attention_mask`. Grouped heads, dropout, attention sinks (gpt-oss), soft caps (Gemma 2), biases
+    (T5, Swin) and caches work as with Transformers' own implementations. Every layer gives the numbers of `"eager"` up
+    to rounding, except that a query without any live key gives 0.
+
+    Args:
+        pattern: a mask that restricts the live scores further. Its query i and key j are tokens i and j of a row of the
+            batch, counting padding and the contents of a cache, so it must be as long as any row will become (generated
+            tokens included); shorter rows use its beginning. Or a function that takes an attention module (in most
+            models `getattr(module, "layer_idx", None)` is its number) and returns that module's mask, always the same
+            one, or None for no pattern. None: only the models' own masks.
+        name: the name by which models select it. Registering a name again gives the new pattern to models that use it.
+        block: tokens per side of a tile, for masks without a pattern; others have the pattern's blocks.
+
+    A single pattern applies to every attention that the model computes by this name, also in a vision tower (to
+    restrict it to the text: `attn_implementation={"text_config": name}`) and in cross-attention between equally many
+    tokens; with other lengths it raises, and a function can tell cross-attention apart. Models with their own attention
+    code ignore the name, at most with a warning from Transformers: DeBERTa, Falcon, GPT-J and XLNet, whose
+    `model._can_set_attn_implementation()` is False.
+
+    Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
+    ImportError if Transformers is missing or too old. Models raise ValueError if a layer needs something that is
+    not a mask and no change of scores (keys that it chooses itself, a paged cache), TypeError or AttributeError if
+    they compute with their masks themselves, NotImplementedError for `torch.export`. `torch.compile` works without
+    `fullgraph`. Attention weights (`output_attentions`) are not available.
+    """
+    attentions, rules = _interfaces()
+    if not name.isidentifier() or "flash" in name:
+        raise ValueError(
+            "name must be an identifier that does not contain flash, or Transformers would look for a FlashAttention "
+            f"or a kernel to load; got {name!r}."
+        )
+    if name == "eager" or (name in attentions and not isinstance(attentions[name], Attention)):
+        raise ValueError(f"name must not be that of another implementation; got {name!r}.")
+    block_pair(block)
+    if pattern is not None and not callable(pattern):
+        checked_mask(pattern)
+    type(attentions).register(name, Attention(pattern, block))
+    type(rules).register(name, partial(mask_of_forward, block=block))
+
+
+def _interfaces() -> tuple[Any, Any]:
+    """Transformers' registries of attention functions and of functions that make masks."""
+    try:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(f"huggingface.register needs Transformers 5.17 or newer ({error}).") from error
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS

@@ -1,0 +1,173 @@
+"""The attention of one layer of a model, as Transformers calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseflash.attention import attention
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import Block, checked_mask
+from sparseflash.decode import attention_with_cache
+from sparseflash.huggingface.model_mask import ModelMask, cropped
+from sparseflash.interop.sdpa import from_sdpa
+from sparseflash.scores.bias import bias
+from sparseflash.scores.change import Scores
+from sparseflash.scores.sink import sink
+from sparseflash.scores.softcap import softcap as softcap_of_scores
+
+Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
+
+# Arguments of models that change results but can be expressed neither as a mask nor as a change of scores.
+_UNKNOWN = {
+    "sinks": "a sink for each query",
+    "indices": "keys that it chooses itself",
+    "block_indices": "blocks that it chooses itself",
+    "cache": "a paged cache",
+}
+_DEAD = -1e4  # models add this or less to dead scores; exp underflows to 0
+
+
+class Attention:
+    """Called by Transformers once per layer; see its `sdpa_attention_forward`."""
+
+    def __init__(self, pattern: Pattern, block: Block) -> None:
+        self.pattern, self.block = pattern, block
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: ModelMask | Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        position_bias: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention `[B, N, H, D]` of query `[B, H, N, D]`, key and value `[B, Hkv, Nk, D]`.
+
+        s_aux: attention sinks, one score per head that takes part in the softmax but has no value. softcap: of the
+        scores. position_bias: `[1, H, N, Nk]`, added to them; so are the finite entries of a finished attention_mask.
+        """
+        for name, what in _UNKNOWN.items():
+            if others.get(name) is not None:
+                raise ValueError(
+                    f"sparseflash supports masks and changes of scores; {type(module).__name__} needs {what} ({name})."
+                )
+        added = _finite_part(attention_mask, key.shape[2])
+        if position_bias is not None:
+            added = position_bias if added is None else added + position_bias
+        cached = None
+        if softcap is None and added is None:
+            cached = self.decoding(module, query, key, value, attention_mask, dropout)
+        if cached is not None:
+            out, lse = attention_with_cache(query, key, value, **cached, scale=scaling, return_lse=True)
+            if s_aux is not None:
+                # The sink scales the output by exp(lse) / (exp(lse) + exp(sink)); without a live key lse is -inf, and
+                # that is 0.
+                out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1).to(lse.dtype))[..., None].to(out.dtype)
+        else:
+            mask = self.mask_for(module, query, key, attention_mask, is_causal)
+            changes = _changes(softcap, added, s_aux)
+            out = attention(query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes)
+        return out.transpose(1, 2).contiguous(), None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def decoding(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: ModelMask | Tensor | None,
+        dropout: float,
+    ) -> dict[str, Any] | None:
+        """What decoding needs to know, if the queries are a few new tokens behind a cache; otherwise None."""
+        needs_gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if not isinstance(attention_mask, ModelMask) or dropout or needs_gradients:
+            return None
+        if key.stride(-1) != 1 or value.stride(-1) != 1:
+            return None
+        return attention_mask.decoding(self._pattern_of(module), query, key)  # type: ignore[no-any-return]
+
+    def _pattern_of(self, module: nn.Module) -> BlockMask | None:
+        pattern = self.pattern if self.pattern is None or isinstance(self.pattern, BlockMask) else self.pattern(module)
+        return pattern if pattern is None else checked_mask(pattern)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def mask_for(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: ModelMask | Tensor | None,
+        is_causal: bool | None,
+    ) -> BlockMask | None:
+        """The mask of one layer."""
+        pattern = self._pattern_of(module)
+        if isinstance(attention_mask, ModelMask):
+            return attention_mask.within(pattern, query.device)
+        q_len, k_len = query.shape[2], key.shape[2]
+        is_causal = attention_mask is None and q_len > 1 and _is_causal(module, is_causal)
+        if q_len != k_len and (pattern is not None or is_causal):
+            raise ValueError(
+                f"{type(module).__name__} must give the positions of its {q_len} queries among {k_len} keys: call the "
+                "model with a two-dimensional attention_mask, or none, instead of a finished one."
+            )
+        if attention_mask is not None:
+            live = _live(attention_mask[..., :k_len])
+            if pattern is None and bool(live.all()):
+                return None
+            own = from_sdpa(live, q_len=q_len, block=self.block)
+            return own if pattern is None else own & cropped(pattern, (0, q_len), (0, k_len)).to(query.device)
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+        rule = causal_mask_function if is_causal else bidirectional_mask_function
+        asked = ModelMask(rule, 1, (0, q_len), (0, k_len), None, False, False, self.block, query.device)
+        return asked.within(pattern, query.device)
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """Causality for a call without a mask, as the call or else the module says; "eager" masks nothing in that case."""
+    return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+
+
+def _live(attention_mask: Tensor) -> Tensor:
+    """A finished four-dimensional mask as bools."""
+    if attention_mask.dtype == torch.bool:
+        return attention_mask
+    if not attention_mask.is_floating_point():
+        raise TypeError(
+            f"a four-dimensional attention_mask must be bool or floating point; got {attention_mask.dtype}."
+        )
+    return attention_mask.detach() > _DEAD
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _finite_part(attention_mask: ModelMask | Tensor | None, k_len: int) -> Tensor | None:
+    """What a finished mask adds to live scores; None if it adds nothing."""
+    if not isinstance(attention_mask, Tensor) or not attention_mask.is_floating_point():
+        return None
+    attention_mask = attention_mask[..., :k_len]
+    added = attention_mask.masked_fill(~_live(attention_mask), 0.0)
+    return added if added.requires_grad or bool((added != 0).any()) else None
+
+
+def _changes(cap: float | None, added: Tensor | None, sinks: Tensor | None) -> Scores | None:
+    """The changes of scores that a model asks for."""
+    changes = Scores(())
+    if cap is not None:
+        changes = changes + softcap_of_scores(cap)
+    if added is not None:
+        changes = changes + bias(added)
+    if sinks is not None:
+        changes = changes + sink(sinks.view(-1))
+    return changes if changes.changes else None
