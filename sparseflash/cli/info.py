@@ -31,7 +31,8 @@ def versions() -> dict[str, str | None]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
-    return found | {"cuda": torch.version.cuda}
+    # The wheels of PyPI leave the build, +cu130, out of the distribution's version.
+    return found | {"torch": torch.__version__, "cuda": torch.version.cuda}
 
 
 def devices() -> list[dict[str, Any]]:

@@ -308,6 +308,14 @@ def test_all_commands_on_a_gpu():
 # info
 
 
+def test_the_build_of_torch_is_told_where_its_distribution_leaves_it_out(monkeypatch):
+    from sparseflash.cli import info
+
+    monkeypatch.setattr(info, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert info.versions()["torch"] == "2.13.0+cu130" and info.versions()["numpy"] == "2.13.0"
+
+
 def test_info_tells_versions_devices_and_why_kernels_cannot_run():
     found = json.loads(run("info", "--json"))
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["sparseflash"] == __version__
