@@ -56,10 +56,16 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
     layouts = []
     for _ in range(heads):
         rows, cols = [np.arange(blocks)], [np.arange(blocks)]
+        # A graph that may become complete before all cycles are drawn is watched, as further ones would change nothing.
+        missing = ~np.eye(blocks, dtype=bool) if degree >= blocks else None
         for _ in range(degree // 2):
+            if missing is not None and not missing.any():
+                break
             cycle = draw.permutation(blocks)
             following = np.roll(cycle, -1)
             rows += [cycle, following]
             cols += [following, cycle]
+            if missing is not None:
+                missing[cycle, following] = missing[following, cycle] = False
         layouts.append((np.concatenate(rows), np.concatenate(cols)))
     return of_blocks(layouts, q_len, causal=False, block=block)

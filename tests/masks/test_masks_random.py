@@ -282,3 +282,10 @@ def test_expander_refuses_an_odd_degree():
         masks.expander(100, degree=3)
     with pytest.raises(ValueError, match="degree must be at least 0 blocks; got -2"):
         masks.expander(100, degree=-2)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("tokens", [5, 40, 100])
+def test_an_expander_of_any_degree_ends_with_the_complete_graph(tokens):
+    mask = masks.expander(tokens, degree=2**70, heads=2, block=16)
+    assert mask == masks.per_head([BlockMask.dense(tokens, block=16)] * 2)
