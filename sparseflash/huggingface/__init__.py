@@ -21,6 +21,7 @@ __all__ = ["register"]
 def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Block = 128) -> None:
     """Makes this attention available to Hugging Face Transformers as `attn_implementation=name`.
 
+    >>> import torch
     >>> from sparseflash import masks
     >>> register(masks.local(512, window=64, causal=True), name="near")
     >>> from transformers import LlamaConfig, LlamaForCausalLM
