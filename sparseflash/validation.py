@@ -122,13 +122,14 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
         )
 
 
-def prepared_scores(scores: object, q: Tensor, k: Tensor) -> Scores | None:
+def prepared_scores(scores: object, q: Tensor, k: Tensor, lengths: tuple[int, int] | None = None) -> Scores | None:
     """The changes of scores as backends take them; None if there are none. Raises TypeError or ValueError if they do
-    not fit.
+    not fit. `lengths`: Nq and Nk of the whole problem, if `q` and `k` are a part of it.
     """
     if scores is None:
         return None
-    changes = scores_of(scores).prepared(Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device))
+    q_len, k_len = (q.shape[2], k.shape[2]) if lengths is None else lengths
+    changes = scores_of(scores).prepared(Sizes(q.shape[0], q.shape[1], q_len, k_len, q.device))
     return changes if changes.changes else None
 
 

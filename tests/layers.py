@@ -178,6 +178,7 @@ MAY_IMPORT = {
     "sparseflash/distributed": (
         "sparseflash/attention.py",
         "sparseflash/blockmask",
+        "sparseflash/scores",
         "sparseflash/validation.py",
     ),
     "sparseflash/interop": ("sparseflash/blockmask", "sparseflash/scores"),

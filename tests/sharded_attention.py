@@ -3,6 +3,7 @@ and what the test runs."""
 
 import torch
 
+from scored import check_results
 from sparseflash import distributed
 
 # ---------------------------------------------------------------------- in the processes
@@ -28,6 +29,22 @@ def backward(member, dout, dlse):
         results.append(lse)
         given.append(plan.scatter(dlse.to(member.device), dim=-1))
     return [gradient.cpu() for gradient in torch.autograd.grad(results, local, given)]
+
+
+def scored_results(member, case, plan_options, options):
+    """This rank's part of `scored.results`, and of each gradient of a tensor of the changes; on the CPU."""
+    problem = case.problem
+    *whole, dout, dlse = problem.tensors(member.device)
+    changes, learned = case.changes(member.device, case.dtype)
+    plan = distributed.shard(problem.mask, member.group, **plan_options)
+    local = [
+        plan.scatter(x.detach(), side=side).requires_grad_()
+        for x, side in zip(whole, ("queries", "keys", "keys"), strict=True)
+    ]
+    results = distributed.attention(*local, plan, scale=problem.scale, return_lse=True, scores=changes, **options)
+    given = plan.scatter(dout), plan.scatter(dlse, dim=-1)
+    found = torch.autograd.grad(results, (*local, *learned), given)
+    return [x.detach().cpu() for x in (*results, *found)]
 
 
 def sent(member):
@@ -69,3 +86,16 @@ class Sharded(torch.autograd.Function):
 def sharded(pool, ranks, mask, plan_options=None, **options):
     """A function of q, k and v that returns `(out, lse)` of the attention in several processes."""
     return lambda q, k, v: Sharded.apply(q, k, v, pool, ranks, mask, plan_options or {}, options)
+
+
+def check_scored(pool, ranks, case, plan_options, **options):
+    """Raises AssertionError unless attention with changed scores in several processes is as exact as a plain one."""
+    plan = distributed.shard(case.problem.mask, ranks=ranks, **plan_options)
+    parts = list(zip(*pool.run(ranks, scored_results, case, plan_options, options), strict=True))
+    out, lse, dq, dk, dv, *learned = parts
+    got = {"out": joined(out, plan, "queries"), "lse": joined(lse, plan, "queries", -1)}
+    got |= {"dq": joined(dq, plan, "queries"), "dk": joined(dk, plan, "keys"), "dv": joined(dv, plan, "keys")}
+    got |= {f"d{number}": sum(x.double() for x in some) for number, some in enumerate(learned)}
+    # The ranks' parts of a gradient may cancel, and are rounded at their own size.
+    sizes = {f"d{number}": max(float(x.abs().max()) for x in some) for number, some in enumerate(learned)}
+    check_results(case, got, magnitudes=sizes)

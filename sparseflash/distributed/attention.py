@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, overload
 
 import torch
@@ -9,14 +11,18 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, as_autocast_wants
 from sparseflash.attention import attention as local_attention
+from sparseflash.blockmask import BlockMask
 from sparseflash.distributed.agreement import check_agreement
 from sparseflash.distributed.costs import Shape
 from sparseflash.distributed.exchange import Transfers, arrived, exchanged, for_each_stage
-from sparseflash.distributed.merge import merged
-from sparseflash.distributed.plan import ShardPlan
+from sparseflash.distributed.merge import merged, with_sink
+from sparseflash.distributed.plan import ShardPlan, Side
 from sparseflash.distributed.queries import merged_with_remote
+from sparseflash.distributed.routes import Stage
+from sparseflash.distributed.scores import in_full_precision, of_heads, of_tokens, refuse_kernels, tells_positions
 from sparseflash.distributed.ulysses import to_heads, to_tokens
-from sparseflash.validation import check_tensors, checked_scale
+from sparseflash.scores.change import Change, Scores
+from sparseflash.validation import check_tensors, checked_scale, prepared_scores
 
 _KINDS_OF_CALLS = 256
 
@@ -24,14 +30,16 @@ _KINDS_OF_CALLS = 256
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, *, scale: float | None = None,
-    return_lse: Literal[False] = False, dropout_p: float = 0.0, backend: Backend | None = None,
+    return_lse: Literal[False] = False, dropout_p: float = 0.0,
+    scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, *, scale: float | None = None,
-    return_lse: Literal[True], dropout_p: float = 0.0, backend: Backend | None = None,
+    return_lse: Literal[True], dropout_p: float = 0.0,
+    scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -45,6 +53,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     dropout_p: float = 0.0,
+    scores: Scores | Change | None = None,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries to the live keys of all ranks.
@@ -71,6 +80,10 @@ def attention(
         plan: of the whole mask, from `shard`, the same on every rank.
         dropout_p: must be 0. A weight's fate is computed from the positions of its query and key in the tensors of one
             call, and the kernels take no others, so the weights that one GPU drops could not be dropped here.
+        scores: changes of the scores, as on one GPU: the same on every rank, for all heads, with tensors along tokens
+            whole. Each rank gets its part of the gradients of their tensors: sum these over the group, as those of all
+            parameters. Distances, relative tables and functions take positions in the whole sequence, which they read
+            from tensors, and cost the kernels more than on one GPU unless heads travel.
 
     Returns:
         This rank's part of `out [B, Hq, n, Dv]`, or of `(out, lse)`.
@@ -103,22 +116,64 @@ def attention(
         raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
     _check_shapes(q, k, plan)
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
-    scale = checked_scale(scale, q.shape[-1])
+    changes = prepared_scores(scores, q, k, (plan.queries.length, plan.keys.length)) or Scores(())
+    refuse_kernels(changes)
     way = plan.chosen(shape)
-    _check_ranks_agree(q, k, v, plan, shape, (way.strategy, way.stages, scale, backend))
+    if way.strategy != "heads":
+        changes = in_full_precision(changes)
+    call = _Call(plan, checked_scale(scale, q.shape[-1]), changes, backend)
+    _check_ranks_agree(q, k, v, call, shape, (way.strategy, way.stages, call.scale, backend))
     if way.strategy == "heads":
-        out, lse = _with_heads_travelling(q, k, v, plan, scale, backend)
-    elif way.strategy == "queries":
-        out, lse = _with_queries_travelling(q, k, v, plan, scale, backend)
+        out, lse = _with_heads_travelling(q, k, v, call)
     else:
-        out, lse = _with_keys_travelling(q, k, v, plan, scale, backend, way.stages)
+        if way.strategy == "queries":
+            out, lse = _with_queries_travelling(q, k, v, call)
+        else:
+            out, lse = _with_keys_travelling(q, k, v, call, way.stages)
+        sink = changes.find("sink")
+        if sink is not None:  # once for all the keys of a query, not once for each part of them
+            out, lse = with_sink(out, lse, sink.logits)
     return (out, lse) if return_lse else out
 
 
-def _with_keys_travelling(
-    q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, scale: float, backend: Backend | None, exchanges: int
-) -> tuple[Tensor, Tensor]:
-    stages = plan.stages_for(k.shape[0], k.shape[1], exchanges)
+@dataclass(eq=False)
+class _Call:
+    """What a call is given besides tensors. `changes`: of scores, prepared for the whole problem."""
+
+    plan: ShardPlan
+    scale: float
+    changes: Scores
+    backend: Backend | None
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, changes: Scores | None
+    ) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` on this rank."""
+        return local_attention(
+            q, k, v, mask, scale=self.scale, return_lse=True, scores=changes, backend=self.backend
+        )  # fmt: skip
+
+    @cached_property
+    def tells_positions(self) -> bool:
+        """Whether the changes depend on positions, so that a travelling token must lie in one slot for all heads."""
+        return tells_positions(self.changes)
+
+    def changes_of(self, stage: Stage, travelling: Side, device: torch.device) -> Scores | None:
+        """The changes for what is computed in a stage, all but a sink; `travelling`: what lies in the stage's slots."""
+        changes = self.changes.without("sink")
+        if self.tells_positions:
+            slots = stage.positions_on(device)
+            shift = self.plan.keys.length - self.plan.queries.length
+            if travelling == "keys":
+                changes = of_tokens(changes, self.plan.positions_on("queries", device), slots, shift)
+            else:
+                changes = of_tokens(changes, slots, self.plan.positions_on("keys", device), shift)
+        return changes if changes.changes else None
+
+
+def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchanges: int) -> tuple[Tensor, Tensor]:
+    plan = call.plan
+    stages = plan.stages_for(k.shape[0], k.shape[1], exchanges, same_slots=call.tells_positions)
     transfers = Transfers(stages, plan.process_group, plan.rank, plan.sent)
     queries = for_each_stage(q, len(stages))
     (keys, values), pending = exchanged([k, v], transfers)
@@ -126,18 +181,15 @@ def _with_keys_travelling(
     for number, stage in enumerate(stages):
         if number > 0:
             keys, values = arrived(pending[number - 1], number, transfers, [k, v])
-        mask = stage.mask_on(q.device)
+        changes = call.changes_of(stage, "keys", q.device)
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
-        parts.append(
-            local_attention(queries[number], keys, values, mask, scale=scale, return_lse=True, backend=backend)
-        )
+        parts.append(call.attention(queries[number], keys, values, stage.mask_on(q.device), changes))
     return merged(parts)
 
 
-def _with_queries_travelling(
-    q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, scale: float, backend: Backend | None
-) -> tuple[Tensor, Tensor]:
-    stages = plan.query_stages_for(q.shape[0], q.shape[1])
+def _with_queries_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    plan = call.plan
+    stages = plan.query_stages_for(q.shape[0], q.shape[1], same_slots=call.tells_positions)
     transfers = Transfers(stages, plan.process_group, plan.rank, plan.sent)
     keys, values = (for_each_stage(x, len(stages)) for x in (k, v))
     (queries,), pending = exchanged([q], transfers)
@@ -145,22 +197,19 @@ def _with_queries_travelling(
     for number, stage in enumerate(stages):
         if number > 0:
             (queries,) = arrived(pending[number - 1], number, transfers, [q])
-        mask = stage.mask_on(q.device)
-        parts.append(
-            local_attention(queries, keys[number], values[number], mask, scale=scale, return_lse=True, backend=backend)
-        )
+        changes = call.changes_of(stage, "queries", q.device)
+        parts.append(call.attention(queries, keys[number], values[number], stage.mask_on(q.device), changes))
     (out, lse), (remote_out, remote_lse) = parts
     return merged_with_remote(out, lse, remote_out, remote_lse, transfers)
 
 
-def _with_heads_travelling(
-    q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, scale: float, backend: Backend | None
-) -> tuple[Tensor, Tensor]:
+def _with_heads_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    plan = call.plan
     group, sent = plan.process_group, plan.sent
     q_whole = to_heads(q, plan.queries, group, sent)
     k_whole, v_whole = (to_heads(x, plan.keys, group, sent) for x in (k, v))
-    mask = plan.mask_of_heads(q.shape[1], q.device)
-    out, lse = local_attention(q_whole, k_whole, v_whole, mask, scale=scale, return_lse=True, backend=backend)
+    changes = of_heads(call.changes, plan.own_heads(q.shape[1])) if call.changes.changes else None
+    out, lse = call.attention(q_whole, k_whole, v_whole, plan.mask_of_heads(q.shape[1], q.device), changes)
     local_lse = to_tokens(lse.unsqueeze(-1), plan.queries, group, sent).squeeze(-1)
     return to_tokens(out, plan.queries, group, sent), local_lse
 
@@ -180,12 +229,12 @@ def _check_shapes(q: Tensor, k: Tensor, plan: ShardPlan) -> None:
         raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.")
 
 
-def _check_ranks_agree(
-    q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, shape: Shape, options: tuple[object, ...]
-) -> None:
+def _check_ranks_agree(q: Tensor, k: Tensor, v: Tensor, call: _Call, shape: Shape, options: tuple[object, ...]) -> None:
     """Compares the first call of each kind. All ranks remember the same calls, so that all or none compare."""
-    gradients = tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v))
-    kind = shape, options, gradients
+    plan, learned = call.plan, call.changes.tensors()
+    gradients = tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v, *learned))
+    changes = call.changes.described(), tuple((tuple(x.shape), x.dtype) for x in learned)
+    kind = shape, options, changes, gradients
     if kind in plan.agreed or plan.ranks == 1:
         return
     parts = {
@@ -194,7 +243,8 @@ def _check_ranks_agree(
         "shapes": (shape.batch, shape.heads, shape.kv_heads, shape.dim, shape.v_dim),
         "dtype": shape.dtype,
         "strategy, stages, scale, backend": options,
-        "requires_grad of q, k, v": gradients,
+        "scores": changes,
+        "requires_grad of q, k, v and the tensors of scores": gradients,
     }
     check_agreement(parts, plan.process_group, q.device)
     if len(plan.agreed) >= _KINDS_OF_CALLS:

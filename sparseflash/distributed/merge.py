@@ -27,6 +27,44 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def with_sink(out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` after a sink has joined the softmax: one more key with the score `logits [H]` and the value 0.
+
+    >>> out, lse = with_sink(torch.ones(1, 1, 2, 4), torch.tensor([[[0.0, -torch.inf]]]), torch.zeros(1))
+    >>> out[0, 0, 0].tolist(), lse.tolist()
+    ([0.5, 0.5, 0.5, 0.5], [[[0.6931471824645996, -inf]]])
+
+    Queries without a live key, which have `out = 0` and `lse = -inf`, keep them. Differentiable.
+    """
+    joined_out, joined_lse = _WithSink.apply(out, lse, logits)  # type: ignore[no-untyped-call]
+    return joined_out, joined_lse
+
+
+class _WithSink(Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(out, lse, logits)
+        logits = logits.to(lse.dtype)[:, None]
+        joined = torch.logaddexp(lse, logits).masked_fill(lse == -torch.inf, -torch.inf)
+        return (torch.sigmoid(lse - logits).unsqueeze(-1) * out).to(out.dtype), joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dout, dlse = gradients
+        out, lse, logits = ctx.saved_tensors
+        difference = lse - logits.to(lse.dtype)[:, None]
+        # Each by its own sigmoid: the sink's share of a sum is often small, and 1 - share would lose its digits.
+        share, of_sink = torch.sigmoid(difference), torch.sigmoid(-difference)
+        dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
+        product = (dout * out.to(lse.dtype)).sum(-1)
+        dlogits = of_sink.masked_fill(lse == -torch.inf, 0.0) * (dlse - share * product)
+        return (
+            (share.unsqueeze(-1) * dout).to(out.dtype),
+            share * (of_sink * product + dlse),
+            dlogits.sum((0, 2)).to(logits.dtype),
+        )
+
+
 class _Merge(Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -124,13 +124,13 @@ class ShardPlan:
             lambda: Traffic.of(self.mask, self.readers, Heads.of(self.mask.pattern, batch, kv_heads)),
         )
 
-    def stages_for(self, batch: int, kv_heads: int, stages: int) -> list[Stage]:
+    def stages_for(self, batch: int, kv_heads: int, stages: int, *, same_slots: bool = False) -> list[Stage]:
         """This rank's attention to local keys and its exchanges, for tensors of that many heads; made once."""
         return self._once(
-            ("stages", batch, kv_heads, stages),
+            ("stages", batch, kv_heads, stages, same_slots),
             lambda: stages_of(
                 self.mask, self.assignment, self.readers, self.rank,
-                Heads.of(self.mask.pattern, batch, kv_heads), stages,
+                Heads.of(self.mask.pattern, batch, kv_heads), stages, same_slots=same_slots,
             ),
         )  # fmt: skip
 
@@ -149,21 +149,30 @@ class ShardPlan:
             lambda: Traffic.of(mask, readers, Heads.of(mask.pattern, batch, heads)),
         )
 
-    def query_stages_for(self, batch: int, heads: int) -> list[Stage]:
+    def query_stages_for(self, batch: int, heads: int, *, same_slots: bool = False) -> list[Stage]:
         """This rank's attention of local queries and of those that come to its keys; made once."""
         mask, readers, _ = self._turned
         return self._once(
-            ("query stages", batch, heads),
+            ("query stages", batch, heads, same_slots),
             lambda: query_stages(
-                mask, self.assignment, readers, self.rank, Heads.of(mask.pattern, batch, heads)
+                mask, self.assignment, readers, self.rank, Heads.of(mask.pattern, batch, heads), same_slots=same_slots
             ),
         )  # fmt: skip
 
+    def own_heads(self, heads: int) -> slice:
+        """This rank's share of `heads` query heads, if heads travel."""
+        share = heads // self.ranks
+        return slice(self.rank * share, (self.rank + 1) * share)
+
     def mask_of_heads(self, heads: int, device: torch.device) -> BlockMask:
         """The whole mask of this rank's share of `heads` query heads."""
-        share = heads // self.ranks
-        mine = slice(self.rank * share, (self.rank + 1) * share) if self.mask.shape[1] > 1 else None
+        mine = self.own_heads(heads) if self.mask.shape[1] > 1 else None
         return self._once(("heads", heads, device), lambda: self.mask.select(heads=mine).to(device))
+
+    def positions_on(self, side: Side, device: torch.device) -> Tensor:
+        """`positions` or `key_positions` on a device, moved there once."""
+        made = self.positions if side == "queries" else self.key_positions
+        return self._once(("positions", side, device), lambda: made.to(device))
 
     def heads_refused(self, shape: Shape) -> str:
         """Why heads cannot travel; empty if they can."""

@@ -26,12 +26,15 @@ def turned(assignment: Assignment) -> Assignment:
     return Assignment(assignment.keys, assignment.queries, assignment.name)
 
 
-def query_stages(mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads) -> list[Stage]:
+def query_stages(
+    mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, *, same_slots: bool
+) -> list[Stage]:
     """The attention of local queries to local keys, and that of the queries that come to them.
 
-    `mask`, `readers`: of the transposed mask; `heads`: with a kind for each query head.
+    `mask`, `readers`: of the transposed mask; `heads`: with a kind for each query head; `same_slots`: as `stages_of`
+    takes it. The stages' positions are those of queries.
     """
-    stages = stages_of(mask, turned(assignment), readers, rank, heads, 1)
+    stages = stages_of(mask, turned(assignment), readers, rank, heads, 1, same_slots=same_slots)
     return [replace(stage, mask=stage.mask.transpose()) for stage in stages]
 
 

@@ -52,23 +52,37 @@ class Rows:
 class Stage:
     """One exchange of keys and the attention to them. The first stage is that to local keys and exchanges nothing.
 
-    `mask`: of the rank's queries and of the keys of this stage, on the CPU; `slots`: tokens of what comes in it.
+    `mask`: of the rank's queries and of the keys of this stage, on the CPU; `slots`: tokens of what comes in it;
+    `positions`: int64 `[slots]`, where in the whole sequence the token in each slot stands, any position for unused
+    slots; None if heads differ in what lies in a slot.
     """
 
     mask: BlockMask
     sent: Rows
     received: Rows
     slots: int
+    positions: Tensor | None
 
     @cached_property
-    def _masks(self) -> dict[torch.device, BlockMask]:
+    def _moved(self) -> dict[torch.device, tuple[BlockMask, Tensor | None]]:
         return {}
 
     def mask_on(self, device: torch.device) -> BlockMask:
         """The mask on a device, moved there once."""
-        if device not in self._masks:
-            self._masks[device] = self.mask.to(device)
-        return self._masks[device]
+        return self._on(device)[0]
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        """The positions on a device, moved there once."""
+        positions = self._on(device)[1]
+        if positions is None:
+            raise RuntimeError("a stage must be made with same_slots=True to have positions")
+        return positions
+
+    def _on(self, device: torch.device) -> tuple[BlockMask, Tensor | None]:
+        if device not in self._moved:
+            positions = None if self.positions is None else self.positions.to(device)
+            self._moved[device] = self.mask.to(device), positions
+        return self._moved[device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +156,14 @@ class Heads:
 
 
 def stages_of(
-    mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, stages: int
-) -> list[Stage]:
-    """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts."""
+    mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, stages: int, *,
+    same_slots: bool,
+) -> list[Stage]:  # fmt: skip
+    """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts.
+
+    same_slots: a slot has the same token for all heads, so that it has one position; otherwise heads that need
+    different keys each fill their slots from the first on, which takes less memory.
+    """
     ranks, block_k = readers.ranks, mask.block_k
     reads = np.stack([readers.reads[:, kind].any(1) for kind in heads.kinds], axis=1)  # [R, kinds, Mk]
     sizes = np.full(mask.blocks[1], block_k)
@@ -159,11 +178,14 @@ def stages_of(
     local_columns = np.broadcast_to(readers.place, (len(heads.kinds), len(readers.place)))
     entries = _Entries.of(mask, assignment, rank, heads)
     nothing = Rows(np.zeros(0, np.int64), np.zeros(0, np.int64), [0] * ranks)
-    made = [Stage(entries.mask(stage_of == 0, local_columns, tokens), nothing, nothing, tokens)]
+    local = assignment.keys.positions(rank)
+    made = [Stage(entries.mask(stage_of == 0, local_columns, tokens), nothing, nothing, tokens, local)]
     for stage in range(stages):
         here = reads[rank] & (stage_of == stage + 1)  # [kinds, Mk]
-        slot = here.cumsum(1) - 1
-        slots = max(1, int(here.sum(1).max()))
+        filled = np.broadcast_to(here.any(0), here.shape) if same_slots else here
+        slot = filled.cumsum(1) - 1
+        slots = max(1, int(filled.sum(1).max()))
+        positions = _positions(filled[0], slots, mask) if (filled == filled[0]).all() else None
 
         def run(blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
             """The rows of the blocks of each message; `first [kinds, Mk]`: block numbers, `width`: tokens a head."""
@@ -180,8 +202,18 @@ def stages_of(
         sent = run(part, list(reads), local_columns, tokens)
         part = [blocks[_parts(len(blocks), stages) == stage] for blocks in incoming]
         received = run(part, [reads[rank]] * ranks, slot, slots * block_k)
-        made.append(Stage(entries.mask(stage_of == stage + 1, slot, slots * block_k), sent, received, slots * block_k))
+        part_mask = entries.mask(stage_of == stage + 1, slot, slots * block_k)
+        made.append(Stage(part_mask, sent, received, slots * block_k, positions))
     return made
+
+
+def _positions(filled: Booleans, slots: int, mask: BlockMask) -> Tensor:
+    """The positions of the tokens of these key blocks, one after another; any in what is left of `slots` blocks."""
+    first = np.zeros(slots, np.int64)
+    blocks = np.flatnonzero(filled)
+    first[: len(blocks)] = blocks * mask.block_k
+    tokens = (first[:, None] + np.arange(mask.block_k)).reshape(-1)
+    return torch.from_numpy(tokens.clip(max=mask.k_len - 1))  # the last block may be ragged
 
 
 def _parts(count: int, parts: int) -> Integers:

@@ -47,9 +47,10 @@ class Function(Change):
             if self.derivative is not None:
                 second = recorded(self.derivative, self.given, device, into=found)
                 found, slope = second._replace(output=found.output), second.output
-            self._recorded[device] = found, slope
+            # Without the given tensors, which would stay in memory as long as the function.
+            self._recorded[device] = found._replace(tensors=found.tensors[len(self.given) :]), slope
         found, slope = self._recorded[device]
-        return found._replace(tensors=(*self.given, *found.tensors[len(self.given) :])), slope
+        return found._replace(tensors=(*self.given, *found.tensors)), slope
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
         return self._of_each("the function", self.function, scores, at)

@@ -1,5 +1,6 @@
 """Attention over a sharded sequence: as exact as in one process, the same bits every time, and nothing else sent."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 import sharded_attention
 from process_pool import Failed, Processes
-from sharded_attention import joined, sharded
-from sparseflash import BlockMask, attention, distributed, masks, testing
+from scored import FUNCTIONS, KINDS, scored
+from sharded_attention import check_scored, joined, sharded
+from sparseflash import BlockMask, attention, distributed, masks, scores, testing
 from strategies import problems
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -89,6 +91,38 @@ def test_heads_that_travel_are_as_exact(pool, problem, ranks, times):
         )
     )  # fmt: skip
     testing.assert_exact(sharded(pool, ranks, mask, {"strategy": "heads"}), q, k, v, mask)
+
+
+def drawn_scores(*dtypes, kinds=(*KINDS, *FUNCTIONS), most_heads=4, most_tokens=120):
+    return scored(
+        kinds=kinds, most_tokens=most_tokens, head_dims=(16,), value_dims=(16,), blocks=(16, 32), dtypes=dtypes,
+        most_heads=most_heads,
+    )  # fmt: skip
+
+
+@given(
+    case=drawn_scores(torch.float32, torch.float64, torch.bfloat16), ranks=st.integers(2, 4),
+    strategy=st.sampled_from(["keys", "queries"]), stages=st.none() | st.integers(1, 3),
+)  # fmt: skip
+@settings(max_examples=2 * settings().max_examples)
+def test_changed_scores_are_as_exact(pool, case, ranks, strategy, stages):
+    assume(has_blocks_for(case.problem.mask, ranks))
+    check_scored(pool, ranks, case, {"strategy": strategy, "stages": stages})
+
+
+@given(case=drawn_scores(torch.float32, torch.float64, most_heads=1), ranks=st.integers(2, 4))
+def test_changed_scores_of_heads_that_travel_are_as_exact(pool, case, ranks):
+    assume(has_blocks_for(case.problem.mask, ranks) and case.problem.mask.shape[1] == 1)
+    case = replace(case, problem=replace(case.problem, heads=2 * ranks, kv_heads=ranks))
+    check_scored(pool, ranks, case, {"strategy": "heads"})
+
+
+@given(case=drawn_scores(torch.float32, kinds=(*KINDS, "function of scores"), most_tokens=80))
+@settings(max_examples=max(1, settings().max_examples // 4))
+def test_kernels_take_positions_in_the_whole_sequence(pool, case):
+    """In the interpreter, which records functions and compiles them as a GPU does."""
+    assume(has_blocks_for(case.problem.mask, 2))
+    check_scored(pool, 2, case, {"strategy": "keys"}, backend="triton")
 
 
 def tensors(mask, heads=2, kv_heads=None, dim=16, dtype=torch.float32, batch=1):
@@ -271,10 +305,10 @@ def test_losses_of_two_ranks_follow_those_of_one_for_200_steps(pool):
 # ---------------------------------------------------------------------- what is refused
 
 
-def attend(member, mask, q_shape, dtype, scale):
+def attend(member, mask, q_shape, dtype, scale, changes=None):
     plan = distributed.shard(mask, member.group)
     q = plan.scatter(torch.zeros(q_shape, dtype=dtype))
-    return distributed.attention(q, q, q, plan, scale=scale)
+    return distributed.attention(q, q, q, plan, scale=scale, scores=changes)
 
 
 SAME = masks.causal(64, block=16), (1, 2, 64, 16), torch.float32, 1.0
@@ -287,6 +321,7 @@ SAME = masks.causal(64, block=16), (1, 2, 64, 16), torch.float32, 1.0
         ((SAME[0], (1, 4, 64, 16), *SAME[2:]), "shapes"),
         ((*SAME[:2], torch.float64, 1.0), "dtype"),
         ((*SAME[:3], 0.5), "strategy, stages, scale, backend"),
+        ((*SAME, scores.softcap(5.0)), "scores"),
     ],
 )
 def test_ranks_that_disagree_all_raise(pool, other, named):
@@ -383,6 +418,11 @@ def test_arguments_of_attention_are_checked():
     x = torch.zeros(2, 2, 32, 16)
     with refused("plan must be a ShardPlan, made by distributed.shard", TypeError):
         distributed.attention(x, x, x, plan.mask)
+    with refused("scores.function must be given without kernel= over several ranks"):
+        own = scores.function(lambda score, *_: score, kernel=lambda score, *_: score)
+        distributed.attention(x, x, x, plan, scores=own)
+    with refused("slopes must have one entry for each of the 2 query heads; got 3"):
+        distributed.attention(x, x, x, plan, scores=scores.alibi(torch.ones(3)))
     with refused("dropout_p must be 0 over several ranks; got 0.1"):
         distributed.attention(x, x, x, plan, dropout_p=0.1)
     with refused("q, k and v must have one dtype", TypeError):

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import sharded_attention
 from process_pool import Processes
-from sharded_attention import sharded
+from scored import scored
+from sharded_attention import check_scored, sharded
 from sparseflash import distributed, masks, testing
 from strategies import problems
 
@@ -45,6 +46,19 @@ def test_it_is_as_exact_as_attention_on_one_gpu(pool, problem, stages):
     q, k, v, dout, dlse = problem.tensors()
     function = sharded(pool, ranks, mask, {"strategy": "keys", "stages": stages}, scale=problem.scale)
     testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
+
+
+@given(
+    case=scored(
+        most_tokens=300, head_dims=(64,), value_dims=(64,), blocks=(32, 64), dtypes=(torch.bfloat16, torch.float32)
+    ),
+    strategy=st.sampled_from(["keys", "queries"]),
+)
+@settings(max_examples=max(1, settings().max_examples // 2))  # most compile kernels of their own
+def test_changed_scores_are_as_exact(pool, case, strategy):
+    mask, ranks = case.problem.mask, len(pool.pipes)
+    assume(mask is not None and min(mask.q_len, mask.k_len) > (ranks - 1) * max(mask.block_q, mask.block_k))
+    check_scored(pool, ranks, case, {"strategy": strategy})
 
 
 @pytest.mark.parametrize("strategy", ["keys", "heads"])
