@@ -1,6 +1,7 @@
 """Models of Hugging Face Transformers give what they give with their own attention, or with a pattern in their mask."""
 
 import copy
+import inspect
 import subprocess
 import sys
 from unittest import mock
@@ -26,6 +27,8 @@ SIZES = {
 }  # fmt: skip
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 LLAMA = transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES)
+# The argument and the output that hold a model's cache; Transformers 5.24 has renamed them.
+CACHE = "cache" if "cache" in inspect.signature(LLAMA[0].forward).parameters else "past_key_values"
 MISTRAL = transformers.MistralForCausalLM, transformers.MistralConfig(**SIZES, sliding_window=16)
 GPT_OSS = (
     transformers.GptOssForCausalLM,
@@ -256,8 +259,8 @@ def test_a_cache_changes_nothing():
     with torch.no_grad():
         whole, cache, found = ours(ids(70)).logits, None, []
         for begin, end in [(0, 9), (9, 40), *((i, i + 1) for i in range(40, 70))]:
-            out = ours(ids(70)[:, begin:end], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = ours(ids(70)[:, begin:end], **{CACHE: cache}, use_cache=True)
+            cache = out[CACHE]
             found.append(out.logits)
     torch.testing.assert_close(torch.cat(found, 1), whole, **CLOSE)
 
@@ -297,7 +300,7 @@ def test_a_static_cache_is_seen_as_far_as_it_is_filled():
     cache = transformers.StaticCache(ours.config, max_cache_len=64)
     with torch.no_grad():
         want = ours(ids(30)).logits
-        found = [ours(ids(30)[:, i : i + 10], past_key_values=cache).logits for i in (0, 10, 20)]
+        found = [ours(ids(30)[:, i : i + 10], **{CACHE: cache}).logits for i in (0, 10, 20)]
         torch.testing.assert_close(torch.cat(found, 1), want, **CLOSE)
 
 
@@ -530,9 +533,9 @@ def test_finished_masks_that_are_none_are_refused():
         ours(ids(10), attention_mask=torch.ones(2, 1, 10, 10, dtype=torch.int64))
     huggingface.register(masks.local(60, window=9, block=16))
     with torch.no_grad():
-        cache = ours(ids(10), use_cache=True).past_key_values
+        cache = ours(ids(10), use_cache=True)[CACHE]
         with pytest.raises(ValueError, match="must give the positions of its 3 queries among 13 keys"):
-            ours(ids(3), past_key_values=cache, attention_mask=torch.ones(2, 1, 3, 13, dtype=torch.bool))
+            ours(ids(3), **{CACHE: cache}, attention_mask=torch.ones(2, 1, 3, 13, dtype=torch.bool))
 
 
 def test_masks_that_a_model_computes_with_are_told():
