@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn.functional import pad
 
 from sparseflash.blockmask.arguments import Block, block_pair, flag
 from sparseflash.masks.tiling.arguments import at_least
-from sparseflash.masks.tiling.chosen import check_queries_and_keys
+from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
 from sparseflash.masks.tiling.signatures import by_name
 
 _AT_ONCE = 1 << 24  # scores of groups at a time: 64 MB, and a few times that of temporaries
@@ -65,7 +64,7 @@ def antidiagonal_scores(
         raise ValueError(f"stride must divide the block; got {stride} and {block!r}.")
     lengths = check_queries_and_keys(q, k, lengths)
     (batch, heads, q_len, dim), (kv_heads, k_len) = q.shape, k.shape[1:3]
-    factor = (1.0 / math.sqrt(dim) if scale is None else scale) / stride
+    factor = checked_factor(scale, dim) / stride
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries = _groups(q, block_q, stride, lengths).flip(3).flatten(3)  # [B, Hq, Gq, S D]
     keys = _groups(k, block_k, stride, lengths).flatten(3)  # [B, Hkv, Gk, S D]

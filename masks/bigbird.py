@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
 from sparseflash.masks.tiling.draws import Integers, generator, subsets
 from sparseflash.masks.tiling.listing import of_blocks
 from sparseflash.masks.tiling.signatures import pattern
@@ -54,7 +54,7 @@ def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0
             f"random_blocks must not exceed {most} (blocks outside window and global ones) for {blocks} blocks of "
             f"{block}; got {random_blocks}."
         )
-    heads = at_least(1, heads, "heads", "heads")
+    heads = head_count(heads)
     draw = generator(seed)
     i = np.arange(blocks)
     inner = i[1:-1]
@@ -116,7 +116,7 @@ def deepspeed_bigbird(
     for name, value in given.items():
         if not at_least(0, value, name, "blocks") <= blocks:
             raise ValueError(f"{name} must not exceed the {blocks} blocks of {block} tokens; got {value}.")
-    heads = at_least(1, heads, "heads", "heads")
+    heads = head_count(heads)
     draw = generator(seed)
     i = np.arange(blocks)
     layouts = []

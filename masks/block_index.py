@@ -11,7 +11,7 @@ from sparseflash.blockmask.arguments import Block, block_pair, flag, token_count
 from sparseflash.blockmask.cache import bounded
 from sparseflash.blockmask.streams import ReadyEvent
 from sparseflash.masks import fused
-from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.arguments import head_count
 from sparseflash.masks.tiling.chosen import Frame, as_heads, dynamic_mask, frame, pattern_of
 
 
@@ -23,7 +23,7 @@ def mask_of_index(
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, k_len)
     index = as_heads("index", index, "Mq, K", floating=False)
-    group = at_least(1, group, "group", "query heads")
+    group = head_count(group, "group", "query heads")
     if index.shape[2] != -(-q_len // block_q):
         raise ValueError(
             f"index must have {-(-q_len // block_q)} rows, one for each block of {block_q} of {q_len} queries; got "

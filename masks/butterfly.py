@@ -79,11 +79,13 @@ def butterfly(
     [[0, 1], [0, 2], [0, 4], [0, 1]]
     """
     q_len, block, count = square_blocks(q_len, block, "butterfly")
-    radix = at_least(2, radix, "radix", "")
+    radix = min(at_least(2, radix, "radix", ""), max(count, 2))  # from `count` on, stride 1 links all blocks
     global_blocks = at_least(0, global_blocks, "global_blocks", "blocks")
     chosen = _strides(count, block, radix, factors, strides)
     if layer is not None:
-        layer = at_least(0, layer, "layer", "layers")
+        layer = integer(layer, "layer", "layers")
+        if layer < 0:
+            raise ValueError(f"layer must be at least 0 layers; got {layer}.")
         chosen = chosen[layer % len(chosen) :][:1] if chosen else []
     i = torch.arange(count, device="cpu")
     rows, cols = partners(count, chosen, radix, causal)

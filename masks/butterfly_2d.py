@@ -61,8 +61,9 @@ def butterfly_2d(
     """
     height, width = at_least(1, height, "height", "pixels"), at_least(1, width, "width", "pixels")
     q_len, _ = token_counts(height * width, height * width)
-    radix = at_least(2, radix, "radix", "")
+    radix = min(at_least(2, radix, "radix", ""), max(height, width, 2))  # from there on, stride 1 links all cells
     cell_h, cell_w = (at_least(1, side, "cell", "pixels") for side in _pair(cell, "cell"))
+    cell_h, cell_w = min(cell_h, height), min(cell_w, width)
     wanted = (None, None) if factors is None else _pair(factors, "factors")
     row_strides = _lowest(-(-height // cell_h), radix, wanted[0], "rows")
     col_strides = _lowest(-(-width // cell_w), radix, wanted[1], "columns")

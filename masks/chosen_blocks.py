@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, block_pair, check_block_count, flag, token_counts
 from sparseflash.masks import fused
-from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.arguments import at_least, head_count
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame, as_heads, dynamic_mask, frame, mask_of_blocks
 from sparseflash.masks.tiling.signatures import by_name
 
@@ -66,7 +66,7 @@ def top_k_blocks(
         .5 .3 .4 .0    X . . \\
     """
     scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)
-    return _mask_of(scores, of, _enough(k, "k", of), None, at_least(1, group, "group", "query heads"))
+    return _mask_of(scores, of, _enough(k, "k", of), None, head_count(group, "group", "query heads"))
 
 
 @by_name
@@ -103,7 +103,7 @@ def mass_blocks(
     scores, of = _checked(scores, q_len, k_len, block, causal, sink_blocks, local_blocks)
     mass = _share(mass)
     most = scores.shape[-1] if most is None else _enough(most, "most", of)
-    return _mask_of(scores, of, most, mass, at_least(1, group, "group", "query heads"))
+    return _mask_of(scores, of, most, mass, head_count(group, "group", "query heads"))
 
 
 def _checked(

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, flag, token_counts
 from sparseflash.masks import fused
-from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.masks.tiling.arguments import at_least, head_count
 from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, dynamic_mask, frame, full_words, kind_of
 from sparseflash.masks.tiling.signatures import by_name
 
@@ -62,7 +62,7 @@ def selected_keys(
     """
     indices = as_heads("indices", indices, "Nq, K", floating=False)
     of = _checked(indices.shape[2], k_len, block, causal, indices.device)
-    return _selected(indices, of, _span(span), most, group, distinct=False)
+    return _selected(indices, of, _span(span, of.k_len), most, group, distinct=False)
 
 
 @by_name
@@ -102,9 +102,10 @@ def top_k_keys(
     Raises ValueError if the scores do not have R columns or k is less than 1.
     """
     scores = as_heads("scores", scores, "Nq, R", floating=True)
-    k, span = at_least(1, k, "k", "keys"), _span(span)
+    k = at_least(1, k, "k", "keys")
     q_len, runs = scores.shape[2:]
     of = _checked(q_len, k_len, block, causal, scores.device)
+    span = _span(span, of.k_len)
     if runs != -(-of.k_len // span):
         raise ValueError(
             f"scores must have {-(-of.k_len // span)} columns for {of.k_len} keys in runs of {span}; got {runs}."
@@ -128,16 +129,16 @@ def _checked(q_len: int, k_len: int, block: Block, causal: bool, device: torch.d
     return frame(q_len, k_len, pair, flag(causal, "causal"), 0, 0, device)
 
 
-def _span(span: int) -> int:
+def _span(span: int, k_len: int) -> int:
     span = at_least(1, span, "span", "keys")
     if span & (span - 1):
         raise ValueError(f"span must be a power of two; got {span}.")
-    return span
+    return min(span, 1 << (k_len - 1).bit_length())  # one run of all keys
 
 
 def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: int, *, distinct: bool) -> BlockMask:
     """The mask of `indices [B, H, Nq, K]`; `distinct` promises that a query names no key twice."""
-    group = at_least(1, group, "group", "query heads")
+    group = head_count(group, "group", "query heads")
     batch, heads, _, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
     patterns = batch * heads

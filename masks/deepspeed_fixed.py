@@ -6,7 +6,7 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.masks.stack import per_head
-from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
 from sparseflash.masks.tiling.listing import of_blocks
 from sparseflash.masks.tiling.signatures import pattern
 
@@ -58,7 +58,7 @@ def deepspeed_fixed(
     q_len, block, count = square_blocks(q_len, block, "DeepSpeed's")
     local = at_least(1, local_blocks, "local_blocks", "blocks")
     wide = at_least(1, global_blocks, "global_blocks", "blocks")
-    heads = at_least(1, heads, "heads", "heads")
+    heads = head_count(heads)
     patterns = at_least(1, global_patterns, "global_patterns", "patterns")
     if local % wide:
         raise ValueError(f"global_blocks must divide local_blocks, {local}; got {wide}.")
@@ -69,7 +69,7 @@ def deepspeed_fixed(
     if causal and horizontal:
         raise ValueError("horizontal must be False with causal; got True.")
     i = torch.arange(count, device="cpu")
-    in_chunk = torch.arange(local, device="cpu").expand(count, -1) + (i // local * local)[:, None]
+    in_chunk = torch.arange(min(local, count), device="cpu").expand(count, -1) + (i // local * local)[:, None]
     chunk_rows, chunk_cols = i[:, None].expand_as(in_chunk)[in_chunk < count], in_chunk[in_chunk < count]
     whole = count - count % local  # blocks in whole chunks
     heads = heads if patterns > 1 else 1
@@ -79,7 +79,7 @@ def deepspeed_fixed(
         starts = list(range(first, whole, local))
         if whole < count:
             starts.append(max(min(whole + first, count - wide), 0))
-        seen = (torch.tensor(starts, device="cpu")[:, None] + torch.arange(wide, device="cpu")).reshape(-1)
+        seen = (torch.tensor(starts, device="cpu")[:, None] + torch.arange(min(wide, count), device="cpu")).reshape(-1)
         seen = seen[seen < count]
         rows = [chunk_rows, i.repeat_interleave(len(seen))]
         cols = [chunk_cols, seen.repeat(count)]

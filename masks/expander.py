@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
 from sparseflash.masks.tiling.draws import generator
 from sparseflash.masks.tiling.listing import of_blocks
 from sparseflash.masks.tiling.signatures import pattern
@@ -48,8 +48,8 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
         . X X . . . . X
     """
     q_len, block, blocks = square_blocks(q_len, block, "expander")
-    degree = at_least(0, degree, "degree", "blocks")
-    heads = at_least(1, heads, "heads", "heads")
+    links = at_least(0, degree, "degree", "blocks")
+    heads = head_count(heads)
     if degree % 2:
         raise ValueError(f"degree must be even (each cycle gives a block two neighbours); got {degree}.")
     draw = generator(seed)
@@ -57,8 +57,8 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
     for _ in range(heads):
         rows, cols = [np.arange(blocks)], [np.arange(blocks)]
         # A graph that may become complete before all cycles are drawn is watched, as further ones would change nothing.
-        missing = ~np.eye(blocks, dtype=bool) if degree >= blocks else None
-        for _ in range(degree // 2):
+        missing = ~np.eye(blocks, dtype=bool) if links >= blocks else None
+        for _ in range(links // 2):
             if missing is not None and not missing.any():
                 break
             cycle = draw.permutation(blocks)

@@ -87,7 +87,7 @@ def neighborhood(
                 f'Use edges="crop", or a smaller window.'
             )
     ranges = [
-        _range(side, size, step, gap, only_past, edges == "shift")
+        _range(side, size, step, min(gap, side), only_past, edges == "shift")
         for side, size, step, gap, only_past in zip(sides, windows, steps, dilations, causals)
     ]
     return within_ranges(sides, ranges, order=order, block=block)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask.arguments import Block, block_pair
-from sparseflash.masks.tiling.chosen import check_queries_and_keys
+from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
 from sparseflash.masks.tiling.signatures import by_name
 
 
@@ -54,7 +53,7 @@ def pooled_scores(
     with torch.autocast(q.device.type, enabled=False):
         q_mean, k_mean = _means(q, block_q, lengths), _means(k, block_k, lengths)
         q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another
-        scores = (q_mean * (1.0 / math.sqrt(dim) if scale is None else scale)) @ k_mean.transpose(-1, -2)
+        scores = (q_mean * checked_factor(scale, dim)) @ k_mean.transpose(-1, -2)
     scores = scores.view(batch, heads, -1, k_mean.shape[2])
     if lengths is not None:
         starts = torch.arange(k_mean.shape[2], device=k.device) * block_k

@@ -6,7 +6,7 @@ import numpy as np
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import flag
-from sparseflash.masks.tiling.arguments import at_least, square_blocks
+from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
 from sparseflash.masks.tiling.draws import generator, subsets
 from sparseflash.masks.tiling.listing import of_blocks
 from sparseflash.masks.tiling.signatures import pattern
@@ -50,7 +50,7 @@ def random_blocks(
     """
     q_len, block, blocks = square_blocks(q_len, block, "random")
     count = at_least(0, count, "count", "blocks")
-    heads = at_least(1, heads, "heads", "heads")
+    heads = head_count(heads)
     draw = generator(seed)
     i = np.arange(blocks)
     layouts = []

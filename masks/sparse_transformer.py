@@ -7,7 +7,7 @@ import torch
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, token_counts
 from sparseflash.masks.stack import per_head
-from sparseflash.masks.tiling.arguments import at_least, choice
+from sparseflash.masks.tiling.arguments import at_least, choice, head_count
 from sparseflash.masks.tiling.diagonals import diagonals
 from sparseflash.masks.tiling.signatures import pattern
 from sparseflash.masks.tiling.spans import spans
@@ -91,7 +91,7 @@ def fixed(
     """
     q_len, _ = token_counts(q_len, q_len)
     stride, summary = at_least(1, stride, "stride", "tokens"), at_least(1, summary, "summary", "tokens")
-    heads, num_verts = at_least(1, heads, "heads", "heads"), at_least(1, num_verts, "num_verts", "sub-blocks")
+    heads, num_verts = head_count(heads), at_least(1, num_verts, "num_verts", "sub-blocks")
     choice(attend, "attend", ("both", "local", "summary"))
     if num_verts * summary > stride:
         raise ValueError(f"num_verts * summary must not exceed stride, {stride} tokens; got {num_verts} * {summary}.")

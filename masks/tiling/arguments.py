@@ -10,20 +10,36 @@ from torch import Tensor
 
 from sparseflash.blockmask.arguments import block_pair, integer, integers, token_counts
 
+# No mask has 2^31 tokens, so larger numbers of tokens or blocks all mean the same as this one. Sums of several of them
+# and of positions stay far below 2^63, so tensors of int64 can hold them.
+FAR = 1 << 40
+MOST_HEADS = 1 << 16
+
 
 def at_least(least: int, value: Any, name: str, unit: str) -> int:
-    """`value` as an int that is not below `least`; `unit` in the plural, "" if it has none."""
+    """`value` as an int from `least` to `FAR`, to which larger ones are reduced; `unit` in the plural, or ""."""
     number = integer(value, name, unit)
     if number < least:
         bound = f"{least} {unit.removesuffix('s') if least == 1 else unit}".strip()
         raise ValueError(f"{name} must be at least {bound}; got {number}.")
+    return min(number, FAR)
+
+
+def head_count(value: Any, name: str = "heads", unit: str = "heads") -> int:
+    """A number of heads, of which a mask can have at most `MOST_HEADS`: many builders loop over them."""
+    number = at_least(1, value, name, unit)
+    if number > MOST_HEADS:
+        raise ValueError(f"{name} must be at most {MOST_HEADS} {unit}; got {value}.")
     return number
 
 
 def with_cache(q_len: int, k_len: int | None, offset: int | None) -> tuple[int, int, int]:
     """`(q_len, k_len, offset)`: by default there are as many keys as queries, and the last query is at the last key."""
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-    return q_len, k_len, k_len - q_len if offset is None else integer(offset, "offset", "tokens")
+    offset = k_len - q_len if offset is None else integer(offset, "offset", "tokens")
+    if not -(2**31) <= offset <= 2**31:
+        raise ValueError(f"offset must lie between -2^31 and 2^31 tokens; got {offset}.")
+    return q_len, k_len, offset
 
 
 def is_list(value: Any) -> bool:

@@ -6,14 +6,16 @@ the choice is stored in arrays whose size is known beforehand.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import dense_tensor, integer_tensor
+from sparseflash.blockmask.arguments import dense_tensor, described, integer_tensor
 from sparseflash.blockmask.cache import bounded
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.streams import ReadyEvent
@@ -188,6 +190,17 @@ def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | Sequence[int]
     if lengths.shape != (batch,):
         raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")
     return lengths
+
+
+def checked_factor(scale: Any, dim: int) -> float:
+    """The factor of the scores that blocks are chosen by, `1 / sqrt(dim)` by default."""
+    if scale is None:
+        return 1.0 / math.sqrt(dim)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a number; got {described(scale)}.")
+    if not abs(scale) <= sys.float_info.max:
+        raise ValueError(f"scale must be finite; got {scale}.")
+    return float(scale)
 
 
 def full_words(frame: Frame) -> Tensor:

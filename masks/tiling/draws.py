@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from sparseflash.masks.tiling.arguments import at_least
+from sparseflash.blockmask.arguments import integer
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def generator(seed: Any) -> np.random.Generator:
     """PCG64. The patterns use only integer draws and shuffles of it: without rounding, all machines agree."""
-    return np.random.Generator(np.random.PCG64(at_least(0, seed, "seed", "")))
+    seed = integer(seed, "seed", "")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0; got {seed}.")
+    return np.random.Generator(np.random.PCG64(seed))
 
 
 def subsets(draw: np.random.Generator, sizes: Integers, count: int) -> tuple[Integers, Integers]:

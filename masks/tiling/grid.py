@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Integers, integer, integer_tensor, token_counts
+from sparseflash.masks.tiling.arguments import FAR
 
 
 def grid_shape(shape: Any) -> tuple[int, ...]:
@@ -36,7 +37,7 @@ def per_axis(value: Any, shape: tuple[int, ...], name: str, unit: str, least: in
     values = tuple(integer(one, name, unit) for one in values)
     if min(values) < least:
         raise ValueError(f"{name} must be at least {least} on every axis; got {value!r}.")
-    return values
+    return tuple(min(one, FAR) for one in values)
 
 
 def checked_order(order: Integers | None, count: int) -> Tensor | None:
