@@ -11,6 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -23,6 +24,10 @@ from experiments.lm.model.transformer import LanguageModel
 from experiments.lm.steps import AccumulatingSteps, Batch
 from experiments.training.clock import synchronize
 from experiments.training.optimizer import adamw
+from experiments.training.profiling import KernelCost, costs_of
+
+LR = 1e-4  # of the measured steps, whose time does not depend on it
+PROFILED_STEPS = 2
 
 Say = Callable[[str], None]
 
@@ -35,6 +40,7 @@ class Options:
     tokens: int = 65_536
     rounds: int = 3
     round_seconds: float = 0.6
+    profiled: bool = False  # whether to list each row's kernels, in steps that are not timed
     chosen: dict[str, object] = field(default_factory=dict)  # settings in place of the presets'
 
 
@@ -52,6 +58,7 @@ class Row:
     flops_a_token: float = float("nan")
     rounds: list[float] = field(default_factory=list)  # seconds of a step
     mfu: float | None = None
+    kernels: list[KernelCost] = field(default_factory=list)
     failure: str = ""
 
     @property
@@ -122,7 +129,15 @@ def _measure_model(
         for row, _ in prepared:
             if row.rounds and top is not None and config.precision == "bf16":
                 row.mfu = row.flops_a_token * row.tokens_per_s / top
+        for row, attentions in prepared:
+            if options.profiled and row.rounds and time.monotonic() < deadline:
+                model.attentions = tuple(attentions)
+                row.kernels = costs_of(partial(_step, steps, tokens), PROFILED_STEPS, device)
         model.attentions = ()
+
+
+def _step(steps: AccumulatingSteps, tokens: Batch, number: int) -> None:
+    steps(tokens, LR)
 
 
 def _skip(rows: Sequence[Row]) -> None:
@@ -191,7 +206,7 @@ def _run(
     begin = time.perf_counter()
     try:
         for _ in range(count):
-            steps(batch, 1e-4)
+            steps(batch, LR)
         synchronize(device)
     except torch.OutOfMemoryError:
         row.failure = "out of memory"

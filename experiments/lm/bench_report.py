@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.lm.bench import Row
-from experiments.training.atomic_files import write_json, write_text
+from experiments.training.atomic_files import write_csv, write_json
 
 PEER = "sdpa"
 
@@ -83,13 +81,16 @@ def as_record(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write bench.csv, each line with the facts of the run, and bench.json."""
+    """Write bench.csv, each line with the facts of the run, and bench.json; kernels.csv, if rows were profiled."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [as_record(row, rows) for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*records[0], *facts], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows([{**record, **facts} for record in records])
-    write_text(folder / "bench.csv", text.getvalue())
+    write_csv(folder / "bench.csv", [{**record, **facts} for record in records])
+    kernels = [
+        {**row.case._asdict(), "kernel": each.name, "ms": f"{each.ms:.4f}", "calls": f"{each.calls:g}"}
+        for row in rows
+        for each in row.kernels
+    ]
+    if kernels:
+        write_csv(folder / "kernels.csv", kernels)
     plain = [{name: None if value != value else value for name, value in record.items()} for record in records]
     write_json(folder / "bench.json", {"environment": dict(facts), "settings": dict(settings), "rows": plain})

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lm import bench, bench_plot, bench_report, session, show
+from experiments.lm import bench, bench_plot, bench_report, compare, compare_report, session, show
 from experiments.lm.cases import DEFAULT, parsed
-from experiments.lm.config import HELP, Config, configure, resumed
+from experiments.lm.config import DEFAULTS, HELP, Config, configure, resumed
 from experiments.lm.data.files import VALIDATION_SHARE, find
 from experiments.lm.data.store import check_replaceable, make
 from experiments.lm.presets import PRESETS
@@ -21,7 +21,7 @@ from experiments.lm.sample import continued, opened
 from experiments.lm.train import saved_config
 from experiments.training import tensorboard
 from experiments.training.cli_errors import short_errors
-from experiments.training.distributed import find_device, process_group, require_single_process
+from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
 from experiments.training.environment import environment
 from experiments.training.options import (
     Device,
@@ -65,9 +65,19 @@ def corpus(
     suffix: Annotated[
         list[str] | None, typer.Option(help="Take these files only: .py, .rst, ...; may be repeated.")
     ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Leave out folders of this name; may be repeated.")] = None,
+    packages: Annotated[
+        bool,
+        typer.Option(
+            help="Join the files of each package, a folder inside --from, to one long document; whole packages "
+            "validate, chosen by the hash of their names."
+        ),
+    ] = False,
     vocabulary: Annotated[int, typer.Option(min=256, help=f"{HELP['vocabulary']} It is trained on the text.")] = 50_304,
     megabytes: Annotated[float | None, typer.Option(help="Take so much text at most.", show_default="all")] = None,
-    validation: Annotated[float, typer.Option(help="The share of the files to validate on.")] = VALIDATION_SHARE,
+    validation: Annotated[
+        float, typer.Option(help="The share of files or packages to validate on.")
+    ] = VALIDATION_SHARE,
     out: Annotated[Path, typer.Option(help="Folder for the tokens, which is replaced.")] = Path("data/lm"),
 ) -> None:
     """Make a corpus from text that the machine has: find files, leave out copies, divide, cut into tokens.
@@ -76,16 +86,13 @@ def corpus(
     of their text, so no file and no copy is in both parts, and a file is in the same part of every corpus.
     """
     with short_errors():
-        found = (
-            find(source, suffix or ())
-            if source
-            else find([session.standard_library()], suffix or (), session.INSTALLED)
-        )
+        excluded = [*(exclude or ()), *(() if source else session.INSTALLED)]
+        found = find(source or [session.standard_library()], suffix or (), excluded, packages)
         if megabytes is not None:
             found = found.limited(round(megabytes * 2**20))
         console.print(
-            f"{len(found.documents):,} files; left out: {found.duplicates:,} copies, {found.skipped:,} that are "
-            "no text, too short or too long",
+            f"{found.files:,} files in {len(found.documents):,} documents; left out: {found.duplicates:,} copies, "
+            f"{found.skipped:,} that are no text, too short or too long",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
         check_replaceable(out)
@@ -204,8 +211,46 @@ def train(
 
 def default_name(preset: str | None, config: Config) -> str:
     """The folder of a run that has no --out."""
-    pattern = config.pattern.replace("|", "-or-").replace(",", "-then-").replace("/", "-and-")
-    return f"{preset or 'default'}-{pattern}-{config.context}"
+    return f"{preset or 'default'}-{compare.slug(config.pattern)}-{config.context}"
+
+
+@app.command("compare")
+@settings_as_options(Config, *(name for name in DEFAULTS if name not in ("context", "pattern", "attention")))
+def compare_command(
+    case: Annotated[
+        list[str],
+        typer.Option(help="presets:contexts:patterns:implementations, as for `bench`; may be repeated."),
+    ],
+    data: Annotated[Path, typer.Option(help="Folder of UTF-8 files, or of tokens that `corpus` has made.")],
+    *,
+    chosen: dict[str, Any],
+    out: Annotated[Path, typer.Option(help="Folder of the runs and of their table.")] = RUNS / "compare",
+    pause_after: PauseAfter = None,
+    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
+) -> None:
+    """Train runs that differ in their attention, one after the other, and compare their losses.
+
+    The losses are compared after equal minutes of training, after equal tokens, and by position in the context. The
+    same command goes on with a comparison that was paused, and leaves its complete runs as they are.
+    """
+    with short_errors():
+        require_single_process("compare")
+        configs = {compare.name_of(each): compare.config_of(each, chosen) for text in case for each in parsed(text)}
+        first = next(iter(configs.values()))
+        if any(config.steps is None and config.minutes is None for config in configs.values()):
+            raise ValueError("the runs must have an end: give --minutes or --steps")
+        command = shlex.join(["python", "-m", "experiments.lm", *sys.argv[1:]])
+        facts = environment(find_device(first.device), command, commit)
+        until = deadline(pause_after)
+        store = session.find_tokens(first, data, SINGLE, console)
+        with pausing(until) as pause:
+            complete = compare.train_all(configs, store, out, pause, facts, console)
+        if not complete:
+            console.print("Go on with the same command", soft_wrap=True)
+            return
+        page = compare_report.write(out, list(configs), store)
+    print(page)
+    console.print(f"Tables and plots: {out}/compare.md, compare.csv, compare.json, losses.csv", soft_wrap=True)
 
 
 @app.command("bench")
@@ -224,6 +269,9 @@ def bench_command(
     minutes: Annotated[float, typer.Option(min=0.01, help="Time limit; rows that did not begin say so.")] = 5.0,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at least one sequence.")] = 65_536,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 3,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Then list the kernels of each row's step, in kernels.csv.")
+    ] = False,
     *,
     chosen: dict[str, Any],
     device: Device = "auto",
@@ -235,7 +283,7 @@ def bench_command(
         require_single_process("bench")
         place = find_device(device)
         cases = [each for text in case or DEFAULT for each in parsed(text)]
-        options = bench.Options(minutes, tokens, rounds, chosen=chosen)
+        options = bench.Options(minutes, tokens, rounds, profiled=profile, chosen=chosen)
         command = shlex.join(["python", "-m", "experiments.lm", *sys.argv[1:]])
         facts = environment(place, command, commit)
         rows = bench.measure(cases, options, place, say)

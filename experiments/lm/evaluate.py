@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,7 @@ from experiments.lm.config import Config
 from experiments.lm.data.packing import Packing
 from experiments.lm.data.store import Part
 from experiments.lm.document_masks import DocumentMasks
-from experiments.training.atomic_files import write_text
+from experiments.training.atomic_files import write_csv
 from experiments.training.distributed import Ranks
 
 BUCKETS = 32  # rows of positions.csv, at most
@@ -83,8 +81,10 @@ def losses(
 
 def write_positions(path: Path, found: Losses) -> None:
     """Write the losses by position as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["begin", "end", "loss", "sequences"])
-    writer.writerows([begin, end, f"{loss:.5f}", found.sequences] for begin, end, loss in found.by_position())
-    write_text(path, text.getvalue())
+    write_csv(
+        path,
+        [
+            {"begin": begin, "end": end, "loss": f"{loss:.5f}", "sequences": found.sequences}
+            for begin, end, loss in found.by_position()
+        ],
+    )

@@ -15,6 +15,14 @@ from experiments.training import run_folder, run_log
 from experiments.training.run_log import Record
 
 
+class Validation(NamedTuple):
+    """The loss on held-out text, nats, after so many tokens and seconds of training."""
+
+    tokens: int
+    seconds: float
+    loss: float
+
+
 class Finished(NamedTuple):
     """A run: its name, its log, its metrics if it is complete, and its losses by position."""
 
@@ -25,6 +33,12 @@ class Finished(NamedTuple):
 
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.records if record["kind"] == kind]
+
+    def validations(self) -> list[Validation]:
+        """The validations in their order."""
+        last = self.of_kind("train")[-1]
+        tokens_a_step = last["tokens"] // last["step"]
+        return [Validation(each["step"] * tokens_a_step, each["seconds"], each["loss"]) for each in self.of_kind("val")]
 
 
 def read(folder: Path) -> Finished:
@@ -71,15 +85,12 @@ def plot(runs: Sequence[Finished], path: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     (over_minutes, over_tokens), (speed, by_position) = axes
     for run in runs:
-        train, val = run.of_kind("train"), run.of_kind("val")
+        train, val = run.of_kind("train"), run.validations()
         (line,) = over_minutes.plot([each["seconds"] / 60 for each in train], [each["loss"] for each in train], lw=0.8)
         of_run = {"color": line.get_color(), "label": run.name}
-        over_minutes.plot([each["seconds"] / 60 for each in val], [each["loss"] for each in val], "o-", ms=3, **of_run)
-        at = {each["step"]: each["tokens"] for each in train}
-        seen = [each for each in val if each["step"] in at]
-        over_tokens.plot(
-            [at[each["step"]] / 1e6 for each in seen], [each["loss"] for each in seen], "o-", ms=3, **of_run
-        )
+        losses = [each.loss for each in val]
+        over_minutes.plot([each.seconds / 60 for each in val], losses, "o-", ms=3, **of_run)
+        over_tokens.plot([each.tokens / 1e6 for each in val], losses, "o-", ms=3, **of_run)
         speed.plot([each["step"] for each in train], [each["tokens_per_s"] for each in train], lw=0.8, **of_run)
         places = [max(1, (begin + end) / 2) for begin, end, _ in run.positions]
         by_position.plot(places, [loss for *_, loss in run.positions], "o-", ms=3, **of_run)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-SCHEDULES = ("constant", "cosine", "linear", "rsqrt")
+SCHEDULES = ("constant", "cosine", "linear", "rsqrt", "trapezoid")
+DECAY_SHARE = 0.2  # of a run, at its end, in which a trapezoid falls to 0
 
 
 def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
@@ -12,10 +13,13 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
 
     >>> [factor("linear", step, 2, step / 10) for step in (0, 1, 6)]
     [0.5, 1.0, 0.5]
+    >>> [factor("trapezoid", step, 2, step / 10) for step in (0, 7, 10)]
+    [0.5, 1.0, 0.0]
 
     All schedules rise linearly to 1 over `warmup` steps. Then "constant" stays at 1; "cosine" and "linear" fall to 0 as
-    `progress`, the part of the run that is done, approaches 1; "rsqrt" falls as sqrt(warmup / step), which is the Long
-    Range Arena's schedule. Raises ValueError for any other.
+    `progress`, the part of the run that is done, approaches 1; "trapezoid" stays at 1 and falls linearly to 0 in the last
+    fifth, so that until then runs of different lengths have had the same learning rates; "rsqrt" falls as
+    sqrt(warmup / step), which is the Long Range Arena's schedule. Raises ValueError for any other.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"the schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
@@ -26,6 +30,8 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * decayed))
     if schedule == "linear":
         return 1 - decayed
+    if schedule == "trapezoid":
+        return min(1.0, (1 - decayed) / DECAY_SHARE)
     if schedule == "rsqrt":
         return math.sqrt(max(1, warmup) / (step + 1))
     return 1.0

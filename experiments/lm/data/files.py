@@ -1,13 +1,15 @@
 """The text files of a folder: found, freed of duplicates, and divided into training and validation.
 
-Everything is decided by contents, never by names or by the order in which a folder lists its files: two copies of a
-folder give the same parts.
+A document is a file, and its part is decided by its contents, never by names or by the order in which a folder lists
+its files: two copies of a folder give the same parts. Or a document is a package, all files below one folder, and its
+part is decided by its name: two versions of a package are in the same part.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +20,23 @@ MOST_BYTES = 4 * 2**20  # longer ones are data rather than text
 
 @dataclass(frozen=True)
 class Document:
-    """A text file, and the SHA-256 of its text without white space at both ends."""
+    """Text files that follow each other.
 
-    path: Path
+    name: of a package; the text of a file without one has none.
+    digest: the SHA-256 of a file's text without white space at both ends; of a package, that of its files' digests.
+    """
+
+    paths: tuple[Path, ...]
     digest: bytes
+    name: str = ""
 
-    def text(self) -> str:
-        return text_of(self.path.read_bytes()) or ""
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.paths)
+
+    def texts(self) -> list[str]:
+        """The text of each file."""
+        return [text_of(path.read_bytes()) or "" for path in self.paths]
 
 
 @dataclass(frozen=True)
@@ -35,11 +47,15 @@ class Found:
     skipped: int
     duplicates: int
 
+    @property
+    def files(self) -> int:
+        return sum(len(document.paths) for document in self.documents)
+
     def limited(self, most: int) -> Found:
         """The first documents that have at most `most` bytes together, in the order of their digests: a fair sample."""
         kept = []
         for document in self.documents:
-            most -= document.path.stat().st_size
+            most -= document.bytes
             if most < 0:
                 break
             kept.append(document)
@@ -52,10 +68,13 @@ class Found:
         return training, validation
 
 
-def find(folders: Sequence[Path], suffixes: Sequence[str] = (), excluded: Sequence[str] = ()) -> Found:
+def find(
+    folders: Sequence[Path], suffixes: Sequence[str] = (), excluded: Sequence[str] = (), packages: bool = False
+) -> Found:
     """The text files below some folders, each text once.
 
     suffixes: of the files wanted, such as .py; none: all. excluded: names of folders that are left out.
+    packages: join the files below each folder inside `folders` to one document, in the order of their paths.
 
     Files are equal if their texts are, apart from white space at both ends. Near copies are not found.
     Raises FileNotFoundError if a folder is missing, and ValueError if there is no text.
@@ -70,14 +89,32 @@ def find(folders: Sequence[Path], suffixes: Sequence[str] = (), excluded: Sequen
             continue
         digest = hashlib.sha256(text.strip().encode()).digest()
         duplicates += digest in known
-        known.setdefault(digest, Document(path, digest))
+        known.setdefault(digest, Document((path,), digest))
     if not known:
         wanted = f" with {', '.join(suffixes)}" if suffixes else ""
         raise ValueError(
             f"there must be UTF-8 files{wanted} of {LEAST_BYTES} bytes to {MOST_BYTES // 2**20} MiB below "
             f"{', '.join(map(str, folders))}; got none: choose another folder, or make one with `corpus`"
         )
-    return Found(tuple(known[digest] for digest in sorted(known)), skipped, duplicates)
+    documents = joined(known.values(), folders) if packages else known.values()
+    return Found(tuple(sorted(documents, key=lambda document: document.digest)), skipped, duplicates)
+
+
+def joined(files: Iterable[Document], folders: Sequence[Path]) -> list[Document]:
+    """One document for each package: the files below one of the folders inside `folders`, or a single file there."""
+    groups: dict[str, list[Document]] = defaultdict(list)
+    for file in files:
+        (path,) = file.paths
+        inside = next(path.relative_to(folder) for folder in folders if path.is_relative_to(folder))
+        groups[inside.parts[0]].append(file)
+    return [
+        Document(
+            tuple(path for file in group for path in file.paths),
+            hashlib.sha256(b"".join(file.digest for file in group)).digest(),
+            name,
+        )
+        for name, group in groups.items()
+    ]
 
 
 def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[Path]:
@@ -104,5 +141,6 @@ def text_of(data: bytes) -> str | None:
 
 
 def is_validation(document: Document, share: float) -> bool:
-    """Whether a document belongs to the validation part, by its digest alone: it does so in every corpus."""
-    return int.from_bytes(document.digest[:8], "big") < share * 2**64
+    """Whether a document belongs to the validation part, by its name or its text alone: it does so in every corpus."""
+    decides = hashlib.sha256(document.name.encode()).digest() if document.name else document.digest
+    return int.from_bytes(decides[:8], "big") < share * 2**64

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lm.data.files import VALIDATION_SHARE, Document, Found, find
+from experiments.lm.data.files import VALIDATION_SHARE, Document, Found, find, text_of
 from experiments.lm.data.tokenizer import BYTES, FILE, BytePairs, Bytes, Tokenizer, load
 from experiments.training.atomic_files import write_json
 
 ABOUT = "about.json"
 PARTS = ("train", "val")
 VOCABULARY_BYTES = 200 * 2**20  # of the training texts, from which a vocabulary is learned
-_TOGETHER = 512  # texts that are cut at once
+_TOGETHER = 512  # files that are cut at once
 
 Progress = Callable[[str], None]
 
@@ -65,8 +65,8 @@ def opened(folder: Path) -> Store:
     if not path.is_file():
         raise FileNotFoundError(f"there are no tokens in {folder}")
     about = json.loads(path.read_text())
-    parts = (Part(_mapped(folder, name, about), np.load(folder / f"{name}.starts.npy")) for name in PARTS)
-    return Store(folder, *parts, about)
+    train, val = (Part(_mapped(folder, name, about), np.load(folder / f"{name}.starts.npy")) for name in PARTS)
+    return Store(folder, train, val, about)
 
 
 def _mapped(folder: Path, name: str, about: dict[str, Any]) -> np.ndarray:
@@ -119,6 +119,10 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
         "skipped": found.skipped,
         "duplicates": found.duplicates,
         "texts": _digest(found.documents),
+        "packages": {
+            name: {document.name: document.digest.hex() for document in documents if document.name}
+            for name, documents in zip(PARTS, (training, validation), strict=True)
+        },
         "hash": hashlib.sha256("".join(hashes.values()).encode()).hexdigest(),
     }
     write_json(unfinished / ABOUT, about)
@@ -141,11 +145,11 @@ def _digest(documents: Sequence[Document]) -> str:
 def _texts(documents: Sequence[Document], most: int) -> Iterator[str]:
     """Texts of at most `most` bytes together; the order of the documents is random enough to be a fair sample."""
     for document in documents:
-        text = document.text()
-        most -= len(text)
-        if most < 0:
-            return
-        yield text
+        for text in document.texts():
+            most -= len(text)
+            if most < 0:
+                return
+            yield text
 
 
 def _write(
@@ -154,13 +158,21 @@ def _write(
     """Write one part; returns its number of tokens and the hash of its file."""
     starts, digest = [0], hashlib.sha256()
     end = np.array([tokenizer.size - 1], dtype)
+    files = [(path, path == document.paths[-1]) for document in documents for path in document.paths]
+    count = 0
     with open(folder / f"{name}.bin", "wb") as file:
-        for first in range(0, len(documents), _TOGETHER):
-            say(f"Cutting {name}: {first:,} of {len(documents):,} files")
-            for tokens in tokenizer.encode([document.text() for document in documents[first : first + _TOGETHER]]):
-                data = np.concatenate([tokens.astype(dtype), end])
+        for first in range(0, len(files), _TOGETHER):
+            say(f"Cutting {name}: {first:,} of {len(files):,} files")
+            some = files[first : first + _TOGETHER]
+            cut = tokenizer.encode([text_of(path.read_bytes()) or "" for path, _ in some])
+            for tokens, (_, is_last) in zip(cut, some, strict=True):
+                data = tokens.astype(dtype)
+                if is_last:
+                    data = np.concatenate([data, end])
                 file.write(data.tobytes())
                 digest.update(data.tobytes())
-                starts.append(starts[-1] + len(data))
+                count += len(data)
+                if is_last:
+                    starts.append(count)
     np.save(folder / f"{name}.starts.npy", np.array(starts, np.int64))
-    return starts[-1], digest.hexdigest()
+    return count, digest.hexdigest()

@@ -78,3 +78,16 @@ def test_results_are_written_with_what_is_needed_to_repeat_them(tmp_path):
     (tmp_path / "bench.json").write_text(json.dumps({**found, "rows": found["rows"][1:]}))
     shown = CliRunner().invoke(app, ["show", str(tmp_path), "--out", str(tmp_path / "plots.png")])
     assert shown.exit_code == 1 and "must have a row with numbers" in shown.stderr
+
+
+def test_a_profile_lists_the_operations_of_each_row_the_longest_first(tmp_path):
+    words = ["bench", "--case", "cpu:64:dense:sdpa,flex", "--tokens=128", "--rounds=1", "--device=cpu", "--profile"]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    done = CliRunner().invoke(app, [*words, *options, "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    with open(tmp_path / "kernels.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["attention"] for row in rows} == {"sdpa"}  # FlexAttention has no gradients on CPUs
+    assert any("mm" in row["kernel"] for row in rows)
+    times = [float(row["ms"]) for row in rows]
+    assert times == sorted(times, reverse=True) and times[0] > 0

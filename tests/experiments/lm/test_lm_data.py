@@ -57,7 +57,7 @@ def test_what_is_no_text_is_skipped(tmp_path):
     (folder / "packages" / "b.txt").write_text("b" * 100)
     found = find([folder], excluded=["packages"])
     assert (len(found.documents), found.skipped) == (3, 3)
-    assert [path.path.name for path in find([folder], [".bin", ".txt"]).limited(700).documents] != []
+    assert [document.paths for document in find([folder], [".bin", ".txt"]).limited(700).documents] != []
 
 
 def test_a_special_name_in_a_text_is_not_the_special_token():
@@ -128,3 +128,39 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install tokenizers, or sparseflash\[lm\], or .* --vocabulary 256"):
         tokenizer.library()
+
+
+def packages_of(folder, version):
+    """Three packages of two files each, and one that is a file; other versions have other texts."""
+    for name in ("alpha", "beta", "gamma"):
+        for file in ("b.py", "inner/a.py"):
+            path = folder / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{name} {file} {version} " * 10)
+    (folder / "single.py").write_text(f"single {version} " * 10)
+    return find([folder], packages=True)
+
+
+def test_the_files_of_a_package_are_one_document_in_the_order_of_their_paths(tmp_path):
+    found = packages_of(tmp_path / "a", "1")
+    assert {document.name for document in found.documents} == {"alpha", "beta", "gamma", "single.py"}
+    assert found.files == 7
+    store = make(found, tmp_path / "tokens", 257, lambda text: None, 0.6)
+    parts = {name: documents_of(part, store.tokenizer) for name, part in (("train", store.train), ("val", store.val))}
+    assert sum(map(len, parts.values())) == 4
+    (alpha,) = (text for texts in parts.values() for text in texts if text.startswith("alpha"))
+    assert alpha == "alpha b.py 1 " * 10 + "alpha inner/a.py 1 " * 10
+    named = store.about["packages"]
+    assert {*named["train"], *named["val"]} == {document.name for document in found.documents}
+    assert {**named["train"], **named["val"]}["alpha"] == next(
+        d for d in found.documents if d.name == "alpha"
+    ).digest.hex()
+
+
+def test_two_versions_of_a_package_are_in_the_same_part(tmp_path):
+    one, two = (packages_of(tmp_path / version, version) for version in ("1", "2"))
+    assert not {document.digest for document in one.documents} & {document.digest for document in two.documents}
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        names = [{document.name for document in found.split(share)[1]} for found in (one, two)]
+        assert names[0] == names[1]
+    assert [len(one.split(share)[1]) for share in (0.0, 1.0)] == [0, 4]

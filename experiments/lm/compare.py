@@ -1,0 +1,90 @@
+"""Train runs that differ in their attention, one after the other, for a comparison of their losses.
+
+<out>/<run>/                  each run, with the files of train.py
+<out>/<run>/environment.json  the device, versions and commit of the session that completed it
+
+A comparison that was paused goes on with the same command: complete runs stay as they are. The tables are in
+compare_report.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.lm import session
+from experiments.lm.cases import Case
+from experiments.lm.config import Config, configure
+from experiments.lm.data.store import Store
+from experiments.lm.train import saved_config
+from experiments.training import run_folder
+from experiments.training.atomic_files import write_json
+from experiments.training.distributed import SINGLE
+from experiments.training.trainer import Pause
+
+ENVIRONMENT = "environment.json"
+
+
+def slug(pattern: str) -> str:
+    """A pattern as part of a file's name.
+
+    >>> slug("local|butterfly,dense")
+    'local-or-butterfly-then-dense'
+    """
+    return pattern.replace("|", "-or-").replace(",", "-then-").replace("/", "-and-")
+
+
+def name_of(case: Case) -> str:
+    """The folder of a run.
+
+    >>> name_of(Case("124M", 16384, "local|butterfly", "sparseflash"))
+    '124M-16384-local-or-butterfly-sparseflash'
+    """
+    return f"{case.preset}-{case.context}-{slug(case.pattern)}-{case.attention}"
+
+
+def config_of(case: Case, chosen: Mapping[str, Any]) -> Config:
+    """The settings of a case's run; `chosen` changes those of its preset."""
+    of_case = {"context": case.context, "pattern": case.pattern, "attention": case.attention}
+    return configure(case.preset, {**chosen, **of_case})
+
+
+def train_all(
+    configs: Mapping[str, Config], store: Store, out: Path, pause: Pause, facts: Mapping[str, str], console: Console
+) -> bool:
+    """Train those of the runs, by name, that are not complete. Returns whether all are; False if one was paused.
+
+    Raises ValueError, before anything is trained, if a folder holds a run with other settings or another text.
+    """
+    for name, config in configs.items():
+        _check_same(out / name, config, store)
+    trained = False
+    for name, config in configs.items():
+        folder = out / name
+        if (folder / ENVIRONMENT).is_file():
+            continue
+        if trained and pause(0):  # otherwise a session that is over would compile the next run for a single step
+            return False
+        metrics = session.train(
+            config, store, folder, resume=run_folder.holds_run(folder), overwrite=False, pause=pause, ranks=SINGLE,
+            tensorboard=False, console=console,
+        )  # fmt: skip
+        if metrics is None:
+            return False
+        write_json(folder / ENVIRONMENT, dict(facts))
+        trained = True
+    return True
+
+
+def _check_same(folder: Path, config: Config, store: Store) -> None:
+    if not run_folder.holds_run(folder):
+        return
+    saved = run_folder.saved_settings(folder / run_folder.SETTINGS)
+    if saved_config(folder)[0] != config or saved["data"]["hash"] != store.about["hash"]:
+        raise ValueError(
+            f"{folder} must hold a run with the settings and the text of this comparison; it has others: choose "
+            "another --out"
+        )

@@ -1,0 +1,149 @@
+"""Comparisons of runs: they pause and go on, and what their table says is what the runs' logs say."""
+
+import csv
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from experiments.lm import compare, compare_report
+from experiments.lm.cases import Case
+from experiments.lm.cli import app
+from experiments.lm.show import Finished, read
+from lm_models import TINY, tokens
+
+CASES = ["cpu:64:dense:sdpa,sparseflash", "cpu:64:local|butterfly:sparseflash"]
+NAMES = ["cpu-64-dense-sdpa", "cpu-64-dense-sparseflash", "cpu-64-local-or-butterfly-sparseflash"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tokens(tmp_path_factory.mktemp("lm"))
+
+
+def invoke(store, out, *more, **changes):
+    settings = {**TINY, "steps": 12, **changes}
+    chosen = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None]
+    words = ["compare", *(f"--case={case}" for case in CASES), f"--data={store.folder}", f"--out={out}", "--commit=abc"]
+    words = [word for word in [*words, *chosen, *more] if not word.startswith("--context")]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def whole(store, tmp_path_factory):
+    out = tmp_path_factory.mktemp("lm-compare") / "whole"
+    done = invoke(store, out)
+    assert done.exit_code == 0, done.output
+    return out, done.stdout
+
+
+def test_the_table_has_every_run_at_equal_tokens_and_positions(store, whole):
+    out, shown = whole
+    found = json.loads((out / "compare.json").read_text())
+    assert [each["run"] for each in found["runs"]] == NAMES
+    assert found["corpus"]["hash"] == store.about["hash"]
+    for each in found["runs"]:
+        metrics = json.loads((out / each["run"] / "metrics.json").read_text())
+        assert each["val_loss"] == metrics["val_loss"] and each["tokens"] == 12 * 512
+        assert list(each["at_tokens"]) == ["1536", "3072", "4608"]
+        logged = {record["step"]: record["loss"] for record in read(out / each["run"]).of_kind("val")}
+        assert list(each["at_tokens"].values()) == [logged[3], logged[6], logged[9]]
+        assert [row[:2] for row in each["by_position"]][-1] == [32, 64]
+        assert f"{each['val_loss']:.4f}" in shown
+    assert (out / "compare.md").read_text() in shown and (out / "compare.png").stat().st_size > 1000
+    with open(out / "losses.csv") as file:
+        assert [row["run"] for row in csv.DictReader(file)] == [name for name in NAMES for _ in range(4)]
+
+
+def test_every_row_states_what_its_run_was_given(whole):
+    with open(whole[0] / "compare.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == NAMES
+    for row in rows:
+        assert {"device", "torch", "triton", "python", "date", "command", "val_loss", "tokens", "seconds"} <= row.keys()
+        assert (row["commit"], row["seed"], row["context"]) == ("abc", "0", "64")
+        assert row["micro_tokens"] == str(TINY["micro_tokens"])
+    assert [(row["pattern"], row["attention"]) for row in rows] == [
+        ("dense", "sdpa"), ("dense", "sparseflash"), ("local|butterfly", "sparseflash"),
+    ]  # fmt: skip
+    assert "local\\|butterfly" in (whole[0] / "compare.md").read_text()
+
+
+def test_dense_attention_learns_the_same_by_both_implementations_and_a_sparse_pattern_something_else(whole):
+    found = json.loads((whole[0] / "compare.json").read_text())["runs"]
+    sdpa, ours, sparse = (each["val_loss"] for each in found)
+    assert ours == pytest.approx(sdpa, abs=1e-5)
+    assert abs(sparse - sdpa) > 1e-4
+
+
+def test_a_comparison_that_pauses_goes_on_to_the_same_losses(store, whole, tmp_path):
+    out = tmp_path / "paused"
+    for _ in range(40):  # each session takes one step
+        done = invoke(store, out, "--pause-after=0")
+        assert done.exit_code == 0, done.output
+        if "Go on with the same command" not in done.stdout:
+            break
+        assert not (out / "compare.json").exists()
+    losses = [
+        [each["val_loss"] for each in json.loads((folder / "compare.json").read_text())["runs"]]
+        for folder in (out, whole[0])
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_complete_comparison_is_not_trained_again_and_other_settings_are_refused(store, whole):
+    path = whole[0] / NAMES[0] / "model.safetensors"
+    before = path.stat().st_mtime_ns
+    assert invoke(store, whole[0]).exit_code == 0
+    assert path.stat().st_mtime_ns == before
+    done = invoke(store, whole[0], lr=1e-2)
+    assert done.exit_code == 1 and "must hold a run with the settings and the text of this" in done.stderr
+
+
+def run_of(name, seconds_a_step):
+    train = [{"kind": "train", "step": step, "tokens": 10 * step, "seconds": step} for step in (10, 20)]
+    val = [
+        {"kind": "val", "step": step, "tokens": 999, "seconds": seconds_a_step * step, "loss": 5 - step / 10}
+        for step in (10, 20)
+    ]
+    return Finished(name, train + val, None, [])
+
+
+def test_runs_are_compared_at_shares_of_the_shortest_and_losses_lie_between_validations():
+    fast, slow = run_of("fast", 1.0), run_of("slow", 4.0)
+    assert slow.validations() == [(100, 40.0, 4.0), (200, 80.0, 3.0)]
+    assert compare_report.amounts([fast, slow], "seconds") == [5.0, 10.0, 15.0]
+    assert compare_report.amounts([fast, slow], "tokens") == [50.0, 100.0, 150.0]
+    assert compare_report.loss_at(slow.validations(), "tokens", 150) == 3.5
+    assert compare_report.loss_at(slow.validations(), "seconds", 15) is None
+    assert compare_report.loss_at(slow.validations(), "seconds", 81) is None
+
+
+def test_a_run_that_is_not_complete_is_not_compared():
+    with pytest.raises(ValueError, match="must be complete; got slow, which has no metrics"):
+        compare_report.summary([run_of("slow", 4.0)], [{}])
+
+
+def test_a_session_that_is_over_does_not_begin_the_next_run(store, tmp_path):
+    configs = {name: compare.config_of(Case("cpu", 64, "dense", "sdpa"), {**TINY, "steps": 2}) for name in ("a", "b")}
+
+    def train(pause):
+        return compare.train_all(configs, store, tmp_path, pause, {}, Console(quiet=True))
+
+    assert not train(lambda step: step == 0)  # the deadline passes while the first run is validated at its end
+    assert (tmp_path / "a" / "metrics.json").is_file() and not (tmp_path / "b").exists()
+    assert train(lambda step: step == 0)  # the first run of a session makes at least one step
+
+
+def test_the_settings_of_a_case_are_its_own_whatever_else_is_chosen():
+    config = compare.config_of(
+        Case("124M", 16_384, "local|butterfly", "sdpa"), {"context": 1, "minutes": 3.0, "lr": 1e-3}
+    )
+    assert (config.context, config.pattern, config.attention, config.minutes) == (
+        16_384,
+        "local|butterfly",
+        "sdpa",
+        3.0,
+    )
+    assert config.depth == 12 and config.lr == 1e-3
