@@ -17,8 +17,8 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
     [0.5, 1.0, 0.0]
 
     All schedules rise linearly to 1 over `warmup` steps. Then "constant" stays at 1; "cosine" and "linear" fall to 0 as
-    `progress`, the part of the run that is done, approaches 1; "trapezoid" stays at 1 and falls linearly to 0 in the last
-    fifth, so that until then runs of different lengths have had the same learning rates; "rsqrt" falls as
+    `progress`, the part of the run that is done, approaches 1; "trapezoid" stays at 1 and falls linearly to 0 in the
+    last fifth, so that until then runs of different lengths have had the same learning rates; "rsqrt" falls as
     sqrt(warmup / step), which is the Long Range Arena's schedule. Raises ValueError for any other.
     """
     if schedule not in SCHEDULES:
