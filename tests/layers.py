@@ -177,6 +177,8 @@ MAY_IMPORT = {
     ),
     "sparseflash/distributed": (
         "sparseflash/attention.py",
+        f"{_TRITON}/device.py",
+        f"{_TRITON}/launcher.py",
         "sparseflash/blockmask",
         "sparseflash/scores",
         "sparseflash/validation.py",
@@ -283,7 +285,14 @@ MAY_IMPORT = {
 FACADE = "sparseflash.blockmask.mask"
 
 # Where Triton is needed to import them; who imports these does so in a function.
-KERNELS = (_TRITON, "masks/fused/index.py", "masks/fused/rows.py", "masks/fused/runs.py", "masks/fused/unused.py")
+KERNELS = (
+    _TRITON,
+    "masks/fused/index.py",
+    "masks/fused/rows.py",
+    "masks/fused/runs.py",
+    "masks/fused/unused.py",
+    "sparseflash/distributed/fused_merge.py",
+)
 
 
 class Imports(ast.NodeVisitor):

@@ -174,13 +174,12 @@ class _Call:
 def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchanges: int) -> tuple[Tensor, Tensor]:
     plan = call.plan
     stages = plan.stages_for(k.shape[0], k.shape[1], exchanges, same_slots=call.tells_positions)
-    transfers = Transfers(stages, plan.process_group, plan.rank, plan.sent)
+    transfers = Transfers([each for each in stages if each.exchanges], plan.process_group, plan.rank, plan.sent)
     queries = for_each_stage(q, len(stages))
-    (keys, values), pending = exchanged([k, v], transfers)
+    local, pending = exchanged([k, v], transfers)
     parts = []
     for number, stage in enumerate(stages):
-        if number > 0:
-            keys, values = arrived(pending[number - 1], number, transfers, [k, v])
+        keys, values = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
         changes = call.changes_of(stage, "keys", q.device)
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
         parts.append(call.attention(queries[number], keys, values, stage.mask_on(q.device), changes))
@@ -190,13 +189,12 @@ def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchange
 def _with_queries_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     plan = call.plan
     stages = plan.query_stages_for(q.shape[0], q.shape[1], same_slots=call.tells_positions)
-    transfers = Transfers(stages, plan.process_group, plan.rank, plan.sent)
+    transfers = Transfers([each for each in stages if each.exchanges], plan.process_group, plan.rank, plan.sent)
     keys, values = (for_each_stage(x, len(stages)) for x in (k, v))
-    (queries,), pending = exchanged([q], transfers)
+    local, pending = exchanged([q], transfers)
     parts = []
     for number, stage in enumerate(stages):
-        if number > 0:
-            (queries,) = arrived(pending[number - 1], number, transfers, [q])
+        (queries,) = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
         changes = call.changes_of(stage, "queries", q.device)
         parts.append(call.attention(queries, keys[number], values[number], stage.mask_on(q.device), changes))
     (out, lse), (remote_out, remote_lse) = parts

@@ -159,25 +159,30 @@ class Estimate:
 
 
 def keys_travel(
-    loads: Loads, traffic: Traffic, tokens: Integers, shape: Shape, stages: int, machine: Machine
+    loads: Loads, traffic: Traffic, q_tokens: Integers, k_tokens: Integers, shape: Shape, stages: int, machine: Machine
 ) -> Estimate:
-    """Each rank receives the live remote keys in so many stages, 0 if there are none; `tokens`: its queries."""
+    """Each rank receives the live remote keys in so many stages; 0: all before it begins. The tokens are its own."""
     passes, rate = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops
-    if stages == 0:  # nothing travels
-        compute = float((loads.total * rate).max())
-        return Estimate("keys", 0, 0.0, 0.0, compute, 0.0, compute)
     sent = traffic.sent * shape.key_bytes
     most = traffic.busiest * shape.key_bytes
-    per_stage = passes * (most / stages / machine.bandwidth + machine.latency)
-    # Each partial result is written, read by the merge, and its gradient written and read again.
-    merging = 2 * passes * tokens * shape.batch * shape.heads * shape.v_dim * shape.dtype.itemsize / machine.memory
-    finished = loads.local * rate + merging
-    for stage in range(1, stages + 1):
-        finished = np.maximum(finished, stage * per_stage) + loads.remote * rate / stages + merging
-    compute = float((loads.total * rate + (stages + 1) * merging).max())
+    if not most.any():
+        compute = float((loads.total * rate).max())
+        return Estimate("keys", 0, 0.0, 0.0, compute, 0.0, compute)
+    per_stage = passes * (most / max(stages, 1) / machine.bandwidth + machine.latency)
+    if stages == 0:
+        # Keys are copied beside those of other ranks, and their gradients back.
+        copying = 2 * passes * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
+        busy, finished = loads.total * rate + copying, loads.total * rate + copying + per_stage
+    else:
+        # Each partial result is written, read by the merge, and its gradient written and read again.
+        merging = 2 * passes * q_tokens * shape.batch * shape.heads * shape.v_dim * shape.dtype.itemsize
+        merging = merging / machine.memory
+        busy, finished = loads.total * rate + (stages + 1) * merging, loads.local * rate + merging
+        for stage in range(1, stages + 1):
+            finished = np.maximum(finished, stage * per_stage) + loads.remote * rate / stages + merging
     return Estimate(
-        "keys", stages, float(sent.mean()), float(most.max()), compute, float(per_stage.max()) * stages,
-        float(finished.max()),
+        "keys", stages, float(sent.mean()), float(most.max()), float(busy.max()),
+        float(per_stage.max()) * max(stages, 1), float(finished.max()),
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ The exchanges of all stages are started together and each is waited for when its
 with attention to what is there already. Backward runs the stages in reverse order: as soon as the attention of a stage
 has its gradients they are sent back, while earlier stages, the local one last, are still being computed. Each owner
 then adds what came back in the order of the ranks, in fp32, whatever arrived first.
+
+Or there is one stage, whose attention waits for all keys and needs no merge (`Stage.local`).
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ class Sent:
 
 @dataclass(eq=False)
 class Transfers:
-    """One call's exchanges under way: the stages, the group, and the operations that have been started."""
+    """One call's exchanges under way: the stages that exchange something, the group, and what has been started."""
 
     stages: list[Stage]
     group: dist.ProcessGroup
     rank: int
     sent: Sent
-    works: dict[int, Any] = field(default_factory=dict)
-    returned: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    works: dict[Stage, list[Any]] = field(default_factory=dict)
+    returned: dict[Stage, list[tuple[Tensor, Any]]] = field(default_factory=dict)
 
     def start(self, data: Tensor, outgoing: Rows, incoming: Rows) -> tuple[Tensor, Any]:
         """Starts sending the rows of `data`: `(rows that will come, the operation)`."""
@@ -61,19 +63,26 @@ class Transfers:
         return received, (work, data)  # the data must live until they are sent
 
 
-def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Tensor], list[Tensor]]:
-    """Starts all exchanges of tensors `[B, H, n, D]` side by side: `(the local tensors, one pending tensor a stage)`.
+def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Tensor], dict[Stage, list[Tensor]]]:
+    """Starts all exchanges of tensors `[B, H, n, D]`: `(the local tensors, the pending ones of each stage)`.
 
     Use the local tensors that are returned: their gradients are summed with those that come back.
     """
     found = _Start.apply(transfers, *tensors)  # type: ignore[no-untyped-call]
-    return list(found[: len(tensors)]), list(found[len(tensors) :])
+    count = len(tensors)
+    pending = {
+        stage: list(found[count * number : count * (number + 1)]) for number, stage in enumerate(transfers.stages, 1)
+    }
+    return list(found[:count]), pending
 
 
-def arrived(pending: Tensor, stage: int, transfers: Transfers, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a stage, `[B, H, slots, D]` each, once they have come; unused slots are 0. `like`: those sent."""
-    shapes = [x.shape for x in like]
-    return list(_Arrive.apply(transfers, stage, pending, shapes))  # type: ignore[no-untyped-call]
+def arrived(pending: Sequence[Tensor], stage: Stage, transfers: Transfers, local: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a stage, `[B, H, slots, D]` each, once they have come; unused slots are 0. `local`: those of this
+    rank.
+    """
+    shapes = [x.shape for x in local]
+    own = local if stage.local else ()
+    return list(_Arrive.apply(transfers, stage, shapes, *pending, *own))
 
 
 def for_each_stage(q: Tensor, stages: int) -> list[Tensor]:
@@ -83,67 +92,101 @@ def for_each_stage(q: Tensor, stages: int) -> list[Tensor]:
     return list(_Share.apply(q, stages))  # type: ignore[no-untyped-call]
 
 
-def _side_by_side(tensors: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
-    """Rows of tensors `[B, H, n, D]`, of keys and values for example: `[rows, sum of the D]`."""
-    flat = [x.reshape(-1, x.shape[-1]) for x in tensors]
-    return torch.cat(flat if rows is None else [x.index_select(0, rows) for x in flat], dim=1)
+def flat(x: Tensor) -> Tensor:
+    """`x [B, H, n, D]` as rows `[B * H * n, D]`."""
+    return x.reshape(-1, x.shape[-1])
 
 
 class _Start(Function):
     @staticmethod
     def forward(ctx: Any, transfers: Transfers, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfers, ctx.shapes = transfers, [x.shape for x in tensors]
+        ctx.transfers, ctx.count = transfers, len(tensors)
         pending = []
-        for number, stage in enumerate(transfers.stages[1:], 1):
-            data = _side_by_side(tensors, stage.sent.on(tensors[0].device))
-            received, transfers.works[number] = transfers.start(data, stage.sent, stage.received)
-            pending.append(received)
+        for stage in transfers.stages:
+            started = [transfers.start(stage.sent.taken(flat(x)), stage.sent, stage.received) for x in tensors]
+            transfers.works[stage] = [work for _, work in started]
+            pending += [received for received, _ in started]
         return *(x.view_as(x) for x in tensors), *pending
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         transfers: Transfers = ctx.transfers
-        local = _side_by_side(gradients[: len(ctx.shapes)])
-        total = torch.zeros(local.shape, dtype=torch.promote_types(local.dtype, torch.float32), device=local.device)
-        parts: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
-        for number, stage in enumerate(transfers.stages[1:], 1):
-            received, (work, _) = transfers.returned.pop(number)
-            work.wait()
-            counts = stage.sent.counts
-            parts.append((stage.sent.on(local.device).split(counts), received.split(counts)))
-        for rank in range(dist.get_world_size(transfers.group)):
-            if rank == transfers.rank:
-                total += local
-            for rows, values in parts:
-                total[rows[rank]] += values[rank]  # no row comes twice from one rank
-        summed = total.to(local.dtype).split([shape[-1] for shape in ctx.shapes], dim=1)
-        return None, *(x.reshape(shape) for x, shape in zip(summed, ctx.shapes, strict=True))
+        returned = [(stage.sent, transfers.returned.pop(stage)) for stage in transfers.stages]
+        summed = []
+        for number, local in enumerate(gradients[: ctx.count]):
+            parts = []
+            for rows, tensors in returned:
+                received, (work, _) = tensors[number]
+                work.wait()
+                parts.append((rows, received))
+            summed.append(_with_returned(local, parts, transfers.rank))
+        return None, *summed
+
+
+def _with_returned(local: Tensor, parts: list[tuple[Rows, Tensor]], rank: int) -> Tensor:
+    """The gradient of local keys, summed with what has come back for them, in the order of the ranks."""
+    counts = [rows.counts for rows, _ in parts]
+    senders = [other for other in range(len(counts[0])) if any(some[other] for some in counts)] if counts else []
+    if not senders:
+        return local
+    if len(senders) == 1:  # no row comes twice from one rank, and the order of two numbers does not matter
+        total = flat(local).clone(memory_format=torch.contiguous_format)
+        for rows, values in parts:
+            if len(values):
+                _add(total, rows, values)
+        return total.view(local.shape)
+    total = torch.zeros(
+        flat(local).shape, dtype=torch.promote_types(local.dtype, torch.float32), device=local.device
+    )  # fmt: skip
+    of_ranks = [zip(rows.on(local.device).split(rows.counts), values.split(rows.counts)) for rows, values in parts]
+    of_rank = list(zip(*of_ranks, strict=True))
+    for other, some in enumerate(of_rank):
+        if other == rank:
+            total += flat(local)
+        for rows_of_rank, values in some:
+            total[rows_of_rank] += values
+    return total.to(local.dtype).view(local.shape)
+
+
+def _add(total: Tensor, rows: Rows, values: Tensor) -> None:
+    """Adds the values to their rows; each sum is rounded once."""
+    if rows.are_all(len(total)):
+        total += values
+    else:
+        at = rows.on(total.device)
+        total.index_copy_(0, at, total.index_select(0, at) + values)
 
 
 class _Arrive(Function):
     @staticmethod
     def forward(
-        ctx: Any, transfers: Transfers, number: int, pending: Tensor, shapes: list[torch.Size]
+        ctx: Any, transfers: Transfers, stage: Stage, shapes: list[torch.Size], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.transfers, ctx.number = transfers, number
-        stage = transfers.stages[number]
-        transfers.works.pop(number)[0].wait()
-        rows = stage.received.on(pending.device)
-        found = []
-        for values, (batch, heads, _, dim) in zip(
-            pending.split([shape[-1] for shape in shapes], dim=1), shapes, strict=True
-        ):
-            slots = values.new_zeros((batch * heads * stage.slots, dim))
-            found.append(slots.index_copy_(0, rows, values).view(batch, heads, stage.slots, dim))
+        ctx.transfers, ctx.stage, ctx.tokens = transfers, stage, shapes[0][2]
+        ctx.width = stage.slots - stage.local
+        for work, _ in transfers.works.pop(stage):
+            work.wait()
+        found = [
+            stage.received.placed(values, batch * heads * ctx.width).view(batch, heads, ctx.width, dim)
+            for values, (batch, heads, _, dim) in zip(tensors, shapes)
+        ]
+        if stage.local:
+            found = [_joined(x, others, stage.local) for x, others in zip(tensors[len(shapes) :], found, strict=True)]
         return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, None]:
-        transfers, number = ctx.transfers, ctx.number
-        stage = transfers.stages[number]
-        data = _side_by_side(gradients, stage.received.on(gradients[0].device))
-        transfers.returned[number] = transfers.start(data, stage.received, stage.sent)
-        return None, None, data, None  # `_Start` takes what was sent back; this only has the right shape
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        transfers, stage = ctx.transfers, ctx.stage
+        rows = [stage.received.taken(flat(gradient[:, :, stage.local :])) for gradient in gradients]
+        transfers.returned[stage] = [transfers.start(some, stage.received, stage.sent) for some in rows]
+        own = [gradient[:, :, : ctx.tokens] for gradient in gradients] if stage.local else []
+        return None, None, None, *rows, *own  # `_Start` takes what was sent back; the rows only have the right shape
+
+
+def _joined(local: Tensor, others: Tensor, first: int) -> Tensor:
+    """Local tokens `[B, H, n, D]`, zeros as far as token `first`, and those of other ranks."""
+    batch, heads, tokens, dim = local.shape
+    return torch.cat([local, local.new_zeros((batch, heads, first - tokens, dim)), others], dim=2)
 
 
 class _Share(Function):
@@ -153,6 +196,8 @@ class _Share(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if len(gradients) == 2:
+            return gradients[0] + gradients[1], None  # is rounded once
         total = gradients[0].to(torch.promote_types(gradients[0].dtype, torch.float32))
         for gradient in gradients[1:]:
             total = total + gradient

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from sparseflash.backends.triton.device import runs_kernels
+
+_DEVICES = ["cuda"]  # on which the kernels of `fused_merge` are used; tests add the CPU, for the interpreter
+
 
 def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of attention over the union of disjoint sets of keys, from that over each set.
@@ -69,9 +73,13 @@ class _Merge(Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = tensors[:count], tensors[count:]
+        ctx.save_for_backward(*tensors)
+        if _is_fused(outs[0]):
+            from sparseflash.distributed import fused_merge
+
+            return fused_merge.merge(outs, lses)
         lse, weights = _weights(lses)
         out = _weighted_sum(outs, weights)
-        ctx.save_for_backward(*tensors)
         return out.to(outs[0].dtype), lse
 
     @staticmethod
@@ -80,6 +88,11 @@ class _Merge(Function):
         tensors = ctx.saved_tensors
         count = len(tensors) // 2
         outs, lses = tensors[:count], tensors[count:]
+        if _is_fused(outs[0]):
+            from sparseflash.distributed import fused_merge
+
+            of_outs, of_lses = fused_merge.merge_backward(dout, dlse, outs, lses)
+            return None, *of_outs, *of_lses
         lse, weights = _weights(lses)
         # Recomputed rather than saved: rounded to half precision, its difference from a part would be inexact.
         out = _weighted_sum(outs, weights)
@@ -89,6 +102,10 @@ class _Merge(Function):
             douts.append((weight.unsqueeze(-1) * dout).to(part.dtype))
             dlses.append(weight * ((dout * (part - out)).sum(-1) + dlse))
         return None, *douts, *dlses
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.device.type in _DEVICES and x.dtype != torch.float64 and type(x) is Tensor and runs_kernels(x.device)
 
 
 def _weights(lses: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:

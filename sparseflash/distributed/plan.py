@@ -187,9 +187,9 @@ class ShardPlan:
         found = []
         traffic = self.traffic(shape.batch, shape.kv_heads)
         if self.strategy in ("auto", "keys"):
-            given = range(1, MOST_STAGES + 1) if self.stages is None else [self.stages]
+            given = range(MOST_STAGES + 1) if self.stages is None else [self.stages]
             for stages in given if traffic.sent.any() else [0]:
-                found.append(costs.keys_travel(self.loads, traffic, q_tokens, shape, stages, machine))
+                found.append(costs.keys_travel(self.loads, traffic, q_tokens, k_tokens, shape, stages, machine))
         if self.strategy == "queries" or (self.strategy == "auto" and traffic.sent.any()):
             queries = self.query_traffic(shape.batch, shape.heads)
             found.append(costs.queries_travel(self._turned[2], queries, q_tokens, shape, machine))
@@ -275,7 +275,9 @@ def shard(
             tokens of some heads travel to each rank (Ulysses), if the key heads are a multiple of the ranks;
             `"queries"`: queries travel to live remote keys, and partial results back, for few queries and many keys;
             `"auto"`: the one that costs least by `explain`'s model.
-        stages: into how many exchanges, 1 to 4, the keys that travel are cut. None: chosen by the same model.
+        stages: into how many exchanges, 1 to 4, the keys that travel are cut; attention to keys that are there already
+            overlaps with them, and partial results are merged. 0: attention begins when all keys are there, and nothing
+            is merged. None: chosen by the same model.
 
     Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, and for
     `like` of other lengths, ranks or a chunk that the mask's blocks do not divide.
@@ -284,8 +286,8 @@ def shard(
     group, rank, ranks = _place(group, rank, ranks)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}; got {strategy!r}.")
-    if stages is not None and not 1 <= stages <= MOST_STAGES:
-        raise ValueError(f"stages must be 1 to {MOST_STAGES}, or None; got {stages}.")
+    if stages is not None and not 0 <= stages <= MOST_STAGES:
+        raise ValueError(f"stages must be 0 to {MOST_STAGES}, or None; got {stages}.")
     mask = mask.canonical().to("cpu").bake_lengths()
     if like is None:
         assignment = assign(mask, ranks)

@@ -55,7 +55,7 @@ class _Return(Function):
     @staticmethod
     def forward(ctx: Any, transfers: Transfers, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         ctx.transfers, ctx.shape = transfers, out.shape
-        stage = transfers.stages[1]
+        stage = transfers.stages[0]
         slots = stage.received.on(out.device)
         under_way = []
         for values in (out.reshape(-1, out.shape[-1]), lse.reshape(-1, 1)):
@@ -67,7 +67,7 @@ class _Return(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         transfers, shape = ctx.transfers, ctx.shape
-        stage = transfers.stages[1]
+        stage = transfers.stages[0]
         slots = stage.received.on(gradients[0].device)
         under_way = []
         for values in (gradients[0], gradients[1].unsqueeze(1)):
@@ -98,7 +98,7 @@ class _MergeRows(Function):
         out, lse, out_rows, lse_rows = ctx.saved_tensors
         merged_out, merged_lse, share, shares = _merge(transfers, out, lse, out_rows, lse_rows)
         dout, dlse = gradients[0], gradients[1].masked_fill(merged_lse == -torch.inf, 0.0)
-        rows = transfers.stages[1].sent.on(out.device)
+        rows = transfers.stages[0].sent.on(out.device)
 
         def part(weight: Tensor, dout: Tensor, dlse: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
             return (weight.unsqueeze(-1) * dout).to(out.dtype), weight * ((dout * difference).sum(-1) + dlse)
@@ -118,7 +118,7 @@ def _merge(
     transfers: Transfers, out: Tensor, lse: Tensor, out_rows: Tensor, lse_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """`(out, lse)` in fp32 or fp64, the share of the local part, and those of the rows of each rank."""
-    sent = transfers.stages[1].sent
+    sent = transfers.stages[0].sent
     rows = sent.on(out.device).split(sent.counts)
     lses, outs = lse_rows.split(sent.counts), out_rows.split(sent.counts)
     highest = lse.reshape(-1).clone()

@@ -36,6 +36,25 @@ class Rows:
     counts: list[int]
     _made: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)  # one entry for each device in use
 
+    @cached_property
+    def are_in_order(self) -> bool:
+        """Whether these are rows 0, 1, 2 and so on, without a gap."""
+        return bool((self.starts == self.sizes.cumsum() - self.sizes).all())
+
+    def taken(self, x: Tensor) -> Tensor:
+        """The rows of `x [rows, ...]`; x itself if they are all of it, in their order."""
+        return x if self.are_all(len(x)) else x.index_select(0, self.on(x.device))
+
+    def placed(self, values: Tensor, count: int) -> Tensor:
+        """A tensor of `count` rows with these values in these rows and zeros elsewhere; the inverse of `taken`."""
+        if self.are_all(count):
+            return values
+        return values.new_zeros((count, *values.shape[1:])).index_copy_(0, self.on(values.device), values)
+
+    def are_all(self, count: int) -> bool:
+        """Whether these are all of so many rows, in their order."""
+        return sum(self.counts) == count and self.are_in_order
+
     def on(self, device: torch.device) -> Tensor:
         """The numbers of the rows, int64 `[sum(counts)]`, made once for each device."""
         rows = self._made.get(device)
@@ -50,16 +69,19 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One exchange of keys and the attention to them. The first stage is that to local keys and exchanges nothing.
+    """An attention to some keys, and the exchange before it that brings those of other ranks.
 
-    `mask`: of the rank's queries and of the keys of this stage, on the CPU; `slots`: tokens of what comes in it;
-    `positions`: int64 `[slots]`, where in the whole sequence the token in each slot stands, any position for unused
-    slots; None if heads differ in what lies in a slot.
+    `mask`: of the rank's queries and of the keys of this stage, on the CPU; `slots`: tokens of these keys, of which the
+    first `local` are the rank's own, filled up to whole blocks, and the others come from other ranks; `exchanges`:
+    whether any rank sends anything; `positions`: int64 `[slots]`, where in the whole sequence the token in each slot
+    stands, any position for unused slots; None if heads differ in what lies in a slot.
     """
 
     mask: BlockMask
+    exchanges: bool
     sent: Rows
     received: Rows
+    local: int
     slots: int
     positions: Tensor | None
 
@@ -159,7 +181,8 @@ def stages_of(
     mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, stages: int, *,
     same_slots: bool,
 ) -> list[Stage]:  # fmt: skip
-    """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts.
+    """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts. If
+    `stages` is 0, there is one attention, to local keys and all others together.
 
     same_slots: a slot has the same token for all heads, so that it has one position; otherwise heads that need
     different keys each fill their slots from the first on, which takes less memory.
@@ -171,39 +194,53 @@ def stages_of(
     tokens = assignment.keys.counts[rank]
     outgoing = [readers.message(rank, other) for other in range(ranks)]
     incoming = [readers.message(other, rank) for other in range(ranks)]
+    travelling = bool(any(readers.remote(each).any() for each in range(ranks)))
+    together = stages == 0 and travelling
     stage_of = np.full(mask.blocks[1], -1)  # of each key block on this rank: 0 is local, -1 is not needed
     stage_of[readers.owner == rank] = 0
     for blocks in incoming:
-        stage_of[blocks] = 1 + _parts(len(blocks), stages)
+        stage_of[blocks] = 1 + _parts(len(blocks), max(stages, 1))
     local_columns = np.broadcast_to(readers.place, (len(heads.kinds), len(readers.place)))
     entries = _Entries.of(mask, assignment, rank, heads)
-    nothing = Rows(np.zeros(0, np.int64), np.zeros(0, np.int64), [0] * ranks)
     local = assignment.keys.positions(rank)
-    made = [Stage(entries.mask(stage_of == 0, local_columns, tokens), nothing, nothing, tokens, local)]
-    for stage in range(stages):
+    made = []
+    if not together:
+        nothing = Rows(np.zeros(0, np.int64), np.zeros(0, np.int64), [0] * ranks)
+        of_local = entries.mask(stage_of == 0, local_columns, tokens)
+        made.append(Stage(of_local, False, nothing, nothing, tokens, tokens, local))
+    for stage in range(1 if together else stages):
         here = reads[rank] & (stage_of == stage + 1)  # [kinds, Mk]
         filled = np.broadcast_to(here.any(0), here.shape) if same_slots else here
         slot = filled.cumsum(1) - 1
-        slots = max(1, int(filled.sum(1).max()))
+        slots = max(0 if together else 1, int(filled.sum(1).max()))
         positions = _positions(filled[0], slots, mask) if (filled == filled[0]).all() else None
 
         def run(blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
             """The rows of the blocks of each message; `first [kinds, Mk]`: block numbers, `width`: tokens a head."""
             starts, lengths, counts = [], [], []
             for some, need in zip(blocks, wanted, strict=True):
-                place, pair = need[:, some].T[:, heads.kind_of_pair].nonzero()
+                pair, place = need[:, some][heads.kind_of_pair].nonzero()
                 block = some[place]
                 starts.append(pair * width + first[heads.kind_of_pair[pair], block] * block_k)
                 lengths.append(sizes[block])
                 counts.append(int(lengths[-1].sum()))
             return Rows(np.concatenate(starts), np.concatenate(lengths), counts)
 
-        part = [blocks[_parts(len(blocks), stages) == stage] for blocks in outgoing]
-        sent = run(part, list(reads), local_columns, tokens)
-        part = [blocks[_parts(len(blocks), stages) == stage] for blocks in incoming]
-        received = run(part, [reads[rank]] * ranks, slot, slots * block_k)
-        part_mask = entries.mask(stage_of == stage + 1, slot, slots * block_k)
-        made.append(Stage(part_mask, sent, received, slots * block_k, positions))
+        def part_of(blocks: Integers, stage: int = stage) -> Integers:
+            return np.compress(_parts(len(blocks), max(stages, 1)) == stage, blocks)
+
+        sent = run([part_of(blocks) for blocks in outgoing], list(reads), local_columns, tokens)
+        received = run([part_of(blocks) for blocks in incoming], [reads[rank]] * ranks, slot, slots * block_k)
+        own = 0
+        if together:
+            own = -(-tokens // block_k)
+            slot = np.where(stage_of == 0, local_columns, own + slot)
+            if positions is not None:
+                unused = local[-1:].expand(own * block_k - tokens)
+                positions = torch.cat([local, unused, positions])
+        columns = stage_of >= 0 if together else stage_of == stage + 1
+        count = (own + slots) * block_k
+        made.append(Stage(entries.mask(columns, slot, count), True, sent, received, own * block_k, count, positions))
     return made
 
 

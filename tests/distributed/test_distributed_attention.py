@@ -58,7 +58,7 @@ def needed_keys(mask, ranks, batch, kv_heads):
     return count
 
 
-@given(problem=drawn_problems(), ranks=st.integers(2, 4), stages=st.none() | st.integers(1, 4))
+@given(problem=drawn_problems(), ranks=st.integers(2, 4), stages=st.none() | st.integers(0, 4))
 @settings(max_examples=2 * settings().max_examples)
 def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, stages):
     mask = problem.mask
@@ -102,7 +102,7 @@ def drawn_scores(*dtypes, kinds=(*KINDS, *FUNCTIONS), most_heads=4, most_tokens=
 
 @given(
     case=drawn_scores(torch.float32, torch.float64, torch.bfloat16), ranks=st.integers(2, 4),
-    strategy=st.sampled_from(["keys", "queries"]), stages=st.none() | st.integers(1, 3),
+    strategy=st.sampled_from(["keys", "queries"]), stages=st.none() | st.integers(0, 3),
 )  # fmt: skip
 @settings(max_examples=2 * settings().max_examples)
 def test_changed_scores_are_as_exact(pool, case, ranks, strategy, stages):
@@ -164,7 +164,7 @@ def test_heads_that_travel_give_the_bits_of_one_process(pool):
     assert torch.equal(lse, torch.cat([one_lse for _, one_lse in each], 1))
 
 
-@given(problem=drawn_problems(dtypes=(torch.float32,)), ranks=st.integers(2, 4), stages=st.integers(1, 4))
+@given(problem=drawn_problems(dtypes=(torch.float32,)), ranks=st.integers(2, 4), stages=st.integers(0, 4))
 @settings(max_examples=max(1, settings().max_examples // 2))
 def test_live_remote_keys_travel_and_nothing_else(pool, problem, ranks, stages):
     mask = problem.mask
@@ -381,7 +381,7 @@ def test_arguments_of_shard_are_checked():
         distributed.shard(mask)
     with refused("rank must lie in 0..1; got 2"):
         distributed.shard(mask, ranks=2, rank=2)
-    with refused("stages must be 1 to 4, or None; got 5"):
+    with refused("stages must be 0 to 4, or None; got 5"):
         distributed.shard(mask, ranks=2, stages=5)
     with refused("strategy must be one of 'auto', 'keys', 'queries', 'heads'; got 'ring'"):
         distributed.shard(mask, ranks=2, strategy="ring")
