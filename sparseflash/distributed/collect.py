@@ -21,7 +21,8 @@ def gathered(x: Tensor, dim: int, shards: Shards, rank: int, group: dist.Process
 
 
 def _take(x: Tensor, dim: int, shards: Shards, rank: int) -> Tensor:
-    return x.index_select(dim, shards.positions(rank).to(x.device))
+    start = sum(shards.counts[:rank])
+    return x.index_select(dim, shards.order_on(x.device)[start : start + shards.counts[rank]])
 
 
 def _all(x: Tensor, dim: int, shards: Shards, group: dist.ProcessGroup | None) -> Tensor:
@@ -35,6 +36,4 @@ def _all(x: Tensor, dim: int, shards: Shards, group: dist.ProcessGroup | None) -
     parts = [torch.empty_like(padded) for _ in range(shards.ranks)]
     dist.all_gather(parts, padded, group=group)
     joined = torch.cat([part[:count] for part, count in zip(parts, shards.counts, strict=True)]).view(x.dtype)
-    whole = torch.empty_like(joined)
-    whole[shards.order.to(x.device)] = joined
-    return whole.view(shards.length, *moved.shape[1:]).movedim(0, dim)
+    return shards.in_sequence(joined, 0).view(shards.length, *moved.shape[1:]).movedim(0, dim)

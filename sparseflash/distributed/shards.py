@@ -66,3 +66,26 @@ class Shards:
     def order(self) -> Tensor:
         """The positions of all tokens, one rank after the other: int64 `[length]`."""
         return torch.cat([self.positions(rank) for rank in range(self.ranks)])
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the ranks hold runs of the sequence, in the order of the ranks."""
+        return bool((np.diff(self.rank_of_chunk) >= 0).all())
+
+    @cached_property
+    def _orders(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def order_on(self, device: torch.device) -> Tensor:
+        """`order` on a device, moved there once."""
+        if device not in self._orders:
+            self._orders[device] = self.order.to(device)
+        return self._orders[device]
+
+    def in_sequence(self, x: Tensor, dim: int) -> Tensor:
+        """Tokens that lie one rank after the other along a dimension, in the order of the sequence."""
+        return x if self.is_contiguous else torch.empty_like(x).index_copy_(dim, self.order_on(x.device), x)
+
+    def by_rank(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of `in_sequence`."""
+        return x if self.is_contiguous else x.index_select(dim, self.order_on(x.device))

@@ -46,14 +46,12 @@ def _gather_tokens(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Se
     batch, heads, _, dim = x.shape
     shapes = [torch.Size((batch, heads // shards.ranks, count, dim)) for count in shards.counts]
     joined = torch.cat(_exchange(list(x.chunk(shards.ranks, dim=1)), shapes, group, sent), dim=2)
-    whole = torch.empty_like(joined)
-    whole[:, :, shards.order.to(x.device)] = joined
-    return whole
+    return shards.in_sequence(joined, 2)
 
 
 def _gather_heads(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:
     batch, heads, _, dim = x.shape
     count = shards.counts[dist.get_rank(group)]
     shapes = [torch.Size((batch, heads, count, dim))] * shards.ranks
-    parts = x[:, :, shards.order.to(x.device)].split(shards.counts, dim=2)
+    parts = shards.by_rank(x, 2).split(shards.counts, dim=2)
     return torch.cat(_exchange(list(parts), shapes, group, sent), dim=1)

@@ -31,6 +31,9 @@ def test_every_token_lies_on_one_rank_and_counts_are_equal_up_to_a_chunk(mask, r
         assert [len(some) for some in positions] == shards.counts
         assert torch.equal(torch.cat(positions), shards.order)
         assert torch.equal(shards.order.sort()[0], torch.arange(length))
+        assert shards.is_contiguous == torch.equal(shards.order, torch.arange(length))
+        assert torch.equal(shards.in_sequence(shards.order, 0), torch.arange(length))
+        assert torch.equal(shards.by_rank(torch.arange(length), 0), shards.order)
     assert len({plan.assignment.digest for plan in plans}) == 1
     assert all(torch.equal(plan.positions, plans[0].queries.positions(plan.rank)) for plan in plans)
     if mask.q_len == mask.k_len:
