@@ -82,7 +82,7 @@ def arrived(pending: Sequence[Tensor], stage: Stage, transfers: Transfers, local
     """
     shapes = [x.shape for x in local]
     own = local if stage.local else ()
-    return list(_Arrive.apply(transfers, stage, shapes, *pending, *own))
+    return list(_Arrive.apply(transfers, stage, shapes, *pending, *own))  # type: ignore[no-untyped-call]
 
 
 def for_each_stage(q: Tensor, stages: int) -> list[Tensor]:

@@ -81,7 +81,7 @@ def _shares(lses, row, inside):
     divisor = tl.where(total == 0.0, 1.0, total)
     shares = ()
     for part in tl.static_range(len(lses)):
-        shares = shares + (tl.exp(tl.load(lses[part] + row, mask=inside, other=0.0) - safe) / divisor,)  # noqa: RUF005 - Triton
+        shares = shares + (tl.exp(tl.load(lses[part] + row, mask=inside, other=0.0) - safe) / divisor,)  # noqa: RUF005 - Triton  # type: ignore[assignment]
     return tl.where(total == 0.0, float("-inf"), safe + tl.log(divisor)), shares
 
 
