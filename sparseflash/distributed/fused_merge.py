@@ -81,7 +81,8 @@ def _shares(lses, row, inside):
     divisor = tl.where(total == 0.0, 1.0, total)
     shares = ()
     for part in tl.static_range(len(lses)):
-        shares = shares + (tl.exp(tl.load(lses[part] + row, mask=inside, other=0.0) - safe) / divisor,)  # noqa: RUF005 - Triton  # type: ignore[assignment]
+        share = tl.exp(tl.load(lses[part] + row, mask=inside, other=0.0) - safe) / divisor
+        shares = shares + (share,)  # type: ignore[assignment]  # noqa: RUF005 - Triton unpacks none
     return tl.where(total == 0.0, float("-inf"), safe + tl.log(divisor)), shares
 
 
