@@ -54,6 +54,9 @@ def pytest_configure(config):
         import torch
 
         torch.set_num_threads(1)  # the workers share the cores already
+        if asks_for_gpu(config) and torch.cuda.device_count() > 1:  # and the GPUs; tests of several find all of them
+            worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+            torch.cuda.set_device(worker % torch.cuda.device_count())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,13 +24,9 @@ def simulate(
     """
     from experiments.benchmarks.distributed import simulate as simulation
 
-    unknown = set(pattern or []) - set(simulation.PATTERNS)
-    if unknown:
-        raise typer.BadParameter(f"--pattern must be one of {', '.join(simulation.PATTERNS)}; got {unknown.pop()!r}.")
     found = []
-    for row in simulation.rows(
-        pattern or list(simulation.PATTERNS), tokens or list(simulation.TOKENS), ranks or list(simulation.RANKS)
-    ):
+    patterns = _known(pattern, simulation.PATTERNS, "--pattern")
+    for row in simulation.rows(patterns, tokens or list(simulation.TOKENS), ranks or list(simulation.RANKS)):
         found.append(row)
         print(f"{row.pattern}, {row.tokens:,} tokens, {row.ranks} ranks: plan {row.plan_ms:.1f} ms", flush=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -42,19 +39,33 @@ def simulate(
 def measure(
     pattern: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
     tokens: Annotated[int, typer.Option(help="Of the whole sequence.")] = 131072,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Key heads.")] = 8,
+    heads: Annotated[
+        list[str] | None, typer.Option(help="Query and key heads; may be repeated.", show_default="16:16, 32:8")
+    ] = None,
     dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
+    way: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu: gloo, a test of the experiment.")] = "cuda",
-    out: Annotated[Path, typer.Option(help="Where measured.json goes.")] = Path("runs/distributed"),
+    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
+    out: Annotated[Path, typer.Option(help="Where measured.json and measured.md go.")] = Path("runs/distributed"),
 ) -> None:
-    """Time a forward and a backward pass in the processes that torchrun started: one rank, keys in one to four stages,
-    queries, heads, all-gather, and PyTorch's context_parallel where it can run (causal, on GPUs).
+    """Time a forward pass, and a forward and a backward pass, in the processes that torchrun started: on one rank, with
+    keys that travel before attention (0 st.) or in stages, queries, heads, all-gather, and PyTorch's context_parallel
+    where it can run (dense and causal, on GPUs). Each is first compared with attention in fp64.
     """
+    from experiments.benchmarks.distributed.measure import WAYS
     from experiments.benchmarks.distributed.measure import measure as measured
     from experiments.benchmarks.distributed.simulate import PATTERNS
 
-    measured(pattern or list(PATTERNS), tokens, heads, kv_heads, dim, device, out)
+    chosen = _known(pattern, PATTERNS, "--pattern")
+    measured(chosen, tokens, heads or ["16:16", "32:8"], dim, _known(way, WAYS, "--way"), device, commit, out)
+
+
+def _known(given: list[str] | None, known: Iterable[str], option: str) -> list[str]:
+    """The names given, by default all that are known."""
+    unknown = [name for name in given or [] if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"{option} must be one of {', '.join(map(repr, known))}; got {unknown[0]!r}.")
+    return given or list(known)
 
 
 if __name__ == "__main__":

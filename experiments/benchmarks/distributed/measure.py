@@ -2,19 +2,22 @@
 
     torchrun --nproc-per-node 2 -m experiments.benchmarks.distributed measure
 
-Each way is timed as a forward and a backward pass, from a barrier to the end on the slowest rank, and the ways take
-turns. Rank 0 writes the table.
+Each way is first held against attention in fp64, then timed as a forward pass and as a forward and a backward pass,
+from a barrier to the end on the slowest rank; the ways take turns. Rank 0 writes measured.json and measured.md after
+every pattern.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,110 +26,282 @@ from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.benchmarks.distributed.simulate import PATTERNS
-from sparseflash import BlockMask, attention, distributed
+from experiments.training.atomic_files import write_json, write_text
+from experiments.training.environment import environment
+from sparseflash import BlockMask, attention, distributed, testing
 
-Pass = Callable[[], None]
-ROUNDS, CALLS = 7, 5
-
-
-def passes(q: Tensor, k: Tensor, v: Tensor, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Pass:
-    """A forward and a backward pass of these leaves."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    dout = torch.randn_like(call(q, k, v))
-    return lambda: torch.autograd.backward(call(q, k, v), dout, inputs=(q, k, v))
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+ROUNDS, SERIES_MS, MOST_CALLS = 5, 60.0, 20
+ONE, PEER = "one rank", "context_parallel"
+WAYS = (ONE, "auto", *(f"keys, {stages} st." for stages in range(3)), "queries", "heads", "all-gather", PEER)
 
 
-def gathering(plan: distributed.ShardPlan, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+class Way(NamedTuple):
+    """Attention and its inputs: this rank's tokens, or all of them. `whole` makes whole results of the rank's."""
+
+    tensors: Sequence[Tensor]
+    attention: Attention
+    whole: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass
+class Row:
+    """Times of one way, in milliseconds, of forward passes and of forward and backward passes."""
+
+    pattern: str
+    heads: str
+    way: str
+    forward: list[float] = field(default_factory=list)  # one of each round
+    both: list[float] = field(default_factory=list)
+    error: float | None = None  # relative to what is allowed; None: not compared
+    sent: int = 0  # bytes that all ranks sent in one forward pass, counted
+    needed: int = 0  # bytes of the live remote keys, once for each rank that reads them
+    chosen: str = ""
+    failure: str = ""
+
+    def ms(self, name: str) -> float:
+        return statistics.median(getattr(self, name))
+
+
+@dataclass
+class Setting:
+    """What all ways of a pattern share: the mask, the plan, and whole tensors, the same on every rank."""
+
+    name: str
+    mask: BlockMask
+    tensors: list[Tensor]
+    plan: distributed.ShardPlan
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    def planned(self, **options: object) -> Way:
+        """Attention by a plan of these options, with the tokens where `plan` has put them."""
+        plan = distributed.shard(self.mask, like=self.plan, **options) if options else self.plan  # type: ignore[arg-type]
+        local = [self.plan.scatter(x) for x in self.tensors]
+        return Way(local, lambda q, k, v: distributed.attention(q, k, v, plan), self.plan.gather)
+
+
+def gathering(setting: Setting) -> Way:
     """Attention after an all-gather of all keys. Ranks must hold equally many."""
+    plan = setting.plan
+    if len(set(plan.keys.counts)) > 1:
+        raise ValueError(f"ranks must hold equally many keys; got {plan.keys.counts}")
     start = sum(plan.queries.counts[: plan.rank])
-    mask = plan.mask.permute(plan.queries.order) if plan.ranks > 1 else plan.mask
-    mask = mask.crop(q=(start, start + plan.queries.counts[plan.rank])).to(device)
+    mask = plan.mask if plan.queries.is_contiguous else plan.mask.permute(plan.queries.order)
+    mask = mask.crop(q=(start, start + plan.queries.counts[plan.rank])).to(setting.device)
 
     def whole(x: Tensor) -> Tensor:
         return wait_tensor(all_gather_single_autograd(x.contiguous(), 2, plan.process_group))
 
-    return lambda q, k, v: attention(q, whole(k), whole(v), mask)
+    local = [plan.scatter(x) for x in setting.tensors]
+    return Way(local, lambda q, k, v: attention(q, whole(k), whole(v), mask), plan.gather)
 
 
-def ways(name: str, mask: BlockMask, tensors: list[Tensor], stack: ExitStack) -> dict[str, Pass]:
-    """The passes by name; `tensors` are whole."""
-    device, ranks = tensors[0].device, dist.get_world_size()
-    on_device = mask.to(device)
-    found = {"one rank": passes(*tensors, lambda q, k, v: attention(q, k, v, on_device))}
-    plan = distributed.shard(mask)
-    local = [plan.scatter(x) for x in tensors]
-    found["auto"] = passes(*local, lambda q, k, v: distributed.attention(q, k, v, plan))
+def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
+    """PyTorch's own ring; its context stays open as long as the stack. It has no masks and no grouped heads."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
 
-    def forced(planned: distributed.ShardPlan) -> Pass:
-        return passes(*local, lambda q, k, v: distributed.attention(q, k, v, planned))
-
-    for stages in range(1, 5):
-        found[f"keys, {stages} st."] = forced(distributed.shard(mask, like=plan, strategy="keys", stages=stages))
-    found["queries"] = forced(distributed.shard(mask, like=plan, strategy="queries"))
-    if tensors[1].shape[1] % ranks == 0:
-        found["heads"] = forced(distributed.shard(mask, like=plan, strategy="heads"))
-    if len(set(plan.keys.counts)) == 1:
-        found["all-gather"] = passes(*local, gathering(plan, device))
-    if name == "causal" and device.type == "cuda":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.experimental import context_parallel
-
-        group = tensors[0].shape[1] // tensors[1].shape[1]
-        q, k, v = tensors[0].clone(), *(x.repeat_interleave(group, 1) for x in tensors[1:])  # it has no grouped heads
-        stack.enter_context(
-            context_parallel(init_device_mesh("cuda", (ranks,)), buffers=[q, k, v], buffer_seq_dims=[2, 2, 2])
-        )
-        found["PyTorch's context_parallel"] = passes(
-            q, k, v, lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)
-        )
-    return found
+    if setting.name not in ("causal", "dense") or setting.device.type != "cuda":
+        raise ValueError("dense and causal attention on GPUs only")
+    group = setting.tensors[0].shape[1] // setting.tensors[1].shape[1]
+    q, k, v = setting.tensors[0].clone(), *(x.repeat_interleave(group, 1) for x in setting.tensors[1:])
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    stack.enter_context(context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]))
+    causal = setting.name == "causal"
+    return Way([q, k, v], lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal))
 
 
-def milliseconds(call: Pass, device: torch.device) -> float:
+def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
+    """One way by its name; raises ValueError if it cannot do this."""
+    if name == ONE:
+        mask = setting.mask.to(setting.device)
+        return Way(setting.tensors, lambda q, k, v: attention(q, k, v, mask), lambda x: x)
+    if name == PEER:
+        return by_pytorch(setting, stack)
+    if name == "all-gather":
+        return gathering(setting)
+    if name == "auto":
+        return setting.planned()
+    strategy, _, stages = name.partition(", ")
+    if stages:
+        return setting.planned(strategy=strategy, stages=int(stages.split()[0]))
+    return setting.planned(strategy=strategy)
+
+
+def leaves(way: Way) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in way.tensors]
+
+
+def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A forward pass that keeps what a backward would need, and a forward and a backward pass."""
+    q, k, v = leaves(way)
+    dout = torch.randn_like(way.attention(q, k, v))
+
+    def both() -> None:
+        torch.autograd.grad(way.attention(q, k, v), (q, k, v), dout)
+
+    return lambda: way.attention(q, k, v), both
+
+
+def error_of(way: Way, setting: Setting) -> float | None:
+    """The largest error of sampled results relative to what is allowed; every rank computes the truth by itself."""
+    if way.whole is None:
+        return None
+    local = setting.plan.scatter if way.tensors is not setting.tensors else lambda x: x
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return way.whole(way.attention(local(q), local(k), local(v)))  # type: ignore[misc]
+
+    mask = setting.mask.to(setting.device)
+    return testing.compare(function, *setting.tensors, mask, heads=1, blocks=2).worst
+
+
+def milliseconds(call: Callable[[], object], count: int, device: torch.device) -> float:
     """Of one call, on the slowest rank."""
     dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     started = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(count):
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    taken = torch.tensor(1e3 * (time.perf_counter() - started) / CALLS, device=device)
+    synchronize(device)
+    taken = torch.tensor(1e3 * (time.perf_counter() - started) / count, device=device)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)
 
 
-def measure(patterns: list[str], tokens: int, heads: int, kv_heads: int, dim: int, device_type: str, out: Path) -> None:
-    """Times all ways for these patterns, in a process of each rank."""
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def counted(setting: Setting, call: Callable[[], object], plan: distributed.ShardPlan) -> int:
+    """Bytes that all ranks send in one call."""
+    before = plan.sent.bytes
+    call()
+    sent = torch.tensor(plan.sent.bytes - before, device=setting.device)
+    dist.all_reduce(sent)
+    return int(sent)
+
+
+def measured(setting: Setting, heads: str, names: Sequence[str]) -> Iterator[Row]:
+    """The rows of one pattern, all ways in turns."""
+    rows: dict[str, Row] = {}
+    prepared = {}
+    shape = distributed.Shape(
+        setting.tensors[0].shape[0], *(x.shape[1] for x in setting.tensors[:2]),
+        *(x.shape[3] for x in setting.tensors[1:]), setting.tensors[0].dtype,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for name in names:
+            row = rows[name] = Row(setting.name, heads, name)
+            try:
+                way = way_of(name, setting, stack)
+                row.error = error_of(way, setting)
+                calls = calls_of(way)
+            except (ValueError, RuntimeError, NotImplementedError) as error:  # the same on every rank
+                row.failure = str(error).splitlines()[0]
+                continue
+            if name == "auto":
+                chosen = setting.plan.chosen(shape)
+                row.chosen = f"{chosen.strategy}, {chosen.stages} st." if chosen.strategy == "keys" else chosen.strategy
+                row.sent = counted(setting, calls[0], setting.plan)
+                row.needed = int(setting.plan.traffic(shape.batch, shape.kv_heads).sent.sum()) * shape.key_bytes
+            counts = []
+            for call in calls:
+                call()
+                once = milliseconds(call, 2, setting.device)
+                counts.append(max(1, min(MOST_CALLS, round(SERIES_MS / once))))
+            prepared[name] = calls, counts
+        for _ in range(ROUNDS):
+            for name, (calls, counts) in prepared.items():
+                for samples, call, count in zip((rows[name].forward, rows[name].both), calls, counts, strict=True):
+                    samples.append(milliseconds(call, count, setting.device))
+    yield from rows.values()
+
+
+def planned(name: str, tokens: int) -> tuple[BlockMask, distributed.ShardPlan, float]:
+    """A mask, its plan, and the milliseconds that the host takes for a plan of a new mask, its best of three."""
+    taken = []
+    for _ in range(3):
+        mask = PATTERNS[name][0](tokens)
+        started = time.perf_counter()
+        plan = distributed.shard(mask)
+        plan.stages_for(1, 1, 1)
+        taken.append(1e3 * (time.perf_counter() - started))
+    return mask, plan, min(taken)
+
+
+def markdown(rows: Sequence[Row], plans: dict[str, float], facts: dict[str, object]) -> str:
+    """A table for each number of heads."""
+    lines = [", ".join(f"{name} {value}" for name, value in facts.items()), ""]
+    head = "| pattern | way | forward, ms | times one rank | forward and backward, ms | times one rank | error |"
+    for heads in dict.fromkeys(row.heads for row in rows):
+        some = [row for row in rows if row.heads == heads]
+        lines += [f"### {heads} heads", "", head, "|" + "---|" * 7]
+        for row in some:
+            if row.failure:
+                lines.append(f"| {row.pattern} | {row.way} | {row.failure} | | | | |")
+                continue
+            one = next((each for each in some if (each.pattern, each.way) == (row.pattern, ONE)), None)
+            cells = []
+            for name in ("forward", "both"):
+                times = f"{one.ms(name) / row.ms(name):.3f}" if one is not None and one.forward else ""
+                cells += [f"{row.ms(name):.3f}", times]
+            way = f"{row.way} ({row.chosen})" if row.chosen else row.way
+            error = "" if row.error is None else f"{row.error:.2f}"
+            lines.append(f"| {row.pattern} | {way} | {' | '.join(cells)} | {error} |")
+        lines += [""]
+        lines += [
+            f"{row.pattern}: {row.sent:,} bytes sent forward by {row.chosen}, {row.needed:,} of live remote keys; "
+            f"plan of a new mask {plans[row.pattern]:.1f} ms."
+            for row in some
+            if row.chosen
+        ]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def measure(
+    patterns: Sequence[str], tokens: int, heads: Sequence[str], dim: int, names: Sequence[str], device_type: str,
+    commit: str | None, out: Path,
+) -> None:  # fmt: skip
+    """Times ways for patterns, in a process of each rank. heads: as "32:8", query and key heads."""
     device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = []
-    for name in patterns:
-        mask = PATTERNS[name][0](tokens)
-        torch.manual_seed(0)  # the same tensors on every rank
-        tensors = [torch.randn(1, n, tokens, dim, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
-        with ExitStack() as stack:
-            calls = ways(name, mask, tensors, stack)
-            samples: dict[str, list[float]] = {way: [] for way in calls}
-            for call in calls.values():
-                call()
-            for _ in range(ROUNDS):
-                for way, call in calls.items():
-                    samples[way].append(milliseconds(call, device))
-        for way, times in samples.items():
-            found.append({"pattern": name, "way": way, "ms": statistics.median(times), "samples": times})
+    command = f"torchrun --nproc-per-node {dist.get_world_size()} -m experiments.benchmarks.distributed "
+    facts: dict[str, object] = {
+        **environment(device, command + " ".join(sys.argv[1:]), commit),
+        "ranks": dist.get_world_size(), "tokens": tokens, "head dim": dim, "dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+    rows: list[Row] = []
+    plans: dict[str, float] = {}
+    for text in heads:
+        q_heads, kv_heads = (int(number) for number in text.split(":"))
+        for name in patterns:
+            mask, plan, plans[name] = planned(name, tokens)
+            torch.manual_seed(0)  # the same tensors on every rank
+            tensors = [
+                torch.randn(1, count, tokens, dim, device=device, dtype=dtype)
+                for count in (q_heads, kv_heads, kv_heads)
+            ]
+            found = list(measured(Setting(name, mask, tensors, plan), text, names))
+            rows += found
             if dist.get_rank() == 0:
-                print(f"{name}: {way}: {found[-1]['ms']:.2f} ms", flush=True)
-    if dist.get_rank() == 0:
-        described = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        settings = {
-            "device": described, "torch": torch.__version__, "ranks": dist.get_world_size(), "tokens": tokens,
-            "heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": str(dtype),
-        }  # fmt: skip
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "measured.json").write_text(json.dumps({"settings": settings, "times": found}, indent=1))
+                for row in found:
+                    print(
+                        f"{text} {name}: {row.way}: {row.failure}" if row.failure else
+                        f"{text} {name}: {row.way}: {row.ms('forward'):.3f}, {row.ms('both'):.3f} ms, "
+                        f"error {row.error}", flush=True,
+                    )  # fmt: skip
+                out.mkdir(parents=True, exist_ok=True)
+                write_json(
+                    out / "measured.json", {"facts": facts, "plan_ms": plans, "rows": [asdict(row) for row in rows]}
+                )
+                write_text(out / "measured.md", markdown(rows, plans, facts))
     dist.destroy_process_group()

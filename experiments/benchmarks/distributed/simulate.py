@@ -39,6 +39,7 @@ PATTERNS: dict[str, tuple[Callable[[int], BlockMask], int]] = {
     "packed documents": (documents, 1 << 22),
     "BigBird of DeepSpeed": (lambda n: masks.deepspeed_bigbird(n, block=_BLOCK), 1 << 20),
     "causal": (lambda n: masks.causal(n, block=_BLOCK), 1 << 18),
+    "dense": (lambda n: BlockMask.dense(n, n, block=_BLOCK), 1 << 18),
 }  # fmt: skip
 
 

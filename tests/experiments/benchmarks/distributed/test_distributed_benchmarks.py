@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import experiments
 from experiments.benchmarks.distributed.__main__ import app
+from experiments.benchmarks.distributed.measure import PEER, WAYS
 from experiments.benchmarks.distributed.simulate import PATTERNS, SHAPE
 from sparseflash import distributed
 
@@ -46,13 +47,18 @@ def test_an_unknown_pattern_is_refused(tmp_path):
 def test_two_processes_are_timed(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "experiments.benchmarks.distributed", "measure", "--pattern", "causal", "--device", "cpu"]
-    command += ["--tokens", "512", "--heads", "4", "--kv-heads", "2", "--dim", "16", "--out", str(tmp_path)]
+    command += ["--tokens", "512", "--heads", "4:2", "--dim", "16", "--commit", "abc", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "measured.json").read_text())
-    assert found["settings"]["ranks"] == 2
-    assert found["settings"]["torch"] == torch.__version__
-    ways = {each["way"] for each in found["times"]}
-    assert ways == {"one rank", "auto", *(f"keys, {n} st." for n in range(1, 5)), "queries", "heads", "all-gather"}
-    assert all(each["ms"] > 0 for each in found["times"])
+    assert found["facts"]["ranks"] == 2 and found["facts"]["commit"] == "abc"
+    assert found["facts"]["torch"] == torch.__version__
+    rows = {row["way"]: row for row in found["rows"]}
+    assert rows.keys() == set(WAYS)
+    assert rows.pop(PEER)["failure"] == "dense and causal attention on GPUs only"
+    for row in rows.values():
+        assert min(row["forward"] + row["both"]) > 0 and row["error"] <= 1.0
+    assert rows["auto"]["sent"] == rows["auto"]["needed"] > 0
+    table = (tmp_path / "measured.md").read_text()
+    assert "### 4:2 heads" in table and f"| causal | auto ({rows['auto']['chosen']}) |" in table
