@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single_autograd, wait_tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.benchmarks.distributed.simulate import PATTERNS
@@ -93,7 +93,7 @@ def gathering(setting: Setting) -> Way:
     mask = mask.crop(q=(start, start + plan.queries.counts[plan.rank])).to(setting.device)
 
     def whole(x: Tensor) -> Tensor:
-        return wait_tensor(all_gather_single_autograd(x.contiguous(), 2, plan.process_group))
+        return wait_tensor(all_gather_tensor_autograd(x.contiguous(), 2, plan.process_group))
 
     local = [plan.scatter(x) for x in setting.tensors]
     return Way(local, lambda q, k, v: attention(q, whole(k), whole(v), mask), plan.gather)
