@@ -9,7 +9,8 @@ from experiments.lm.data.files import find
 from experiments.lm.data.packing import Packing
 from experiments.lm.data.store import Part, check_replaceable, make, opened, tokens_of
 from experiments.lm.document_masks import DocumentMasks
-from lm_models import texts, tiny, tokens
+from experiments.lm.model.attention import attention_over
+from lm_models import texts, tokens
 from sparseflash import masks
 
 
@@ -99,9 +100,9 @@ def test_documents_of_a_sequence_are_cut_at_its_ends():
 
 def test_separate_documents_do_not_see_one_another():
     part = Part(np.arange(129, dtype=np.uint16), np.array([0, 20, 64, 100, 129]))
-    packing, config = Packing(part, 64, 1, 0), tiny(pattern="local", documents="separate")
+    packing = Packing(part, 64, 1, 0)
     layer = masks.local(64, window=32, causal=True, block=16)
-    made = DocumentMasks([layer, layer], config, torch.device("cpu"))
+    made = DocumentMasks([layer, layer], lambda mask: attention_over(mask, "sparseflash"))
     first, second = made.masks([packing.documents(0), packing.documents(1)])
     assert first is second
     for number, bound in ((0, 20), (1, 36)):
