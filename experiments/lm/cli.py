@@ -255,8 +255,9 @@ def compare_command(
 
 @app.command("bench")
 @settings_as_options(
-    Config, "head_dim", "positions", "vocabulary", "window", "block", "compiled", "precision", "micro_tokens"
-)
+    Config, "head_dim", "positions", "vocabulary", "window", "block", "compiled", "recompute", "precision",
+    "micro_tokens",
+)  # fmt: skip
 def bench_command(
     case: Annotated[
         list[str] | None,

@@ -3,8 +3,8 @@
 Weights are fp32; each product runs in the dtype of its input, which the embedding sets. So bf16 needs no autocast, and
 the stream that layers add to is bf16, too.
 
-Shapes: B sequences, N tokens of context (of this process, if several share them), T = B * N, W width, H heads, D features
-a head, V vocabulary with padding.
+Shapes: B sequences, N tokens of context (of this process, if several share them), T = B * N, W width, H heads, D
+features a head, V vocabulary with padding.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def test_mistakes_reach_every_process(pair, square):
     other = "ValueError: context_parallel must be that of the processes that train, 2; got 1"
     assert pair[0]["other"] == square[0]["other"] == other
     assert square[0]["batch"] == (
-        "ValueError: the sequences of a batch must be a multiple of the number of groups of 2 processes, 2, which share "
-        "them; got 1: change --batch-tokens"
+        "ValueError: the sequences of a batch must be a multiple of the number of groups of 2 processes, 2, which "
+        "share them; got 1: change --batch-tokens"
     )
 
 
