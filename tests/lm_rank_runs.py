@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from experiments.lm.cli import app
 from experiments.lm.config import Config
 from experiments.lm.data.store import Store, opened
 from experiments.lm.train import Run
@@ -51,6 +52,11 @@ def sharing_sequences(data: Path, out: Path, context: int) -> None:
             found["batch"] = refused(lambda: Run(one, store, out / "one", ranks=ranks))
         leave(found, out, ranks)
     assert len(waiting_threads()) <= 2, waiting_threads()  # of the group that the runs above still train with
+
+
+def command(words: list[str]) -> None:
+    """A command of experiments.lm, as torchrun calls it."""
+    app(words, standalone_mode=False)
 
 
 def trained(config: Config, store: Store, folder: Path, ranks: Ranks) -> dict[str, object]:

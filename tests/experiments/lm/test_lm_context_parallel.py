@@ -13,8 +13,7 @@ from experiments.lm.sample import continued, opened
 from experiments.lm.train import Run
 from forked import ranks
 from lm_models import TINY, tiny, tokens
-from lm_rank_runs import KINDS, first_gradients, sharing_sequences
-from torchrun import torchrun
+from lm_rank_runs import KINDS, command, first_gradients, sharing_sequences
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +156,6 @@ def test_a_lone_process_is_refused_on_the_command_line(store):
 def test_the_command_shares_sequences(store, tmp_path):
     changes = {**TINY, "steps": 2, "context_parallel": 2, "data": store.folder, "out": tmp_path / "run"}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items() if value is not None]
-    torchrun("-m", "experiments.lm", "train", "--preset=cpu", *words)
+    ranks(command, ["train", "--preset=cpu", *words], processes=2)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert (metrics["processes"], metrics["config"]["context_parallel"], metrics["peak_memory"]) == (2, 2, None)
