@@ -61,6 +61,16 @@ def test_what_is_no_text_is_skipped(tmp_path):
     assert [document.paths for document in find([folder], [".bin", ".txt"]).limited(700).documents] != []
 
 
+def test_a_part_of_the_texts_has_some_of_both_kinds(tmp_path):
+    found = find([texts(tmp_path / "texts", 60)])
+    all_bytes = sum(document.bytes for document in found.documents)
+    some = found.limited(all_bytes // 2)
+    assert all_bytes / 3 < sum(document.bytes for document in some.documents) <= all_bytes / 2
+    training, validation = some.split(0.5)
+    assert min(len(training), len(validation)) > 8
+    assert {document.digest for document in validation} <= {document.digest for document in found.split(0.5)[1]}
+
+
 def test_a_special_name_in_a_text_is_not_the_special_token():
     pairs = tokenizer.BytePairs.trained(["abc abc abc"], 260)
     text = f"a{tokenizer.END}b é \U0001f600 \t\n"
