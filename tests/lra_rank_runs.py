@@ -4,7 +4,6 @@ Each process leaves what it saw in <out>/process<rank>.json and its last weights
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from experiments.lra.tasks import Data, load
 from experiments.lra.train import Run
 from experiments.training.distributed import Ranks, process_group
 from experiments.training.steps import compute_gradients
+from rank_runs import refused, waiting_threads
 
 # Without a norm, keys have a bias that no score depends on: its gradient is rounding alone, which Adam blows up.
 TINY = Config(
@@ -119,20 +119,5 @@ def paused_and_not(config: Config, data: Data, out: Path, ranks: Ranks) -> dict[
     return {"resumed_at": resumed_at, "same_bits": same_bits, "random": torch.rand(1).item()}
 
 
-def refused(attempt: Callable[[], Run]) -> str:
-    """The error of an attempt that must fail."""
-    try:
-        attempt()
-    except (ValueError, FileExistsError) as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("the run must be refused")
-
-
 def leave(seen: dict[str, object], out: Path, ranks: Ranks) -> None:
     (out / f"process{ranks.rank}.json").write_text(json.dumps(seen))
-
-
-def waiting_threads() -> list[str]:
-    """Those of Gloo's process groups."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return [name for name in names if name == "pt_gloo_runloop"]

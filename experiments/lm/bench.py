@@ -104,7 +104,7 @@ def _measure_model(
     torch.manual_seed(0)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     with device:
-        model = LanguageModel(config.sizes, [], dtype=dtype, compiling=config.compiled)
+        model = LanguageModel(config.sizes, [], dtype=dtype, compiling=config.compiled, recompute=config.recompute)
     optimizer = adamw(model, config.lr, config.weight_decay, config.betas)
     for context in dict.fromkeys(row.case.context for row in rows):
         prepared = []

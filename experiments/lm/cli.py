@@ -168,7 +168,7 @@ def train(
     """Train a language model on text, and write its validation loss. A preset changes the defaults below.
 
     On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lm train ..., with --sharding fsdp if
-    weights and optimiser should be divided among them.
+    weights and optimiser should be divided among them. With --context-parallel N, N processes share each sequence.
     """
     with short_errors():
         if tensorboard_files:
@@ -184,7 +184,7 @@ def train(
             raise ValueError("--data must name a folder of text; make one with: python -m experiments.lm corpus")
         folder = out or RUNS / default_name(preset, config)
         until = deadline(pause_after)
-        with process_group(config.device) as ranks:
+        with process_group(config.device, config.context_parallel) as ranks:
             console.quiet = not ranks.first
             store = session.find_tokens(config, data, ranks, console)
             with pausing(until) as pause:
@@ -215,7 +215,7 @@ def default_name(preset: str | None, config: Config) -> str:
 
 
 @app.command("compare")
-@settings_as_options(Config, *(name for name in DEFAULTS if name not in ("context", "pattern", "attention")))
+@settings_as_options(Config, *(name for name in DEFAULTS if name not in compare.NOT_CHOSEN))
 def compare_command(
     case: Annotated[
         list[str],
@@ -255,8 +255,9 @@ def compare_command(
 
 @app.command("bench")
 @settings_as_options(
-    Config, "head_dim", "positions", "vocabulary", "window", "block", "compiled", "precision", "micro_tokens"
-)
+    Config, "head_dim", "positions", "vocabulary", "window", "block", "compiled", "recompute", "precision",
+    "micro_tokens",
+)  # fmt: skip
 def bench_command(
     case: Annotated[
         list[str] | None,

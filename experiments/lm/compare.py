@@ -26,6 +26,8 @@ from experiments.training.distributed import SINGLE
 from experiments.training.trainer import Pause
 
 ENVIRONMENT = "environment.json"
+# Settings that a case has, and what needs several processes.
+NOT_CHOSEN = ("context", "pattern", "attention", "context_parallel")
 
 
 def slug(pattern: str) -> str:

@@ -12,6 +12,7 @@ from experiments.lm.presets import settings_of
 from experiments.training import run_folder
 from experiments.training.lr_schedule import SCHEDULES
 from experiments.training.settings import PRECISIONS, check_at_least, check_one_of, help_texts, setting
+from experiments.training.shared_sequences import check_shareable
 
 COMPILED = ("none", "block", "model")
 DOCUMENTS = ("joined", "separate")
@@ -59,6 +60,16 @@ class Config:
     sharding: str = setting(
         "ddp", "With torchrun: ddp, weights in every process, or fsdp, weights and optimiser divided (FSDP2)."
     )
+    context_parallel: int = setting(
+        1,
+        "Processes that share the tokens of each sequence, for contexts too long for one GPU; their number under "
+        "torchrun must be a multiple.",
+    )
+    recompute: bool = setting(
+        False,
+        "Keep the input of each layer alone, and compute the layer again in the backward pass: a fraction of the "
+        "memory for a third more work.",
+    )
     validate_every: int = setting(250, "Steps between validations.")
     validation_tokens: int = setting(1_048_576, "Tokens of a validation, at most.")
     checkpoint_every: int = setting(1000, "Most steps between checkpoints; only the newest is kept.")
@@ -67,7 +78,7 @@ class Config:
     def __post_init__(self) -> None:
         counts = (
             "depth", "width", "head_dim", "context", "window", "block", "batch_tokens", "micro_tokens", "steps",
-            "validate_every", "validation_tokens", "checkpoint_every", "log_every",
+            "validate_every", "validation_tokens", "checkpoint_every", "log_every", "context_parallel",
         )  # fmt: skip
         check_at_least(self, 1, counts)
         check_at_least(self, 256, ("vocabulary",))
@@ -79,6 +90,21 @@ class Config:
         check_one_of("compiled", self.compiled, COMPILED)
         check_one_of("sharding", self.sharding, SHARDING)
         _ = self.sizes  # checks them
+        if self.compiled == "model" and self.recompute:
+            raise ValueError("compiled must be block or none if layers are recomputed; got model")
+        if self.context_parallel > 1:
+            self._check_shared_sequences()
+
+    def _check_shared_sequences(self) -> None:
+        check_shareable(
+            processes=self.context_parallel, attention=self.attention, longest=self.context, block=self.block,
+            length_option="--context",
+        )  # fmt: skip
+        if self.compiled == "model":
+            raise ValueError(
+                "compiled must be block or none if context_parallel is above 1; got model: attention over several "
+                "processes cannot be an operator of one graph"
+            )
 
     @property
     def sizes(self) -> Sizes:
@@ -95,8 +121,8 @@ class Config:
 
     @property
     def part(self) -> int:
-        """Sequences of one forward and backward."""
-        return max(1, self.micro_tokens // self.context)
+        """Sequences of one forward and backward, of which a process has all tokens or its share of them."""
+        return max(1, self.micro_tokens * self.context_parallel // self.context)
 
 
 HELP = help_texts(Config)
@@ -104,7 +130,8 @@ DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
 # Settings that may change when a run is resumed: they do not affect the weights, or are meant to.
 FREE_ON_RESUME = (
-    "steps", "minutes", "device", "compiled", "validate_every", "validation_tokens", "checkpoint_every", "log_every",
+    "steps", "minutes", "device", "compiled", "context_parallel", "recompute", "validate_every", "validation_tokens",
+    "checkpoint_every", "log_every",
 )  # fmt: skip
 
 

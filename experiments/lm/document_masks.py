@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
-from experiments.lm.config import Config
 from experiments.lm.data.packing import Packing
-from experiments.lm.model.attention import Attention, attention_over
+from experiments.lm.model.attention import Attention
 from sparseflash import BlockMask, masks
 
 
 class DocumentMasks:
-    """Makes the attentions of a batch. Its masks are made on the host, a fraction of a second for each batch."""
+    """Makes the attentions of a batch. Its masks are made on the host, a fraction of a second for each batch.
 
-    def __init__(self, layers: Sequence[BlockMask], config: Config, device: torch.device) -> None:
-        self.layers, self.implementation, self.device = tuple(layers), config.attention, device
+    layers: the mask of each layer, on the CPU; attention_of: makes the attention over such a mask.
+    """
+
+    def __init__(self, layers: Sequence[BlockMask], attention_of: Callable[[BlockMask], Attention]) -> None:
+        self.layers, self.attention_of = tuple(layers), attention_of
 
     def masks(self, lengths: Sequence[Sequence[int]]) -> list[BlockMask]:
         """The mask of each layer for sequences whose documents have these lengths."""
@@ -35,7 +36,7 @@ class DocumentMasks:
         made: dict[int, Attention] = {}
         for mask in layers:
             if id(mask) not in made:
-                made[id(mask)] = attention_over(mask.to(self.device), self.implementation)
+                made[id(mask)] = self.attention_of(mask)
         return [made[id(mask)] for mask in layers]
 
     def of_parts(self, packing: Packing, numbers: np.ndarray, part: int) -> tuple[list[Attention], ...]:

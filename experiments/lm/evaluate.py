@@ -55,15 +55,16 @@ def losses(
     documents: DocumentMasks | None,
     together: int,
 ) -> Losses:
-    """The losses on the first sequences of a part, shared out to all processes.
+    """The losses on the first sequences of a part, shared out to all processes as those of a batch are.
 
-    together: sequences of a forward. Raises ValueError if the text has not one sequence for each process.
+    together: sequences of a forward. Raises ValueError if the text has not one sequence for each share.
     """
     count = min((len(part) - 1) // config.context, max(1, config.validation_tokens // config.context))
-    count = count // ranks.count * ranks.count
+    shares = ranks.data_parallel_ranks
+    count = count // shares * shares
     if count == 0:
         raise ValueError(
-            f"the validation text must have at least {ranks.count} sequences of {config.context} tokens; it has "
+            f"the validation text must have at least {shares} sequences of {config.context} tokens; it has "
             f"{len(part):,} tokens: lower --context, or give more text"
         )
     packing = Packing(part, config.context, 1, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from experiments.lm.data.packing import Packing
 from experiments.lm.data.store import Store
 from experiments.lm.data.tokenizer import FILE
 from experiments.lm.document_masks import DocumentMasks
-from experiments.lm.model.attention import attention_over
+from experiments.lm.model.attention import Attention, attention_over
+from experiments.lm.model.shared_context import SharedContext
 from experiments.lm.model.transformer import LanguageModel
 from experiments.lm.steps import AccumulatingSteps, Batch
 from experiments.training import tensor_files
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks, find_device
-from experiments.training.environment import device_name, versions
+from experiments.training.environment import device_name, peak_memory, versions
 from experiments.training.host_threads import single_host_thread
 from experiments.training.optimizer import adamw
 from experiments.training.run_folder import SETTINGS, saved_settings
@@ -38,6 +40,7 @@ from experiments.training.run_log import Record
 from experiments.training.sharding import shard, whole
 from experiments.training.trainer import Cadence, Pause, Trainer, never
 from experiments.training.window import Means
+from sparseflash import BlockMask
 
 KIND = "lm language model"
 
@@ -61,10 +64,11 @@ class Run(Trainer[Batch]):
     ) -> None:
         self.config, self.store = config, store
         device = find_device(config.device)
-        if config.batch % ranks.count:
+        ranks.check_context_parallel(config.context_parallel)
+        if config.batch % ranks.data_parallel_ranks:
             raise ValueError(
-                f"the sequences of a batch must be a multiple of the number of processes, {ranks.count}, which share "
-                f"them; got {config.batch}: change --batch-tokens"
+                f"the sequences of a batch must be a multiple of the number of {ranks.sharers}, "
+                f"{ranks.data_parallel_ranks}, which share them; got {config.batch}: change --batch-tokens"
             )
         if store.vocabulary > config.vocabulary:
             raise ValueError(
@@ -77,7 +81,16 @@ class Run(Trainer[Batch]):
         self.masks = patterns.of_layers(
             config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
         )
-        self.documents = DocumentMasks(self.masks, config, device) if config.documents == "separate" else None
+        # They hold no plan that keeps a process group, once `clear` is called.
+        self._shared = SharedContext(ranks, self.masks) if ranks.mesh is not None else None
+
+        def attention_of(mask: BlockMask) -> Attention:
+            return attention_over(mask.to(device), config.attention)
+
+        self.documents = None
+        if config.documents == "separate":
+            once = attention_of if self._shared is None else self._shared.attention_once
+            self.documents = DocumentMasks(self.masks, once)
         self.flops_a_token = flops.of_token(
             config.sizes.weights,
             config.head_dim,
@@ -85,12 +98,15 @@ class Run(Trainer[Batch]):
             config.context,
         )
         torch.manual_seed(config.seed)
-        made = {id(mask): attention_over(mask.to(device), config.attention) for mask in self.masks}
+        of_layer = attention_of if self._shared is None else self._shared.attention
+        made = {id(mask): of_layer(mask) for mask in self.masks}
         model = LanguageModel(
             config.sizes,
             [made[id(mask)] for mask in self.masks],
             dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
             compiling=config.compiled,
+            recompute=config.recompute,
+            shared=self._shared,
         ).to(device)
         if config.sharding == "fsdp" and ranks.count > 1:
             if config.compiled == "model":
@@ -131,25 +147,40 @@ class Run(Trainer[Batch]):
     @property
     def part(self) -> int:
         """Sequences of one forward and backward in this process."""
-        return min(self.config.part, self.config.batch // self.ranks.count)
+        return min(self.config.part, self.config.batch // self.ranks.data_parallel_ranks)
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
         """Train to the end, validate, and return the final metrics; None if the run was paused, after it was saved."""
-        with single_host_thread(self.device):
-            steps = AccumulatingSteps(
-                self.model,
-                self.optimizer,
-                self.device,
-                part=self.part,
-                clip=self.config.clip,
-                data_parallel=self.data_parallel,
-            )
-            if not self.train_stage(self._batches(), steps, pause):
+        with single_host_thread(self.device), self._sequences_shared():
+            if not self.train_stage(self._batches(), self._steps(), pause):
                 return None
             self.save()
             losses = self._validated()
         weights = {name: whole(tensor).cpu() for name, tensor in self.model.state_dict().items()}
-        return self.ranks.on_first(lambda: self._write_result(losses, weights))
+        peak = self._peak_memory()
+        return self.ranks.on_first(lambda: self._write_result(losses, weights, peak))
+
+    @contextmanager
+    def _sequences_shared(self) -> Iterator[None]:
+        """After the context, the model keeps no process group; see `process_group`."""
+        yield
+        if self._shared is not None:
+            self._shared.clear()
+
+    def _peak_memory(self) -> int | None:
+        """The most bytes that a GPU of any process has held in this session, in the first process; None on CPUs."""
+        found = [each for each in self.ranks.gather(peak_memory(self.device)) if each is not None]
+        return max(found, default=None)
+
+    def _steps(self) -> AccumulatingSteps:
+        return AccumulatingSteps(
+            self.model,
+            self.optimizer,
+            self.device,
+            part=self.part,
+            clip=self.config.clip,
+            data_parallel=self.data_parallel,
+        )
 
     def _batches(self) -> Iterator[Batch]:
         """The batches from the current step on."""
@@ -172,6 +203,9 @@ class Run(Trainer[Batch]):
             "seconds": self.state.seconds,
             "startup_seconds": self.state.startup_seconds,
         }
+        peak = self._peak_memory()
+        if peak is not None:
+            record["peak_memory"] = peak
         top = flops.peak(self.device)
         if top is not None and self.config.precision == "bf16":
             record["mfu"] = self.flops_a_token * rate / (top * self.ranks.count)
@@ -193,7 +227,7 @@ class Run(Trainer[Batch]):
             })  # fmt: skip
         return found
 
-    def _write_result(self, losses: evaluate.Losses, weights: dict[str, Tensor]) -> dict[str, Any]:
+    def _write_result(self, losses: evaluate.Losses, weights: dict[str, Tensor], peak: int | None) -> dict[str, Any]:
         config, state = self.config, self.state
         evaluate.write_positions(self.folder / "positions.csv", losses)
         vocabulary = self.store.folder / FILE
@@ -212,6 +246,7 @@ class Run(Trainer[Batch]):
             "flops_a_token": self.flops_a_token,
             "mfu": trained[-1].get("mfu") if trained else None,
             "processes": self.ranks.count,
+            "peak_memory": peak,  # bytes, of the GPU that held the most in the last session
             "device": device_name(self.device),
             "versions": versions(),
             "config": as_dict(config),

@@ -26,6 +26,7 @@ from experiments.training.settings import (
     help_texts,
     setting,
 )
+from experiments.training.shared_sequences import check_shareable
 
 OBJECTIVES = ("classify", "denoise")
 KEEPS = ("last", "best")
@@ -160,18 +161,10 @@ class Config(RunSettings):
                 f"attention_dropout must be 0 if context_parallel is above 1; got {self.attention_dropout}. Attention "
                 "over several processes cannot drop weights: choose --attention-dropout 0; --dropout may stay"
             )
-        if self.attention != "sparseflash":
-            raise ValueError(
-                f"attention must be sparseflash if context_parallel is above 1; got {self.attention}, which needs all "
-                "tokens in one process"
-            )
-        least, longest = self.context_parallel * self.block, self.shape.length
-        if longest < least:
-            raise ValueError(
-                f"the longest sequences must have at least {self.context_parallel} blocks of {self.block} tokens, one "
-                f"for each process of context_parallel; got {longest // self.block}: lower --block or "
-                "--context-parallel, or raise --max-tokens"
-            )
+        check_shareable(
+            processes=self.context_parallel, attention=self.attention, longest=self.shape.length, block=self.block,
+            length_option="--max-tokens",
+        )  # fmt: skip
 
     @property
     def shape(self) -> Shape:

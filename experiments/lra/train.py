@@ -27,7 +27,6 @@ from experiments.lra.denoise import hidden_for_scoring, hidden_for_training
 from experiments.lra.graph_steps import steps_of
 from experiments.lra.metrics import final_metrics
 from experiments.lra.model.build import build_model, build_optimizer, mask_of
-from experiments.lra.model.shared_sequences import SharedSequences
 from experiments.lra.pixel_labels import pixel_labels_of
 from experiments.lra.scoring import Score, score
 from experiments.lra.tasks import TASKS
@@ -39,6 +38,7 @@ from experiments.training.host_threads import single_host_thread
 from experiments.training.run_folder import SETTINGS, saved_settings
 from experiments.training.run_log import Record
 from experiments.training.series import SERIES
+from experiments.training.shared_sequences import SharedSequences
 from experiments.training.trainer import Cadence, Pause, Trainer, never
 from experiments.training.window import Means
 
@@ -75,16 +75,12 @@ class Run(Trainer[Batch]):
         ranks: Ranks = SINGLE,
     ) -> None:
         self.config, self.data = config, data
-        if config.context_parallel != ranks.context_parallel:
-            raise ValueError(
-                f"context_parallel must be that of the processes that train, {ranks.context_parallel}; got "
-                f"{config.context_parallel}"
-            )
+        ranks.check_context_parallel(config.context_parallel)
         shares = ranks.data_parallel_ranks
         if config.batch % shares:
-            sharers = "processes" if ranks.mesh is None else f"groups of {ranks.context_parallel} processes"
             raise ValueError(
-                f"the batch must be a multiple of the number of {sharers}, {shares}, which share it; got {config.batch}"
+                f"the batch must be a multiple of the number of {ranks.sharers}, {shares}, which share it; got "
+                f"{config.batch}"
             )
         if config.keep == "best" and data.val is data.test:
             raise ValueError(

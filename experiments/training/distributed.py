@@ -59,6 +59,18 @@ class Ranks:
         return self.rank // self.context_parallel
 
     @property
+    def sharers(self) -> str:
+        """What shares a batch, in words."""
+        return "processes" if self.context_parallel == 1 else f"groups of {self.context_parallel} processes"
+
+    def check_context_parallel(self, wanted: int) -> None:
+        """Raises ValueError if a run wants another number of processes to share its sequences."""
+        if wanted != self.context_parallel:
+            raise ValueError(
+                f"context_parallel must be that of the processes that train, {self.context_parallel}; got {wanted}"
+            )
+
+    @property
     def first(self) -> bool:
         return self.rank == 0
 

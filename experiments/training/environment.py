@@ -27,6 +27,11 @@ def device_name(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes of tensors that this process has held at once on a GPU; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that compute a result."""
     return {

@@ -258,6 +258,7 @@ def scatter_and_gather(member, mask, x, dim):
         (torch.randn(2, 3, 90, 4), -2),
         (torch.randn(2, 90, 4, dtype=torch.float64), 1),
         (torch.arange(180).view(2, 90), -1),
+        (torch.randn(1, 90), -1),  # the dimension of one batch element may have any stride
         (torch.randn(90).to(torch.bfloat16) > 0, 0),
     ],
 )

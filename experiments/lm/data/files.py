@@ -52,14 +52,17 @@ class Found:
         return sum(len(document.paths) for document in self.documents)
 
     def limited(self, most: int) -> Found:
-        """The first documents that have at most `most` bytes together, in the order of their digests: a fair sample."""
+        """A fair sample: documents that have at most `most` bytes together, the first by the ends of their digests.
+
+        By their beginnings all that validate would be first.
+        """
         kept = []
-        for document in self.documents:
+        for document in sorted(self.documents, key=lambda document: document.digest[::-1]):
             most -= document.bytes
             if most < 0:
                 break
             kept.append(document)
-        return Found(tuple(kept), self.skipped, self.duplicates)
+        return Found(tuple(sorted(kept, key=_by_digest)), self.skipped, self.duplicates)
 
     def split(self, share: float = VALIDATION_SHARE) -> tuple[list[Document], list[Document]]:
         """Training and validation documents, in the order of their digests, which has nothing to do with their text."""
@@ -97,7 +100,7 @@ def find(
             f"{', '.join(map(str, folders))}; got none: choose another folder, or make one with `corpus`"
         )
     documents = joined(known.values(), folders) if packages else known.values()
-    return Found(tuple(sorted(documents, key=lambda document: document.digest)), skipped, duplicates)
+    return Found(tuple(sorted(documents, key=_by_digest)), skipped, duplicates)
 
 
 def joined(files: Iterable[Document], folders: Sequence[Path]) -> list[Document]:
@@ -138,6 +141,10 @@ def text_of(data: bytes) -> str | None:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         return None
+
+
+def _by_digest(document: Document) -> bytes:
+    return document.digest
 
 
 def is_validation(document: Document, share: float) -> bool:

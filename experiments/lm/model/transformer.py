@@ -3,7 +3,8 @@
 Weights are fp32; each product runs in the dtype of its input, which the embedding sets. So bf16 needs no autocast, and
 the stream that layers add to is bf16, too.
 
-Shapes: B sequences, N tokens of context, T = B * N, W width, H heads, D features a head, V vocabulary with padding.
+Shapes: B sequences, N tokens of context (of this process, if several share them), T = B * N, W width, H heads, D
+features a head, V vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from experiments.lm.flops import matrix_weights
 from experiments.lm.model.attention import Attention
 from experiments.lm.model.loss import Gradient, loss_and_gradient, mean_loss, token_losses
+from experiments.lm.model.shared_context import SharedContext
 from experiments.training.layers.rotary import RotaryPositions
 from sparseflash.nn.rotary import Rotation, rotate
 
@@ -69,10 +72,10 @@ class Sizes:
 class Block(nn.Module):
     """One layer: attention, then an MLP, each applied to the normalised stream and added to it."""
 
-    def __init__(self, sizes: Sizes, halves: Halves) -> None:
+    def __init__(self, sizes: Sizes, halves: Halves, recompute: bool = False) -> None:
         super().__init__()
         width = sizes.width
-        self.head_dim, self.halves = sizes.head_dim, halves
+        self.head_dim, self.halves, self.recompute = sizes.head_dim, halves, recompute
         self.attention_norm = nn.LayerNorm(width, bias=False)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -82,6 +85,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
         """x [T, W], of `batch` sequences."""
+        if self.recompute and torch.is_grad_enabled():
+            # In here and not around the module: FSDP gathers its weights before the backward that computes it again.
+            again: Tensor = checkpoint(
+                self.layer, x, batch, rotation, attention, use_reentrant=False, preserve_rng_state=False
+            )
+            return again
+        return self.layer(x, batch, rotation, attention)
+
+    def layer(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
+        """The same, with all that the backward pass reads kept."""
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
         q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
         mixed = attention(q, k, v).transpose(1, 2).reshape(x.shape)
@@ -140,6 +153,8 @@ class LanguageModel(nn.Module):
     compiled: "none"; "block": the two halves of a layer around its attention, one pair of graphs for all layers and all
         contexts with the same number of tokens; "model": all from the embedding to the last norm as one graph, with
         attention as an operator in it.
+    recompute: whether the backward pass computes each layer again from its input, which alone is kept.
+    shared: which tokens this process has, if several share those of each sequence; `attentions` are then over these.
     """
 
     def __init__(
@@ -149,9 +164,11 @@ class LanguageModel(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         compiling: str = "none",
+        recompute: bool = False,
+        shared: SharedContext | None = None,
     ) -> None:
         super().__init__()
-        self.sizes, self.attentions, self.dtype = sizes, tuple(attentions), dtype
+        self.sizes, self.attentions, self.dtype, self.shared = sizes, tuple(attentions), dtype, shared
         halves, self.gradient, self.run = Halves(), loss_and_gradient, self.trunk
         if compiling == "block":
             halves = Halves(compiled(before_attention), compiled(after_attention))  # type: ignore[arg-type]
@@ -166,7 +183,7 @@ class LanguageModel(nn.Module):
             self.places = nn.Embedding(sizes.context, sizes.width)
         else:
             self.rotary = RotaryPositions(sizes.head_dim, None, 0)
-        self.blocks = nn.ModuleList(Block(sizes, halves) for _ in range(sizes.depth))
+        self.blocks = nn.ModuleList(Block(sizes, halves, recompute) for _ in range(sizes.depth))
         self.norm = nn.LayerNorm(sizes.width, bias=False)
         self.initialize()
 
@@ -178,10 +195,11 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
     def trunk(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """Features [T, W] of tokens [B, N]."""
+        """Features [T, W] of tokens [B, N], which are this process's if sequences are shared."""
         batch, length = ids.shape
         x = self.embedding(ids.flatten()).to(self.dtype)
-        places = torch.arange(length, device=ids.device).repeat(batch)
+        places = torch.arange(length, device=ids.device) if self.shared is None else self.shared.positions
+        places = places.to(ids.device).repeat(batch)
         if self.places is not None:
             x = x + self.places(places).to(self.dtype)
         rotation = None
@@ -197,14 +215,21 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """The mean loss, nats, of tokens [B, N] with the tokens that follow them as labels [B, N].
 
+        If sequences are shared, each process is given all tokens and returns what its own add: the mean over the
+        processes is the mean loss, and so it is with the gradients.
+
         attentions: others than the model's own, for a batch with documents that do not see each other.
         each: the loss of each token, [B, N], without gradients. It is not a method of its own, because what wraps the
             model for several processes gathers weights when `forward` is called.
         """
+        if self.shared is not None:
+            ids, labels = self.shared.scatter(ids), self.shared.scatter(labels)
         features = self.run(ids, attentions or self.attentions)
         if each:
-            return token_losses(features, self.embedding.weight, labels.flatten()).view_as(ids)
-        return mean_loss(features, self.embedding.weight, labels.flatten(), self.gradient)
+            found = token_losses(features, self.embedding.weight, labels.flatten()).view_as(ids)
+            return found if self.shared is None else self.shared.gather(found)
+        loss = mean_loss(features, self.embedding.weight, labels.flatten(), self.gradient)
+        return loss if self.shared is None else loss * self.shared.share
 
     @torch.no_grad()
     def scores(self, ids: Tensor, place: int) -> Tensor:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.lra.model.positions import POSITIONS, Brackets, Nesting, sinusoids
-from experiments.lra.model.shared_sequences import SharedSequences
 from experiments.training.distributed import Ranks
 from experiments.training.layers.attention import IMPLEMENTATIONS, ElementMask
 from experiments.training.layers.rotary import RotaryPositions
 from experiments.training.layers.transformer import Halves, Layer, SelfAttention, compiled_halves, head_dim_of
+from experiments.training.shared_sequences import SharedSequences
 from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
 

@@ -9,7 +9,8 @@ from experiments.lm.data.files import find
 from experiments.lm.data.packing import Packing
 from experiments.lm.data.store import Part, check_replaceable, make, opened, tokens_of
 from experiments.lm.document_masks import DocumentMasks
-from lm_models import texts, tiny, tokens
+from experiments.lm.model.attention import attention_over
+from lm_models import texts, tokens
 from sparseflash import masks
 
 
@@ -60,6 +61,16 @@ def test_what_is_no_text_is_skipped(tmp_path):
     assert [document.paths for document in find([folder], [".bin", ".txt"]).limited(700).documents] != []
 
 
+def test_a_part_of_the_texts_has_some_of_both_kinds(tmp_path):
+    found = find([texts(tmp_path / "texts", 60)])
+    all_bytes = sum(document.bytes for document in found.documents)
+    some = found.limited(all_bytes // 2)
+    assert all_bytes / 3 < sum(document.bytes for document in some.documents) <= all_bytes / 2
+    training, validation = some.split(0.5)
+    assert min(len(training), len(validation)) > 8
+    assert {document.digest for document in validation} <= {document.digest for document in found.split(0.5)[1]}
+
+
 def test_a_special_name_in_a_text_is_not_the_special_token():
     pairs = tokenizer.BytePairs.trained(["abc abc abc"], 260)
     text = f"a{tokenizer.END}b é \U0001f600 \t\n"
@@ -99,9 +110,9 @@ def test_documents_of_a_sequence_are_cut_at_its_ends():
 
 def test_separate_documents_do_not_see_one_another():
     part = Part(np.arange(129, dtype=np.uint16), np.array([0, 20, 64, 100, 129]))
-    packing, config = Packing(part, 64, 1, 0), tiny(pattern="local", documents="separate")
+    packing = Packing(part, 64, 1, 0)
     layer = masks.local(64, window=32, causal=True, block=16)
-    made = DocumentMasks([layer, layer], config, torch.device("cpu"))
+    made = DocumentMasks([layer, layer], lambda mask: attention_over(mask, "sparseflash"))
     first, second = made.masks([packing.documents(0), packing.documents(1)])
     assert first is second
     for number, bound in ((0, 20), (1, 36)):

@@ -35,6 +35,33 @@ def test_compiled_models_compute_the_same_without_a_break_in_the_graph(compiling
     torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-4)
 
 
+def test_layers_that_are_computed_again_have_the_same_bits_and_keep_their_inputs_alone():
+    loss, expected = gradients(model_of("local,dense", "sparseflash"), IDS)
+    again, found = gradients(model_of("local,dense", "sparseflash", recompute=True), IDS)
+    assert torch.equal(again, loss) and torch.equal(found, expected)
+
+    def kept(**more):
+        """The features of each token that the forward pass keeps for each layer."""
+        counts = []
+        for depth in (1, 3):
+            tensors = {}
+            model = model_of("dense", "sparseflash", depth=depth, **more)
+            held = {parameter.data_ptr() for parameter in model.parameters()}
+
+            def pack(x, tensors=tensors, held=held):
+                if x.data_ptr() not in held:
+                    tensors[x.data_ptr()] = x
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                model(IDS[:, :-1], IDS[:, 1:])
+            counts.append(sum(x.numel() for x in tensors.values() if x.shape[0] == 192))
+        return (counts[1] - counts[0]) / 2 / 192
+
+    assert kept() > 8 * 64
+    assert kept(recompute=True) <= 64
+
+
 @pytest.mark.parametrize("pattern", ["dense", "local", "butterfly", "bigbird", "local|butterfly", "local/dense"])
 def test_no_token_sees_later_ones(pattern):
     model = model_of(pattern, "sparseflash")

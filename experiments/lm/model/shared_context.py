@@ -1,0 +1,66 @@
+"""Attention over sequences whose tokens lie in several processes (context parallelism), alike for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from experiments.lm.model.attention import Attention
+from experiments.training.distributed import Ranks
+from experiments.training.shared_sequences import SharedSequences
+from sparseflash import BlockMask, distributed
+from sparseflash.distributed import ShardPlan
+
+
+class SharedContext:
+    """Which tokens of each sequence this process has, and their attention to all tokens.
+
+    masks: those of the layers. The one with the most live scores says where the tokens lie, because an uneven deal of
+    its scores costs the most.
+    """
+
+    def __init__(self, ranks: Ranks, masks: Sequence[BlockMask]) -> None:
+        self._sequences = SharedSequences(ranks)
+        self._leading = max(masks, key=lambda mask: mask.density)
+
+    @property
+    def layout(self) -> ShardPlan:
+        """The plan that says where the tokens lie."""
+        return self._sequences.plan(self._leading)
+
+    @property
+    def positions(self) -> Tensor:
+        """The positions [n] of this process's tokens, on the CPU."""
+        return self.layout.positions
+
+    @property
+    def share(self) -> float:
+        """This process's tokens over the mean of all processes."""
+        return len(self.positions) * self.layout.ranks / self.layout.queries.length
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """This process's tokens [B, n] of all [B, N]."""
+        return self.layout.scatter(x, -1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The inverse of `scatter`, in all processes that share the tokens."""
+        return self.layout.gather(x, -1)
+
+    def attention(self, mask: BlockMask) -> Attention:
+        """The attention of a layer."""
+        return partial(self._attention, mask=mask)
+
+    def attention_once(self, mask: BlockMask) -> Attention:
+        """The attention of a layer with a mask that one batch has."""
+        return partial(distributed.attention, plan=self._sequences.plan_once(mask, self.layout))
+
+    def clear(self) -> None:
+        """Forget the plans, which keep the process group and its threads."""
+        self._sequences.clear()
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask) -> Tensor:
+        # Not with the plan as an argument: a model would then keep the process group.
+        out: Tensor = distributed.attention(q, k, v, self._sequences.plan(mask, self.layout))
+        return out
