@@ -98,7 +98,7 @@ MAY_IMPORT = {
     "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw", "masks/block_index.py"),
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
     _BACKENDS: (),
-    f"{_BACKENDS}/problem.py": ("sparseflash/blockmask",),
+    f"{_BACKENDS}/problem.py": ("sparseflash/blockmask", "sparseflash/dropout.py"),
     f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/problem.py",),
     f"{_BACKENDS}/registration.py": (f"{_BACKENDS}/problem.py", f"{_BACKENDS}/flop_counter.py"),
     f"{_BACKENDS}/scored.py": (
@@ -122,6 +122,7 @@ MAY_IMPORT = {
     _TRITON: (
         _TRITON,
         "sparseflash/blockmask",
+        "sparseflash/dropout.py",
         "sparseflash/scores",
         f"{_BACKENDS}/problem.py",
         f"{_BACKENDS}/registration.py",
@@ -161,6 +162,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask/cache.py",
         "sparseflash/blockmask/streams.py",
         "sparseflash/blockmask/transfer.py",
+        "sparseflash/dropout.py",
         f"{_BACKENDS}/registration.py",
         f"{_TRITON}/family.py",
         f"{_TRITON}/launcher.py",
@@ -178,6 +180,7 @@ MAY_IMPORT = {
     "sparseflash/distributed": (
         "sparseflash/attention.py",
         "sparseflash/blockmask",
+        "sparseflash/dropout.py",
         "sparseflash/scores",
         "sparseflash/validation.py",
     ),
@@ -252,7 +255,13 @@ MAY_IMPORT = {
     f"{_BENCHMARKS}/speed/peers": (f"{_BENCHMARKS}/speed", *PUBLIC),
     f"{_BENCHMARKS}/io": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     _INTERPRETER: (),
-    f"{_BENCHMARKS}/compile": (_INTERPRETER, "sparseflash/blockmask/arguments.py", _BACKENDS, *PUBLIC),
+    f"{_BENCHMARKS}/compile": (
+        _INTERPRETER,
+        "sparseflash/blockmask/arguments.py",
+        "sparseflash/dropout.py",
+        _BACKENDS,
+        *PUBLIC,
+    ),
     f"{_BENCHMARKS}/tune": (
         _INTERPRETER,
         f"{_BENCHMARKS}/compile",
