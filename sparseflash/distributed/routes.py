@@ -18,6 +18,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.build import arrays_of_tiles
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.distributed.planner import Assignment
+from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.shards import Integers
 
 Booleans = NDArray[np.bool_]
@@ -53,35 +54,24 @@ class Stage:
     """One exchange of keys and the attention to them. The first stage is that to local keys and exchanges nothing.
 
     `mask`: of the rank's queries and of the keys of this stage, on the CPU; `slots`: tokens of what comes in it;
-    `positions`: int64 `[slots]`, where in the whole sequence the token in each slot stands, any position for unused
-    slots; None if heads differ in what lies in a slot.
+    `positions`: where in the whole sequence the token in each slot stands, any position for unused slots; None if heads
+    differ in what lies in a slot.
     """
 
     mask: BlockMask
     sent: Rows
     received: Rows
     slots: int
-    positions: Tensor | None
+    positions: Positions | None
 
     @cached_property
-    def _moved(self) -> dict[torch.device, tuple[BlockMask, Tensor | None]]:
+    def _moved(self) -> dict[torch.device, BlockMask]:
         return {}
 
     def mask_on(self, device: torch.device) -> BlockMask:
         """The mask on a device, moved there once."""
-        return self._on(device)[0]
-
-    def positions_on(self, device: torch.device) -> Tensor:
-        """The positions on a device, moved there once."""
-        positions = self._on(device)[1]
-        if positions is None:
-            raise RuntimeError("a stage must be made with same_slots=True to have positions")
-        return positions
-
-    def _on(self, device: torch.device) -> tuple[BlockMask, Tensor | None]:
         if device not in self._moved:
-            positions = None if self.positions is None else self.positions.to(device)
-            self._moved[device] = self.mask.to(device), positions
+            self._moved[device] = self.mask.to(device)
         return self._moved[device]
 
 
@@ -178,7 +168,7 @@ def stages_of(
     local_columns = np.broadcast_to(readers.place, (len(heads.kinds), len(readers.place)))
     entries = _Entries.of(mask, assignment, rank, heads)
     nothing = Rows(np.zeros(0, np.int64), np.zeros(0, np.int64), [0] * ranks)
-    local = assignment.keys.positions(rank)
+    local = Positions(assignment.keys.positions(rank), assignment.keys.length)
     made = [Stage(entries.mask(stage_of == 0, local_columns, tokens), nothing, nothing, tokens, local)]
     for stage in range(stages):
         here = reads[rank] & (stage_of == stage + 1)  # [kinds, Mk]
@@ -207,13 +197,13 @@ def stages_of(
     return made
 
 
-def _positions(filled: Booleans, slots: int, mask: BlockMask) -> Tensor:
+def _positions(filled: Booleans, slots: int, mask: BlockMask) -> Positions:
     """The positions of the tokens of these key blocks, one after another; any in what is left of `slots` blocks."""
     first = np.zeros(slots, np.int64)
     blocks = np.flatnonzero(filled)
     first[: len(blocks)] = blocks * mask.block_k
     tokens = (first[:, None] + np.arange(mask.block_k)).reshape(-1)
-    return torch.from_numpy(tokens.clip(max=mask.k_len - 1))  # the last block may be ragged
+    return Positions(torch.from_numpy(tokens), mask.k_len)
 
 
 def _parts(count: int, parts: int) -> Integers:
