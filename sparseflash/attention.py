@@ -8,11 +8,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from sparseflash import dropout
 from sparseflash.backends import blockwise, reference
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import call_cache
 from sparseflash.blockmask import BlockMask
+from sparseflash.dropout import Dropout, seed_tensor, threshold
 from sparseflash.remedies import refuse
 from sparseflash.scores.change import Change, Scores
 from sparseflash.validation import check_mask, check_tensors, checked_scale, prepared_scores
@@ -120,42 +120,9 @@ def attention(
             out, lse = call_cache.run(call, q, k, v, mask)
             return (out, lse) if return_lse else out
     check_tensors(q, k, v)
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch has no autocast for meta
-        q, k, v = as_autocast_wants(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
-    if mask is not None:
-        check_mask(mask, q, k)
-    scale = checked_scale(scale, q.shape[-1])
-    changes = prepared_scores(scores, q, k)
-    dropped = dropout.threshold(dropout_p)
-    seeds = dropout.seed_tensor(seed, q.device) if dropped else None
-    chosen, _ = chosen_backend(backend, q.device)
-    if chosen == "reference":
-        out, lse = reference.attention(q, k, v, mask, scale, seeds, dropped, changes)
-        return (out, lse) if return_lse else out
-    if chosen == "blockwise":
-        problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped)
-        if changes is None:
-            out, lse = blockwise.attention(q, k, v, problem)
-        else:
-            out, lse = blockwise.scored_attention(q, k, v, problem, changes)
-        return (out, lse) if return_lse else out
-    from sparseflash.backends.triton import api  # imported late: the library must work without Triton
-
-    if changes is not None and (divided := changes.find("temperature")) is not None:
-        q, changes = divided.applied_to(q), changes.without("temperature")
-    if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
-        q, scale, place = -q, -scale, None
-    problem = Problem.of(mask, scale=scale, batch=q.shape[0], seed=seeds, dropped=dropped, kernels=KERNELS[backend])
-    if changes is not None and changes.changes:
-        out, lse = api.scored_attention(q, k, v, problem, changes)
-    elif place is not None and q.numel() and k.numel():
-        api.check(q, k, v)
-        call = place[0].put(place[1], api.Call(q, k, v, problem))
-        out, lse = call_cache.run(call, q, k, v, mask)
-    else:
-        out, lse = api.attention(q, k, v, problem)
+    dropped = threshold(dropout_p)
+    dropout = Dropout(seed_tensor(seed, q.device), dropped) if dropped else None
+    out, lse = attend(q, k, v, mask, scale, dropout, scores, backend, place)
     return (out, lse) if return_lse else out
 
 
@@ -164,6 +131,46 @@ _signature = inspect.signature(attention)
 attention.__signature__ = _signature.replace(  # type: ignore[attr-defined]
     parameters=[p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
 )
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, dropout: Dropout | None,
+    scores: Scores | Change | None, backend: Backend | None, place: call_cache.Place | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(out, lse)` of `attention`, after `check_tensors`. dropout: may be that of a part of a problem, too.
+
+    place: where the call is to be cached, if it can be.
+    """
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch has no autocast for meta
+        q, k, v = as_autocast_wants(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
+    if mask is not None:
+        check_mask(mask, q, k)
+    scale = checked_scale(scale, q.shape[-1])
+    changes = prepared_scores(scores, q, k)
+    chosen, _ = chosen_backend(backend, q.device)
+    if chosen == "reference":
+        return reference.attention(q, k, v, mask, scale, dropout, changes)
+    if chosen == "blockwise":
+        problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout)
+        if changes is None:
+            return blockwise.attention(q, k, v, problem)
+        return blockwise.scored_attention(q, k, v, problem, changes)
+    from sparseflash.backends.triton import api  # imported late: the library must work without Triton
+
+    if changes is not None and (divided := changes.find("temperature")) is not None:
+        q, changes = divided.applied_to(q), changes.without("temperature")
+    if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
+        q, scale, place = -q, -scale, None
+    problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
+    if changes is not None and changes.changes:
+        return api.scored_attention(q, k, v, problem, changes)
+    if place is not None and q.numel() and k.numel():
+        api.check(q, k, v)
+        call = place[0].put(place[1], api.Call(q, k, v, problem))
+        return call_cache.run(call, q, k, v, mask)
+    return api.attention(q, k, v, problem)
 
 
 def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]:

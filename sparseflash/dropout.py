@@ -3,14 +3,15 @@
 Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit seed and a counter
 of four 32-bit words, here `(key // 16, query, batch element * Hq + query head, 0)`, into 16 bytes, one for each of 16
 neighbouring keys. A weight is dropped if its byte is below a threshold. So forward, backward and every backend agree on
-what is dropped, in any order and on any device. This file is the definition, in PyTorch;
-`backends/triton/portable/dropout.py` is the same in Triton.
+what is dropped, in any order and on any device. A call on a part of a problem, as a rank makes it that shares the
+tokens with others, drops what the whole call drops, if it is told where its queries, keys and heads stand (`Dropout`).
+This file is the definition, in PyTorch; `backends/triton/portable/dropout.py` is the same in Triton.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -21,6 +22,33 @@ _ROUNDS = 7
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
+
+class Dropout(NamedTuple):
+    """What backends are told of the dropout of a call.
+
+    >>> seed = torch.tensor([0])
+    >>> whole = kept_everywhere(Dropout(seed, 64), 1, 1, 48, 48)
+    >>> part = Dropout(seed, 64, queries=torch.tensor([40, 41], dtype=torch.int32), groups=torch.tensor([2, 0]).int())
+    >>> torch.equal(kept_everywhere(part, 1, 1, 2, 32), torch.cat([whole[..., 40:42, 32:], whole[..., 40:42, :16]], -1))
+    True
+
+    The last three say, for a call on a part of a problem, where its weights stand in the whole: the words of their
+    counters, int32, on the seed's device. None: as in the call. `groups` has one entry for 16 keys, so 16 neighbouring
+    keys of the call, from a multiple of 16 on, must be such keys of the whole problem.
+    """
+
+    seed: Tensor  # one int64
+    dropped: int  # out of 256 weights
+    rows: Tensor | None = None  # [B, Hq]: batch element * Hq + query head
+    queries: Tensor | None = None  # [Nq]
+    groups: Tensor | None = None  # [ceil(Nk / 16)]: key // 16
+
+    @property
+    def coordinates(self) -> dict[str, Tensor]:
+        """`rows`, `queries` and `groups` by name, as far as they are given."""
+        found = {"rows": self.rows, "queries": self.queries, "groups": self.groups}
+        return {name: x for name, x in found.items() if x is not None}
 
 
 def threshold(dropout_p: float) -> int:
@@ -78,26 +106,32 @@ def keep_mask(
     place = torch.device(device or "cpu")
     if isinstance(seed, Tensor) and (device is None or (place.type == seed.device.type and place.index is None)):
         place = seed.device
-    return kept_everywhere(seed_tensor(seed, place), threshold(dropout_p), batch, heads, q_len, k_len)
+    return kept_everywhere(Dropout(seed_tensor(seed, place), threshold(dropout_p)), batch, heads, q_len, k_len)
 
 
-def kept_everywhere(seed: Tensor, dropped: int, batch: int, heads: int, q_len: int, k_len: int) -> Tensor:
+def kept_everywhere(dropout: Dropout, batch: int, heads: int, q_len: int, k_len: int) -> Tensor:
     """Which weights are kept: bool `[batch, heads, q_len, k_len]`."""
-    row = torch.arange(batch * heads, device=seed.device).view(batch, heads, 1, 1)
-    query = torch.arange(q_len, device=seed.device).view(-1, 1)
-    group = torch.arange(-(-k_len // GROUP), device=seed.device)
-    return kept(seed, dropped, row, query, group)[..., :k_len]
+    device = dropout.seed.device
+    row = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
+    query = torch.arange(q_len, device=device).view(-1, 1)
+    group = torch.arange(-(-k_len // GROUP), device=device)
+    return kept(dropout, row, query, group)[..., :k_len]
 
 
-def kept(seed: Tensor, dropped: int, row: Tensor, query: Tensor, group: Tensor) -> Tensor:
+def kept(dropout: Dropout, row: Tensor, query: Tensor, group: Tensor) -> Tensor:
     """Which weights are kept: bool `[..., 16 * G]`, for int64 coordinates that broadcast to `[..., G]`.
 
-    `row` is batch element * Hq + query head; `group` is key // 16.
+    In the call, `row` is batch element * Hq + query head, and `group` is key // 16. They may lie past the ends, where
+    nothing is live.
     """
+    row, query, group = (
+        here if there is None else there.long().view(-1)[here.clamp(max=there.numel() - 1)]
+        for here, there in ((row, dropout.rows), (query, dropout.queries), (group, dropout.groups))
+    )
     counter = [*torch.broadcast_tensors(group, query, row), torch.zeros_like(row)]
-    words = torch.stack(philox(seed, counter), dim=-1)  # [..., G, 4]
+    words = torch.stack(philox(dropout.seed, counter), dim=-1)  # [..., G, 4]
     bytes_ = (words.unsqueeze(-1) >> torch.arange(0, 32, 8, device=words.device)) & 0xFF  # [..., G, 4, 4]
-    return bytes_.flatten(-3) >= dropped
+    return bytes_.flatten(-3) >= dropout.dropped
 
 
 def philox(seed: Tensor, counter: list[Tensor], rounds: int = _ROUNDS) -> list[Tensor]:

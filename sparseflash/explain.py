@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash import dropout
 from sparseflash.attention import KERNELS, Backend, chosen_backend
 from sparseflash.backends.problem import Problem
 from sparseflash.blockmask import BlockMask
+from sparseflash.dropout import Dropout, threshold
 from sparseflash.validation import check_mask, check_tensors, checked_scale
 
 if TYPE_CHECKING:
@@ -114,12 +114,10 @@ def explain(
     else:
         gpu.check_capability(capability, "the one that explain was asked about")
         api.check_layout(q, k, v)
-    dropped = dropout.threshold(dropout_p)
-    seed = torch.empty(1, dtype=torch.int64, device="meta") if dropped else None
-    problem = Problem.of(
-        mask, scale=checked_scale(None, q.shape[-1]), batch=q.shape[0], seed=seed, dropped=dropped,
-        kernels=KERNELS[backend],
-    )  # fmt: skip
+    dropped = threshold(dropout_p)
+    dropout = Dropout(torch.empty(1, dtype=torch.int64, device="meta"), dropped) if dropped else None
+    scale = checked_scale(None, q.shape[-1])
+    problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
     if q.numel() == 0 or k.numel() == 0:
         return Explanation(name, f"{why}; there is nothing to compute", capability)
     decisions, kernels = api.choices(q, k, v, problem, capability)

@@ -73,6 +73,11 @@ def check(problem, backend, device="cpu", arithmetic=None):
     # The weights of keys past a sequence's end may be too large for fp16; they are in rows that are cleared at the end.
     with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
         got = results(problem, backend, device)
+    check_results(problem, got, backend, device, arithmetic)
+
+
+def check_results(problem, got, backend, device="cpu", arithmetic=None):
+    """`check` for results that something else has made."""
     truth = results(problem, "reference", device, torch.float64)
     label = {
         "backend": backend,

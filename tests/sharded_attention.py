@@ -3,6 +3,8 @@ and what the test runs."""
 
 import torch
 
+import exactness
+from closeness import Results
 from scored import check_results
 from sparseflash import distributed
 
@@ -41,7 +43,10 @@ def scored_results(member, case, plan_options, options):
         plan.scatter(x.detach(), side=side).requires_grad_()
         for x, side in zip(whole, ("queries", "keys", "keys"), strict=True)
     ]
-    results = distributed.attention(*local, plan, scale=problem.scale, return_lse=True, scores=changes, **options)
+    results = distributed.attention(
+        *local, plan, scale=problem.scale, return_lse=True, dropout_p=problem.dropout_p, seed=problem.seed,
+        scores=changes, **options,
+    )  # fmt: skip
     given = plan.scatter(dout), plan.scatter(dlse, dim=-1)
     found = torch.autograd.grad(results, (*local, *learned), given)
     return [x.detach().cpu() for x in (*results, *found)]
@@ -86,6 +91,15 @@ class Sharded(torch.autograd.Function):
 def sharded(pool, ranks, mask, plan_options=None, **options):
     """A function of q, k and v that returns `(out, lse)` of the attention in several processes."""
     return lambda q, k, v: Sharded.apply(q, k, v, pool, ranks, mask, plan_options or {}, options)
+
+
+def check_dropping(pool, ranks, problem, plan_options, **options):
+    """Raises AssertionError unless attention in several processes drops the weights that one drops, as exactly."""
+    options = {"scale": problem.scale, "dropout_p": problem.dropout_p, "seed": problem.seed, **options}
+    q, k, v, dout, dlse = problem.tensors()
+    out, lse = sharded(pool, ranks, problem.mask, plan_options, **options)(q, k, v)
+    got = Results(out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
+    exactness.check_results(problem, got, "distributed")
 
 
 def check_scored(pool, ranks, case, plan_options, **options):

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash import dropout
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.cache import bounded, mask_cache, once
 from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.dropout import GROUP, Dropout, amplification, kept
 from sparseflash.scores.change import Place, Scores
 
 _SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32, which nearly fits the cache; larger chunks were not faster
@@ -57,7 +57,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
-    mask, scale, seed, dropped = _Mask(q, k, problem), problem.scale, problem.seed, problem.dropped
+    mask, scale, dropout = _Mask(q, k, problem), problem.scale, problem.dropout
     q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, mask.block_k), mask.cut(v, mask.block_k)
     out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, height, Dv]
     maximum, total = q_tiles.new_zeros(q_tiles.shape[:-1]), q_tiles.new_zeros(q_tiles.shape[:-1])
@@ -78,8 +78,8 @@ def _forward(
         maximum[where], total[where] = highest, weights.sum(-1)
         if sink is not None:
             total[where] += torch.exp(sink - highest).masked_fill(empty, 0.0)
-        if seed is not None:
-            weights *= mask.kept(part, seed, dropped)
+        if dropout is not None:
+            weights *= mask.kept(part, dropout)
         out[where] = _product(weights, mask.gather(v_tiles, keys, part.cols)) / _or_one(total[where]).unsqueeze(-1)
     lse = empty_lse(q).copy_(mask.join(maximum + torch.log(total), q))
     kept = _empty_kept(q)
@@ -95,7 +95,7 @@ def _backward(
     """learned: zeros for each tensor of `changes`, to which its gradient is added; None for no gradient."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    mask, scale, seed, dropped = _Mask(q, k, problem), problem.scale, problem.seed, problem.dropped
+    mask, scale, dropout = _Mask(q, k, problem), problem.scale, problem.dropout
     q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, mask.block_k), mask.cut(v, mask.block_k)
     dout_tiles = mask.cut(dout, mask.height)
     maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)
@@ -116,8 +116,8 @@ def _backward(
         dout_rows = dout_tiles[where]
         dweights = dout_rows @ mask.gather(v_tiles, keys, part.cols).transpose(-1, -2)
         passed = weights
-        if seed is not None:
-            kept_weights = mask.kept(part, seed, dropped)
+        if dropout is not None:
+            kept_weights = mask.kept(part, dropout)
             dweights *= kept_weights
             passed = weights * kept_weights
         delta = (weights * dweights).sum(-1)
@@ -257,14 +257,14 @@ class _Mask:
             live = inside if live is None else live & inside
         return live
 
-    def kept(self, part: _Rows, seed: Tensor, dropped: int) -> Tensor:
+    def kept(self, part: _Rows, dropout: Dropout) -> Tensor:
         """The factors of the weights under dropout, 0 or the amplification: `[n, R, height, c * block_k]`."""
         rows, device = len(part.cols), part.cols.device
-        per_block = self.block_k // dropout.GROUP
+        per_block = self.block_k // GROUP
         group = (part.cols[:, :, None] * per_block + torch.arange(per_block, device=device)).reshape(rows, 1, -1)
         query = (part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)).unsqueeze(-1)
-        keep = dropout.kept(seed, dropped, part.heads.view(-1, 1, 1, 1), query, group)
-        return keep.to(self.dtype) * dropout.amplification(dropped)
+        keep = kept(dropout, part.heads.view(-1, 1, 1, 1), query, group)
+        return keep.to(self.dtype) * amplification(dropout.dropped)
 
     def gather(self, x_tiles: Tensor, heads: Tensor, cols: Tensor) -> Tensor:
         """The tokens of the tiles `cols [R, c]`, side by side: `[n, R, c * block, D]`."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.dropout import Dropout
 
 
 class Problem(NamedTuple):
@@ -34,22 +35,38 @@ class Problem(NamedTuple):
     seed: Tensor | None = None  # of the dropout, one int64; None: no dropout
     dropped: int = 0  # out of 256 weights
     kernels: str = ""  # the kernels of the Triton backend that must be used; "" lets it choose
+    dropout_rows: Tensor | None = None  # where the weights stand in a whole problem: see `Dropout`
+    dropout_queries: Tensor | None = None
+    dropout_groups: Tensor | None = None
 
     @classmethod
     def of(
-        cls, mask: BlockMask | None, *, scale: float, batch: int = 1, seed: Tensor | None = None, dropped: int = 0,
-        kernels: str = "",
-    ) -> Problem:  # fmt: skip
+        cls, mask: BlockMask | None, *, scale: float, batch: int = 1, dropout: Dropout | None = None, kernels: str = ""
+    ) -> Problem:
         """The problem of a mask; `batch`: the batch size of q, to which shared lengths are expanded."""
         if mask is None:
-            return cls(None, None, None, None, None, None, DENSE_BLOCK, DENSE_BLOCK, scale, seed, dropped, kernels)
-        lengths = mask.lengths
-        if lengths is not None and lengths.shape[1] != batch:
-            lengths = lengths.expand(2, batch).contiguous()
-        return cls(
-            mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths, mask.block_q, mask.block_k,
-            scale, seed, dropped, kernels,
+            problem = cls(None, None, None, None, None, None, DENSE_BLOCK, DENSE_BLOCK, scale, kernels=kernels)
+        else:
+            lengths = mask.lengths
+            if lengths is not None and lengths.shape[1] != batch:
+                lengths = lengths.expand(2, batch).contiguous()
+            problem = cls(
+                mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths, mask.block_q, mask.block_k,
+                scale, kernels=kernels,
+            )  # fmt: skip
+        if dropout is None:
+            return problem
+        return problem._replace(
+            seed=dropout.seed, dropped=dropout.dropped, dropout_rows=dropout.rows, dropout_queries=dropout.queries,
+            dropout_groups=dropout.groups,
         )  # fmt: skip
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """The dropout, if there is any."""
+        if self.seed is None:
+            return None
+        return Dropout(self.seed, self.dropped, self.dropout_rows, self.dropout_queries, self.dropout_groups)
 
 
 DENSE_BLOCK = 128  # tokens per tile without a mask

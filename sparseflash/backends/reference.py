@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash import dropout
 from sparseflash.blockmask import BlockMask
+from sparseflash.dropout import Dropout, amplification, kept_everywhere
 from sparseflash.scores.change import Place, Scores
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, seed: Tensor | None = None,
-    dropped: int = 0, changes: Scores | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, dropout: Dropout | None = None,
+    changes: Scores | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd. Shapes as in `sparseflash.attention`.
 
@@ -24,12 +24,12 @@ def attention(
     lower precision, as in the other backends. changes: those of the scores, prepared for these sizes.
     """
     live = None if mask is None else mask.to_dense()
-    return attention_of_live(q, k, v, live, scale, seed, dropped, changes)
+    return attention_of_live(q, k, v, live, scale, dropout, changes)
 
 
 def attention_of_live(
-    q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, seed: Tensor | None = None,
-    dropped: int = 0, changes: Scores | None = None,
+    q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, dropout: Dropout | None = None,
+    changes: Scores | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`."""
     group = q.shape[1] // k.shape[1]
@@ -53,9 +53,9 @@ def attention_of_live(
     if sink is not None:  # without a live key there is no softmax
         total = total + torch.exp(logits - highest.masked_fill(empty, torch.inf))
     weights = weights / total.masked_fill(empty, 1.0)
-    if seed is not None:
-        keep = dropout.kept_everywhere(seed, dropped, *weights.shape)
-        weights = weights.masked_fill(~keep, 0.0) * dropout.amplification(dropped)
+    if dropout is not None:
+        keep = kept_everywhere(dropout, *weights.shape)
+        weights = weights.masked_fill(~keep, 0.0) * amplification(dropout.dropped)
     out = weights @ v
     lse = highest + torch.log(total.masked_fill(empty, 1.0))  # highest, and so lse, is -inf for empty rows
     return out, lse.squeeze(-1).to(_lse_dtype(q))

@@ -9,9 +9,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from sparseflash.attention import Backend, as_autocast_wants
+from sparseflash.attention import Backend, as_autocast_wants, attend
 from sparseflash.attention import attention as local_attention
 from sparseflash.blockmask import BlockMask
+from sparseflash.distributed import dropout as drops
 from sparseflash.distributed.agreement import check_agreement
 from sparseflash.distributed.costs import Shape
 from sparseflash.distributed.exchange import Transfers, arrived, exchanged, for_each_stage
@@ -21,6 +22,7 @@ from sparseflash.distributed.queries import merged_with_remote
 from sparseflash.distributed.routes import Stage
 from sparseflash.distributed.scores import in_full_precision, of_heads, of_tokens, refuse_kernels, tells_positions
 from sparseflash.distributed.ulysses import to_heads, to_tokens
+from sparseflash.dropout import Dropout, seed_tensor, threshold
 from sparseflash.scores.change import Change, Scores
 from sparseflash.validation import check_tensors, checked_scale, prepared_scores
 
@@ -30,7 +32,7 @@ _KINDS_OF_CALLS = 256
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, *, scale: float | None = None,
-    return_lse: Literal[False] = False, dropout_p: float = 0.0,
+    return_lse: Literal[False] = False, dropout_p: float = 0.0, seed: int | Tensor | None = None,
     scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> Tensor: ...  # fmt: skip
 
@@ -38,7 +40,7 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, *, scale: float | None = None,
-    return_lse: Literal[True], dropout_p: float = 0.0,
+    return_lse: Literal[True], dropout_p: float = 0.0, seed: int | Tensor | None = None,
     scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -53,6 +55,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
     scores: Scores | Change | None = None,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -78,8 +81,13 @@ def attention(
         k: this rank's keys `[B, Hkv, m, D]`, with `m = plan.keys.counts[plan.rank]`, at `plan.key_positions`.
         v: this rank's values `[B, Hkv, m, Dv]`.
         plan: of the whole mask, from `shard`, the same on every rank.
-        dropout_p: must be 0. A weight's fate is computed from the positions of its query and key in the tensors of one
-            call, and the kernels take no others, so the weights that one GPU drops could not be dropped here.
+        dropout_p: the probability of dropping a weight, the same on every rank. With the same seed the weights are
+            dropped that one GPU drops, whatever travels.
+        seed: of the dropout: the same on every rank. Numbers are compared with the rest at the first call of each kind;
+            a tensor is not read. None: every rank draws one from PyTorch's generator of q's device, and all take that
+            of the group's first rank, which is sent to the others (8 bytes). So ranks that share a sequence need not
+            have generators in the same state, and groups with other sequences drop other weights if their first ranks'
+            generators differ.
         scores: changes of the scores, as on one GPU: the same on every rank, for all heads, with tensors along tokens
             whole. Each rank gets its part of the gradients of their tensors: sum these over the group, as those of all
             parameters. Distances, relative tables and functions take positions in the whole sequence, which they read
@@ -105,11 +113,8 @@ def attention(
     check_tensors(q, k, v)
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be a ShardPlan, made by distributed.shard(mask, group); got {type(plan).__name__}.")
-    if dropout_p != 0.0:
-        raise ValueError(
-            f"dropout_p must be 0 over several ranks; got {dropout_p}. The kernels draw dropout by positions within "
-            "one call, so the weights that one GPU drops could not be dropped here. Use dropout outside attention."
-        )
+    dropped = threshold(dropout_p)
+    seeds = seed_tensor(seed, q.device) if dropped else None
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = as_autocast_wants(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
@@ -122,7 +127,9 @@ def attention(
     if way.strategy != "heads":
         changes = in_full_precision(changes)
     call = _Call(plan, checked_scale(scale, q.shape[-1]), changes, backend)
-    _check_ranks_agree(q, k, v, call, shape, (way.strategy, way.stages, call.scale, backend))
+    _check_ranks_agree(q, k, v, call, shape, (way.strategy, way.stages, call.scale, backend), dropped, seed)
+    if seeds is not None:
+        call.dropout = Dropout(drops.of_first_rank(seeds, plan) if seed is None else seeds, dropped)
     if way.strategy == "heads":
         out, lse = _with_heads_travelling(q, k, v, call)
     else:
@@ -138,65 +145,75 @@ def attention(
 
 @dataclass(eq=False)
 class _Call:
-    """What a call is given besides tensors. `changes`: of scores, prepared for the whole problem."""
+    """What a call is given besides tensors. `changes`, `dropout`: of the whole problem."""
 
     plan: ShardPlan
     scale: float
     changes: Scores
     backend: Backend | None
+    dropout: Dropout | None = None
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, changes: Scores | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, changes: Scores | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor]:
         """`(out, lse)` on this rank."""
+        if dropout is not None:
+            return attend(q, k, v, mask, self.scale, dropout, changes, self.backend)
         return local_attention(
             q, k, v, mask, scale=self.scale, return_lse=True, scores=changes, backend=self.backend
         )  # fmt: skip
 
+    @property
+    def needs_positions(self) -> bool:
+        """Whether a travelling token must lie in one slot for all heads, because its position matters."""
+        return self._changes_tell_positions or self.dropout is not None
+
     @cached_property
-    def tells_positions(self) -> bool:
-        """Whether the changes depend on positions, so that a travelling token must lie in one slot for all heads."""
+    def _changes_tell_positions(self) -> bool:
         return tells_positions(self.changes)
 
-    def changes_of(self, stage: Stage, travelling: Side, device: torch.device) -> Scores | None:
-        """The changes for what is computed in a stage, all but a sink; `travelling`: what lies in the stage's slots."""
-        changes = self.changes.without("sink")
-        if self.tells_positions:
-            slots = stage.positions_on(device)
-            shift = self.plan.keys.length - self.plan.queries.length
-            if travelling == "keys":
-                changes = of_tokens(changes, self.plan.positions_on("queries", device), slots, shift)
-            else:
-                changes = of_tokens(changes, slots, self.plan.positions_on("keys", device), shift)
-        return changes if changes.changes else None
+    def attention_of_stage(
+        self, q: Tensor, k: Tensor, v: Tensor, stage: Stage, travelling: Side
+    ) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` of a stage, without a sink; `travelling`: what lies in the stage's slots."""
+        changes, dropout = self.changes.without("sink"), self.dropout
+        if self.needs_positions:
+            if stage.positions is None:
+                raise RuntimeError("a stage must be made with same_slots=True to have positions")
+            queries = stage.positions if travelling == "queries" else self.plan.positions_of("queries")
+            keys = stage.positions if travelling == "keys" else self.plan.positions_of("keys")
+            if self._changes_tell_positions:
+                shift = self.plan.keys.length - self.plan.queries.length
+                changes = of_tokens(changes, queries.on(q.device), keys.on(q.device), shift)
+            if dropout is not None:
+                dropout = drops.of_tokens(dropout, queries, keys)
+        return self.attention(q, k, v, stage.mask_on(q.device), changes if changes.changes else None, dropout)
 
 
 def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchanges: int) -> tuple[Tensor, Tensor]:
     plan = call.plan
-    stages = plan.stages_for(k.shape[0], k.shape[1], exchanges, same_slots=call.tells_positions)
+    stages = plan.stages_for(k.shape[0], k.shape[1], exchanges, same_slots=call.needs_positions)
     transfers = Transfers([each for each in stages if each.exchanges], plan.process_group, plan.rank, plan.sent)
     queries = for_each_stage(q, len(stages))
     local, pending = exchanged([k, v], transfers)
     parts = []
     for number, stage in enumerate(stages):
         keys, values = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
-        changes = call.changes_of(stage, "keys", q.device)
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
-        parts.append(call.attention(queries[number], keys, values, stage.mask_on(q.device), changes))
+        parts.append(call.attention_of_stage(queries[number], keys, values, stage, "keys"))
     return merged(parts)
 
 
 def _with_queries_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     plan = call.plan
-    stages = plan.query_stages_for(q.shape[0], q.shape[1], same_slots=call.tells_positions)
+    stages = plan.query_stages_for(q.shape[0], q.shape[1], same_slots=call.needs_positions)
     transfers = Transfers([each for each in stages if each.exchanges], plan.process_group, plan.rank, plan.sent)
     keys, values = (for_each_stage(x, len(stages)) for x in (k, v))
     local, pending = exchanged([q], transfers)
     parts = []
     for number, stage in enumerate(stages):
         (queries,) = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
-        changes = call.changes_of(stage, "queries", q.device)
-        parts.append(call.attention(queries, keys[number], values[number], stage.mask_on(q.device), changes))
+        parts.append(call.attention_of_stage(queries, keys[number], values[number], stage, "queries"))
     (out, lse), (remote_out, remote_lse) = parts
     return merged_with_remote(out, lse, remote_out, remote_lse, transfers)
 
@@ -206,8 +223,11 @@ def _with_heads_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tupl
     group, sent = plan.process_group, plan.sent
     q_whole = to_heads(q, plan.queries, group, sent)
     k_whole, v_whole = (to_heads(x, plan.keys, group, sent) for x in (k, v))
-    changes = of_heads(call.changes, plan.own_heads(q.shape[1])) if call.changes.changes else None
-    out, lse = call.attention(q_whole, k_whole, v_whole, plan.mask_of_heads(q.shape[1], q.device), changes)
+    batch, heads = q.shape[:2]
+    own = plan.own_heads(heads)
+    changes = of_heads(call.changes, own) if call.changes.changes else None
+    dropout = None if call.dropout is None else drops.of_heads(call.dropout, batch, own, heads)
+    out, lse = call.attention(q_whole, k_whole, v_whole, plan.mask_of_heads(heads, q.device), changes, dropout)
     local_lse = to_tokens(lse.unsqueeze(-1), plan.queries, group, sent).squeeze(-1)
     return to_tokens(out, plan.queries, group, sent), local_lse
 
@@ -227,12 +247,16 @@ def _check_shapes(q: Tensor, k: Tensor, plan: ShardPlan) -> None:
         raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.")
 
 
-def _check_ranks_agree(q: Tensor, k: Tensor, v: Tensor, call: _Call, shape: Shape, options: tuple[object, ...]) -> None:
+def _check_ranks_agree(
+    q: Tensor, k: Tensor, v: Tensor, call: _Call, shape: Shape, options: tuple[object, ...], dropped: int,
+    seed: int | Tensor | None,
+) -> None:  # fmt: skip
     """Compares the first call of each kind. All ranks remember the same calls, so that all or none compare."""
     plan, learned = call.plan, call.changes.tensors()
     gradients = tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v, *learned))
     changes = call.changes.described(), tuple((tuple(x.shape), x.dtype) for x in learned)
-    kind = shape, options, changes, gradients
+    given, number = drops.described(seed) if dropped else ("", None)
+    kind = shape, options, changes, gradients, dropped, given  # without the number, which may be another at every step
     if kind in plan.agreed or plan.ranks == 1:
         return
     parts = {
@@ -242,6 +266,8 @@ def _check_ranks_agree(q: Tensor, k: Tensor, v: Tensor, call: _Call, shape: Shap
         "dtype": shape.dtype,
         "strategy, stages, scale, backend": options,
         "scores": changes,
+        "dropout_p": dropped / 256,
+        "seed": given if number is None else number,
         "requires_grad of q, k, v and the tensors of scores": gradients,
     }
     check_agreement(parts, plan.process_group, q.device)

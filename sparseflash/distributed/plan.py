@@ -22,6 +22,7 @@ from sparseflash.distributed.costs import MOST_STAGES, Estimate, Loads, Machine,
 from sparseflash.distributed.exchange import Sent
 from sparseflash.distributed.explain import explained
 from sparseflash.distributed.planner import Assignment, assign
+from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.queries import query_stages, turned
 from sparseflash.distributed.routes import Heads, Readers, Stage, stages_of
 from sparseflash.distributed.shards import Shards
@@ -169,10 +170,10 @@ class ShardPlan:
         mine = self.own_heads(heads) if self.mask.shape[1] > 1 else None
         return self._once(("heads", heads, device), lambda: self.mask.select(heads=mine).to(device))
 
-    def positions_on(self, side: Side, device: torch.device) -> Tensor:
-        """`positions` or `key_positions` on a device, moved there once."""
-        made = self.positions if side == "queries" else self.key_positions
-        return self._once(("positions", side, device), lambda: made.to(device))
+    def positions_of(self, side: Side) -> Positions:
+        """`positions` or `key_positions`, for any device."""
+        tokens = self.positions if side == "queries" else self.key_positions
+        return self._once(("positions", side), lambda: Positions(tokens, self._shards(side).length))
 
     def heads_refused(self, shape: Shape) -> str:
         """Why heads cannot travel; empty if they can."""

@@ -18,6 +18,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.build import arrays_of_tiles
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.distributed.planner import Assignment
+from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.shards import Integers
 
 Booleans = NDArray[np.bool_]
@@ -73,8 +74,8 @@ class Stage:
 
     `mask`: of the rank's queries and of the keys of this stage, on the CPU; `slots`: tokens of these keys, of which the
     first `local` are the rank's own, filled up to whole blocks, and the others come from other ranks; `exchanges`:
-    whether any rank sends anything; `positions`: int64 `[slots]`, where in the whole sequence the token in each slot
-    stands, any position for unused slots; None if heads differ in what lies in a slot.
+    whether any rank sends anything; `positions`: where in the whole sequence the token in each slot stands, any
+    position for unused slots; None if heads differ in what lies in a slot.
     """
 
     mask: BlockMask
@@ -83,27 +84,16 @@ class Stage:
     received: Rows
     local: int
     slots: int
-    positions: Tensor | None
+    positions: Positions | None
 
     @cached_property
-    def _moved(self) -> dict[torch.device, tuple[BlockMask, Tensor | None]]:
+    def _moved(self) -> dict[torch.device, BlockMask]:
         return {}
 
     def mask_on(self, device: torch.device) -> BlockMask:
         """The mask on a device, moved there once."""
-        return self._on(device)[0]
-
-    def positions_on(self, device: torch.device) -> Tensor:
-        """The positions on a device, moved there once."""
-        positions = self._on(device)[1]
-        if positions is None:
-            raise RuntimeError("a stage must be made with same_slots=True to have positions")
-        return positions
-
-    def _on(self, device: torch.device) -> tuple[BlockMask, Tensor | None]:
         if device not in self._moved:
-            positions = None if self.positions is None else self.positions.to(device)
-            self._moved[device] = self.mask.to(device), positions
+            self._moved[device] = self.mask.to(device)
         return self._moved[device]
 
 
@@ -202,7 +192,8 @@ def stages_of(
         stage_of[blocks] = 1 + _parts(len(blocks), max(stages, 1))
     local_columns = np.broadcast_to(readers.place, (len(heads.kinds), len(readers.place)))
     entries = _Entries.of(mask, assignment, rank, heads)
-    local = assignment.keys.positions(rank)
+    own_tokens = assignment.keys.positions(rank)
+    local = Positions(own_tokens, assignment.keys.length)
     made = []
     if not together:
         nothing = Rows(np.zeros(0, np.int64), np.zeros(0, np.int64), [0] * ranks)
@@ -236,21 +227,22 @@ def stages_of(
             own = -(-tokens // block_k)
             slot = np.where(stage_of == 0, local_columns, own + slot)
             if positions is not None:
-                unused = local[-1:].expand(own * block_k - tokens)
-                positions = torch.cat([local, unused, positions])
+                unused = own_tokens[-1] + 1 + torch.arange(own * block_k - tokens)
+                joined = torch.cat([own_tokens, unused, positions.tokens])
+                positions = Positions(joined, assignment.keys.length)
         columns = stage_of >= 0 if together else stage_of == stage + 1
         count = (own + slots) * block_k
         made.append(Stage(entries.mask(columns, slot, count), True, sent, received, own * block_k, count, positions))
     return made
 
 
-def _positions(filled: Booleans, slots: int, mask: BlockMask) -> Tensor:
+def _positions(filled: Booleans, slots: int, mask: BlockMask) -> Positions:
     """The positions of the tokens of these key blocks, one after another; any in what is left of `slots` blocks."""
     first = np.zeros(slots, np.int64)
     blocks = np.flatnonzero(filled)
     first[: len(blocks)] = blocks * mask.block_k
     tokens = (first[:, None] + np.arange(mask.block_k)).reshape(-1)
-    return torch.from_numpy(tokens.clip(max=mask.k_len - 1))  # the last block may be ragged
+    return Positions(torch.from_numpy(tokens), mask.k_len)
 
 
 def _parts(count: int, parts: int) -> Integers:

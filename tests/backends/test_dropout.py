@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from sparseflash import attention, dropout, masks
+from cutting import chunks_of
+from retiling import WAYS, tilings_taken_by
+from sparseflash import BlockMask, attention, dropout, masks, scores
+from sparseflash.attention import attend
+from sparseflash.backends.problem import Problem
 from sparseflash.blockmask.cache import mask_cache
 
 BACKENDS = ["blockwise", "triton", "reference"]
@@ -39,10 +43,10 @@ def test_philox_gives_the_known_answers(rounds, word, want):
     row=st.integers(0, 2**31 - 1),
 )  # fmt: skip
 def test_the_share_that_is_dropped_is_p_wherever_it_is_looked_for(seed, p, at, row):
-    seed, dropped = torch.tensor([seed]), dropout.threshold(p)
+    drawn = dropout.Dropout(torch.tensor([seed]), dropout.threshold(p))
     query = torch.arange(at, at + 256).view(-1, 1)
-    kept = dropout.kept(seed, dropped, torch.tensor(row), query, torch.arange(at // 16, at // 16 + 16))
-    share = dropped / 256
+    kept = dropout.kept(drawn, torch.tensor(row), query, torch.arange(at // 16, at // 16 + 16))
+    share = drawn.dropped / 256
     five_deviations = 5 * (share * (1 - share) / kept.numel()) ** 0.5
     assert kept.shape == (256, 256)
     assert abs((~kept).double().mean().item() - share) < five_deviations
@@ -66,6 +70,74 @@ def test_what_is_kept_is_what_keep_mask_says(backend):
     plain = attention(q, k, v, mask, backend=backend)
     keep = dropout.keep_mask(7, 0.5, 2, 2, 40, 40)
     torch.testing.assert_close(weights, torch.where(keep, 2 * plain, 0.0))
+
+
+def part_of_a_problem(seed, batch=2, heads=2, q_len=37, k_len=56):
+    """Where some heads, queries and groups of 16 keys stand in a problem of 5 heads and 70 by 119 tokens, and which of
+    the weights there are kept, of those that `keep_mask` says of the whole."""
+    generator = torch.Generator().manual_seed(2)
+    chosen = torch.randperm(5, generator=generator)[:heads]
+    queries = torch.randperm(70, generator=generator)[:q_len]
+    groups = torch.randperm(8, generator=generator)[: -(-k_len // 16)]
+    rows = torch.arange(batch)[:, None] * 5 + chosen
+    keys = (groups[:, None] * 16 + torch.arange(16)).reshape(-1)[:k_len]
+    keep = dropout.keep_mask(seed, 0.5, batch, 5, 70, 128)[:, chosen][:, :, queries][..., keys]
+    return dropout.Dropout(torch.tensor([seed]), 128, rows.int(), queries.int(), groups.int()), keep
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [(("rows",), None), (("queries", "groups"), None), (("rows", "queries", "groups"), scores.softcap(3.0))],
+    ids=["heads", "tokens", "both, with changed scores"],
+)
+def test_a_part_of_a_problem_drops_what_the_whole_drops(backend, given, changes):
+    drawn, keep = part_of_a_problem(9)
+    everything = set(drawn.coordinates)
+    if set(given) != everything:
+        drawn = drawn._replace(**dict.fromkeys(everything - set(given)))
+        keep = dropout.kept_everywhere(drawn, *keep.shape)
+    assert tuple(drawn.coordinates) == given
+    q, k, v = tensors(2, 2, 37)[0], tensors(2, 2, 56)[1], torch.eye(56).expand(2, 2, 56, 56).contiguous()
+    mask = masks.local(37, 56, window=30, block=16)
+    weights, lse = attend(q, k, v.requires_grad_(), mask, None, drawn, changes, backend)
+    plain, plain_lse = attend(q, k, v, mask, None, None, changes, backend)
+    assert torch.equal(lse, plain_lse)
+    torch.testing.assert_close(weights, torch.where(keep, 2 * plain, 0.0))
+    (dv,) = torch.autograd.grad(weights.sum(), v)  # each number of a row: the sum of what a key's weights are
+    torch.testing.assert_close(dv, weights.detach().sum(2)[..., None].expand_as(dv))
+
+
+def test_a_part_of_a_problem_has_the_gradients_that_the_definition_gives_it():
+    drawn, _ = part_of_a_problem(4)
+    mask = masks.local(37, 56, window=30, block=16)
+    inputs = [x.detach().double().requires_grad_() for x in (*tensors(2, 2, 37)[:1], *tensors(2, 2, 56)[:2])]
+    out, lse = attend(*inputs, mask, None, drawn, None, "reference")
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.autograd.grad((out * dout).sum() + lse.square().sum(), inputs)
+    for backend, dtype, chunks in (
+        ("blockwise", torch.float64, None), ("triton", torch.float32, None), ("triton", torch.float32, 16)
+    ):  # fmt: skip
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        with chunks_of(chunks):
+            out, lse = attend(*leaves, mask, None, drawn, None, backend)
+            found = torch.autograd.grad((out * dout).sum() + lse.square().sum(), leaves)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gathered_and_united_tiles_of_a_part_drop_what_the_whole_drops(way):
+    drawn, keep = part_of_a_problem(3)
+    live = torch.rand(37, 56, generator=torch.Generator().manual_seed(5)) < 0.5
+    mask = BlockMask.from_dense(live, block=16)
+    q, k, v = tensors(2, 2, 37)[0], tensors(2, 2, 56)[1], torch.eye(56).expand(2, 2, 56, 56).contiguous()
+    with tilings_taken_by(way):
+        weights, _ = attend(q, k, v.requires_grad_(), mask, None, drawn, None, "triton")
+        (dv,) = torch.autograd.grad(weights.sum(), v)
+    plain, _ = attend(q, k, v, mask, None, None, None, "reference")
+    torch.testing.assert_close(weights, torch.where(keep, 2 * plain, 0.0))
+    torch.testing.assert_close(dv, weights.detach().sum(2)[..., None].expand_as(dv))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -166,7 +238,10 @@ def test_opcheck_passes(backend):
 
     operator = getattr(torch.ops.sparseflash, backend).default
     few = (x.detach()[:, :, :20].requires_grad_() for x in tensors())
+    few = tuple(few)
     torch.library.opcheck(operator, (*few, *(None,) * 6, 128, 128, 0.25, torch.tensor([3]), 64))
+    drawn, _ = part_of_a_problem(3, batch=1, heads=2, q_len=20, k_len=20)
+    torch.library.opcheck(operator, (*few, *Problem.of(None, scale=0.25, dropout=drawn)))
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])

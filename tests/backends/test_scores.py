@@ -9,6 +9,7 @@ from cutting import chunks_of
 from exactness import loads
 from scored import FUNCTIONS, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores, testing
+from sparseflash.backends import problem as backends_problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.support import refuses
@@ -144,7 +145,7 @@ def test_sums_of_groups_are_those_of_their_rows(each):
 def test_the_operator_passes_pytorchs_own_checks():
     q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
     changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.sink(torch.randn(2, requires_grad=True))
-    problem = (None, None, None, None, None, None, 16, 16, 0.25, None, 0, "")
+    problem = backends_problem.Problem(None, None, None, None, None, None, 16, 16, 0.25)
     arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
     assert api.scored_attention.name == "triton"  # registered when its module is imported
     torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import sharded_attention
 from process_pool import Failed, Processes
 from scored import FUNCTIONS, KINDS, scored
-from sharded_attention import check_scored, joined, sharded
-from sparseflash import BlockMask, attention, distributed, masks, scores, testing
+from sharded_attention import check_dropping, check_scored, joined, sharded
+from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
 from strategies import problems
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -24,10 +24,11 @@ def pool():
         yield processes
 
 
-def drawn_problems(dtypes=DTYPES, most_heads=4):
+def drawn_problems(dtypes=DTYPES, most_heads=4, most_tokens=200, dropouts=(0.0,)):
     return problems(
-        most_tokens=200, head_dims=(16, 24), value_dims=(16, 20), blocks=(16, 32), dtypes=dtypes, most_heads=most_heads
-    )
+        most_tokens=most_tokens, head_dims=(16, 24), value_dims=(16, 20), blocks=(16, 32), dtypes=dtypes,
+        most_heads=most_heads, dropouts=dropouts,
+    )  # fmt: skip
 
 
 def has_blocks_for(mask, ranks):
@@ -96,7 +97,7 @@ def test_heads_that_travel_are_as_exact(pool, problem, ranks, times):
 def drawn_scores(*dtypes, kinds=(*KINDS, *FUNCTIONS), most_heads=4, most_tokens=120):
     return scored(
         kinds=kinds, most_tokens=most_tokens, head_dims=(16,), value_dims=(16,), blocks=(16, 32), dtypes=dtypes,
-        most_heads=most_heads,
+        most_heads=most_heads, dropouts=(0.0, 0.0, 0.3),
     )  # fmt: skip
 
 
@@ -125,6 +126,69 @@ def test_kernels_take_positions_in_the_whole_sequence(pool, case):
     check_scored(pool, 2, case, {"strategy": "keys"}, backend="triton")
 
 
+# ---------------------------------------------------------------------- dropout
+
+
+@given(
+    problem=drawn_problems(dropouts=(0.1, 0.5, 0.9)), ranks=st.integers(2, 4),
+    strategy=st.sampled_from(["keys", "keys", "queries", "heads"]), stages=st.none() | st.integers(1, 4),
+)  # fmt: skip
+@settings(max_examples=2 * settings().max_examples)
+def test_dropout_is_that_of_one_process(pool, problem, ranks, strategy, stages):
+    assume(has_blocks_for(problem.mask, ranks))
+    if strategy == "heads":
+        assume(problem.mask.shape[1] == 1)
+        problem = replace(problem, heads=2 * ranks, kv_heads=ranks)
+    check_dropping(pool, ranks, problem, {"strategy": strategy, "stages": stages})
+
+
+@given(problem=drawn_problems((torch.float32, torch.float16), 2, 70, dropouts=(0.3,)), queries=st.booleans())
+@settings(max_examples=max(1, settings().max_examples // 4))
+def test_kernels_drop_by_positions_in_the_whole_sequence(pool, problem, queries):
+    assume(has_blocks_for(problem.mask, 2))
+    check_dropping(pool, 2, problem, {"strategy": "queries" if queries else "keys"}, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton", "reference"])
+@pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
+def test_the_weights_that_one_process_keeps_are_kept(pool, strategy, backend):
+    """Each head has a mask of its own, so that others' keys lie in its slots, and the last block is ragged."""
+    mask = masks.per_head([masks.local(120, window=33, block=16), masks.butterfly(120, block=16)] * 2)
+    q, k, _ = tensors(mask, heads=4, kv_heads=2, batch=2)
+    v = torch.eye(120).expand(2, 2, 120, 120)  # the output is the weights themselves
+    out, _ = sharded(pool, 2, mask, {"strategy": strategy}, dropout_p=0.5, seed=11, backend=backend)(q, k, v)
+    plain = attention(q, k, v, mask)
+    keep = dropout.keep_mask(11, 0.5, 2, 4, 120, 120)
+    assert torch.equal(out != 0, keep & (plain != 0))
+    torch.testing.assert_close(out, torch.where(keep, 2 * plain, 0.0), rtol=1e-4, atol=1e-6)
+
+
+def dropping(member, mask, q, seed, state):
+    """This rank's output with dropout, and a number drawn afterwards."""
+    torch.manual_seed(state)
+    plan = distributed.shard(mask, member.group)
+    x = plan.scatter(q.detach())
+    seed = torch.tensor(seed[0]) if isinstance(seed, tuple) else seed
+    return distributed.attention(x, x, x, plan, dropout_p=0.5, seed=seed), torch.rand(1).item()
+
+
+def test_all_ranks_take_the_seed_that_the_first_one_draws(pool):
+    mask = masks.causal(64, block=16)
+    q = tensors(mask)[0]
+    torch.manual_seed(3)
+    seed = int(dropout.seed_tensor(None, q.device))
+    drawn_next = torch.rand(1).item()
+    whole, _ = zip(*pool.each(3, dropping, [(mask, q, seed, state) for state in range(3)]), strict=True)
+    drawn = pool.each(3, dropping, [(mask, q, None, state) for state in (3, 4, 5)])
+    in_step = pool.each(3, dropping, [(mask, q, None, 3)] * 3)
+    in_tensors = pool.each(3, dropping, [(mask, q, (seed,), 0)] * 3)
+    for found in (drawn, in_step, in_tensors):
+        assert all(torch.equal(out, expected) for (out, _), expected in zip(found, whole, strict=True))
+    assert [after for _, after in in_step] == [drawn_next] * 3  # what all draw alike stays alike
+    other, _ = zip(*pool.each(3, dropping, [(mask, q, None, 4)] * 3), strict=True)
+    assert not torch.equal(other[0], whole[0])
+
+
 def tensors(mask, heads=2, kv_heads=None, dim=16, dtype=torch.float32, batch=1):
     generator = torch.Generator().manual_seed(0)
     kv_heads = kv_heads or heads
@@ -144,12 +208,13 @@ def test_heads_of_their_own_patterns(pool, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
-def test_the_same_bits_every_time(pool, strategy):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_the_same_bits_every_time(pool, strategy, dropout_p):
     mask = masks.causal(300, block=16)
     q, k, v = tensors(mask, heads=4, dtype=torch.bfloat16)
     results = []
     for _ in range(3):
-        out, lse = sharded(pool, 4, mask, {"strategy": strategy})(q, k, v)
+        out, lse = sharded(pool, 4, mask, {"strategy": strategy}, dropout_p=dropout_p, seed=5)(q, k, v)
         results.append([out, lse, *torch.autograd.grad((out.float() ** 2).sum() + lse.sum(), (q, k, v))])
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
@@ -158,6 +223,8 @@ def test_the_same_bits_every_time(pool, strategy):
 def test_heads_that_travel_give_the_bits_of_one_process(pool):
     mask = masks.causal(300, block=16)
     q, k, v = tensors(mask, heads=2)
+    dropped, _ = sharded(pool, 2, mask, {"strategy": "heads"}, dropout_p=0.3, seed=5)(q, k, v)
+    assert torch.equal(dropped, attention(q, k, v, mask, dropout_p=0.3, seed=5))
     out, lse = sharded(pool, 2, mask, {"strategy": "heads"})(q, k, v)
     each = [attention(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], mask, return_lse=True) for h in range(2)]
     assert torch.equal(out, torch.cat([o for o, _ in each], 1))
@@ -306,10 +373,10 @@ def test_losses_of_two_ranks_follow_those_of_one_for_200_steps(pool):
 # ---------------------------------------------------------------------- what is refused
 
 
-def attend(member, mask, q_shape, dtype, scale, changes=None):
+def attend(member, mask, q_shape, dtype, scale, changes=None, dropout_p=0.0, seed=None):
     plan = distributed.shard(mask, member.group)
     q = plan.scatter(torch.zeros(q_shape, dtype=dtype))
-    return distributed.attention(q, q, q, plan, scale=scale, scores=changes)
+    return distributed.attention(q, q, q, plan, scale=scale, scores=changes, dropout_p=dropout_p, seed=seed)
 
 
 SAME = masks.causal(64, block=16), (1, 2, 64, 16), torch.float32, 1.0
@@ -326,14 +393,31 @@ SAME = masks.causal(64, block=16), (1, 2, 64, 16), torch.float32, 1.0
     ],
 )
 def test_ranks_that_disagree_all_raise(pool, other, named):
-    results = pool.each(3, attend, [SAME, other, SAME])
+    check_disagreement(pool, SAME, other, named)
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "named"),
+    [
+        ((0.5, 7), (0.25, 7), "dropout_p"),
+        ((0.5, 7), (0.5, 8), "seed"),
+        ((0.5, 7), (0.5, None), "seed"),
+        ((0.5, torch.tensor(7)), (0.5, 7), "seed"),
+        ((0.5, 7), (0.0, 7), "dropout_p, seed"),
+    ],
+)
+def test_ranks_that_disagree_about_dropout_all_raise(pool, ours, other, named):
+    check_disagreement(pool, (*SAME, None, *ours), (*SAME, None, *other), named)
+
+
+def check_disagreement(pool, ours, other, named):
+    results = pool.each(3, attend, [ours, other, ours])
     for result in results:
         assert isinstance(result, Failed)
         assert result.kind == "ValueError"
         assert "all ranks must call attention with the same mask, shapes and options" in result.message
-        assert f"they differ in {named}" in result.message
-        assert "[0, 2] and [1]" in result.message
-    pool.run(3, attend, *SAME)  # and the group can be used again
+        assert f"they differ in {named} between the ranks [0, 2] and [1]" in result.message
+    pool.run(3, attend, *ours)  # and the group can be used again
 
 
 def wait_for_the_others(member, mask):
@@ -424,8 +508,10 @@ def test_arguments_of_attention_are_checked():
         distributed.attention(x, x, x, plan, scores=own)
     with refused("slopes must have one entry for each of the 2 query heads; got 3"):
         distributed.attention(x, x, x, plan, scores=scores.alibi(torch.ones(3)))
-    with refused("dropout_p must be 0 over several ranks; got 0.1"):
-        distributed.attention(x, x, x, plan, dropout_p=0.1)
+    with refused("dropout_p must be at least 0 and below 1; got 1.5"):
+        distributed.attention(x, x, x, plan, dropout_p=1.5)
+    with refused("seed must be an int, a tensor or None; got float", TypeError):
+        distributed.attention(x, x, x, plan, dropout_p=0.1, seed=0.5)
     with refused("q, k and v must have one dtype", TypeError):
         distributed.attention(x, x.double(), x, plan)
     whole = torch.zeros(2, 2, 64, 16)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, distributed, masks
 from sparseflash.distributed import costs
+from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.shards import Shards
 from strategies import block_masks
 
@@ -57,6 +58,34 @@ def test_loads_and_traffic_are_those_of_the_mask(mask, ranks):
     mask=block_masks(most_tokens=300, blocks=(16, 32), batch=2, heads=2),
     ranks=st.integers(1, 4),
     stages=st.integers(0, 3),
+)
+def test_groups_of_16_keys_stay_together(mask, ranks, stages):
+    """By which dropout knows them: see `Dropout`. The tokens in use stand where their position says."""
+    assume(blocks_of(mask) >= ranks)
+    cpu = torch.device("cpu")
+    for rank in range(ranks):
+        plan = distributed.shard(mask, ranks=ranks, rank=rank)
+        own = plan.positions_of("keys")
+        slots = [stage.positions for stage in plan.stages_for(2, 2, stages, same_slots=True)]
+        assert torch.equal(slots[0].tokens, own.tokens)
+        for positions in (own, *slots):
+            each = positions.groups_on(cpu).repeat_interleave(16)[: len(positions.tokens)]
+            assert torch.equal(each * 16 + torch.arange(len(each)) % 16, positions.tokens)
+            assert positions.on(cpu).max() < mask.k_len
+        queries = plan.query_stages_for(2, 2, same_slots=True)[1].positions
+        assert torch.equal(queries.queries_on(cpu), queries.tokens) and queries.on(cpu).max() < mask.q_len
+
+
+def test_keys_in_other_groups_are_a_mistake_of_ours():
+    for tokens in (torch.arange(8, 40), torch.tensor([0, 2, 1]), torch.tensor([3])):
+        with pytest.raises(RuntimeError, match="keys must lie in groups of 16 that are groups of the whole sequence"):
+            Positions(tokens, 64).groups_on(torch.device("cpu"))
+
+
+@given(
+    mask=block_masks(most_tokens=300, blocks=(16, 32), batch=2, heads=2),
+    ranks=st.integers(1, 4),
+    stages=st.integers(1, 3),
 )
 def test_the_masks_of_all_stages_have_the_live_scores_of_the_whole(mask, ranks, stages):
     assume(blocks_of(mask) >= ranks)

@@ -32,6 +32,9 @@ def main(
     block: Annotated[int, typer.Option(help="Tokens a tile of the mask.")] = 128,
     lengths: Annotated[bool, typer.Option(help="With a mask that has lengths (padding).")] = False,
     dropout: Annotated[bool, typer.Option(help="With dropout of the weights.")] = False,
+    positions: Annotated[
+        bool, typer.Option(help="With --dropout: by positions in a whole sequence, as over several GPUs.")
+    ] = False,
     split: Annotated[bool, typer.Option(help="With rows and columns that are cut into chunks.")] = False,
     gathered: Annotated[
         bool, typer.Option(help="With tiles gathered from the blocks of the mask, of 16 or 32 tokens: see --block.")
@@ -55,6 +58,9 @@ def main(
     if gathered and block > 32:
         raise typer.BadParameter(f"--gathered needs a --block of 16 or 32; got {block}.")
 
+    if positions and not dropout:
+        raise typer.BadParameter("--positions needs --dropout.")
+
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("arch", "arithmetic", "kernel", "loads"):
@@ -71,7 +77,7 @@ def main(
                         status.update(f"sm_{a} {kind} D={d} {'descriptors' if descriptors else 'pointers'}")
                         variant: dict[str, Any] = {
                             "value_dim": value_dim, "block": block, "descriptors": descriptors, "lengths": lengths,
-                            "dropout": dropout, "split": split, "gathered": gathered,
+                            "dropout": dropout, "positions": positions, "split": split, "gathered": gathered,
                         }  # fmt: skip
                         for r in compile_all(a, kind, d, **variant):
                             limit = SHARED_LIMITS.get(a)

@@ -23,6 +23,7 @@ from sparseflash.backends.triton.launcher import BoundLaunch, is_direct_version
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
 from sparseflash.backends.triton.portable.passes import Backward, BackwardLayout, Forward, ForwardLayout
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.dropout import GROUP, Dropout
 from sparseflash.scores.change import Scores, Sizes
 
 TOKENS = 1024
@@ -41,6 +42,7 @@ class Report:
     descriptors: bool
     lengths: bool
     dropout: bool
+    positions: bool  # the dropout reads where queries, keys and heads stand in a whole problem
     split: bool  # for a mask whose rows and columns are cut into chunks
     gathered: bool  # tiles are gathered from the blocks of the mask
     scores: str  # the kinds of changes of scores
@@ -63,6 +65,7 @@ def compile_all(
     descriptors: bool = False,
     lengths: bool = False,
     dropout: bool = False,
+    positions: bool = False,
     split: bool = False,
     gathered: bool = False,
     changes: Scores | None = None,
@@ -73,8 +76,9 @@ def compile_all(
 
     For float32 also the kernel that splits numbers into pieces, and dQ in two forms. Each kernel is compiled once.
     `value_dim`: the head dim of the values, if it differs. `descriptors`: load tiles by tensor descriptors where
-    possible. `split`: rows and columns are cut into chunks, which adds the kernels that merge them. `gathered`: the
-    mask has small blocks, and each tile is gathered from as many as fit; otherwise the tiles are those of the mask.
+    possible. `positions`: the dropout is that of a call on a part of a problem. `split`: rows and columns are cut into
+    chunks, which adds the kernels that merge them. `gathered`: the mask has small blocks, and each tile is gathered
+    from as many as fit; otherwise the tiles are those of the mask.
     `changes`: of the scores, for 2 heads and `TOKENS` tokens, whose tensors all get gradients.
     `only`: compile only this kernel. `config`: its configuration, instead of that of the table.
     """
@@ -85,10 +89,13 @@ def compile_all(
         "configs": {} if only is None or config is None else {only: config},
     }  # fmt: skip
     with override(**choices), compiling_for(arch, only) as compiled:
-        launch_all(arch, arithmetic, dim, value_dim, block, lengths=lengths, dropout=dropout, changes=changes)
+        launch_all(
+            arch, arithmetic, dim, value_dim, block, lengths=lengths, dropout=dropout, positions=positions,
+            changes=changes,
+        )  # fmt: skip
     asked = {
         "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim, "block": block,
-        "lengths": lengths, "dropout": dropout, "split": split, "gathered": gathered,
+        "lengths": lengths, "dropout": dropout, "positions": positions, "split": split, "gathered": gathered,
         "scores": "" if changes is None else "+".join(changes.kinds),
     }  # fmt: skip
     different = {(name, kernel.hash): (name, kernel) for name, kernel in compiled}
@@ -105,16 +112,17 @@ def _gathered(tilings: Sequence[Tiling]) -> Tiling:
 
 def launch_all(
     arch: int, arithmetic: str, dim: int, value_dim: int, block: int, *, lengths: bool, dropout: bool,
-    changes: Scores | None = None,
+    positions: bool = False, changes: Scores | None = None,
 ) -> list[BoundLaunch]:  # fmt: skip
     """Launches a forward and a backward, with a gradient of lse, and returns their launches."""
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
     q, k, v, dout = (torch.empty(1, 2, TOKENS, d, dtype=dtype) for d in (dim, dim, value_dim, value_dim))
     mask = masks.causal(TOKENS, block=block)
-    problem = Problem.of(
-        mask.with_lengths(torch.tensor([100])) if lengths else mask, scale=dim**-0.5,
-        seed=torch.tensor([0]) if dropout else None, dropped=26 if dropout else 0,
-    )  # fmt: skip
+    dropping = Dropout(torch.tensor([0]), 26) if dropout else None
+    if dropping is not None and positions:
+        rows, queries, groups = (torch.arange(count, dtype=torch.int32) for count in (2, TOKENS, TOKENS // GROUP))
+        dropping = dropping._replace(rows=rows, queries=queries, groups=groups)
+    problem = Problem.of(mask.with_lengths(torch.tensor([100])) if lengths else mask, scale=dim**-0.5, dropout=dropping)
     setting = api.setting_of(q, k, problem, divmod(arch, 10))._replace(tf32=arithmetic == "tf32")
     numbers = problem.scale, problem.dropped
     wanted: list[bool] = []
@@ -122,10 +130,10 @@ def launch_all(
         changes = changes.prepared(Sizes(1, 2, TOKENS, TOKENS, q.device))
         wanted = [x.is_floating_point() for x in changes.tensors()]
     forward = Forward(ForwardLayout(setting, q, k, v, *numbers, changes), setting.plan)
-    out, lse, kept = forward(q, k, v, problem.lengths, problem.seed, changes)
+    out, lse, kept = forward(q, k, v, problem.lengths, problem.dropout, changes)
     layout = BackwardLayout(setting, q, k, v, out, dout, *numbers, dlse=True, changes=changes, wanted=wanted)
     backward = Backward(layout, setting.plan)
-    arguments = dout, torch.empty_like(lse), q, k, v, out, lse, kept, problem.lengths, problem.seed
+    arguments = dout, torch.empty_like(lse), q, k, v, out, lse, kept, problem.lengths, problem.dropout
     if changes is None:
         backward(*arguments)
     else:

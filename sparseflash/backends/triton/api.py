@@ -32,7 +32,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
     check(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), empty_kept(q)
-    out, lse, kept = forward_pass(q, k, v, problem)(q, k, v, problem.lengths, problem.seed)
+    out, lse, kept = forward_pass(q, k, v, problem)(q, k, v, problem.lengths, problem.dropout)
     return out, lse, empty_kept(q) if kept is None else kept
 
 
@@ -44,7 +44,7 @@ def _backward(
         return tuple(empty_gradient(x).zero_() for x in (q, k, v))  # type: ignore[return-value]
     dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
     run = backward_pass(q, k, v, out, dout, problem, dlse=dlse is not None)
-    return run(dout, dlse, q, k, v, out, lse, aligned_start(kept.contiguous()), problem.lengths, problem.seed)
+    return run(dout, dlse, q, k, v, out, lse, aligned_start(kept.contiguous()), problem.lengths, problem.dropout)
 
 
 attention = Operator("triton", _forward, _backward, empty_kept)
@@ -57,7 +57,7 @@ def _scored_forward(
     if q.numel() == 0 or k.numel() == 0:
         return _forward(q, k, v, problem)
     run: Any = forward_pass(q, k, v, problem, changes)
-    out, lse, kept = run(q, k, v, problem.lengths, problem.seed, changes)
+    out, lse, kept = run(q, k, v, problem.lengths, problem.dropout, changes)
     return out, lse, empty_kept(q) if kept is None else kept
 
 
@@ -72,7 +72,7 @@ def _scored_backward(
     run: Any = backward_pass(q, k, v, out, dout, problem, dlse=dlse is not None, changes=changes, wanted=wanted)
     kept = aligned_start(kept.contiguous())
     gradients, learned = run.with_learned(
-        dout, dlse, q, k, v, out, lse, kept, problem.lengths, problem.seed, changes
+        dout, dlse, q, k, v, out, lse, kept, problem.lengths, problem.dropout, changes
     )  # fmt: skip
     return *gradients, learned
 
@@ -180,7 +180,9 @@ def setting_of(
     else:
         plan = plan_of(problem, heads, k.shape[1], tokens)
     tf32 = q.dtype == torch.float32 and gpu.multiplies_in_tf32()
-    return Setting(plan, capability, block, tf32, problem.lengths is not None, problem.seed is not None)
+    dropout = problem.dropout
+    coordinates = () if dropout is None else tuple(dropout.coordinates)
+    return Setting(plan, capability, block, tf32, problem.lengths is not None, dropout is not None, coordinates)
 
 
 def _key(setting: Setting, problem: Problem, *tensors: Tensor) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
 
@@ -22,6 +23,7 @@ class Setting(NamedTuple):
     tf32: bool
     lengths: bool
     dropout: bool
+    coordinates: tuple[str, ...]  # those that the dropout is told of: see `Dropout`
 
 
 class Request(NamedTuple):
@@ -72,7 +74,7 @@ class ForwardPass(Protocol):
     """A forward prepared for tensors of one layout."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(out, lse, kept)`; `kept` is what the backward of the same family needs besides them.
 
@@ -91,7 +93,7 @@ class BackwardPass(Protocol):
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
+        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`(dq, dk, dv)`.
 

@@ -24,6 +24,7 @@ from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.cache import once
+from sparseflash.dropout import Dropout
 
 
 class BackwardLayout:
@@ -109,7 +110,7 @@ class Backward:
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
+        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`(dq, dk, dv)`."""
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)

@@ -25,6 +25,7 @@ from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.blockmask import streams
 from sparseflash.blockmask.cache import BoundedDict, once
+from sparseflash.dropout import Dropout
 
 _TOKENS_TO_COMBINE = 16
 _SOME_COUNTERS = torch.empty(16, dtype=torch.int32, device="meta")
@@ -106,7 +107,7 @@ class Forward:
             self._combine = layout.combine.bind(pieces, merged_ptr=plan.merged)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(out, lse, None)`."""
         layout = self.layout

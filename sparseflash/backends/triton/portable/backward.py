@@ -59,7 +59,7 @@ def lse_gradients(pointers, inside, inverse, AXIS: tl.constexpr):
 @triton.jit
 def dk_dv_step(
     dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
-    first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification,
+    first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification, coordinates,
     scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -101,7 +101,9 @@ def dk_dv_step(
     )  # fmt: skip
     passed = p
     if DROPOUT:
-        keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, True)
+        keep = kept_weights(
+            seed_ptr, dropped, coordinates, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, True
+        )
         passed = tl.where(keep, p, 0.0)
     dv = accumulate(passed, dout_tile, dv, PRECISION)
     dp = products(v_tile, dout_tile, PRECISION, True)
@@ -143,7 +145,8 @@ def write_gradients(
         "col_tiles", "row_stride",
         "cap", "inverse_cap", "values_stride",
     ],
-    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
+    # Of these few numbers are loaded at a time.
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def dk_dv_kernel(
     q, k, v, dout,  # pointers, or descriptors if TMA
@@ -153,7 +156,8 @@ def dk_dv_kernel(
     work_ptr,  # [W, group, ITEM]: as in the forward, but over columns, with one list per query head of the group
     parts_ptr,  # fp32 [parts, BLOCK_N * (PADDED_D + PADDED_DV)], written: dk, dv; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
-    seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
+    seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
+    dropped, amplification,  # if DROPOUT
     scale, qk_scale,
     heads,  # key heads
     group, q_len, k_len, col_tiles, row_stride,
@@ -192,6 +196,7 @@ def dk_dv_kernel(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
+    coordinates = rows_ptr, queries_ptr, groups_ptr
     dkey, own_sums = 0.0, ()
     if dkey_ptr is not None:
         dkey = tl.zeros([BLOCK_N], tl.float32)
@@ -222,9 +227,9 @@ def dk_dv_kernel(
             dk, dv, dkey, own_sums = dk_dv_step(
                 dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
                 batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, seed_ptr, dropped,
-                amplification, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D, DV, PADDED_D,
-                PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA,
-                CHANGES, OWN, OWN_SUMS, False,
+                amplification, coordinates, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D,
+                DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION,
+                ROWS_TMA, CHANGES, OWN, OWN_SUMS, False,
             )  # fmt: skip
         if partial > 0:  # as in the forward
             next_block, next_tile = partial_block, partial_number
@@ -237,9 +242,9 @@ def dk_dv_kernel(
                 dk, dv, dkey, own_sums = dk_dv_step(
                     dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
                     batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped,
-                    amplification, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D, DV,
-                    PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION,
-                    ROWS_TMA, CHANGES, OWN, OWN_SUMS, True,
+                    amplification, coordinates, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
+                    D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA,
+                    PRECISION, ROWS_TMA, CHANGES, OWN, OWN_SUMS, True,
                 )  # fmt: skip
         place = tl.cast(tl.program_id(0), tl.int64) * group + member
         if OWN_SUMS is not None:
@@ -285,7 +290,7 @@ def write_key_gradients(
 
 @triton.jit
 def row_step(
-    q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
+    q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification, coordinates,
     batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides, v_strides,
     changes, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -318,7 +323,9 @@ def row_step(
     exps, p = recomputed_weights(scores, live, lse2[:, None], inverses, qk_scale, KEEP, PRECISION)
     dp = products(dout_tile, v_tile, PRECISION)
     if DROPOUT:
-        keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+        keep = kept_weights(
+            seed_ptr, dropped, coordinates, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False
+        )
         dp = tl.where(keep, dp * amplification, 0.0)
     return k_tile, exps, p, dp, factor, own
 
@@ -404,7 +411,8 @@ def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, i
         "row_tiles", "row_stride",
         "cap", "inverse_cap", "values_stride", "table_size",
     ],
-    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
+    # Of these few numbers are loaded at a time.
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def dq_kernel(
     q, k, v,  # pointers, or descriptors if TMA
@@ -416,7 +424,8 @@ def dq_kernel(
     work_ptr,  # as in the forward
     parts_ptr,  # fp32 [parts, BLOCK_M * PADDED_D], written: dq, or if DELTA [parts, BLOCK_M * 3]; or None
     index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
-    seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
+    seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
+    dropped, amplification,  # if DROPOUT
     scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
     cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
@@ -505,6 +514,7 @@ def dq_kernel(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
+    coordinates = rows_ptr, queries_ptr, groups_ptr
     if dslopes_ptr is not None:
         dslopes = tl.zeros([BLOCK_M], tl.float32)
     own_sums, table_sums = (), ()
@@ -517,7 +527,7 @@ def dq_kernel(
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
         k_tile, exps, p, dp, factor, own = row_step(
-            q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, seed_ptr, dropped, amplification,
+            q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, seed_ptr, dropped, amplification, coordinates,
             batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
             v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
             DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
@@ -557,9 +567,9 @@ def dq_kernel(
             )  # fmt: skip
             k_tile, exps, p, dp, factor, own = row_step(
                 q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
-                batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
-                v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
-                HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
+                coordinates, batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale,
+                qk_scale, k_strides, v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+                GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
             )  # fmt: skip
             if DELTA:
                 delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)

@@ -11,14 +11,17 @@ ROUNDS = tl.constexpr(7)
 
 @triton.jit
 def kept_weights(
-    seed_ptr, dropped, row, first_q, first_k,
+    seed_ptr, dropped, coordinates, row, first_q, first_k, q_len, k_len,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Bools `[TILE_M, TILE_N]`, or `[TILE_N, TILE_M]` if TRANSPOSED, of the tile at (first_q, first_k).
 
     `row` is batch element * Hq + query head. Either `first` may instead be the numbers of all tokens of a gathered tile
     (see loads.py). A counter gives 16 bytes, which are spread over 16 keys like the words of a mask tile over 32.
+
+    `coordinates`: pointers to where rows, queries and groups of keys stand in a whole problem, or None.
     """
+    rows_ptr, queries_ptr, groups_ptr = coordinates
     GROUPS: tl.constexpr = TILE_N // GROUP
     seed = tl.load(seed_ptr)
     q = token_numbers(first_q, TILE_M)
@@ -26,6 +29,13 @@ def kept_weights(
         group = tl.min(first_k.reshape(GROUPS, GROUP), 1) // GROUP
     else:
         group = first_k // GROUP + tl.arange(0, GROUPS)
+    # Tokens past the ends are dead, whatever is drawn for them.
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + row)
+    if queries_ptr is not None:
+        q = tl.load(queries_ptr + tl.minimum(q, q_len - 1))
+    if groups_ptr is not None:
+        group = tl.load(groups_ptr + tl.minimum(group, (k_len - 1) // GROUP))
     if TRANSPOSED:
         c0, c1 = tl.broadcast(group[:, None], q[None, :])
     else:

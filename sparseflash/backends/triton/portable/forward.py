@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def forward_step(
-    acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped,
+    acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped, coordinates,
     batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides, v_strides,
     changes, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -48,7 +48,9 @@ def forward_step(
         )  # fmt: skip
     p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION)
     if DROPOUT:
-        keep = kept_weights(seed_ptr, dropped, batch_head, first_q, first_k, BLOCK_M, BLOCK_N, False)
+        keep = kept_weights(
+            seed_ptr, dropped, coordinates, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False
+        )
         p = tl.where(keep, p, 0.0)
     acc = acc * alpha[:, None]
     v_tile = load_tokens(
@@ -105,7 +107,8 @@ def write_rows(
         "row_tiles",
         "cap", "inverse_cap", "values_stride",
     ],
-    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr"],  # one number is loaded at a time
+    # Of these few numbers are loaded at a time.
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
@@ -115,7 +118,8 @@ def forward_kernel(
     parts_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], written: acc, m_i, l_i; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr,  # the tile lists, with one entry more than needed; the bits
     lengths_ptr, lengths_stride,  # int32 [2, B] if HAS_LENGTHS: live queries, live keys
-    seed_ptr, dropped, amplification,  # if DROPOUT: see dropout.py
+    seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
+    dropped, amplification,  # if DROPOUT
     scale, qk_scale,  # not negative; scale / ln 2
     one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
@@ -150,6 +154,7 @@ def forward_kernel(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
+    coordinates = rows_ptr, queries_ptr, groups_ptr
     unit = scale
     if CHANGES:
         unit = 1.0
@@ -169,7 +174,7 @@ def forward_kernel(
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
         acc, m_i, l_i = forward_step(
-            acc, m_i, l_i, q_tile, k, v, words_ptr, 0, seed_ptr, dropped,
+            acc, m_i, l_i, q_tile, k, v, words_ptr, 0, seed_ptr, dropped, coordinates,
             batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
             v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
             DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
@@ -190,7 +195,7 @@ def forward_kernel(
                 HAS_LENGTHS,
             )  # fmt: skip
             acc, m_i, l_i = forward_step(
-                acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped,
+                acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped, coordinates,
                 batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
                 v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
                 HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,

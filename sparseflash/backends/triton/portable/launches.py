@@ -19,7 +19,7 @@ from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.blockmask.cache import BoundedDict
-from sparseflash.dropout import amplification
+from sparseflash.dropout import Dropout, amplification
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Changed
@@ -30,6 +30,7 @@ FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel
 SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
 SOME_LENGTHS = torch.empty(2, 16, dtype=torch.int32, device="meta")
 SOME_SEED = torch.empty(1, dtype=torch.int64, device="meta")
+SOME_COORDINATES = torch.empty(16, dtype=torch.int32, device="meta")
 
 _variants = BoundedDict(512)
 
@@ -57,12 +58,12 @@ class Bound(NamedTuple):
     choice: Choice
     tile: int  # tokens that a program holds
 
-    def extra(self, parts: Tensor | None, lengths: Tensor | None, seed: Tensor | None) -> list[Any]:
+    def extra(self, parts: Tensor | None, lengths: Tensor | None, dropout: Dropout | None) -> list[Any]:
         """The last arguments of a call."""
         given: list[Any] = [] if parts is None else [parts]
         if lengths is not None:
             given += [lengths, lengths.stride(0)]
-        return given if seed is None else [*given, seed]
+        return given if dropout is None else [*given, dropout.seed, *dropout.coordinates.values()]
 
     def described(self, kernel: str) -> KernelChoice:
         """What `explain` says of it."""
@@ -99,6 +100,7 @@ class KernelLayout:
         """
         self.kernel, self.numbers = kernel, numbers
         self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
+        self._coordinates = setting.coordinates
         self.device = setting.plan.device
         self._chooser = Chooser(
             kernel, setting, numbers.dims, list(tiles.values()), changes=() if changed is None else changed.kinds
@@ -166,6 +168,7 @@ class KernelLayout:
             examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
         if self.dropout:
             examples["seed_ptr"] = SOME_SEED
+            examples |= {f"{name}_ptr": SOME_COORDINATES for name in self._coordinates}
         if self._changed is not None:
             numbers_by_name |= self._changed.numbers
             examples |= self._changed.examples

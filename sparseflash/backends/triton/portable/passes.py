@@ -24,6 +24,7 @@ from sparseflash.backends.triton.portable.learned import Changed, Learned, Sums
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means, combine_rows
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
 _layouts = BoundedDict(256)
@@ -102,7 +103,7 @@ class Forward:
         )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seed: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """`(out, lse, kept)`; `kept` has maxima and inverse sums of the rows in fp32, and is None in half precision."""
@@ -120,10 +121,10 @@ class Forward:
         sinks = [] if changes is None else Changed.sinks(changes)
         more = [] if changes is None else [*Changed.tensors(changes, out.dtype, out.device), *sinks]
         if self._combine is None:
-            kernel.launch(q, k, v, *written, *kernel.extra(None, lengths, seed), *more)
+            kernel.launch(q, k, v, *written, *kernel.extra(None, lengths, dropout), *more)
         else:
             parts = self._combine.workspace()
-            kernel.launch(q, k, v, *written, *kernel.extra(parts, lengths, seed), *more)
+            kernel.launch(q, k, v, *written, *kernel.extra(parts, lengths, dropout), *more)
             self._combine.launch(parts, *written, *(() if lengths is None else (lengths,)), *sinks)
         return out, lse, kept
 
@@ -210,21 +211,21 @@ class Backward:
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None,
+        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`(dq, dk, dv)`; `kept` as the forward returned it."""
-        return self._run(dout, dlse, q, k, v, out, lse, kept, lengths, seed)[0]
+        return self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout)[0]
 
     def with_learned(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None, changes: Scores,
+        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None, changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
         learned = self._layout.learned
         if learned is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
         sums = Sums(learned, changes, self.queries, self.keys, q, k)
-        gradients, delta = self._run(dout, dlse, q, k, v, out, lse, kept, lengths, seed, changes, sums)
+        gradients, delta = self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout, changes, sums)
         drow = -delta[:, :, : lse.shape[2]]
         if self.means is not None and dlse is not None:  # in half precision delta includes it
             drow = drow + dlse
@@ -232,7 +233,7 @@ class Backward:
 
     def _run(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, seed: Tensor | None, changes: Scores | None = None,
+        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None, changes: Scores | None = None,
         sums: Sums | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and delta `[B, Hq, row stride]`."""
@@ -247,20 +248,20 @@ class Backward:
         first, second = torch.empty_like(layout.two_rows).unbind()
         if self.means is None or kept is None:
             read = q, k, v, dout, out, lse, *through_lse, first, second
-            run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, seed, more=of_queries)
+            run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, dropout, more=of_queries)
             read = q, k, v, dout, first, second
-            run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, seed, more=of_keys)
+            run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, dropout, more=of_keys)
             return (dq, dk, dv), second
         (maximum, inverse), (delta, own_inverse) = kept.unbind(), (first, second)
         read = q, k, v, dout, out, maximum, inverse
         sinks = () if changes is None else tuple(Changed.sinks(changes))
         merged = inverse, delta, own_inverse, *((maximum, *sinks) if sinks else ())
         written = delta, own_inverse
-        run_kernel(self.means, self._combine_means, read, written, lengths, seed, merged, more=(*more, *sinks))
+        run_kernel(self.means, self._combine_means, read, written, lengths, dropout, merged, more=(*more, *sinks))
         read = q, k, v, dout, *through_lse, maximum, own_inverse, delta
-        run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, seed, more=of_queries)
+        run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, dropout, more=of_queries)
         read = q, k, v, dout, maximum, own_inverse, delta, *through_lse
-        run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, seed, more=of_keys)
+        run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, dropout, more=of_keys)
         return (dq, dk, dv), delta
 
     def launches(self) -> list[BoundLaunch]:
@@ -276,7 +277,7 @@ class Backward:
 
 def run_kernel(
     kernel: Bound, combine: Combine | None, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
-    lengths: Tensor | None, seed: Tensor | None, merged: tuple[Tensor, ...] | None = None,
+    lengths: Tensor | None, dropout: Dropout | None, merged: tuple[Tensor, ...] | None = None,
     more: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
     """Launches a kernel of the backward, or a forward without lengths, and the kernel that merges its chunks.
@@ -286,10 +287,10 @@ def run_kernel(
     """
     kernel.work.ready.wait()
     if combine is None:
-        kernel.launch(*read, *written, *kernel.extra(None, lengths, seed), *more)
+        kernel.launch(*read, *written, *kernel.extra(None, lengths, dropout), *more)
         return
     parts = combine.workspace()
-    kernel.launch(*read, *written, *kernel.extra(parts, lengths, seed), *more)
+    kernel.launch(*read, *written, *kernel.extra(parts, lengths, dropout), *more)
     if merged is None and len(written) == 2 and lengths is not None:  # dk and dv
         combine.launch(parts, *written, lengths, lengths.stride(0))
     else:

@@ -1,0 +1,49 @@
+"""Dropout over several ranks: each drops of its part of the weights what one process drops of them.
+
+A weight's fate is computed from the seed and from where the weight stands in the whole problem, so the ranks only have
+to agree on the seed.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseflash.distributed.plan import ShardPlan
+from sparseflash.distributed.positions import Positions
+from sparseflash.dropout import Dropout
+
+
+def described(seed: SupportsIndex | Tensor | None) -> tuple[str, int | None]:
+    """How a seed is given, and its number, both of which must be the same on all ranks."""
+    if seed is None:
+        return "drawn", None
+    return ("a tensor", None) if isinstance(seed, Tensor) else ("a number", operator.index(seed))
+
+
+def of_first_rank(seed: Tensor, plan: ShardPlan) -> Tensor:
+    """The seed that the first rank of the group has drawn.
+
+    The others have drawn one, too, so that their generators stay in step if they were.
+    """
+    if plan.ranks > 1:
+        group = plan.process_group
+        dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
+    return seed
+
+
+def of_tokens(dropout: Dropout, queries: Positions, keys: Positions) -> Dropout:
+    """The dropout for the queries and keys at these positions."""
+    device = dropout.seed.device
+    return dropout._replace(queries=queries.queries_on(device), groups=keys.groups_on(device))
+
+
+def of_heads(dropout: Dropout, batch: int, own: slice, heads: int) -> Dropout:
+    """The dropout for some of `heads` query heads, all of whose tokens are there."""
+    device = dropout.seed.device
+    numbers = torch.arange(own.start, own.stop, dtype=torch.int32, device=device)
+    return dropout._replace(rows=torch.arange(batch, dtype=torch.int32, device=device)[:, None] * heads + numbers)
