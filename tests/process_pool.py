@@ -86,11 +86,11 @@ class Processes:
         return torch.load(io.BytesIO(data), weights_only=False) if ok else Failed(*data)
 
     def run(self, ranks, function, *arguments):
-        """The results of `function(member, *arguments)`; raises the first failure."""
+        """The results of `function(member, *arguments)`; raises the failures, if there are any."""
         results = self.each(ranks, function, [arguments] * ranks)
-        for result in results:
-            if isinstance(result, Failed):
-                raise result
+        failed = [result for result in results if isinstance(result, Failed)]
+        if failed:  # the cause may be that of any rank, and lost connections the consequence
+            raise Failed(failed[0].kind, failed[0].message, "\n".join(map(str, failed)))
         return results
 
 

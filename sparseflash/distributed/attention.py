@@ -19,8 +19,9 @@ from sparseflash.distributed.exchange import Transfers, arrived, exchanged, for_
 from sparseflash.distributed.merge import merged, with_sink
 from sparseflash.distributed.plan import ShardPlan, Side
 from sparseflash.distributed.queries import merged_with_remote
-from sparseflash.distributed.routes import Stage
+from sparseflash.distributed.query_rows import put_in_place, taken_apart
 from sparseflash.distributed.scores import in_full_precision, of_heads, of_tokens, refuse_kernels, tells_positions
+from sparseflash.distributed.stages import Stage
 from sparseflash.distributed.ulysses import to_heads, to_tokens
 from sparseflash.dropout import Dropout, seed_tensor, threshold
 from sparseflash.scores.change import Change, Scores
@@ -180,7 +181,7 @@ class _Call:
         if self.needs_positions:
             if stage.positions is None:
                 raise RuntimeError("a stage must be made with same_slots=True to have positions")
-            queries = stage.positions if travelling == "queries" else self.plan.positions_of("queries")
+            queries = stage.positions if travelling == "queries" else stage.query_positions
             keys = stage.positions if travelling == "keys" else self.plan.positions_of("keys")
             if self._changes_tell_positions:
                 shift = self.plan.keys.length - self.plan.queries.length
@@ -192,26 +193,27 @@ class _Call:
 
 def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchanges: int) -> tuple[Tensor, Tensor]:
     plan = call.plan
-    stages = plan.stages_for(k.shape[0], k.shape[1], exchanges, same_slots=call.needs_positions)
-    transfers = Transfers([each for each in stages if each.exchanges], plan.process_group, plan.rank, plan.sent)
-    queries = for_each_stage(q, len(stages))
+    route = plan.stages_for(k.shape[0], k.shape[1], exchanges, same_slots=call.needs_positions)
+    transfers = Transfers(route, plan.process_group, plan.sent)
+    rows = route.stages[-1].queries_on(q.device) if route.are_apart else None
+    queries = for_each_stage(q, len(route.stages)) if rows is None else taken_apart(q, rows)
     local, pending = exchanged([k, v], transfers)
     parts = []
-    for number, stage in enumerate(stages):
+    for some, stage in zip(queries, route.stages, strict=True):
         keys, values = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
-        parts.append(call.attention_of_stage(queries[number], keys, values, stage, "keys"))
-    return merged(parts)
+        parts.append(call.attention_of_stage(some, keys, values, stage, "keys"))
+    return merged(parts) if rows is None else put_in_place(parts[0], parts[1], rows)
 
 
 def _with_queries_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     plan = call.plan
-    stages = plan.query_stages_for(q.shape[0], q.shape[1], same_slots=call.needs_positions)
-    transfers = Transfers([each for each in stages if each.exchanges], plan.process_group, plan.rank, plan.sent)
-    keys, values = (for_each_stage(x, len(stages)) for x in (k, v))
+    route = plan.query_stages_for(q.shape[0], q.shape[1], same_slots=call.needs_positions)
+    transfers = Transfers(route, plan.process_group, plan.sent)
+    keys, values = (for_each_stage(x, len(route.stages)) for x in (k, v))
     local, pending = exchanged([q], transfers)
     parts = []
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(route.stages):
         (queries,) = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
         parts.append(call.attention_of_stage(queries, keys[number], values[number], stage, "queries"))
     (out, lse), (remote_out, remote_lse) = parts

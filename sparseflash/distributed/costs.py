@@ -36,13 +36,17 @@ class Machine:
     latency: float
 
 
-# Guesses from specifications (NVLink 450 GB/s one way, InfiniBand 50 GB/s, HBM 3.3 TB/s) and from this library's speed
-# on one GPU; not measured on several.
-H100 = Machine("H100s with NVLink", flops=400e12, bandwidth=350e9, memory=2.5e12, latency=20e-6)
+# Those of H100s with NVLink fit what two of one host took (experiments/results/distributed); those of several hosts are
+# guesses from specifications (InfiniBand 50 GB/s).
+H100 = Machine("H100s with NVLink", flops=400e12, bandwidth=300e9, memory=2.5e12, latency=40e-6)
 H100_HOSTS = Machine("hosts of 8 H100s, InfiniBand", flops=400e12, bandwidth=45e9, memory=2.5e12, latency=40e-6)
 _ONE_HOST = 8
 LSE_BYTES = 4
 BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass
+# How often bytes are read or written besides attention and exchanges, forward and backward; these fit what two H100s
+# took. Of the queries of a rank, for each partial result; of those that travel and those that they are merged with; of
+# all tokens, if heads travel.
+_PARTIAL_PASSES, _QUERY_PASSES, _HEADS_PASSES = 16, 45, 10
 
 
 def default_machine(ranks: int) -> Machine:
@@ -83,6 +87,7 @@ class Loads:
 
     local: Floats
     remote: Floats
+    waiting: Floats  # of queries that have remote keys, with their local tiles
     of_pattern: Floats  # [P], of all ranks
 
     @classmethod
@@ -92,14 +97,20 @@ class Loads:
         counts = np.diff(mask.indptr.numpy())
         rank = np.tile(assignment.queries.rank_of_block(mask.block_q), patterns).repeat(counts)
         remote = readers.owner[mask.indices.numpy()] != rank
+        row = np.arange(len(counts)).repeat(counts)
+        waits = np.zeros(len(counts), np.bool_)
+        waits[row[remote]] = True
         share = None
         if patterns > 1:
             uses = np.bincount(mask.pattern.numpy().reshape(-1), minlength=patterns) / mask.pattern.numel()
             share = uses.repeat(row_blocks).repeat(counts)
-        made = np.bincount(rank + remote * readers.ranks, share, minlength=2 * readers.ranks).astype(np.float64)
+        local, far, waiting = (
+            np.bincount(rank, some if share is None else some * share, minlength=readers.ranks).astype(np.float64)
+            for some in (~remote, remote, waits[row])
+        )
         tile = mask.block_q * mask.block_k
         of_pattern = counts.reshape(patterns, row_blocks).sum(1).astype(np.float64)
-        return cls(made[: readers.ranks] * tile, made[readers.ranks :] * tile, of_pattern * tile)
+        return cls(local * tile, far * tile, waiting * tile, of_pattern * tile)
 
     @property
     def total(self) -> Floats:
@@ -161,7 +172,7 @@ class Estimate:
 def keys_travel(
     loads: Loads, traffic: Traffic, q_tokens: Integers, k_tokens: Integers, shape: Shape, stages: int, machine: Machine
 ) -> Estimate:
-    """Each rank receives the live remote keys in so many stages; 0: all before it begins. The tokens are its own."""
+    """Each rank receives the live remote keys in so many stages; 0: before queries that need them attend at all."""
     passes, rate = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops
     sent = traffic.sent * shape.key_bytes
     most = traffic.busiest * shape.key_bytes
@@ -170,13 +181,14 @@ def keys_travel(
         return Estimate("keys", 0, 0.0, 0.0, compute, 0.0, compute)
     per_stage = passes * (most / max(stages, 1) / machine.bandwidth + machine.latency)
     if stages == 0:
-        # Keys are copied beside those of other ranks, and their gradients back.
-        copying = 2 * passes * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
-        busy, finished = loads.total * rate + copying, loads.total * rate + copying + per_stage
+        # Queries that have remote keys wait for them; all keys of these are copied, and the gradients back.
+        share = loads.waiting / np.maximum(loads.total, 1.0)
+        copying = 2 * passes * share * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
+        waiting, others = loads.waiting * rate + copying, (loads.total - loads.waiting) * rate
+        busy, finished = waiting + others, waiting + np.maximum(others, per_stage)
     else:
-        # Each partial result is written, read by the merge, and its gradient written and read again.
-        merging = 2 * passes * q_tokens * shape.batch * shape.heads * shape.v_dim * shape.dtype.itemsize
-        merging = merging / machine.memory
+        result = q_tokens * shape.batch * shape.heads * shape.v_dim * shape.dtype.itemsize
+        merging = _PARTIAL_PASSES * result / machine.memory
         busy, finished = loads.total * rate + (stages + 1) * merging, loads.local * rate + merging
         for stage in range(1, stages + 1):
             finished = np.maximum(finished, stage * per_stage) + loads.remote * rate / stages + merging
@@ -197,7 +209,8 @@ def queries_travel(loads: Loads, traffic: Traffic, tokens: Integers, shape: Shap
     most = np.maximum(sent, traffic.received * shape.dim * item + traffic.sent * result)
     there = passes * (traffic.busiest * shape.dim * item / machine.bandwidth + machine.latency)
     back = passes * (traffic.busiest * result / machine.bandwidth + machine.latency)
-    merging = 2 * passes * (tokens * shape.batch * shape.heads + traffic.sent) * shape.v_dim * item / machine.memory
+    rows = tokens * shape.batch * shape.heads + traffic.sent
+    merging = _QUERY_PASSES * rows * shape.v_dim * item / machine.memory
     finished = np.maximum(loads.local * rate, there) + loads.remote * rate + back + merging
     compute = float((loads.total * rate + merging).max())
     return Estimate(
@@ -222,7 +235,8 @@ def heads_travel(
     columns = pattern.shape[1]
     of_head = loads.of_pattern[pattern].mean(0)  # [Hq or 1]
     per_rank = of_head.reshape(ranks, -1).sum(1) / columns if columns > 1 else np.full(ranks, of_head[0] / ranks)
-    compute = float(per_rank.max()) * shape.flops_per_score / machine.flops
+    copying = _HEADS_PASSES * float((q * (shape.dim + shape.v_dim) * item + k * shape.key_bytes).max()) * ranks
+    compute = float(per_rank.max()) * shape.flops_per_score / machine.flops + copying / machine.memory
     return Estimate("heads", 1, float(sent.mean()), float(most.max()), compute, transfer, compute + transfer)
 
 

@@ -4,8 +4,6 @@ The exchanges of all stages are started together and each is waited for when its
 with attention to what is there already. Backward runs the stages in reverse order: as soon as the attention of a stage
 has its gradients they are sent back, while earlier stages, the local one last, are still being computed. Each owner
 then adds what came back in the order of the ranks, in fp32, whatever arrived first.
-
-Or there is one stage, whose attention waits for all keys and needs no merge (`Stage.local`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from sparseflash.distributed.routes import Rows, Stage
+from sparseflash.distributed.rows import Rows
+from sparseflash.distributed.stages import Route, Stage
 
 
 @dataclass(eq=False)
@@ -41,13 +40,16 @@ class Sent:
 
 @dataclass(eq=False)
 class Transfers:
-    """One call's exchanges under way: the stages that exchange something, the group, and what has been started."""
+    """One call's exchanges under way: the route, the group, and what has been started.
 
-    stages: list[Stage]
+    `kept`, `returned`: in the backward pass, for each stage, gradients of the keys that it kept, and those that return.
+    """
+
+    route: Route
     group: dist.ProcessGroup
-    rank: int
     sent: Sent
     works: dict[Stage, list[Any]] = field(default_factory=dict)
+    kept: dict[Stage, list[Tensor]] = field(default_factory=dict)
     returned: dict[Stage, list[tuple[Tensor, Any]]] = field(default_factory=dict)
 
     def start(self, data: Tensor, outgoing: Rows, incoming: Rows) -> tuple[Tensor, Any]:
@@ -70,19 +72,17 @@ def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Ten
     """
     found = _Start.apply(transfers, *tensors)  # type: ignore[no-untyped-call]
     count = len(tensors)
-    pending = {
-        stage: list(found[count * number : count * (number + 1)]) for number, stage in enumerate(transfers.stages, 1)
-    }
-    return list(found[:count]), pending
+    parts = [list(found[first : first + count]) for first in range(0, len(found), count)]
+    return parts[0], dict(zip(transfers.route.exchanging, parts[1:], strict=True))
 
 
 def arrived(pending: Sequence[Tensor], stage: Stage, transfers: Transfers, local: Sequence[Tensor]) -> list[Tensor]:
     """The tensors of a stage, `[B, H, slots, D]` each, once they have come; unused slots are 0. `local`: those of this
     rank.
     """
-    shapes = [x.shape for x in local]
-    own = local if stage.local else ()
-    return list(_Arrive.apply(transfers, stage, shapes, *pending, *own))  # type: ignore[no-untyped-call]
+    # The gradients of local tensors do not go this way: `_Start` adds them to the others (`Transfers.kept`).
+    held = [x.detach() for x in local]
+    return list(_Arrive.apply(transfers, stage, held, *pending))  # type: ignore[no-untyped-call]
 
 
 def for_each_stage(q: Tensor, stages: int) -> list[Tensor]:
@@ -100,93 +100,58 @@ def flat(x: Tensor) -> Tensor:
 class _Start(Function):
     @staticmethod
     def forward(ctx: Any, transfers: Transfers, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfers, ctx.count = transfers, len(tensors)
+        ctx.transfers, ctx.shapes = transfers, [x.shape for x in tensors]
+        ctx.set_materialize_grads(False)
         pending = []
-        for stage in transfers.stages:
+        for stage in transfers.route.exchanging:
             started = [transfers.start(stage.sent.taken(flat(x)), stage.sent, stage.received) for x in tensors]
             transfers.works[stage] = [work for _, work in started]
             pending += [received for received, _ in started]
         return *(x.view_as(x) for x in tensors), *pending
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         transfers: Transfers = ctx.transfers
-        returned = [(stage.sent, transfers.returned.pop(stage)) for stage in transfers.stages]
-        summed = []
-        for number, local in enumerate(gradients[: ctx.count]):
-            parts = []
-            for rows, tensors in returned:
-                received, (work, _) = tensors[number]
+        parts: list[list[Tensor]] = [[] for _ in ctx.shapes]
+        for stage in transfers.route.exchanging:
+            kept, returned = transfers.kept.pop(stage), transfers.returned.pop(stage)
+            for part, own, (received, (work, _)) in zip(parts, kept, returned, strict=True):
                 work.wait()
-                parts.append((rows, received))
-            summed.append(_with_returned(local, parts, transfers.rank))
-        return None, *summed
-
-
-def _with_returned(local: Tensor, parts: list[tuple[Rows, Tensor]], rank: int) -> Tensor:
-    """The gradient of local keys, summed with what has come back for them, in the order of the ranks."""
-    counts = [rows.counts for rows, _ in parts]
-    senders = [other for other in range(len(counts[0])) if any(some[other] for some in counts)] if counts else []
-    if not senders:
-        return local
-    if len(senders) == 1:  # no row comes twice from one rank, and the order of two numbers does not matter
-        total = flat(local).clone(memory_format=torch.contiguous_format)
-        for rows, values in parts:
-            if len(values):
-                _add(total, rows, values)
-        return total.view(local.shape)
-    total = torch.zeros(
-        flat(local).shape, dtype=torch.promote_types(local.dtype, torch.float32), device=local.device
-    )  # fmt: skip
-    of_ranks = [zip(rows.on(local.device).split(rows.counts), values.split(rows.counts)) for rows, values in parts]
-    of_rank = list(zip(*of_ranks, strict=True))
-    for other, some in enumerate(of_rank):
-        if other == rank:
-            total += flat(local)
-        for rows_of_rank, values in some:
-            total[rows_of_rank] += values
-    return total.to(local.dtype).view(local.shape)
-
-
-def _add(total: Tensor, rows: Rows, values: Tensor) -> None:
-    """Adds the values to their rows; each sum is rounded once."""
-    if rows.are_all(len(total)):
-        total += values
-    else:
-        at = rows.on(total.device)
-        total.index_copy_(0, at, total.index_select(0, at) + values)
+                part += [own, received]
+        # Attention made the local gradients for this alone, so the sums may be written in their place.
+        return None, *(
+            gradient if not part else
+            transfers.route.added(None if gradient is None else flat(gradient), part, shape[:-1].numel()).view(shape)
+            for gradient, part, shape in zip(gradients, parts, ctx.shapes)
+        )  # fmt: skip
 
 
 class _Arrive(Function):
     @staticmethod
     def forward(
-        ctx: Any, transfers: Transfers, stage: Stage, shapes: list[torch.Size], *tensors: Tensor
+        ctx: Any, transfers: Transfers, stage: Stage, local: list[Tensor], *pending: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.transfers, ctx.stage, ctx.tokens = transfers, stage, shapes[0][2]
-        ctx.width = stage.slots - stage.local
+        ctx.transfers, ctx.stage = transfers, stage
+        ctx.kept = sum(stage.own.counts) // local[0].shape[:2].numel()  # tokens of a head
         for work, _ in transfers.works.pop(stage):
             work.wait()
-        found = [
-            stage.received.placed(values, batch * heads * ctx.width).view(batch, heads, ctx.width, dim)
-            for values, (batch, heads, _, dim) in zip(tensors, shapes)
-        ]
-        if stage.local:
-            found = [_joined(x, others, stage.local) for x, others in zip(tensors[len(shapes) :], found, strict=True)]
+        found = []
+        for values, x in zip(pending, local, strict=True):
+            (batch, heads, _, dim), width = x.shape, stage.slots - stage.kept
+            parts = [stage.received.placed(values, batch * heads * width).view(batch, heads, width, dim)]
+            if stage.kept:
+                own = stage.own.taken(flat(x)).view(batch, heads, ctx.kept, dim)
+                parts = [own, x.new_zeros((batch, heads, stage.kept - ctx.kept, dim)), *parts]
+            found.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         transfers, stage = ctx.transfers, ctx.stage
-        rows = [stage.received.taken(flat(gradient[:, :, stage.local :])) for gradient in gradients]
+        rows = [stage.received.taken(flat(gradient[:, :, stage.kept :])) for gradient in gradients]
         transfers.returned[stage] = [transfers.start(some, stage.received, stage.sent) for some in rows]
-        own = [gradient[:, :, : ctx.tokens] for gradient in gradients] if stage.local else []
-        return None, None, None, *rows, *own  # `_Start` takes what was sent back; the rows only have the right shape
-
-
-def _joined(local: Tensor, others: Tensor, first: int) -> Tensor:
-    """Local tokens `[B, H, n, D]`, zeros as far as token `first`, and those of other ranks."""
-    batch, heads, tokens, dim = local.shape
-    return torch.cat([local, local.new_zeros((batch, heads, first - tokens, dim)), others], dim=2)
+        transfers.kept[stage] = [flat(gradient[:, :, : ctx.kept]) for gradient in gradients]
+        return None, None, None, *rows  # `_Start` takes what was sent back; these only have the right shape
 
 
 class _Share(Function):

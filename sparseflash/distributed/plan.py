@@ -24,8 +24,9 @@ from sparseflash.distributed.explain import explained
 from sparseflash.distributed.planner import Assignment, assign
 from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.queries import query_stages, turned
-from sparseflash.distributed.routes import Heads, Readers, Stage, stages_of
+from sparseflash.distributed.routes import Heads, Readers
 from sparseflash.distributed.shards import Shards
+from sparseflash.distributed.stages import Route, stages_of
 
 T = TypeVar("T")
 Side = Literal["queries", "keys"]
@@ -125,7 +126,7 @@ class ShardPlan:
             lambda: Traffic.of(self.mask, self.readers, Heads.of(self.mask.pattern, batch, kv_heads)),
         )
 
-    def stages_for(self, batch: int, kv_heads: int, stages: int, *, same_slots: bool = False) -> list[Stage]:
+    def stages_for(self, batch: int, kv_heads: int, stages: int, *, same_slots: bool = False) -> Route:
         """This rank's attention to local keys and its exchanges, for tensors of that many heads; made once."""
         return self._once(
             ("stages", batch, kv_heads, stages, same_slots),
@@ -150,7 +151,7 @@ class ShardPlan:
             lambda: Traffic.of(mask, readers, Heads.of(mask.pattern, batch, heads)),
         )
 
-    def query_stages_for(self, batch: int, heads: int, *, same_slots: bool = False) -> list[Stage]:
+    def query_stages_for(self, batch: int, heads: int, *, same_slots: bool = False) -> Route:
         """This rank's attention of local queries and of those that come to its keys; made once."""
         mask, readers, _ = self._turned
         return self._once(

@@ -18,7 +18,8 @@ from torch.autograd import Function
 from sparseflash.blockmask import BlockMask
 from sparseflash.distributed.exchange import Transfers
 from sparseflash.distributed.planner import Assignment
-from sparseflash.distributed.routes import Heads, Readers, Stage, stages_of
+from sparseflash.distributed.routes import Heads, Readers
+from sparseflash.distributed.stages import Route, stages_of
 
 
 def turned(assignment: Assignment) -> Assignment:
@@ -28,14 +29,14 @@ def turned(assignment: Assignment) -> Assignment:
 
 def query_stages(
     mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, *, same_slots: bool
-) -> list[Stage]:
+) -> Route:
     """The attention of local queries to local keys, and that of the queries that come to them.
 
     `mask`, `readers`: of the transposed mask; `heads`: with a kind for each query head; `same_slots`: as `stages_of`
     takes it. The stages' positions are those of queries.
     """
-    stages = stages_of(mask, turned(assignment), readers, rank, heads, 1, same_slots=same_slots)
-    return [replace(stage, mask=stage.mask.transpose()) for stage in stages]
+    route = stages_of(mask, turned(assignment), readers, rank, heads, 1, same_slots=same_slots)
+    return Route([replace(stage, mask=stage.mask.transpose()) for stage in route.stages])
 
 
 def merged_with_remote(
@@ -55,7 +56,7 @@ class _Return(Function):
     @staticmethod
     def forward(ctx: Any, transfers: Transfers, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         ctx.transfers, ctx.shape = transfers, out.shape
-        stage = transfers.stages[0]
+        stage = transfers.route.exchanging[0]
         slots = stage.received.on(out.device)
         under_way = []
         for values in (out.reshape(-1, out.shape[-1]), lse.reshape(-1, 1)):
@@ -67,7 +68,7 @@ class _Return(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         transfers, shape = ctx.transfers, ctx.shape
-        stage = transfers.stages[0]
+        stage = transfers.route.exchanging[0]
         slots = stage.received.on(gradients[0].device)
         under_way = []
         for values in (gradients[0], gradients[1].unsqueeze(1)):
@@ -98,7 +99,7 @@ class _MergeRows(Function):
         out, lse, out_rows, lse_rows = ctx.saved_tensors
         merged_out, merged_lse, share, shares = _merge(transfers, out, lse, out_rows, lse_rows)
         dout, dlse = gradients[0], gradients[1].masked_fill(merged_lse == -torch.inf, 0.0)
-        rows = transfers.stages[0].sent.on(out.device)
+        rows = transfers.route.exchanging[0].sent.on(out.device)
 
         def part(weight: Tensor, dout: Tensor, dlse: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
             return (weight.unsqueeze(-1) * dout).to(out.dtype), weight * ((dout * difference).sum(-1) + dlse)
@@ -118,7 +119,7 @@ def _merge(
     transfers: Transfers, out: Tensor, lse: Tensor, out_rows: Tensor, lse_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """`(out, lse)` in fp32 or fp64, the share of the local part, and those of the rows of each rank."""
-    sent = transfers.stages[0].sent
+    sent = transfers.route.exchanging[0].sent
     rows = sent.on(out.device).split(sent.counts)
     lses, outs = lse_rows.split(sent.counts), out_rows.split(sent.counts)
     highest = lse.reshape(-1).clone()

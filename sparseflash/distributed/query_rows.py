@@ -1,0 +1,52 @@
+"""Some of a rank's queries attend to other keys than the rest: taken apart, and their results put in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+
+def taken_apart(q: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`(q, q[:, :, rows])`, for attentions of which the first gives these rows no gradient."""
+    whole, some = _Take.apply(q, rows)  # type: ignore[no-untyped-call]
+    return whole, some
+
+
+def put_in_place(
+    whole: tuple[Tensor, Tensor], some: tuple[Tensor, Tensor], rows: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(out, lse)` of all queries: those of `some` for these rows, which have no live key in `whole`."""
+    out, lse = _Put.apply(rows, *whole, *some)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        return q.view_as(q), q.index_select(2, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole, some = gradients
+        (rows,) = ctx.saved_tensors
+        return whole.index_copy_(2, rows, some), None  # attention made it for this alone; it is 0 in these rows
+
+
+class _Put(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        # Written in place, though attention has saved them: its backward does not read rows without a live key. `data`
+        # tells PyTorch so.
+        return out.data.index_copy_(2, rows, some_out), lse.data.index_copy_(2, rows, some_lse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, Tensor]:
+        dout, dlse = gradients
+        (rows,) = ctx.saved_tensors
+        return None, dout, dlse, dout.index_select(2, rows), dlse.index_select(2, rows)

@@ -1,0 +1,125 @@
+"""Rows of a tensor of tokens that are exchanged: taken, put in place, and added to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseflash.distributed.shards import Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a tensor `[batch * heads * tokens, ...]`, as runs, for each rank that they are exchanged with.
+
+    >>> rows = Rows(starts=np.array([4, 0]), sizes=np.array([2, 1]), counts=[2, 1])
+    >>> rows.taken(torch.arange(10, 20)).tolist()
+    [14, 15, 10]
+
+    `starts`, `sizes`: int64 `[runs]`, the first row and the number of rows of each run, those of rank 0 first;
+    `counts`: rows for each rank.
+    """
+
+    starts: Integers
+    sizes: Integers
+    counts: list[int]
+    _made: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)  # one entry for each device in use
+
+    @cached_property
+    def _are_in_order(self) -> bool:
+        return bool((self.starts == self.sizes.cumsum() - self.sizes).all())
+
+    def are_all(self, count: int) -> bool:
+        """Whether these are all of so many rows, in their order."""
+        return sum(self.counts) == count and self._are_in_order
+
+    def taken(self, x: Tensor) -> Tensor:
+        """The rows of `x [rows, ...]`; x itself if they are all of it, in their order."""
+        return x if self.are_all(len(x)) else x.index_select(0, self.on(x.device))
+
+    def placed(self, values: Tensor, count: int) -> Tensor:
+        """A tensor of `count` rows with these values in these rows and zeros elsewhere; the inverse of `taken`."""
+        if self.are_all(count):
+            return values
+        return values.new_zeros((count, *values.shape[1:])).index_copy_(0, self.on(values.device), values)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The numbers of the rows, int64 `[sum(counts)]`, made once for each device."""
+        rows = self._made.get(device)
+        if rows is None:
+            sizes = torch.from_numpy(self.sizes).to(device)
+            shift = torch.from_numpy(self.starts - (self.sizes.cumsum() - self.sizes)).to(device)
+            total = sum(self.counts)
+            rows = torch.repeat_interleave(shift, sizes, output_size=total) + torch.arange(total, device=device)
+            self._made[device] = rows
+        return rows
+
+
+class Additions:
+    """Sums of a tensor and of others that have some of its rows, in their order; each sum is rounded once.
+
+    >>> added = Additions([Rows(np.array([1]), np.array([2]), [2]), Rows(np.array([2]), np.array([1]), [1])])
+    >>> added(torch.zeros(3, 1), [torch.ones(2, 1), torch.ones(1, 1)], 3).flatten().tolist()
+    [0.0, 1.0, 2.0]
+
+    Rows for several ranks count as one tensor for each rank, those of rank 0 of all tensors first. No row may come
+    twice for one rank.
+    """
+
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        self.rows = list(rows)
+        self._disjoint: dict[int, bool] = {}
+        self._touched: dict[tuple[int, torch.device], tuple[Tensor, list[Tensor]]] = {}
+
+    def __call__(self, first: Tensor | None, others: Sequence[Tensor], count: int) -> Tensor:
+        """`first [count, D]`, in place of which the sum may be written, plus the `others`, one for each `Rows`.
+
+        None for `first` stands for zeros.
+        """
+        begin = 0
+        if first is None:
+            if self.rows[0].are_all(count):
+                first, begin = others[0], 1
+            else:
+                first = others[0].new_zeros(count, others[0].shape[1])
+        some = [(rows, x) for rows, x in zip(self.rows[begin:], others[begin:], strict=True) if len(x)]
+        if len(some) == 1 and some[0][0].are_all(count):
+            return first.add_(some[0][1])
+        if self._are_disjoint(begin):
+            for rows, x in some:
+                at = rows.on(first.device)
+                first.index_copy_(0, at, first.index_select(0, at) + x)
+            return first
+        touched, places = self._places(begin, first.device)
+        sums = first.index_select(0, touched).to(torch.promote_types(first.dtype, torch.float32))
+        for at, x in zip(places, self._by_rank(begin, others), strict=True):
+            sums.index_copy_(0, at, sums.index_select(0, at) + x)
+        return first.index_copy_(0, touched, sums.to(first.dtype))
+
+    def _are_disjoint(self, begin: int) -> bool:
+        """Whether no row comes twice, from tensor `begin` on."""
+        if begin not in self._disjoint:
+            some = self.rows[begin:]
+            starts, sizes = (np.concatenate([getattr(rows, name) for rows in some]) for name in ("starts", "sizes"))
+            order = np.argsort(starts, kind="stable")
+            starts, ends = starts[order], (starts + sizes)[order]
+            self._disjoint[begin] = bool((ends[:-1] <= starts[1:]).all())
+        return self._disjoint[begin]
+
+    def _places(self, begin: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """`(touched, places)`: the rows to which anything is added, and where among them those of each tensor are."""
+        if (begin, device) not in self._touched:
+            rows = self._by_rank(begin, [rows.on(device) for rows in self.rows])
+            touched = torch.cat(rows).unique()
+            self._touched[begin, device] = touched, [torch.searchsorted(touched, some) for some in rows]
+        return self._touched[begin, device]
+
+    def _by_rank(self, begin: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        parts = [x.split(rows.counts) for rows, x in zip(self.rows[begin:], tensors[begin:], strict=True)]
+        ranks = max(len(some) for some in parts)
+        return [some[rank] for rank in range(ranks) for some in parts if rank < len(some) and len(some[rank])]

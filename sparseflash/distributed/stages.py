@@ -1,0 +1,328 @@
+"""One rank's work: the exchanges of keys, and the attention to the keys of each.
+
+Every rank computes the same table of who reads what from the whole mask (`routes`), and takes from it what it sends and
+what it receives; so the two ends of each message agree without talking. All of this is NumPy on lists of tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.build import arrays_of_tiles
+from sparseflash.distributed.planner import Assignment
+from sparseflash.distributed.positions import Positions
+from sparseflash.distributed.routes import Booleans, Heads, Readers
+from sparseflash.distributed.rows import Additions, Rows
+from sparseflash.distributed.shards import Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """An attention of some queries to some keys, and the exchange before it that brings those of other ranks.
+
+    Of the keys come first `kept` slots with keys of this rank, filled up to whole blocks, and then those that have come
+    from other ranks.
+
+    `mask`: on the CPU; `queries`: which of the rank's queries they are, int64, None for all; `exchanges`: whether any
+    rank sends anything; `own`: the rows of the rank's keys that come first, of a tensor `[B * Hkv * n, D]`; `slots`:
+    tokens of all keys; `positions`, `query_positions`: where in the whole sequence they stand, any position for unused
+    slots; `positions` is None if heads differ in what lies in a slot.
+    """
+
+    mask: BlockMask
+    exchanges: bool
+    sent: Rows
+    received: Rows
+    own: Rows
+    kept: int
+    slots: int
+    positions: Positions | None
+    query_positions: Positions
+    queries: Tensor | None = None
+
+    @cached_property
+    def _moved(self) -> dict[tuple[str, torch.device], BlockMask | Tensor]:
+        return {}
+
+    def mask_on(self, device: torch.device) -> BlockMask:
+        """The mask on a device, moved there once."""
+        return self._on("mask", device)  # type: ignore[return-value]
+
+    def queries_on(self, device: torch.device) -> Tensor:
+        """`queries` on a device, moved there once."""
+        return self._on("queries", device)  # type: ignore[return-value]
+
+    def _on(self, name: str, device: torch.device) -> BlockMask | Tensor:
+        if (name, device) not in self._moved:
+            self._moved[name, device] = getattr(self, name).to(device)
+        return self._moved[name, device]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The stages of a rank in their order, and what is added to the gradients of its keys after them."""
+
+    stages: list[Stage]
+
+    @cached_property
+    def exchanging(self) -> list[Stage]:
+        """The stages that exchange something."""
+        return [stage for stage in self.stages if stage.exchanges]
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether the last stage is of queries that see nothing in the others."""
+        return self.stages[-1].queries is not None
+
+    @cached_property
+    def added(self) -> Additions:
+        """Adds gradients of keys that exchanging stages kept, and those that come back for keys that were sent."""
+        return Additions([rows for stage in self.exchanging for rows in (stage.own, stage.sent)])
+
+
+def stages_of(
+    mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, stages: int, *,
+    same_slots: bool,
+) -> Route:  # fmt: skip
+    """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts.
+
+    If `stages` is 0, queries that need remote keys attend to all their keys at once, after these have come, and the
+    others to local ones before that.
+
+    same_slots: a slot has the same token for all heads, so that it has one position; otherwise heads that need
+    different keys each fill their slots from the first on, which takes less memory.
+    """
+    work = _Work.of(mask, assignment, readers, rank, heads, max(stages, 1))
+    if stages == 0 and any(readers.remote(each).any() for each in range(readers.ranks)):
+        return Route(work.together(same_slots))
+    return Route([work.local(), *(work.exchange(stage, same_slots) for stage in range(stages))])
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """A mask from one rank's point of view."""
+
+    mask: BlockMask
+    assignment: Assignment
+    readers: Readers
+    rank: int
+    heads: Heads
+    entries: _Entries
+    reads: Booleans  # [R, kinds, Mk]
+    sizes: Integers  # [Mk], tokens of each key block
+    stages: int
+    stage_of: Integers  # [Mk]: 0 is local, from 1 on comes with an exchange, -1 is not needed
+
+    @classmethod
+    def of(
+        cls, mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, stages: int
+    ) -> _Work:
+        sizes = np.full(mask.blocks[1], mask.block_k)
+        sizes[-1] -= mask.blocks[1] * mask.block_k - mask.k_len
+        stage_of = np.full(mask.blocks[1], -1)
+        stage_of[readers.owner == rank] = 0
+        for other in range(readers.ranks):
+            blocks = readers.message(other, rank)
+            stage_of[blocks] = 1 + _parts(len(blocks), stages)
+        return cls(
+            mask, assignment, readers, rank, heads, _Entries.of(mask, assignment, rank, heads),
+            np.stack([readers.reads[:, kind].any(1) for kind in heads.kinds], axis=1), sizes, stages, stage_of,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """The rank's keys."""
+        return self.assignment.keys.counts[self.rank]
+
+    @cached_property
+    def place(self) -> Integers:
+        """The number of each key block among those of its rank, for each kind of head: `[kinds, Mk]`."""
+        return np.broadcast_to(self.readers.place, (len(self.heads.kinds), len(self.readers.place)))
+
+    @cached_property
+    def query_positions(self) -> Positions:
+        queries = self.assignment.queries
+        return Positions(queries.positions(self.rank), queries.length)
+
+    @cached_property
+    def key_positions(self) -> Positions:
+        keys = self.assignment.keys
+        return Positions(keys.positions(self.rank), keys.length)
+
+    def local(self, rows: Booleans | None = None) -> Stage:
+        """Attention to local keys, of all queries or of these block rows, while the other queries see nothing."""
+        mask = self.entries.mask(self.stage_of == 0, self.place, self.tokens, rows)
+        none = _none(self.readers.ranks)
+        return Stage(
+            mask, False, none, none, none, self.tokens, self.tokens, self.key_positions, self.query_positions
+        )  # fmt: skip
+
+    def exchange(self, number: int, same_slots: bool) -> Stage:
+        """The attention to keys that come with one of the exchanges."""
+        slot, slots = self._slots(number, same_slots, 1)
+        mask = self.entries.mask(self.stage_of == number + 1, slot, slots * self.mask.block_k)
+        return Stage(
+            mask, True, *self._messages(number, slot, slots), _none(self.readers.ranks), 0, slots * self.mask.block_k,
+            self._positions(number, same_slots, slots), self.query_positions,
+        )  # fmt: skip
+
+    def together(self, same_slots: bool) -> list[Stage]:
+        """The attention of block rows without remote keys, if there are any, and of the others to all their keys."""
+        block_q, block_k = self.mask.block_q, self.mask.block_k
+        rows = self.entries.rows_with(self.stage_of > 0)
+        if not rows.any():
+            rows[-1] = True  # so that there is a stage in which keys are sent
+        own = self.entries.columns_of(rows) & (self.stage_of == 0)
+        first = int(own.sum())
+        slot, slots = self._slots(0, same_slots, 0 if first else 1)
+        sent, received = self._messages(0, slot, slots)
+        slot = np.where(own, own.cumsum() - 1, first + slot)
+        mask = self.entries.mask(self.stage_of >= 0, slot, (first + slots) * block_k, rows, cut=True)
+        queries = None if rows.all() else torch.from_numpy(_tokens(np.flatnonzero(rows), block_q))
+        query_positions = self.query_positions
+        if queries is not None:
+            queries = queries[queries < self.entries.q_len]
+            query_positions = Positions(query_positions.tokens[queries], query_positions.length)
+        positions = self._positions(0, same_slots, slots)
+        if positions is not None:
+            kept = torch.from_numpy(_tokens(np.flatnonzero(own), block_k))
+            positions = Positions(torch.cat([kept, positions.tokens]), positions.length)
+        stage = Stage(
+            mask, True, sent, received, self._rows([np.flatnonzero(own)], [own[None]], self.place, self.tokens),
+            first * block_k, (first + slots) * block_k, positions, query_positions, queries,
+        )  # fmt: skip
+        return [stage] if queries is None else [self.local(~rows), stage]
+
+    def _needed(self, number: int, same_slots: bool) -> Booleans:
+        """Which key blocks come with an exchange, for each kind of head: `[kinds, Mk]`."""
+        here = self.reads[self.rank] & (self.stage_of == number + 1)
+        return np.broadcast_to(here.any(0), here.shape) if same_slots else here
+
+    def _slots(self, number: int, same_slots: bool, least: int) -> tuple[Integers, int]:
+        """The block number at which each of these blocks is placed, `[kinds, Mk]`, and how many blocks there are."""
+        needed = self._needed(number, same_slots)
+        return needed.cumsum(1) - 1, max(least, int(needed.sum(1).max()))
+
+    def _positions(self, number: int, same_slots: bool, slots: int) -> Positions | None:
+        """The positions of the tokens in the slots of an exchange, any in what is left of `slots` blocks."""
+        needed = self._needed(number, same_slots)
+        if (needed != needed[0]).any():
+            return None
+        blocks = np.zeros(slots, np.int64)
+        some = np.flatnonzero(needed[0])
+        blocks[: len(some)] = some
+        return Positions(torch.from_numpy(_tokens(blocks, self.mask.block_k)), self.mask.k_len)
+
+    def _messages(self, number: int, slot: Integers, slots: int) -> tuple[Rows, Rows]:
+        """The rows that this rank sends and receives in an exchange."""
+        ranks = range(self.readers.ranks)
+
+        def part(source: int, target: int) -> Integers:
+            blocks = self.readers.message(source, target)
+            return np.compress(_parts(len(blocks), self.stages) == number, blocks)
+
+        sent = self._rows([part(self.rank, other) for other in ranks], list(self.reads), self.place, self.tokens)
+        incoming = [part(other, self.rank) for other in ranks]
+        return sent, self._rows(
+            incoming, [self.reads[self.rank]] * self.readers.ranks, slot, slots * self.mask.block_k
+        )  # fmt: skip
+
+    def _rows(self, blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
+        """The rows of blocks for each rank, where a kind of head wants them.
+
+        `wanted`: bool `[kinds or 1, Mk]` for each rank; `first [kinds, Mk]`: block numbers; `width`: tokens of a head.
+        """
+        starts, lengths, counts = [], [], []
+        kinds = self.heads.kind_of_pair
+        for some, need in zip(blocks, wanted, strict=True):
+            pair, place = np.broadcast_to(need[:, some], (len(self.heads.kinds), len(some)))[kinds].nonzero()
+            block = some[place]
+            starts.append(pair * width + first[kinds[pair], block] * self.mask.block_k)
+            lengths.append(self.sizes[block])
+            counts.append(int(lengths[-1].sum()))
+        return Rows(np.concatenate(starts), np.concatenate(lengths), counts)
+
+
+def _none(ranks: int) -> Rows:
+    return Rows(np.zeros(0, np.int64), np.zeros(0, np.int64), [0] * ranks)
+
+
+def _tokens(blocks: Integers, block: int) -> Integers:
+    """The tokens of these blocks, one block after another; the last may be past the end."""
+    tokens: Integers = (blocks[:, None] * block + np.arange(block)).reshape(-1)
+    return tokens
+
+
+def _parts(count: int, parts: int) -> Integers:
+    """The part that each of `count` items belongs to, in order and of nearly equal sizes."""
+    return np.arange(count) * parts // max(count, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Entries:
+    """The stored tiles of a rank's block rows, for each combination of patterns."""
+
+    whole: BlockMask
+    q_len: int
+    row: Integers  # combination * Mq of the rank + block row of the rank
+    kind: Integers  # the kind of key heads
+    col: Integers
+    tile: Integers
+    heads: Heads
+
+    @classmethod
+    def of(cls, mask: BlockMask, assignment: Assignment, rank: int, heads: Heads) -> _Entries:
+        mine = np.flatnonzero(assignment.queries.rank_of_block(mask.block_q) == rank)
+        patterns = np.array([pattern for _, pattern in heads.combinations])
+        kinds = np.array([kind for kind, _ in heads.combinations])
+        flat = (patterns[:, None] * mask.blocks[0] + mine).reshape(-1)
+        indptr = mask.indptr.numpy().astype(np.int64)
+        counts = indptr[flat + 1] - indptr[flat]
+        row = np.arange(len(flat)).repeat(counts)
+        entry = np.arange(len(row)) + (indptr[flat] - (counts.cumsum() - counts))[row]
+        col, tile = mask.indices.numpy()[entry].astype(np.int64), mask.tile.numpy()[entry].astype(np.int64)
+        return cls(mask, assignment.queries.counts[rank], row, kinds[row // len(mine)], col, tile, heads)
+
+    @property
+    def block_rows(self) -> int:
+        """Of the rank."""
+        return -(-self.q_len // self.whole.block_q)
+
+    def rows_with(self, columns: Booleans) -> Booleans:
+        """Which block rows have a tile in these key blocks, for any head."""
+        found = np.zeros(self.block_rows, np.bool_)
+        found[self.row[columns[self.col]] % self.block_rows] = True
+        return found
+
+    def columns_of(self, rows: Booleans) -> Booleans:
+        """Which key blocks have a tile in these block rows, for any head."""
+        found = np.zeros(self.whole.blocks[1], np.bool_)
+        found[self.col[rows[self.row % self.block_rows]]] = True
+        return found
+
+    def mask(
+        self, columns: Booleans, place: Integers, k_len: int, rows: Booleans | None = None, *, cut: bool = False
+    ) -> BlockMask:
+        """The mask of these key blocks, whose new numbers are `place [kinds, Mk]`, and of these block rows; without the
+        others if `cut`.
+        """
+        chosen, q_len, count = columns[self.col], self.q_len, self.block_rows
+        if rows is not None:
+            chosen = chosen & rows[self.row % count]
+        row, kind, col, tile = self.row[chosen], self.kind[chosen], self.col[chosen], self.tile[chosen]
+        block_q, block_k = self.whole.block_q, self.whole.block_k
+        if rows is not None and cut:
+            left = int(rows.sum())
+            row = row // count * left + (rows.cumsum() - 1)[row % count]
+            q_len = left * block_q - (count * block_q - q_len if rows[-1] else 0)
+        rows_, cols, tiles, number = (torch.from_numpy(x) for x in (row, place[kind, col], tile, self.heads.number))
+        arrays = arrays_of_tiles(
+            q_len, k_len, block_q, block_k, rows_, cols, tiles, self.whole.bits, number, len(self.heads.combinations)
+        )
+        return BlockMask(q_len, k_len, block_q, block_k, *arrays)
