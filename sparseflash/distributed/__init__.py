@@ -11,12 +11,12 @@ many live tiles, and few remote keys (`planner`). From the mask's lists every ra
 whom (`routes`); only those are sent, in one to four exchanges that overlap with attention to what is there already
 (`exchange`), and the partial results are merged by their lse in a fixed order (`merge`). If there are heads enough and
 it costs less, heads travel instead (`ulysses`), or queries to their keys if there are few (`queries`).
-`plan.explain()` prints the costs of all (`costs`, `explain`). Changes of scores take the positions that tokens have in
-the whole sequence (`scores`).
+`plan.explain()` prints the costs of all (`costs`, `explain`). Changes of scores and dropout take the positions that
+tokens have in the whole sequence (`positions`, `scores`, `dropout`).
 
 It has been tested with gloo on CPUs, and not yet run on GPUs.
 
-It may import `attention`, `blockmask`, `scores` and `validation`.
+It may import `attention`, `blockmask`, `dropout`, `scores` and `validation`.
 """
 
 from sparseflash.distributed.attention import attention as attention
