@@ -16,6 +16,7 @@ from experiments.lra.train import Run
 from experiments.training.distributed import Ranks, process_group
 from experiments.training.steps import compute_gradients
 from rank_runs import refused, waiting_threads
+from sparseflash import distributed, masks
 
 # Without a norm, keys have a bias that no score depends on: its gradient is rounding alone, which Adam blows up.
 TINY = Config(
@@ -41,8 +42,9 @@ KINDS = {
         SHARED, task="pathfinder32", max_tokens=256, block=32, mask="butterfly", pool="mean", batch=4, steps=4,
         eval_every=4, positions="sinusoidal",
     ),
+    "dropped weights": replace(SHARED, attention_dropout=0.3, steps=8, eval_every=8),
 }  # fmt: skip
-SHARED_DROPPING = replace(SHARED, dropout=0.2, steps=5)
+SHARED_DROPPING = replace(SHARED, dropout=0.2, attention_dropout=0.2, steps=5)
 
 
 def sharing_batches(data_folder: Path, out: Path) -> None:
@@ -69,6 +71,7 @@ def sharing_sequences(out: Path, context: int, folders: dict[str, Path]) -> None
         run = Run(shared, data, out / "plain", ranks=ranks)
         seen: dict[str, object] = {"rows": run.order.rows(0).tolist()}
         torch.save(first_gradients(run), out / f"gradients{ranks.rank}.pt")
+        seen["kept"] = kept_weights(run)
         seen |= trained(run, out)
         if ranks.count == context:
             for name, kind in KINDS.items():
@@ -94,6 +97,19 @@ def first_gradients(run: Run) -> dict[str, torch.Tensor]:
     found = {name: parameter.grad for name, parameter in run.model.named_parameters()}
     run.model.zero_grad(set_to_none=True)
     return found
+
+
+def kept_weights(run: Run) -> list[int]:
+    """How many weights of each of some queries the dropout of the run's next attention would keep, of 48.
+
+    The random numbers go on from where they were.
+    """
+    with torch.random.fork_rng():
+        plan = distributed.shard(masks.dense(48, block=16), run.ranks.mesh["cp"])
+        zeros = plan.scatter(torch.zeros(1, 1, 48, 16))
+        weights = distributed.attention(zeros, zeros, plan.scatter(torch.eye(48)[None, None]), plan, dropout_p=0.5)
+        kept: list[int] = (plan.gather(weights) > 0).sum(-1).flatten().tolist()
+    return kept
 
 
 def trained(run: Run, out: Path) -> dict[str, object]:

@@ -85,7 +85,7 @@ class Config(RunSettings):
     context_parallel: int = setting(
         1,
         "Processes that share the tokens of each sequence, for sequences too long for one GPU; their number under "
-        "torchrun must be a multiple. Needs --attention-dropout 0.",
+        "torchrun must be a multiple.",
     )
     buckets: bool = setting(True, "Examples of about one length share a batch, which then has little padding.")
     max_tokens: int | None = setting(None, "Tokens after which a sequence is cut.", "the task's own number")
@@ -156,11 +156,6 @@ class Config(RunSettings):
 
     def _check_shared_sequences(self) -> None:
         """Raises ValueError for settings with which several processes cannot share a sequence."""
-        if self.attention_dropout:
-            raise ValueError(
-                f"attention_dropout must be 0 if context_parallel is above 1; got {self.attention_dropout}. Attention "
-                "over several processes cannot drop weights: choose --attention-dropout 0; --dropout may stay"
-            )
         check_shareable(
             processes=self.context_parallel, attention=self.attention, longest=self.shape.length, block=self.block,
             length_option="--max-tokens",

@@ -142,7 +142,10 @@ class Ranks:
         return DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)  # buffers are constants
 
     def seed_by_rank(self, seed: int) -> None:
-        """Give every process but the first its own random numbers, so that no two drop the same features."""
+        """Give every process but the first its own random numbers, so that no two drop the same features.
+
+        Attention over several processes takes the seed of its dropout from the first of those that share a sequence.
+        """
         if not self.first:
             torch.manual_seed(int(np.random.SeedSequence([seed, self.rank]).generate_state(1)[0]))
 

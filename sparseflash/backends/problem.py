@@ -81,7 +81,7 @@ def schema(*, with_defaults: bool = True) -> str:
     """The part of an operator's schema that is a problem.
 
     >>> schema()  # doctest: +ELLIPSIS
-    'Tensor? indptr, ..., float scale, Tensor? seed=None, int dropped=0, str kernels=""'
+    'Tensor? indptr, ..., float scale, Tensor? seed=None, int dropped=0, str kernels="", ...'
     """
     defaults = {name: '""' if value == "" else value for name, value in Problem._field_defaults.items()}
     return ", ".join(

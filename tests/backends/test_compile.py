@@ -43,6 +43,14 @@ def test_nor_where_kernels_do_more(more):
         assert r["spilled"] <= 220, r  # outside the loop over full tiles
 
 
+def test_dropout_by_positions_spills_no_more_than_by_places_in_the_call():
+    found = reports("--arch", "90", "--dim", "64", "--dropout", "--positions")
+    assert len(found) == 6 and all(r["positions"] for r in found)
+    for r in found:
+        assert r["wgmma"] > 0 and not r["serialised"], r
+        assert r["spilled"] <= (80 if r["kernel"] == "dk_dv" else 0), r
+
+
 def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
     found = reports("--arch", "90", "--dim", "64", "--arithmetic", "float32")
     kernels = ["forward", "dq", "dq", "dk_dv"]  # dq twice: it finds delta first
@@ -102,7 +110,7 @@ def test_what_is_compiled_before_its_launch_is_what_is_launched(arithmetic):
         "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
         "from sparseflash.backends.triton.overrides import always_split, override\n"
         "with override(splits=always_split(1)), compiling_for(90) as compiled:\n"
-        f"    launches = launch_all(90, {arithmetic!r}, 32, 32, 128, lengths=True, dropout=True)\n"
+        f"    launches = launch_all(90, {arithmetic!r}, 32, 32, 128, lengths=True, dropout=True, positions=True)\n"
         "    ahead = [launch.compiled() for launch in launches]\n"
         "launched = {kernel.hash for name, kernel in compiled if name != 'pieces_kernel'}\n"
         "print(len(launches), launched == {kernel.hash for kernel in ahead})"

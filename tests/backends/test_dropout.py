@@ -266,3 +266,28 @@ def test_a_seed_may_lie_at_any_address_and_needs_no_kernel_of_its_own():
         assert torch.equal(out, attention(q, k, v, mask, dropout_p=0.3, seed=seed.clone(), backend="triton"))
     (plan,) = mask_cache(mask.indices)["plans"].values()
     assert len(plan.launches) == 1
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("given", [("rows",), ("queries", "groups")], ids=["heads", "tokens"])
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_a_part_of_a_problem_drops_what_the_whole_drops_on_the_gpu(way, given, dtype):
+    drawn, keep = part_of_a_problem(6, q_len=70, k_len=119)
+    drawn = drawn._replace(**dict.fromkeys(set(drawn.coordinates) - set(given)))
+    keep = dropout.kept_everywhere(drawn, *keep.shape)
+    drawn = dropout.Dropout(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in drawn))
+    live = torch.rand(70, 119, generator=torch.Generator().manual_seed(5)) < 0.5
+    mask = BlockMask.from_dense(live, block=16).to("cuda")
+    q, k = (x.detach().to("cuda", dtype) for x in (tensors(2, 2, 70, 64)[0], tensors(2, 2, 119, 64)[1]))
+    v = torch.eye(119, dtype=dtype, device="cuda").expand(2, 2, 119, 119).contiguous().requires_grad_()
+    with tilings_taken_by(way):
+        weights, _ = attend(q, k, v, mask, None, drawn, None, "triton")
+        (dv,) = torch.autograd.grad(weights.sum(), v)
+    assert torch.equal((weights != 0).cpu(), keep & live)
+    torch.testing.assert_close(
+        dv.float(), weights.detach().float().sum(2)[..., None].expand_as(dv), rtol=2e-2, atol=2e-2
+    )

@@ -28,26 +28,27 @@ def pool():
 class Layer(nn.Module):
     """One attention layer over local tokens; without a plan, over whole sequences."""
 
-    def __init__(self):
+    def __init__(self, dropout_p=0.0):
         super().__init__()
+        self.dropout_p = dropout_p
         self.into, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x, place):
         q, k, v = self.into(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         if isinstance(place, distributed.ShardPlan):
-            found = distributed.attention(q, k, v, place)
+            found = distributed.attention(q, k, v, place, dropout_p=self.dropout_p)
         else:
-            found = attention(q, k, v, place)
+            found = attention(q, k, v, place, dropout_p=self.dropout_p)
         return x + self.out(found.transpose(1, 2).flatten(2))
 
 
-def model_and_data(batch=4):
+def model_and_data(batch=4, dropout_p=0.0):
     torch.manual_seed(0)
-    return Layer(), torch.randn(batch, 96, 16), masks.causal(96, block=16)
+    return Layer(dropout_p), torch.randn(batch, 96, 16), masks.causal(96, block=16)
 
 
-def gradients_alone():
-    model, x, mask = model_and_data()
+def gradients_alone(dropout_p=0.0):
+    model, x, mask = model_and_data(dropout_p=dropout_p)
     out = model(x, mask)
     (out**2).sum().backward()
     return [parameter.grad for parameter in model.parameters()], out.detach()
@@ -59,9 +60,14 @@ def summed(gradients, group):
     return gradients
 
 
-def with_plan(member, way):
-    """Gradients of the sum of squares of the output, and the output, in one of several ways of calling the layer."""
-    model, x, mask = model_and_data()
+def with_plan(member, way, dropout_p):
+    """Gradients of the sum of squares of the output, and the output, in one of several ways of calling the layer.
+
+    What the first rank draws for the dropout is what is drawn alone; the others would draw something else.
+    """
+    model, x, mask = model_and_data(dropout_p=dropout_p)
+    if member.rank > 0:
+        torch.manual_seed(member.rank)
     plan = distributed.shard(mask, member.group)
     call = model
     if way == "checkpointing":
@@ -81,9 +87,10 @@ def with_plan(member, way):
 
 
 @pytest.mark.parametrize("way", ["plainly", "checkpointing", "reentrant checkpointing", "torch.compile"])
-def test_a_layer_has_the_gradients_of_one_process(pool, way):
-    expected, whole = gradients_alone()
-    for found, out in pool.run(2, with_plan, way):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_a_layer_has_the_gradients_of_one_process(pool, way, dropout_p):
+    expected, whole = gradients_alone(dropout_p)
+    for found, out in pool.run(2, with_plan, way, dropout_p):
         torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

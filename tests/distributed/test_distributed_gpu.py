@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import sharded_attention
 from process_pool import Processes
 from scored import scored
-from sharded_attention import check_scored, sharded
-from sparseflash import distributed, masks, testing
+from sharded_attention import check_dropping, check_scored, sharded
+from sparseflash import attention, distributed, dropout, masks, testing
 from strategies import problems
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,12 @@ def test_it_is_as_exact_as_attention_on_one_gpu(pool, dtype, stages, data):
 
 @given(
     case=scored(
-        most_tokens=300, head_dims=(64,), value_dims=(64,), blocks=(32, 64), dtypes=(torch.bfloat16, torch.float32)
+        most_tokens=300,
+        head_dims=(64,),
+        value_dims=(64,),
+        blocks=(32, 64),
+        dtypes=(torch.bfloat16, torch.float32),
+        dropouts=(0.0, 0.0, 0.3),
     ),
     strategy=st.sampled_from(["keys", "queries"]),
 )
@@ -59,6 +64,36 @@ def test_changed_scores_are_as_exact(pool, case, strategy):
     mask, ranks = case.problem.mask, len(pool.pipes)
     assume(mask is not None and min(mask.q_len, mask.k_len) > (ranks - 1) * max(mask.block_q, mask.block_k))
     check_scored(pool, ranks, case, {"strategy": strategy})
+
+
+@pytest.mark.parametrize("strategy", ["keys", "queries"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@given(data=st.data())
+@settings(max_examples=max(1, settings().max_examples // 4))
+def test_dropout_is_that_of_one_gpu(pool, dtype, strategy, data):
+    problem = data.draw(
+        problems(
+            most_tokens=600, head_dims=(64,), value_dims=(64,), blocks=(16, 64), dtypes=(dtype,), dropouts=(0.1, 0.5)
+        )
+    )  # fmt: skip
+    mask, ranks = problem.mask, len(pool.pipes)
+    assume(mask is not None and min(mask.q_len, mask.k_len) > (ranks - 1) * max(mask.block_q, mask.block_k))
+    check_dropping(pool, ranks, problem, {"strategy": strategy})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
+def test_the_weights_that_one_gpu_keeps_are_kept(pool, strategy, dtype):
+    mask = masks.per_head([masks.local(248, window=99, block=16), masks.butterfly(248, block=16)] * 2)
+    q, k, _ = tensors(mask, heads=4, kv_heads=2, dtype=dtype)
+    v = torch.eye(248, dtype=dtype).expand(1, 2, 248, 248)  # the output is the weights themselves
+    first, second = (
+        sharded(pool, 2, mask, {"strategy": strategy}, dropout_p=0.5, seed=11)(q, k, v)[0] for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    plain = attention(*(x.double() for x in (q, k, v)), mask, backend="reference")
+    kept = dropout.keep_mask(11, 0.5, 1, 4, 248, 248) & (plain != 0)
+    assert torch.equal(first != 0, kept)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 from scored import KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores
+from sparseflash.backends import problem as backends_problem
 from strategies import Problem
 
 HALF = (torch.float16, torch.bfloat16)
@@ -151,7 +152,7 @@ def test_changed_scores_compile_without_a_break(kind):
 def test_the_operator_passes_pytorchs_own_checks():
     q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
     changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.key_bias(torch.randn(1, 1, 20))
-    problem = (None, None, None, None, None, None, 128, 128, 0.25, None, 0, "")
+    problem = backends_problem.Problem.of(None, scale=0.25)
     arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
     torch.library.opcheck(torch.ops.sparseflash.blockwise_scored.default, arguments)
 

@@ -42,7 +42,7 @@ class Report:
     descriptors: bool
     lengths: bool
     dropout: bool
-    positions: bool  # the dropout reads where queries, keys and heads stand in a whole problem
+    positions: bool  # the dropout reads where queries and keys stand in a whole sequence
     split: bool  # for a mask whose rows and columns are cut into chunks
     gathered: bool  # tiles are gathered from the blocks of the mask
     scores: str  # the kinds of changes of scores
@@ -76,9 +76,9 @@ def compile_all(
 
     For float32 also the kernel that splits numbers into pieces, and dQ in two forms. Each kernel is compiled once.
     `value_dim`: the head dim of the values, if it differs. `descriptors`: load tiles by tensor descriptors where
-    possible. `positions`: the dropout is that of a call on a part of a problem. `split`: rows and columns are cut into
-    chunks, which adds the kernels that merge them. `gathered`: the mask has small blocks, and each tile is gathered
-    from as many as fit; otherwise the tiles are those of the mask.
+    possible. `positions`: the dropout is that of a call on some of a sequence's tokens. `split`: rows and columns are
+    cut into chunks, which adds the kernels that merge them. `gathered`: the mask has small blocks, and each tile is
+    gathered from as many as fit; otherwise the tiles are those of the mask.
     `changes`: of the scores, for 2 heads and `TOKENS` tokens, whose tensors all get gradients.
     `only`: compile only this kernel. `config`: its configuration, instead of that of the table.
     """
@@ -120,8 +120,8 @@ def launch_all(
     mask = masks.causal(TOKENS, block=block)
     dropping = Dropout(torch.tensor([0]), 26) if dropout else None
     if dropping is not None and positions:
-        rows, queries, groups = (torch.arange(count, dtype=torch.int32) for count in (2, TOKENS, TOKENS // GROUP))
-        dropping = dropping._replace(rows=rows, queries=queries, groups=groups)
+        queries, groups = (torch.arange(count, dtype=torch.int32) for count in (TOKENS, TOKENS // GROUP))
+        dropping = dropping._replace(queries=queries, groups=groups)
     problem = Problem.of(mask.with_lengths(torch.tensor([100])) if lengths else mask, scale=dim**-0.5, dropout=dropping)
     setting = api.setting_of(q, k, problem, divmod(arch, 10))._replace(tf32=arithmetic == "tf32")
     numbers = problem.scale, problem.dropped

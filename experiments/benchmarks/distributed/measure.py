@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m experiments.benchmarks.distributed measure
 
-Each way is first held against attention in fp64, then timed as a forward pass and as a forward and a backward pass,
-from a barrier to the end on the slowest rank; the ways take turns. Rank 0 writes measured.json and measured.md after
-every pattern.
+One rank is first compared with attention in fp64, and every other way with one rank. Then each is timed as a forward
+pass and as a forward and a backward pass, from a barrier to the end on the slowest rank; the ways take turns. Rank 0
+writes measured.json and measured.md after every pattern.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Row:
     way: str
     forward: list[float] = field(default_factory=list)  # one of each round
     both: list[float] = field(default_factory=list)
-    error: float | None = None  # relative to what is allowed; None: not compared
+    error: float | None = None  # relative to what is allowed: of one rank the error, of others what they differ by
     sent: int = 0  # bytes that all ranks sent in one forward pass, counted
     needed: int = 0  # bytes of the live remote keys, once for each rank that reads them
     chosen: str = ""
@@ -146,17 +146,36 @@ def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
     return lambda: way.attention(q, k, v), both
 
 
-def error_of(way: Way, setting: Setting) -> float | None:
-    """The largest error of sampled results relative to what is allowed; every rank computes the truth by itself."""
-    if way.whole is None:
-        return None
-    local = setting.plan.scatter if way.tensors is not setting.tensors else lambda x: x
+class Compared:
+    """Compares ways: the first, on one rank, with attention in fp64, and the others with it."""
 
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return way.whole(way.attention(local(q), local(k), local(v)))  # type: ignore[misc]
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.dout = torch.randn_like(setting.tensors[0])
+        self.one: dict[str, Tensor] = {}
+        self.allowed: dict[str, float] = {}
 
-    mask = setting.mask.to(setting.device)
-    return testing.compare(function, *setting.tensors, mask, heads=1, blocks=2).worst
+    def __call__(self, way: Way) -> float | None:
+        """The largest error of the results relative to what is allowed; None if they cannot be compared."""
+        if way.whole is None:
+            return None
+        if way.tensors is self.setting.tensors:
+            mask = self.setting.mask.to(self.setting.device)
+            found = testing.compare(way.attention, *way.tensors, mask, dout=self.dout, heads=1, blocks=2)
+            self.one = self.results(way, self.dout)
+            self.allowed = {name: error.allowed for name, error in found.errors.items()}
+            return found.worst
+        got = self.results(way, self.setting.plan.scatter(self.dout))
+        return max(
+            (float((got[name].float() - x.float()).abs().max()) / self.allowed[name] for name, x in self.one.items()),
+            default=None,
+        )
+
+    def results(self, way: Way, dout: Tensor) -> dict[str, Tensor]:
+        given = leaves(way)
+        out = way.attention(*given)
+        found = (out.detach(), *torch.autograd.grad(out, given, dout))
+        return {name: way.whole(x) for name, x in zip(("out", "dq", "dk", "dv"), found)}  # type: ignore[misc]
 
 
 def milliseconds(call: Callable[[], object], count: int, device: torch.device) -> float:
@@ -190,6 +209,7 @@ def measured(setting: Setting, heads: str, names: Sequence[str]) -> Iterator[Row
     """The rows of one pattern, all ways in turns."""
     rows: dict[str, Row] = {}
     prepared = {}
+    compare = Compared(setting)
     shape = distributed.Shape(
         setting.tensors[0].shape[0], *(x.shape[1] for x in setting.tensors[:2]),
         *(x.shape[3] for x in setting.tensors[1:]), setting.tensors[0].dtype,
@@ -199,7 +219,7 @@ def measured(setting: Setting, heads: str, names: Sequence[str]) -> Iterator[Row
             row = rows[name] = Row(setting.name, heads, name)
             try:
                 way = way_of(name, setting, stack)
-                row.error = error_of(way, setting)
+                row.error = compare(way)
                 calls = calls_of(way)
             except (ValueError, RuntimeError, NotImplementedError) as error:  # the same on every rank
                 row.failure = str(error).splitlines()[0]

@@ -133,7 +133,6 @@ def test_mistakes_reach_every_process(pair, square):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"attention_dropout": 0.1}, r"attention_dropout must be 0 .*; got 0\.1.* choose --attention-dropout 0"),
         ({"attention": "sdpa"}, "attention must be sparseflash if context_parallel is above 1; got sdpa"),
         ({"max_tokens": 20, "block": 16, "context_parallel": 3},
          "at least 3 blocks of 16 tokens, one for each process of context_parallel; got 2: lower --block or --context"),
@@ -145,10 +144,14 @@ def test_settings_with_which_sequences_cannot_be_shared_are_refused(settings, me
         replace(SHARED, **{"context_parallel": 2, **settings})
 
 
-def test_presets_with_attention_dropout_name_the_option_to_change():
-    with pytest.raises(ValueError, match="--attention-dropout 0"):
-        configure("lra", {"context_parallel": 2})
-    assert configure("lra", {"context_parallel": 2, "attention_dropout": 0.0}).context_parallel == 2
+def test_those_that_share_a_sequence_drop_the_same_weights_and_others_other_ones(pair, square):
+    assert pair[0][0]["kept"] == pair[0][1]["kept"]
+    first, second, third, fourth = (each["kept"] for each in square[0])
+    assert first == second == pair[0][0]["kept"] != third == fourth
+
+
+def test_presets_with_attention_dropout_share_sequences():
+    assert configure("lra", {"context_parallel": 2}).attention_dropout > 0
 
 
 def coarse(q_len, *, block):
@@ -189,7 +192,7 @@ def test_the_demo_and_a_lone_process_are_refused_on_the_command_line():
     for words, message in (
         (["--preset", "demo"], "the demo runs in one process: leave out --context-parallel"),
         (["--steps", "1"], "context_parallel must divide the number of processes, 1; got 2"),
-        (["--attention-dropout", "0.1"], "choose --attention-dropout 0"),
+        (["--attention", "sdpa"], "attention must be sparseflash if context_parallel is above 1"),
     ):
         result = CliRunner().invoke(app, ["train", "--context-parallel", "2", *words])
         assert result.exit_code == 1 and message in result.output
