@@ -198,9 +198,15 @@ def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchange
     rows = route.stages[-1].queries_on(q.device) if route.are_apart else None
     queries = for_each_stage(q, len(route.stages)) if rows is None else taken_apart(q, rows)
     local, pending = exchanged([k, v], transfers)
+    # Queries taken apart would let others attend while keys travel, forward and backward. But where an exchange starts
+    # after attention on one GPU and before it on another, the first has no multiprocessor left for it, and the second
+    # waits for the first with those it has taken: both attentions run one after the other. So all keys are waited for.
+    early = {} if rows is None else {stage: arrived(some, stage, transfers, local) for stage, some in pending.items()}
     parts = []
     for some, stage in zip(queries, route.stages, strict=True):
-        keys, values = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
+        keys, values = local
+        if stage.exchanges:
+            keys, values = early.get(stage) or arrived(pending[stage], stage, transfers, local)
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
         parts.append(call.attention_of_stage(some, keys, values, stage, "keys"))
     return merged(parts) if rows is None else put_in_place(parts[0], parts[1], rows)

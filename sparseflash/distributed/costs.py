@@ -172,7 +172,7 @@ class Estimate:
 def keys_travel(
     loads: Loads, traffic: Traffic, q_tokens: Integers, k_tokens: Integers, shape: Shape, stages: int, machine: Machine
 ) -> Estimate:
-    """Each rank receives the live remote keys in so many stages; 0: before queries that need them attend at all."""
+    """Each rank receives the live remote keys in so many stages; 0: before it begins."""
     passes, rate = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops
     sent = traffic.sent * shape.key_bytes
     most = traffic.busiest * shape.key_bytes
@@ -181,11 +181,10 @@ def keys_travel(
         return Estimate("keys", 0, 0.0, 0.0, compute, 0.0, compute)
     per_stage = passes * (most / max(stages, 1) / machine.bandwidth + machine.latency)
     if stages == 0:
-        # Queries that have remote keys wait for them; all keys of these are copied, and the gradients back.
+        # All keys of queries that have remote ones are copied to lie side by side, and their gradients back.
         share = loads.waiting / np.maximum(loads.total, 1.0)
         copying = 2 * passes * share * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
-        waiting, others = loads.waiting * rate + copying, (loads.total - loads.waiting) * rate
-        busy, finished = waiting + others, waiting + np.maximum(others, per_stage)
+        busy, finished = loads.total * rate + copying, loads.total * rate + copying + per_stage
     else:
         result = q_tokens * shape.batch * shape.heads * shape.v_dim * shape.dtype.itemsize
         merging = _PARTIAL_PASSES * result / machine.memory

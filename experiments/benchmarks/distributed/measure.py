@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional as F
 
 from experiments.benchmarks.distributed.simulate import PATTERNS
 from experiments.training.atomic_files import write_json, write_text
@@ -37,11 +37,15 @@ WAYS = (ONE, "auto", *(f"keys, {stages} st." for stages in range(3)), "queries",
 
 
 class Way(NamedTuple):
-    """Attention and its inputs: this rank's tokens, or all of them. `whole` makes whole results of the rank's."""
+    """Attention, its inputs and the gradient of its output: this rank's tokens, or all of them.
+
+    `whole` makes whole results of the rank's.
+    """
 
     tensors: Sequence[Tensor]
+    dout: Tensor
     attention: Attention
-    whole: Callable[[Tensor], Tensor] | None = None
+    whole: Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -70,6 +74,7 @@ class Setting:
     name: str
     mask: BlockMask
     tensors: list[Tensor]
+    dout: Tensor
     plan: distributed.ShardPlan
 
     @property
@@ -79,8 +84,12 @@ class Setting:
     def planned(self, **options: object) -> Way:
         """Attention by a plan of these options, with the tokens where `plan` has put them."""
         plan = distributed.shard(self.mask, like=self.plan, **options) if options else self.plan  # type: ignore[arg-type]
-        local = [self.plan.scatter(x) for x in self.tensors]
-        return Way(local, lambda q, k, v: distributed.attention(q, k, v, plan), self.plan.gather)
+        return self.local(lambda q, k, v: distributed.attention(q, k, v, plan))
+
+    def local(self, function: Attention) -> Way:
+        """Attention of this rank's tokens by `plan`."""
+        *tensors, dout = (self.plan.scatter(x) for x in (*self.tensors, self.dout))
+        return Way(tensors, dout, function, self.plan.gather)
 
 
 def gathering(setting: Setting) -> Way:
@@ -95,30 +104,35 @@ def gathering(setting: Setting) -> Way:
     def whole(x: Tensor) -> Tensor:
         return wait_tensor(all_gather_tensor_autograd(x.contiguous(), 2, plan.process_group))
 
-    local = [plan.scatter(x) for x in setting.tensors]
-    return Way(local, lambda q, k, v: attention(q, whole(k), whole(v), mask), plan.gather)
+    return setting.local(lambda q, k, v: attention(q, whole(k), whole(v), mask))
 
 
 def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
     """PyTorch's own ring; its context stays open as long as the stack. It has no masks and no grouped heads."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
     if setting.name not in ("causal", "dense") or setting.device.type != "cuda":
         raise ValueError("dense and causal attention on GPUs only")
-    group = setting.tensors[0].shape[1] // setting.tensors[1].shape[1]
-    q, k, v = setting.tensors[0].clone(), *(x.repeat_interleave(group, 1) for x in setting.tensors[1:])
+    if setting.tensors[0].shape[1] != setting.tensors[1].shape[1]:
+        raise ValueError("has no grouped heads")
+    q, k, v, dout = (x.clone() for x in (*setting.tensors, setting.dout))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    stack.enter_context(context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]))
+    stack.enter_context(context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]))
     causal = setting.name == "causal"
-    return Way([q, k, v], lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal))
+
+    def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # which the context has replaced in its module
+
+    return Way([q, k, v], dout, ring, lambda x: context_parallel_unshard(mesh, [x], [2])[0])
 
 
 def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
     """One way by its name; raises ValueError if it cannot do this."""
     if name == ONE:
         mask = setting.mask.to(setting.device)
-        return Way(setting.tensors, lambda q, k, v: attention(q, k, v, mask), lambda x: x)
+        return Way(setting.tensors, setting.dout, lambda q, k, v: attention(q, k, v, mask), lambda x: x)
     if name == PEER:
         return by_pytorch(setting, stack)
     if name == "all-gather":
@@ -138,10 +152,9 @@ def leaves(way: Way) -> list[Tensor]:
 def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
     """A forward pass that keeps what a backward would need, and a forward and a backward pass."""
     q, k, v = leaves(way)
-    dout = torch.randn_like(way.attention(q, k, v))
 
     def both() -> None:
-        torch.autograd.grad(way.attention(q, k, v), (q, k, v), dout)
+        torch.autograd.grad(way.attention(q, k, v), (q, k, v), way.dout)
 
     return lambda: way.attention(q, k, v), both
 
@@ -151,31 +164,29 @@ class Compared:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.dout = torch.randn_like(setting.tensors[0])
         self.one: dict[str, Tensor] = {}
         self.allowed: dict[str, float] = {}
 
     def __call__(self, way: Way) -> float | None:
-        """The largest error of the results relative to what is allowed; None if they cannot be compared."""
-        if way.whole is None:
-            return None
+        """The largest error of the results relative to what is allowed; None without one rank to compare with."""
+        found = self.results(way)
         if way.tensors is self.setting.tensors:
             mask = self.setting.mask.to(self.setting.device)
-            found = testing.compare(way.attention, *way.tensors, mask, dout=self.dout, heads=1, blocks=2)
-            self.one = self.results(way, self.dout)
-            self.allowed = {name: error.allowed for name, error in found.errors.items()}
-            return found.worst
-        got = self.results(way, self.setting.plan.scatter(self.dout))
-        return max(
-            (float((got[name].float() - x.float()).abs().max()) / self.allowed[name] for name, x in self.one.items()),
-            default=None,
-        )
+            compared = testing.compare(way.attention, *way.tensors, mask, dout=way.dout, heads=1, blocks=2)
+            self.allowed = {name: error.allowed for name, error in compared.errors.items()}
+            self.one = found
+            return compared.worst
+        errors = [
+            float((found[name].float() - x.float()).abs().max()) / self.allowed[name] for name, x in self.one.items()
+        ]
+        return max(errors, default=None)
 
-    def results(self, way: Way, dout: Tensor) -> dict[str, Tensor]:
+    def results(self, way: Way) -> dict[str, Tensor]:
+        """The whole output and gradients."""
         given = leaves(way)
         out = way.attention(*given)
-        found = (out.detach(), *torch.autograd.grad(out, given, dout))
-        return {name: way.whole(x) for name, x in zip(("out", "dq", "dk", "dv"), found)}  # type: ignore[misc]
+        found = (out.detach(), *torch.autograd.grad(out, given, way.dout))
+        return {name: way.whole(x) for name, x in zip(("out", "dq", "dk", "dv"), found)}
 
 
 def milliseconds(call: Callable[[], object], count: int, device: torch.device) -> float:
