@@ -92,8 +92,8 @@ def stages_of(
 ) -> Route:  # fmt: skip
     """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts.
 
-    If `stages` is 0, queries that need remote keys attend to all their keys at once, and the others to local ones, which
-    need not be copied for them.
+    If `stages` is 0, queries that need remote keys attend to all their keys at once, and the others to local ones,
+    which need not be copied for them.
 
     same_slots: a slot has the same token for all heads, so that it has one position; otherwise heads that need
     different keys each fill their slots from the first on, which takes less memory.

@@ -321,7 +321,7 @@ def measure(
                 torch.randn(1, count, tokens, dim, device=device, dtype=dtype)
                 for count in (q_heads, kv_heads, kv_heads)
             ]
-            found = list(measured(Setting(name, mask, tensors, plan), text, names))
+            found = list(measured(Setting(name, mask, tensors, torch.randn_like(tensors[0]), plan), text, names))
             rows += found
             if dist.get_rank() == 0:
                 for row in found:
