@@ -101,9 +101,13 @@ class Scored:
 
 
 @st.composite
-def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), **arguments):
-    """A drawn problem with one to three changes of different kinds."""
-    chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
+def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), always=None, **arguments):
+    """A drawn problem with one to three changes of different kinds, one of them `always`."""
+    if always is None:
+        chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
+    else:
+        others = [kind for kind in kinds if kind != always]
+        chosen = [always, *draw(st.lists(st.sampled_from(others), max_size=2, unique=True))]
     for group in SAME_KIND:
         first = next((kind for kind in chosen if kind in group), None)
         chosen = [kind for kind in chosen if kind == first or kind not in group]
