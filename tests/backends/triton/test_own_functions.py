@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -40,6 +41,55 @@ ARITHMETIC = {
     "bools": lambda s, b, h, q, k: s * ((q > k) + (q > 3)) + torch.where(~((q > k) * (h == 0)), s, 2 * s),
     "integers": lambda s, b, h, q, k: s + (q - 9) // 4 + (k - q) % 5 - (q - k) // -3 + ((q ^ k) & 3 | 8) + ~(q < k),
 }
+
+
+@pytest.mark.parametrize("exponent", [2, 3, 17, 1.5, 1.3, 20.25, -1, -2, -3, -1.5, -0.3])
+def test_powers_are_pytorchs_at_zero_and_below(exponent):
+    """A score is a product of single numbers, so it may be 0; negative bases only have whole powers."""
+    bases = torch.tensor([0.0, 0.3, 0.8, 1.0, 1.7] + [-0.4, -1.0, -1.6] * float(exponent).is_integer())
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, len(bases), 16), torch.zeros(1, 1, len(bases), 16)
+    q[..., 0], k[..., 0], v[..., 0] = 1.0, bases, torch.arange(len(bases))
+
+    own = scores.function(lambda s, b, h, q, k: (s**exponent).clamp(-5, 5))  # what is infinite is cut
+    values = {}
+    with np.errstate(all="ignore"):  # of the interpreter's numpy
+        for backend in ("triton", "blockwise"):
+            leaf = k.clone().requires_grad_()
+            out, lse = attention(q, leaf, v, scale=1.0, scores=own, backend=backend, return_lse=True)
+            values[backend] = out, lse, *torch.autograd.grad(out.sum() + lse.sum(), leaf)
+    for one, other in zip(values["triton"], values["blockwise"], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(("backend", "padded"), [("triton", False), ("triton", True), ("blockwise", False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_slopes_of_scores_that_do_not_exist_may_be_infinite(dtype, backend, padded):
+    """Tiles are filled up with zeros, where a root has an infinite slope; so may padding be."""
+    length, tokens = 15, 20 if padded else 15
+    generator = torch.Generator().manual_seed(3)
+    learned = [torch.randn(2, n, generator=generator).requires_grad_() for n in (tokens, tokens, 3)]
+
+    def own(score, b, h, q, k, of_queries, of_keys, table):
+        root = score.abs().sqrt()
+        return root * of_queries[h, q] + root * of_keys[h, k] + root * table[h, (k - q).clamp(-1, 1) + 1]
+
+    def results(backend, q, k, v, mask):
+        change = scores.function(own, *learned)
+        with np.errstate(all="ignore"):  # of the interpreter's numpy
+            out, lse = attention(q, k, v, mask, scores=change, return_lse=True, backend=backend)
+            total = out[:, :, :length].float().sin().sum() + lse[:, :, :length].sum()
+            found = torch.autograd.grad(total, (q, k, v, *learned))
+        return [x[:, :, :length].float() for x in (out, lse, *found[:3])] + list(found[3:])
+
+    q, k, v = (x.detach() for x in tensors(tokens, dtype=dtype))
+    q[:, :, length:], k[:, :, length:] = 0, 0
+    mask = masks.causal(tokens, block=16)
+    got = results(backend, *(x.requires_grad_() for x in (q, k, v)), mask.with_lengths([length]) if padded else mask)
+    cut = [x[:, :, :length].detach().requires_grad_() for x in (q, k, v)]
+    wanted = results("reference", *cut, masks.causal(length, block=16))
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)

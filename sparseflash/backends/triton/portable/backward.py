@@ -7,6 +7,7 @@ no atomics and the bits are the same at every run.
 import triton
 import triton.language as tl
 
+from sparseflash.backends.triton.portable.arithmetic import product
 from sparseflash.backends.triton.portable.dropout import kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, in_fp32, products
 from sparseflash.backends.triton.portable.loads import (
@@ -115,7 +116,7 @@ def dk_dv_step(
         own_sums = OWN_SUMS(own_sums, ds, own[1], BLOCK_N)
     if CHANGES:
         if OWN is not None:
-            ds = ds * own[0]
+            ds = product(ds, own[0])
     if dkey_ptr is not None:
         dkey += tl.sum(ds, 1)
     if CAPPED & CHANGES:
@@ -361,7 +362,7 @@ def own_step(
     if OWN_STORES is not None:
         rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
         OWN_STORES(ds, own[1], own_parts, own_numbers, batch_head, rows, keys, q_len, k_len)
-    return ds * own[0], own_sums
+    return product(ds, own[0]), own_sums
 
 
 @triton.jit
