@@ -1,5 +1,6 @@
 """One's own functions of scores in the kernels: each operation, functions written in Triton, and what is refused."""
 
+import linecache
 import re
 
 import numpy as np
@@ -9,7 +10,8 @@ import triton
 import triton.language as tl
 from torch.nn.functional import softplus
 
-from sparseflash import attention, masks, scores
+from sparseflash import attention, clear_caches, masks, scores
+from sparseflash.backends.triton.portable import own
 from sparseflash.backends.triton.portable.own import Load, Own
 
 CPU = torch.device("cpu")
@@ -189,6 +191,37 @@ def test_equal_functions_share_their_compiled_code_and_masks_have_no_part_in_it(
 
     assert made(1.0).changed is made(1.0).changed
     assert made(1.0).changed is not made(2.0).changed
+
+
+def sources():
+    return [name for name in linecache.cache if name.startswith("sparseflash_own_")]
+
+
+def test_the_sources_of_functions_go_with_them(monkeypatch):
+    def made(bound):
+        change = scores.function(lambda s, b, h, q, k: s.clamp(max=bound))
+        return Own(change, dict(zip("bhqk", (1, 2, 16, 16))), CPU, [])
+
+    clear_caches()
+    monkeypatch.setattr(own._made, "most", 2)
+    for bound in (1.5, 2.5, 3.5):
+        made(bound)
+        assert len(sources()) == len(own._made) <= 2
+    clear_caches()
+    assert not sources() and not own._made
+
+
+def test_a_call_may_outlive_the_functions_in_the_cache():
+    gain = torch.ones(2, requires_grad=True)
+    change = scores.function(lambda s, b, h, q, k, gain: s * gain[h] + 0.125 * gain[h] * s.tanh(), gain)
+    q, k, v = tensors()
+    found = []
+    for cleared in (True, False):
+        out = attention(q, k, v, scores=change, backend="triton")
+        if cleared:
+            clear_caches()
+        found.append(torch.autograd.grad(out.sin().sum(), (q, k, v, gain)))
+    assert all(map(torch.equal, *found))
 
 
 def test_the_gradient_of_a_read_is_put_where_it_was_read():

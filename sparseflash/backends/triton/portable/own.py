@@ -41,7 +41,19 @@ _ARITHMETIC = {
     for each in (arithmetic.floor_divide, arithmetic.log1p, arithmetic.product, arithmetic.sigmoid, arithmetic.sign)
 }
 _HEADER = "changed(score, b, h, q, k, pointers, numbers, CHANGES: tl.constexpr)"
-_made = BoundedDict(256)
+
+
+class _Made(BoundedDict):
+    """The functions of each text. The texts are in `linecache`, which nothing else removes them from."""
+
+    def clear(self) -> None:
+        """Forgets the functions; those still in use stay valid."""
+        for found in self.values():
+            linecache.cache.pop(found["__name__"], None)
+        super().clear()
+
+
+_made = _Made(256)
 
 
 class Load(NamedTuple):
@@ -349,5 +361,8 @@ def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
             "add_table_gradients": add_table_gradients, **_ARITHMETIC, **others,
         }  # fmt: skip
         exec(compile(text, name, "exec"), found)
+        for each in list(found.values()):
+            if hasattr(each, "rewrite"):  # the interpreter reads the source at the first call, and it may be gone then
+                each.rewrite()
         _made.put(text, found)
     return found
