@@ -55,6 +55,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask",
         "sparseflash/backends",
         "sparseflash/dropout.py",
+        "sparseflash/scores",
         "sparseflash/validation.py",
     ),
     "sparseflash/huggingface": (
