@@ -185,7 +185,7 @@ MAY_IMPORT = {
     "sparseflash/interop": ("sparseflash/blockmask", "sparseflash/scores"),
     "sparseflash/analysis": ("sparseflash/blockmask",),
     "sparseflash/draw": ("sparseflash/blockmask",),
-    "sparseflash/testing": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),
+    "sparseflash/testing": ("sparseflash/blockmask", "sparseflash/scores", f"{_BACKENDS}/reference.py"),
     "sparseflash/cli": (
         "sparseflash/__init__.py",
         "sparseflash/analysis",

@@ -137,8 +137,7 @@ def plain_errors(case, device):
     problem = case.problem
     dtype, factor = testing.plain_dtype(problem.dtype)
     queries = problem.batch * problem.heads * problem.q_len
-    # A gradient of one number a head is close to the truth by luck in some draws, whatever the number of queries.
-    count = max(24, testing.draws_for(queries, queries * problem.k_len))
+    count = testing.draws_for(queries, queries * problem.k_len, learned=True)
     draws = [replace(case, problem=replace(problem, seed=problem.seed + n, dtype=dtype)) for n in range(count)]
     pairs = ((results(draw, "reference", device), results(draw, "reference", device, torch.float64)) for draw in draws)
     return {name: factor * error for name, error in testing.plain_errors(pairs).items()}
