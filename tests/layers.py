@@ -229,7 +229,12 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
-    "experiments/pathx/model": ("experiments/pathx/data", "experiments/pathx/masks", "experiments/training/layers"),
+    "experiments/pathx/model": (
+        "experiments/pathx/data",
+        "experiments/pathx/masks",
+        "experiments/training/layers",
+        "sparseflash/nn",
+    ),
     "experiments/selection": ("experiments/training", *PUBLIC),
     "experiments/lm": ("experiments/lm", "experiments/training", *PUBLIC),
     "experiments/lm/data": ("experiments/training",),
