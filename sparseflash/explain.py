@@ -12,7 +12,8 @@ from sparseflash.attention import KERNELS, Backend, chosen_backend
 from sparseflash.backends.problem import Problem
 from sparseflash.blockmask import BlockMask
 from sparseflash.dropout import Dropout, threshold
-from sparseflash.validation import check_mask, check_tensors, checked_scale
+from sparseflash.scores.change import Change, Scores
+from sparseflash.validation import check_mask, check_tensors, checked_scale, prepared_scores
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.family import KernelChoice
@@ -64,7 +65,7 @@ class Explanation:
 
 def explain(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, dropout_p: float = 0.0,
-    backend: Backend | None = None, capability: tuple[int, int] | None = None,
+    scores: Scores | Change | None = None, backend: Backend | None = None, capability: tuple[int, int] | None = None,
 ) -> Explanation:  # fmt: skip
     """Which kernels `attention(q, k, v, mask)` runs forward and backward, in which tiles, and why.
 
@@ -83,9 +84,17 @@ def explain(
         loads by descriptors: TMA needs no registers for addresses
       dq: ...
 
+    Changes of scores are compiled into the portable kernels:
+
+    >>> from sparseflash import scores
+    >>> found = explain(q, k, v, scores=scores.softcap(30.0), capability=(9, 0))
+    >>> found.forward.family, found.forward.refusals
+    ('portable', (('hopper', 'they change no scores; got softcap'),))
+
     Args:
-        q, k, v, mask, dropout_p, backend: as for `attention`. Nothing is computed, so the tensors may be uninitialised;
-            with `capability` they and the mask may be on any device, including "meta".
+        q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be
+            uninitialised; with `capability` they, the mask and the tensors of the changes of scores may be on any
+            device, including "meta". A backward is told of with the gradients of those tensors that require them.
         capability: a GPU's compute capability, such as (9, 0) for an H100; by default that of the GPU that q is on.
 
     Returns:
@@ -103,6 +112,7 @@ def explain(
         name, why = chosen_backend(backend, q.device)
     else:
         name, why = backend or "triton", "asked for by its compute capability"
+    changes = prepared_scores(scores, q, k, any_device=capability is not None)
     if name not in KERNELS:
         return Explanation(name, why)
     from sparseflash.backends.triton import api
@@ -120,6 +130,8 @@ def explain(
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
     if q.numel() == 0 or k.numel() == 0:
         return Explanation(name, f"{why}; there is nothing to compute", capability)
-    decisions, kernels = api.choices(q, k, v, problem, capability)
+    if changes is not None:
+        changes = changes.without("temperature")  # by which the queries are divided before
+    decisions, kernels = api.choices(q, k, v, problem, capability, changes if changes and changes.changes else None)
     forward, backward = (Chosen(each.family.name, tuple(each.refusals.items())) for each in decisions)
     return Explanation(name, why, capability, forward, backward, tuple(kernels))

@@ -122,14 +122,20 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
         )
 
 
-def prepared_scores(scores: object, q: Tensor, k: Tensor, lengths: tuple[int, int] | None = None) -> Scores | None:
+def prepared_scores(
+    scores: object, q: Tensor, k: Tensor, lengths: tuple[int, int] | None = None, *, any_device: bool = False
+) -> Scores | None:
     """The changes of scores as backends take them; None if there are none. Raises TypeError or ValueError if they do
-    not fit. `lengths`: Nq and Nk of the whole problem, if `q` and `k` are a part of it.
+    not fit. `lengths`: Nq and Nk of the whole problem, if `q` and `k` are a part of it. any_device: their tensors may
+    be on another device than q, all on the same.
     """
     if scores is None:
         return None
     q_len, k_len = (q.shape[2], k.shape[2]) if lengths is None else lengths
-    changes = scores_of(scores).prepared(Sizes(q.shape[0], q.shape[1], q_len, k_len, q.device))
+    given, device = scores_of(scores), q.device
+    if any_device:
+        device = next((x.device for x in given.tensors()), device)
+    changes = given.prepared(Sizes(q.shape[0], q.shape[1], q_len, k_len, device))
     return changes if changes.changes else None
 
 

@@ -55,6 +55,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask",
         "sparseflash/backends",
         "sparseflash/dropout.py",
+        "sparseflash/scores",
         "sparseflash/validation.py",
     ),
     "sparseflash/huggingface": (
@@ -189,7 +190,7 @@ MAY_IMPORT = {
     "sparseflash/interop": ("sparseflash/blockmask", "sparseflash/scores"),
     "sparseflash/analysis": ("sparseflash/blockmask",),
     "sparseflash/draw": ("sparseflash/blockmask",),
-    "sparseflash/testing": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),
+    "sparseflash/testing": ("sparseflash/blockmask", "sparseflash/scores", f"{_BACKENDS}/reference.py"),
     "sparseflash/cli": (
         "sparseflash/__init__.py",
         "sparseflash/analysis",
@@ -233,7 +234,12 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
-    "experiments/pathx/model": ("experiments/pathx/data", "experiments/pathx/masks", "experiments/training/layers"),
+    "experiments/pathx/model": (
+        "experiments/pathx/data",
+        "experiments/pathx/masks",
+        "experiments/training/layers",
+        "sparseflash/nn",
+    ),
     "experiments/selection": ("experiments/training", *PUBLIC),
     "experiments/lm": ("experiments/lm", "experiments/training", *PUBLIC),
     "experiments/lm/data": ("experiments/training",),

@@ -101,9 +101,13 @@ class Scored:
 
 
 @st.composite
-def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), **arguments):
-    """A drawn problem with one to three changes of different kinds."""
-    chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
+def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), always=None, **arguments):
+    """A drawn problem with one to three changes of different kinds, one of them `always`."""
+    if always is None:
+        chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
+    else:
+        others = [kind for kind in kinds if kind != always]
+        chosen = [always, *draw(st.lists(st.sampled_from(others), max_size=2, unique=True))]
     for group in SAME_KIND:
         first = next((kind for kind in chosen if kind in group), None)
         chosen = [kind for kind in chosen if kind == first or kind not in group]
@@ -133,8 +137,7 @@ def plain_errors(case, device):
     problem = case.problem
     dtype, factor = testing.plain_dtype(problem.dtype)
     queries = problem.batch * problem.heads * problem.q_len
-    # A gradient of one number a head is close to the truth by luck in some draws, whatever the number of queries.
-    count = max(24, testing.draws_for(queries, queries * problem.k_len))
+    count = testing.draws_for(queries, queries * problem.k_len, learned=True)
     draws = [replace(case, problem=replace(problem, seed=problem.seed + n, dtype=dtype)) for n in range(count)]
     pairs = ((results(draw, "reference", device), results(draw, "reference", device, torch.float64)) for draw in draws)
     return {name: factor * error for name, error in testing.plain_errors(pairs).items()}

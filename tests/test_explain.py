@@ -5,7 +5,7 @@ import torch
 
 import sparseflash
 from plans import kernels_of
-from sparseflash import attention, explain, masks
+from sparseflash import attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton.overrides import always_split, override
 
 HOPPER = {"capability": (9, 0)}  # which Triton's interpreter stands for
@@ -75,8 +75,8 @@ def test_each_choice_has_its_reason():
     assert walks == {"tiles of 128 x 128: there is too little work to search for others"}
     _, walks = reasons(*empty())
     assert all(each.endswith("every score is live") for each in walks)
-    scores = torch.randn(1, 4, 32, 32)
-    _, walks = reasons(*empty(), masks.top_k_blocks(scores, k=2, q_len=4096, block=128))
+    chosen_by = torch.randn(1, 4, 32, 32)
+    _, walks = reasons(*empty(), masks.top_k_blocks(chosen_by, k=2, q_len=4096, block=128))
     assert all(each.endswith("a mask made on the GPU may be used only once") for each in walks)
     loads, _ = reasons(*empty(dtype=torch.float32, tokens=32), masks.causal(32, block=16))
     assert loads == {"tiles that are multiplied from registers need not come through shared memory"}
@@ -103,6 +103,47 @@ def test_nothing_to_compute_is_said():
 def test_dropout_and_lengths_are_explained_too():
     mask = masks.causal(4096).with_lengths([1000])
     assert len(explain(*empty(), mask, dropout_p=0.1, **HOPPER).kernels) == 3
+
+
+def test_changed_scores_are_explained():
+    changes = scores.softcap(30.0) + scores.alibi(torch.rand(4))
+    found = explain(*empty(), masks.causal(4096), scores=changes, **HOPPER)
+    chosen = "portable", (("hopper", "they change no scores; got softcap, distance"),)
+    assert found.forward == found.backward == chosen
+    assert [each.kernel for each in found.kernels] == ["forward", "dq", "dk_dv"]
+    with pytest.raises(ValueError, match="the hopper kernels cannot serve this call"):
+        explain(*empty(), scores=changes, backend="hopper", **HOPPER)
+    divided = explain(*empty(), scores=scores.temperature(torch.ones(4)), **HOPPER)
+    assert divided == explain(*empty(), **HOPPER)  # the queries are divided before
+
+
+def test_the_kernels_of_changed_scores_are_those_that_run():
+    gain, cap = torch.ones(2, requires_grad=True), torch.tensor(0.5)
+    own = scores.function(lambda s, b, h, q, k, gain: s * gain[h] - cap, gain)
+    q, k, v = (torch.randn(1, 2, 70, 16).half().requires_grad_() for _ in range(3))
+    mask = masks.local(70, window=40, block=32)
+    for changes in (own, own + scores.softcap(5.0) + scores.sink(torch.ones(2))):
+        attention(q, k, v, mask, scores=changes, backend="triton").sum().backward()
+        ran = kernels_of(mask)
+        for device in ("cpu", "meta"):
+            given = (x.to(device) for x in (q, k, v))
+            told = {each.kernel: each for each in explain(*given, mask, scores=changes, **HOPPER).kernels}
+            assert told.keys() == ran.keys() == {"forward", "dq", "dk_dv"}
+            for name, each in told.items():
+                kernel = ran[name]
+                assert (each.block_m, each.block_n, each.num_warps, each.num_stages) == kernel.choice.config[:4]
+        clear_caches()
+
+
+def test_changes_of_scores_are_checked_for_every_backend():
+    q, k, v = empty(tokens=64, device="cpu")
+    assert str(explain(q, k, v, scores=scores.softcap(5.0))) == "backend blockwise: the default for tensors on cpu"
+    with pytest.raises(TypeError, match=r"scores must be made by sparseflash\.scores"):
+        explain(q, k, v, scores=torch.zeros(64, 64))
+    with pytest.raises(ValueError, match="one entry for each of the 4 query heads"):
+        explain(q, k, v, scores=scores.alibi(torch.ones(3)), **HOPPER)
+    with pytest.raises(ValueError, match="must be on q's device"):
+        explain(*empty(), scores=scores.alibi(torch.ones(4)))
 
 
 def test_what_attention_refuses_is_refused():

@@ -58,7 +58,8 @@ def _forward(
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
     mask, scale, dropout = _Mask(q, k, problem), problem.scale, problem.dropout
-    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, mask.block_k), mask.cut(v, mask.block_k)
+    q_tiles, k_tiles = mask.cut(q, mask.height, last=True), mask.cut(k, mask.block_k, last=True)
+    v_tiles = mask.cut(v, mask.block_k)
     out = q_tiles.new_zeros(*q_tiles.shape[:-1], v.shape[-1])  # [B * Hq, Mq, height, Dv]
     maximum, total = q_tiles.new_zeros(q_tiles.shape[:-1]), q_tiles.new_zeros(q_tiles.shape[:-1])
     for part in mask.parts():
@@ -96,7 +97,8 @@ def _backward(
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mask, scale, dropout = _Mask(q, k, problem), problem.scale, problem.dropout
-    q_tiles, k_tiles, v_tiles = mask.cut(q, mask.height), mask.cut(k, mask.block_k), mask.cut(v, mask.block_k)
+    q_tiles, k_tiles = mask.cut(q, mask.height, last=True), mask.cut(k, mask.block_k, last=True)
+    v_tiles = mask.cut(v, mask.block_k)
     dout_tiles = mask.cut(dout, mask.height)
     maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)
     # A query without keys has weights 0, whatever its dlse, which may be NaN.
@@ -188,12 +190,18 @@ class _Mask:
         self.bits = words.view(-1, block_q, bitmask.words_per_row(block_k))[:, : self.height]
         self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in fp32
 
-    def cut(self, x: Tensor, block: int) -> Tensor:
-        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`, padded with zeros."""
+    def cut(self, x: Tensor, block: int, *, last: bool = False) -> Tensor:
+        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`, padded with zeros, or the last token.
+
+        Queries and keys are padded with the last one: a change of scores must be finite, with its derivatives, for the
+        scores of tokens, but need not be for 0.
+        """
         batch, heads, length, dim = x.shape
         count = -(-length // block)
         padded = x.new_zeros(batch * heads, count * block, dim, dtype=self.dtype)
         padded[:, :length] = x.reshape(batch * heads, length, dim)
+        if last:
+            padded[:, length:] = padded[:, length - 1 : length]
         return padded.view(batch * heads, count, block, dim)
 
     def join(self, x: Tensor, like: Tensor) -> Tensor:

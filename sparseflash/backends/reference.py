@@ -29,22 +29,25 @@ def attention(
 
 def attention_of_live(
     q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, dropout: Dropout | None = None,
-    changes: Scores | None = None,
+    changes: Scores | None = None, at: Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`."""
+    """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`. at: where the scores lie, if they are a
+    part of those that `changes` are for.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, Hq, Nk, D]
     scores = (q @ k.transpose(-1, -2)) * scale  # [B, Hq, Nq, Nk]
     if changes is not None:
-        scores = changes.changed(scores, Place.everywhere(scores.shape, scores.device))
+        at = Place.everywhere(scores.shape, scores.device) if at is None else at
+        scores = changes.changed(scores, at)
     if live is not None:
         scores = scores.masked_fill(~live, -torch.inf)
     if k.shape[2] == 0:
         return scores @ v, q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))  # empty sums are 0
     highest = scores.detach().amax(-1, keepdim=True)
     sink = None if changes is None else changes.find("sink")
-    if sink is not None:
-        logits = sink.logits.view(-1, 1, 1).to(scores.dtype)
+    if sink is not None and at is not None:
+        logits = sink.logits[at.head].to(scores.dtype)
         highest = torch.where(highest == -torch.inf, highest, torch.maximum(highest, logits.detach()))
     # Without a live key the maximum is -inf, and -inf - -inf is NaN; any finite number gives exp(-inf) = 0 instead.
     weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))

@@ -106,7 +106,8 @@ def clear_caches() -> None:
     of tensors, and as many for Hopper, 512 compiled kernels, 32 tile sets for choosing blocks at every step, 32 arrays
     of head numbers, 32 of tiles that the diagonal cuts, 128 sets of kernels that choose blocks, as many that plan the
     masks of these and as many that decode, 32 sets that plan the backward for Hopper, 256 masks built inside functions
-    that `torch.compile` has compiled, 32 masks of packed sequences and the running sums of as many tensors.
+    that `torch.compile` has compiled, 32 masks of packed sequences, the running sums of as many tensors, and the Triton
+    functions of 256 functions of scores.
     """
     streams.release_finished_graphs()
     for clear in _clearings:

@@ -8,6 +8,7 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.masks.causal import causal
 from sparseflash.pattern import Pattern, mask_of_lengths
 
 Mask = BlockMask | Pattern | None
@@ -58,6 +59,27 @@ class LayerMask:
                 )
             with torch.inference_mode(False):  # or a later training step could not use it
                 found = self._made.put(key, self._for(q_len, k_len).to(device))
+        return found
+
+    def causal_of(self, tokens: int, device: torch.device) -> BlockMask:
+        """The mask for so many tokens that are generated one after another. Raises ValueError unless it is causal."""
+        mask = self(tokens, tokens, device)
+        if mask is None:
+            raise ValueError(
+                "mask must be causal for generation, since a new token cannot see later ones; got None, with which all "
+                "tokens see one another. Give the layer mask=masks.causal."
+            )
+        key = "causal", tokens, device
+        if torch.compiler.is_compiling() or self._made.get(key) is mask:  # looked at when the cache was made, or before
+            return mask
+        with torch.inference_mode(False):
+            future = mask - causal(tokens, block=(mask.block_q, mask.block_k)).to(device)
+        if future.indices.numel():
+            raise ValueError(
+                "mask must be causal for generation, since a new token cannot see later ones; got one with live scores "
+                "above the diagonal. Build it with causal=True, or combine it: mask & masks.causal(n)."
+            )
+        found: BlockMask = self._made.put(key, mask)
         return found
 
     @staticmethod

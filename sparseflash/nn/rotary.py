@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from sparseflash.blockmask.arguments import integer
 
+_BASE = 10_000.0  # tokens over which the slowest angle of a sequence grows by about 1
+_WAVELENGTHS = (3.0, 400.0)  # pixels, for the fastest and the slowest angle of an image
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B or 1, 1, N, D / 2], fp32
 
 
@@ -31,7 +33,7 @@ class Rotary(nn.Module):
     round.
     """
 
-    def __init__(self, head_dim: int, *, base: float = 10_000.0) -> None:
+    def __init__(self, head_dim: int, *, base: float = _BASE) -> None:
         super().__init__()
         _check_head_dim(head_dim, 2)
         if not base > 0:
@@ -44,9 +46,8 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation of tokens at `positions`, `[N]` or `[B, N]`."""
-        positions, count = _by_batch(positions), self.head_dim // 2
-        rates = self.base ** -(torch.arange(count, device=positions.device, dtype=torch.float32) / count)
-        return _rotation(positions[..., None] * rates)
+        positions = _by_batch(positions)
+        return line_rotation(positions, line_rates(self.head_dim, self.base, device=positions.device))
 
 
 class Rotary2D(nn.Module):
@@ -67,7 +68,7 @@ class Rotary2D(nn.Module):
     """
 
     def __init__(
-        self, head_dim: int, width: int, *, first: int = 0, wavelengths: tuple[float, float] = (3.0, 400.0)
+        self, head_dim: int, width: int, *, first: int = 0, wavelengths: tuple[float, float] = _WAVELENGTHS
     ) -> None:
         super().__init__()
         _check_head_dim(head_dim, 4)
@@ -84,11 +85,40 @@ class Rotary2D(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation of tokens at `positions`, `[N]` or `[B, N]`."""
-        pixel = (_by_batch(positions) - self.first).clamp(min=0)[..., None]
-        (fastest, slowest), count = self.wavelengths, self.head_dim // 4
-        steps = torch.arange(count, device=pixel.device, dtype=torch.float32) / max(1, count - 1)
-        rates = 2 * math.pi / (fastest * (slowest / fastest) ** steps)
-        return _rotation(torch.cat([pixel // self.width * rates, pixel % self.width * rates], dim=-1))
+        pixel = (_by_batch(positions) - self.first).clamp(min=0)
+        rates = plane_rates(self.head_dim, self.wavelengths, device=pixel.device)
+        return plane_rotation(pixel // self.width, pixel % self.width, rates)
+
+
+def line_rates(head_dim: int, base: float = _BASE, *, device: torch.device | None = None) -> Tensor:
+    """Radians a token of each angle of a sequence, `[D / 2]`.
+
+    >>> line_rates(4, base=100.0).tolist()
+    [1.0, 0.10000000149011612]
+    """
+    _check_head_dim(head_dim, 2)
+    count = head_dim // 2
+    return base ** -(torch.arange(count, device=device, dtype=torch.float32) / count)
+
+
+def line_rotation(positions: Tensor, rates: Tensor) -> Rotation:
+    """The rotation of tokens at `positions [B, N]`, with the rates of `line_rates`."""
+    return _rotation(positions[..., None] * rates)
+
+
+def plane_rates(
+    head_dim: int, wavelengths: tuple[float, float] = _WAVELENGTHS, *, device: torch.device | None = None
+) -> Tensor:
+    """Radians a pixel of each angle of a row and of a column, `[D / 4]`; the same for images of every size."""
+    _check_head_dim(head_dim, 4)
+    (fastest, slowest), count = wavelengths, head_dim // 4
+    steps = torch.arange(count, device=device, dtype=torch.float32) / max(1, count - 1)
+    return 2 * math.pi / (fastest * (slowest / fastest) ** steps)
+
+
+def plane_rotation(row: Tensor, column: Tensor, rates: Tensor) -> Rotation:
+    """The rotation of pixels in rows and columns `[B, N]`, with the rates of `plane_rates`."""
+    return _rotation(torch.cat([row[..., None] * rates, column[..., None] * rates], dim=-1))
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

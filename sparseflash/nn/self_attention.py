@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend, attention
-from sparseflash.blockmask import BlockMask
 from sparseflash.decode import attention_with_cache
-from sparseflash.masks.causal import causal
-from sparseflash.nn.heads import Heads, check_features, dense_if_none, padded
+from sparseflash.nn.heads import Heads, check_features, padded
 from sparseflash.nn.kv_cache import KVCache
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
@@ -106,17 +104,11 @@ class SparseSelfAttention(Heads):
     ) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens; by default like the layer's weights.
 
-        Raises ValueError unless the mask for `capacity` tokens is causal: a token that was generated cannot see the
-        next one.
+        Raises ValueError unless the layer has a mask that is causal for `capacity` tokens: a token that was generated
+        cannot see the next one.
         """
         device = torch.device(self.out.weight.device if device is None else device)
-        mask = dense_if_none(self.mask(capacity, capacity, device), capacity, capacity, device)
-        future = mask - causal(capacity, block=(mask.block_q, mask.block_k)).to(device)
-        if future.indices.numel():
-            raise ValueError(
-                "mask must be causal for generation, since a new token cannot see later ones; got one with live scores "
-                "above the diagonal. Build it with causal=True, or combine it: mask & masks.causal(n)."
-            )
+        self.mask.causal_of(capacity, device)
         dtype = self.out.weight.dtype if dtype is None else dtype
         return KVCache(batch, self.kv_heads, capacity, self.head_dim, device=device, dtype=dtype)
 
@@ -138,7 +130,8 @@ class SparseSelfAttention(Heads):
             positions: of the tokens, for `rotary`, `[N]` or `[B, N]`; by default 0, 1, 2, ...
             mask: in place of the layer's own.
             cache: x holds the tokens that follow those in the cache, to which they are added. For inference: there is
-                no gradient and no dropout, and it does not go with `lengths` or `mask`. Up to 16 tokens are decoded
+                no gradient and no dropout, the layer's mask must be causal, and it does not go with `lengths` or
+                `mask`. Up to 16 tokens are decoded
                 (`decode.attention_with_cache`): nothing is planned for them.
         """
         check_features(x, "x", self.embed_dim)
@@ -165,28 +158,21 @@ class SparseSelfAttention(Heads):
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
                 "torch.inference_mode() or torch.no_grad()."
             )
-        mask = self.mask(cache.capacity, cache.capacity, q.device)
+        mask = self.mask.causal_of(cache.capacity, q.device)
         start = cache.length
         cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
         dtype, q = q.dtype, q.to(cache.k.dtype)
         if q.shape[2] == 0:
             return q.to(dtype).transpose(1, 2).flatten(2)
-        if q.shape[2] <= (_FEW if mask is None else min(_FEW, mask.block_q)):
+        if q.shape[2] <= min(_FEW, mask.block_q):
             out = attention_with_cache(
                 q, cache.k, cache.v, cache.lengths, mask=mask, scale=self.scale,
                 backend="reference" if self.backend in ("blockwise", "reference") else None,
             )  # fmt: skip
         else:
-            rows = self._rows(mask, start, cache)
+            stop = cache.length
             out = attention(
-                q, cache.k[:, :, : cache.length], cache.v[:, :, : cache.length], rows, scale=self.scale,
-                backend=self.backend,
+                q, cache.k[:, :, :stop], cache.v[:, :, :stop], mask.crop(q=(start, stop), k=(0, stop)),
+                scale=self.scale, backend=self.backend,
             )  # fmt: skip
         return out.to(dtype).transpose(1, 2).flatten(2)
-
-    def _rows(self, mask: BlockMask | None, start: int, cache: KVCache) -> BlockMask:
-        """The mask of the tokens from `start` on."""
-        stop = cache.length
-        if mask is None:
-            return causal(stop - start, stop).to(cache.k.device)
-        return mask.crop(q=(start, stop), k=(0, stop))

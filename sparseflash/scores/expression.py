@@ -6,7 +6,6 @@ the nodes of its derivatives.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +31,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "floor_divide": torch.floor_divide, "remainder": torch.remainder,
     "neg": torch.neg, "abs": torch.abs, "sign": torch.sign, "floor": torch.floor, "ceil": torch.ceil,
+    "pow": lambda x, exponent: torch.pow(x, exponent.item()),  # as for a number, which is another kernel of PyTorch
     "exp": torch.exp, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt,
     "sin": torch.sin, "cos": torch.cos, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
     "minimum": torch.minimum, "maximum": torch.maximum, "where": torch.where,
@@ -134,12 +134,16 @@ class Expression:
         return [each if self.nodes[each].kind == kind else self.apply(f"to_{kind}", each) for each in inputs]
 
     def _simplified(self, op: str, inputs: Sequence[int]) -> int | None:
-        """What derivatives often contain: products with 1 and sums with 0."""
+        """What derivatives often contain: products with 1, sums with 0, and powers with the exponents 1 and 0."""
         values = [self.nodes[each].value if self.nodes[each].op == "number" else None for each in inputs]
         if op == "mul" and 1.0 in values:
             return inputs[1 - values.index(1.0)]
         if op == "add" and 0.0 in values:
             return inputs[1 - values.index(0.0)]
+        if op == "pow" and values[1] == 1.0:
+            return inputs[0]
+        if op == "pow" and values[1] == 0.0:
+            return self.number(1.0 if self.nodes[inputs[0]].kind == "float" else 1)
         if op == "where" and inputs[1] == inputs[2]:
             return inputs[1]
         return None
@@ -202,6 +206,12 @@ def _where(made: Expression, gradient: int, output: int, condition: int, x: int,
     return [None, made.apply("where", condition, gradient, zero), made.apply("where", condition, zero, gradient)]
 
 
+def _power(made: Expression, gradient: int, output: int, x: int, exponent: int) -> list[int | None]:
+    number = made.nodes[exponent].value
+    slope = made.apply("mul", exponent, made.apply("pow", x, made.number(number - 1.0)))
+    return [made.apply("mul", gradient, slope), None]
+
+
 _RULES: dict[str, Callable[..., list[int | None]]] = {
     "add": _rule(lambda do, n, y, x: n(1.0), lambda do, n, y, x: n(1.0)),
     "sub": _rule(lambda do, n, y, x: n(1.0), lambda do, n, y, x: n(-1.0)),
@@ -214,6 +224,7 @@ _RULES: dict[str, Callable[..., list[int | None]]] = {
     ),
     "neg": _rule(lambda do, n, y, x: n(-1.0)),
     "abs": _rule(lambda do, n, y, x: do("sign", x[0])),
+    "pow": _power,
     "exp": _rule(lambda do, n, y, x: y),
     "log": _rule(lambda do, n, y, x: do("div", n(1.0), x[0])),
     "log1p": _rule(lambda do, n, y, x: do("div", n(1.0), do("add", x[0], n(1.0)))),
@@ -226,21 +237,3 @@ _RULES: dict[str, Callable[..., list[int | None]]] = {
     "maximum": _chosen("ge"),
     "where": _where,
 }  # fmt: skip
-
-
-def power(made: Expression, x: int, exponent: float) -> int:
-    """`x ** exponent`, by products if the exponent is a small whole number."""
-    if exponent == 0.5:
-        return made.apply("sqrt", x)
-    if float(exponent).is_integer() and 0 <= abs(exponent) <= 16:
-        times = int(abs(exponent))
-        kind = made.nodes[x].kind
-        found, square = made.number(1 if kind != "float" else 1.0), x
-        while times:
-            found = made.apply("mul", found, square) if times % 2 else found
-            times //= 2
-            square = made.apply("mul", square, square) if times else square
-        return found if exponent >= 0 else made.apply("div", made.number(1.0), found)
-    if not math.isfinite(exponent):
-        raise ValueError(f"a finite exponent; got {exponent}")
-    return made.apply("exp", made.apply("mul", made.apply("log", x), made.number(float(exponent))))

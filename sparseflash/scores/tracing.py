@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparseflash.scores.expression import OPERATIONS, PLACES, Expression, Kind, power
+from sparseflash.scores.expression import OPERATIONS, PLACES, Expression, Kind
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -252,7 +253,9 @@ def _power(made: Expression, x: int, exponent: int) -> int:
     node = made.nodes[exponent]
     if node.op != "number":
         raise _Refused("a power whose exponent is no number")
-    return power(made, x, float(node.value))
+    if not math.isfinite(node.value):
+        raise _Refused(f"a power whose exponent is {node.value}, which must be finite")
+    return made.apply("pow", x, exponent)
 
 
 def _cast(made: Expression, x: int, dtype: torch.dtype | None = None, **_: Any) -> int:

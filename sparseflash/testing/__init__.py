@@ -18,7 +18,7 @@ Their parts can be used separately, for results from elsewhere or other kinds of
 truth (in fp64) and the plain results (in any other dtype); `compare_results` compares given results; `sampled_heads`
 and `sampled_part` choose the part of a long sequence to compare.
 
-It may import `blockmask` and `backends.reference`, which is the definition.
+It may import `blockmask`, `scores` and `backends.reference`, which is the definition.
 """
 
 from sparseflash.testing.comparison import Comparison as Comparison
@@ -26,6 +26,7 @@ from sparseflash.testing.comparison import assert_exact as assert_exact
 from sparseflash.testing.comparison import compare as compare
 from sparseflash.testing.comparison import compare_results as compare_results
 from sparseflash.testing.comparison import plain_errors as plain_errors
+from sparseflash.testing.definition import Changes as Changes
 from sparseflash.testing.definition import Inputs as Inputs
 from sparseflash.testing.definition import by_definition as by_definition
 from sparseflash.testing.definition import largest_score as largest_score
@@ -40,6 +41,7 @@ from sparseflash.testing.yardstick import largest_error as largest_error
 from sparseflash.testing.yardstick import plain_dtype as plain_dtype
 
 __all__ = [
+    "Changes",
     "Comparison",
     "Error",
     "Inputs",

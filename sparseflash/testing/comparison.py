@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import checked_mask
-from sparseflash.testing.definition import Attention, Inputs, by_definition, largest_score, results_of
+from sparseflash.scores.change import Change, Scores, scores_of
+from sparseflash.testing.definition import Attention, Changes, Inputs, by_definition, largest_score, results_of
 from sparseflash.testing.sampling import Part, sampled_heads, sampled_part
 from sparseflash.testing.yardstick import Error, draws_for, error_of, largest_error, plain_dtype
 
@@ -85,6 +86,7 @@ def compare(
     mask: BlockMask | None = None,
     *,
     scale: float | None = None,
+    scores: Scores | Change | None = None,
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     heads: int | None = None,
@@ -105,6 +107,15 @@ def compare(
     `dlse`: the gradients of out and lse; by default drawn from a normal distribution with `seed`. The tensors are
     detached and never written to.
 
+    `scores`: the changes of scores that the function applies, as `attention` takes them. The gradients of those of
+    their tensors that require grad are compared, too, as `d0`, `d1` and so on, by their place in `scores.tensors()`:
+
+    >>> from sparseflash import scores
+    >>> change = scores.alibi(torch.ones(4, requires_grad=True)) + scores.softcap(5.0)
+    >>> found = compare(lambda q, k, v: attention(q, k, v, mask, scores=change), q, k, v, mask, scores=change)
+    >>> list(found.errors), found.exact
+    (['out', 'dq', 'dk', 'dv', 'd0'], True)
+
     The truth is `softmax(scale * q k^T, live scores only) v` in fp64, computed for a bounded number of scores at a
     time, in time proportional to the live keys of each block row. The allowed error is twice that of the plain
     computation in q's dtype, plus about one unit in the last place of the largest value. A plain result of few values
@@ -112,7 +123,8 @@ def compare(
 
     For long sequences, `heads` limits the comparison to that many pairs of a batch element and a key head, with their
     query heads (`sampled_heads`); `blocks` limits it to that many block rows, and as many key blocks with all rows that
-    see them (`sampled_part`). Results that are not compared must still be finite.
+    see them (`sampled_part`). Results that are not compared must still be finite. Gradients of the tensors of `scores`
+    are sums over everything, so they are not compared then.
 
     Raises ValueError for a mask of other lengths and for results of a wrong shape.
     """
@@ -124,17 +136,22 @@ def compare(
                 f"{mask.k_len}."
             )
     inputs = _inputs(q, k, v, dout, dlse, seed)
-    got, of_lse = results_of(function, inputs)
+    changes = None
+    if scores is not None:
+        changes = Changes(scores_of(scores), (*q.shape[:3], k.shape[2]))
+        changes.prepared(q.device)  # raises for what does not fit
+    learned = {} if changes is None or heads is not None or blocks is not None else changes.learned
+    got, of_lse = results_of(function, inputs, learned)
     finite = {name: bool((x < math.inf if name == "lse" else x.isfinite()).all()) for name, x in got.items()}
     pairs = [None] if heads is None else sampled_heads(k.shape[0], k.shape[1], heads, seed=seed)
-    chosen = [_Head.chosen(inputs, mask, pair, blocks, scale, seed, of_lse) for pair in pairs]
+    chosen = [_Head.chosen(inputs, mask, pair, blocks, scale, seed, of_lse, changes) for pair in pairs]
     compared = _joined([{name: head.of(name, result) for name, result in got.items()} for head in chosen])
     truth = _joined([head.computed(torch.float64) for head in chosen])
     dtype, factor = plain_dtype(q.dtype)
     queries = sum(head.inputs.q[..., 0].numel() for head in chosen)
 
     def draws() -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        for number in range(draws_for(queries, queries * k.shape[2])):
+        for number in range(draws_for(queries, queries * k.shape[2], learned=bool(learned))):
             drawn = [head if number == 0 else head.shuffled(seed + number) for head in chosen]
             exact = truth
             if number > 0 or dtype != q.dtype:
@@ -166,8 +183,8 @@ def plain_errors(draws: Iterable[tuple[Mapping[str, Tensor], Mapping[str, Tensor
 
 def assert_exact(
     function: Attention, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None,
-    dout: Tensor | None = None, dlse: Tensor | None = None, heads: int | None = None, blocks: int | None = None,
-    seed: int = 0,
+    scores: Scores | Change | None = None, dout: Tensor | None = None, dlse: Tensor | None = None,
+    heads: int | None = None, blocks: int | None = None, seed: int = 0,
 ) -> None:  # fmt: skip
     """Raises AssertionError, with a table of all errors, if `compare` finds one that is larger than allowed.
 
@@ -183,7 +200,9 @@ def assert_exact(
 
     Takes the arguments of `compare`.
     """
-    found = compare(function, q, k, v, mask, scale=scale, dout=dout, dlse=dlse, heads=heads, blocks=blocks, seed=seed)
+    found = compare(
+        function, q, k, v, mask, scale=scale, scores=scores, dout=dout, dlse=dlse, heads=heads, blocks=blocks, seed=seed
+    )
     if not found.exact:
         raise AssertionError(f"every error must be at most what is allowed; got\n{found}")
 
@@ -198,17 +217,19 @@ class _Head:
     part: Part | None
     scale: float | None
     of_lse: bool
+    changes: Changes | None
 
     @classmethod
     def chosen(
         cls, inputs: Inputs, mask: BlockMask | None, pair: tuple[int, int] | None, blocks: int | None,
-        scale: float | None, seed: int, of_lse: bool,
+        scale: float | None, seed: int, of_lse: bool, changes: Changes | None,
     ) -> _Head:  # fmt: skip
         """The head of a pair (batch element, key head), limited to `blocks` blocks unless that is None."""
         if pair is not None:
             batch, head = pair
             group = inputs.q.shape[1] // inputs.k.shape[1]
             inputs = inputs.head(batch, head)
+            changes = None if changes is None else replace(changes, first=(batch, head * group))
             if mask is not None:
                 queries = slice(head * group, (head + 1) * group)
                 mask = mask.select(
@@ -218,7 +239,7 @@ class _Head:
         if blocks is not None and mask is not None:
             layout = mask.to_layout().flatten(0, 1).any(0)
             part = sampled_part(layout, mask.block_q, mask.block_k, blocks=blocks, seed=seed)
-        return cls(inputs, mask, pair, part, scale, of_lse)
+        return cls(inputs, mask, pair, part, scale, of_lse, changes)
 
     def shuffled(self, seed: int) -> _Head:
         return replace(self, inputs=self.inputs.shuffled(seed))
@@ -233,8 +254,13 @@ class _Head:
 
     def computed(self, dtype: torch.dtype, rounded: torch.dtype | None = None) -> dict[str, Tensor]:
         """The compared part by the definition, computed in `dtype` from inputs first rounded to `rounded`."""
-        inputs = self.inputs if rounded is None else self.inputs.to(rounded)
-        made = by_definition(inputs.to(dtype), self.mask, scale=self.scale, of_lse=self.of_lse, part=self.part)
+        inputs, changes = self.inputs, self.changes
+        for each in (rounded, dtype):
+            if each is not None:
+                inputs, changes = inputs.to(each), None if changes is None else changes.to(each)
+        made = by_definition(
+            inputs, self.mask, scale=self.scale, of_lse=self.of_lse, part=self.part, changes=changes
+        )  # fmt: skip
         return made if self.part is None else {name: self.part.of(name, result) for name, result in made.items()}
 
 

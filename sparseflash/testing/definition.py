@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseflash.backends import reference
 from sparseflash.blockmask import BlockMask
+from sparseflash.scores.change import Place, Scores, Sizes
 from sparseflash.testing.sampling import Part
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -70,7 +71,54 @@ class Inputs:
         return self.q, self.k, self.v, self.dout, self.dlse
 
 
-def results_of(function: Attention, inputs: Inputs) -> tuple[dict[str, Tensor], bool]:
+@dataclass(frozen=True)
+class Changes:
+    """Changes of scores, for the definition.
+
+    >>> from sparseflash import scores
+    >>> changes = Changes(scores.alibi(torch.ones(2, requires_grad=True)) + scores.softcap(5.0), (1, 2, 10, 10))
+    >>> list(changes.learned)
+    ['d0']
+
+    `sizes`: B, Hq, Nq and Nk of the whole attention; `first`: the batch element and the query head that the inputs
+    begin with.
+    """
+
+    scores: Scores
+    sizes: tuple[int, int, int, int]
+    first: tuple[int, int] = (0, 0)
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """The tensors that require grad, under the names of their gradients."""
+        return {f"d{number}": x for number, x in enumerate(self.scores.tensors()) if x.requires_grad}
+
+    def to(self, dtype: torch.dtype) -> Changes:
+        """The tensors as a computation in that dtype takes them: only for fp64 in another precision than their own."""
+        wide = dtype == torch.float64
+
+        def cast(x: Tensor) -> Tensor:
+            changed = x.is_floating_point() and (wide or x.dtype == torch.float64)
+            made = x.detach().to(torch.float64 if wide else torch.float32) if changed else x.detach()
+            return made.clone().requires_grad_(x.requires_grad)
+
+        return Changes(self.scores.with_tensors([cast(x) for x in self.scores.tensors()]), self.sizes, self.first)
+
+    def prepared(self, device: torch.device) -> Scores:
+        """As the reference takes them."""
+        return self.scores.prepared(Sizes(*self.sizes, device))
+
+    def place(self, shape: Sequence[int], rows: slice, keys: Tensor) -> Place:
+        """Where scores of some rows and keys lie, of so many batch elements and heads."""
+        batch, head = (torch.arange(n, device=keys.device) + first for n, first in zip(shape, self.first))
+        query = torch.arange(rows.start, rows.stop, device=keys.device)
+        shift = self.sizes[3] - self.sizes[2]
+        return Place(batch.view(-1, 1, 1, 1), head.view(-1, 1, 1), query.view(-1, 1), keys, shift)
+
+
+def results_of(
+    function: Attention, inputs: Inputs, learned: dict[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], bool]:
     """The results of a function of q, k and v: out, lse if it returns one, and dq, dk, dv if out requires grad.
 
     >>> from sparseflash import attention
@@ -80,7 +128,9 @@ def results_of(function: Attention, inputs: Inputs) -> tuple[dict[str, Tensor], 
     (['out', 'dq', 'dk', 'dv'], False)
 
     The second value says whether the gradients are those of out and lse together, which they are if lse requires grad.
+    `learned`: further tensors that the function reads, by the names of their gradients.
     """
+    learned = learned or {}
     leaves = inputs.leaves()
     with torch.enable_grad():
         returned = function(*leaves)
@@ -98,13 +148,22 @@ def results_of(function: Attention, inputs: Inputs) -> tuple[dict[str, Tensor], 
         asked, given = [out], [inputs.dout.to(out.dtype)]
         if lse is not None and of_lse:
             asked, given = [out, lse], [*given, inputs.dlse.to(lse.dtype)]
-        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(asked, leaves, given))
+        gradients = torch.autograd.grad(asked, (*leaves, *learned.values()), given, allow_unused=bool(learned))
+        found |= zip(("dq", "dk", "dv"), gradients)
+        for (name, x), gradient in zip(learned.items(), gradients[3:]):
+            if gradient is None:
+                raise ValueError(
+                    f"scores must be those that the function applies, with the same tensors; got {list(x.shape)} as "
+                    f"the tensor of {name}, of which its results do not depend."
+                )
+            found[name] = gradient
     return found, of_lse
 
 
 def by_definition(
-    inputs: Inputs, mask: BlockMask | None, *, scale: float | None = None, of_lse: bool = True, part: Part | None = None
-) -> dict[str, Tensor]:
+    inputs: Inputs, mask: BlockMask | None, *, scale: float | None = None, of_lse: bool = True,
+    part: Part | None = None, changes: Changes | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """out, lse, dq, dk and dv of `softmax(scale * q k^T, live scores only) v`, computed in the dtype of the inputs.
 
     >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
@@ -115,13 +174,16 @@ def by_definition(
     Computes a bounded number of scores at a time, and only for keys that are live in those rows. Gradients of k and v
     are summed over the rows in fp64. `of_lse`: whether the gradients are those of out and lse, or of out alone. `part`:
     the block rows of a long sequence to compute; the results of other rows are 0, and dk and dv lack their
-    contributions.
+    contributions. `changes`: of the scores; the gradients of their tensors are further results.
     """
     q, k, v, dout, dlse = (x.detach() for x in inputs._tensors())
     scale = 1.0 / sqrt(q.shape[-1]) if scale is None else scale
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     out, lses, dq = torch.zeros_like(dout), torch.zeros_like(dlse, dtype=lse_dtype), torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (k, v))
+    prepared = None if changes is None else changes.prepared(q.device)
+    learned = {} if changes is None else changes.learned
+    sums = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in learned.items()}
     for rows in _row_ranges(inputs, mask, part):
         live: Tensor | None = None
         keys: Tensor | slice = slice(None)
@@ -133,14 +195,24 @@ def by_definition(
                 live = live[..., keys]
         leaves = [x.clone().requires_grad_() for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys])]
         with torch.enable_grad():
-            results = reference.attention_of_live(leaves[0], leaves[1], leaves[2], live, scale)
+            at = None
+            if changes is not None:
+                at = changes.place(q.shape, rows, torch.arange(k.shape[2], device=k.device)[keys])
+            results = reference.attention_of_live(
+                leaves[0], leaves[1], leaves[2], live, scale, changes=prepared, at=at
+            )  # fmt: skip
         gradients = torch.autograd.grad(
-            results[: 1 + of_lse], leaves, [dout[:, :, rows], dlse[:, :, rows].to(lse_dtype)][: 1 + of_lse]
-        )
+            results[: 1 + of_lse], [*leaves, *learned.values()],
+            [dout[:, :, rows], dlse[:, :, rows].to(lse_dtype)][: 1 + of_lse],
+            retain_graph=bool(learned), allow_unused=bool(learned),
+        )  # fmt: skip
         out[:, :, rows], lses[:, :, rows], dq[:, :, rows] = results[0].detach(), results[1].detach(), gradients[0]
         dk[:, :, keys] += gradients[1]
         dv[:, :, keys] += gradients[2]
-    return dict(zip(NAMES, (out, lses, dq, dk.to(k.dtype), dv.to(v.dtype)), strict=True))
+        for name, gradient in zip(sums, gradients[3:]):
+            sums[name] += 0 if gradient is None else gradient
+    found = dict(zip(NAMES, (out, lses, dq, dk.to(k.dtype), dv.to(v.dtype)), strict=True))
+    return found | {name: total.to(learned[name].dtype) for name, total in sums.items()}
 
 
 def largest_score(inputs: Inputs, scale: float | None = None) -> float:

@@ -73,15 +73,18 @@ def largest_error(got: Tensor, truth: Tensor) -> float:
     return float(apart.abs().max()) if apart.numel() else 0.0
 
 
-def draws_for(queries: int, scores: int) -> int:
+def draws_for(queries: int, scores: int, *, learned: bool = False) -> int:
     """The number of draws of the values over which to measure the plain error.
 
     >>> draws_for(queries=100, scores=10_000), draws_for(queries=4096, scores=1 << 24)
     (16, 1)
 
     `queries`, `scores`: their numbers over all heads. With few values the error of a single draw varies a lot: a plain
-    result is sometimes exact by luck.
+    result is sometimes exact by luck. `learned`: whether gradients of the tensors of changes of scores are judged, too,
+    which may be one number a head, whatever the number of queries.
     """
+    if learned:
+        return 24
     return 16 if queries < _FEW_QUERIES else 4 if scores <= _FEW_SCORES else 1
 
 

@@ -180,6 +180,7 @@ _DROPOUT_CASES = [
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # about 40 kernels are compiled
 @pytest.mark.parametrize(("arithmetic", "dims", "way"), _DROPOUT_CASES, ids=str)
 def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
@@ -228,6 +229,7 @@ _FOUND_ON_A_GPU = (
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # about 40 kernels are compiled
 @pytest.mark.parametrize(("arithmetic", "dims", "way"), _GPU_CASES)
 def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
     dtype = torch.float32 if arithmetic == "tf32" else getattr(torch, arithmetic)

@@ -177,6 +177,7 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, data):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # about 25 kernels are compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_the_kernel_is_exact_on_the_gpu(dtype):
     @given(dynamic_problems(most_tokens=500, head_dims=(64,), blocks=(16, 64, 128), dtypes=(dtype,)))

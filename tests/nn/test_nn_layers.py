@@ -121,8 +121,9 @@ def test_a_cache_is_for_causal_masks_and_inference():
     layer = filled(SparseSelfAttention(16, 2, NEAR))
     with pytest.raises(ValueError, match="mask must be causal for generation"):
         SparseSelfAttention(16, 2, partial(masks.local, window=9)).new_cache(1, 32)
-    with pytest.raises(ValueError, match="mask must be causal for generation"):
-        SparseSelfAttention(16, 2).new_cache(1, 32)
+    for capacity in (1, 32):
+        with pytest.raises(ValueError, match=r"mask must be causal for generation, .*; got None, .*mask=masks\.causal"):
+            SparseSelfAttention(16, 2).new_cache(1, capacity)
     cache = layer.new_cache(1, 32)
     with pytest.raises(ValueError, match=r"cache must be used for inference, without gradients: call layer.eval\(\)"):
         layer(torch.randn(1, 4, 16), cache=cache)
@@ -143,6 +144,18 @@ def test_a_cache_is_for_causal_masks_and_inference():
         assert layer(torch.randn(1, 1, 16), cache=half).dtype == torch.float32
     with pytest.raises(ValueError, match="capacity must be at least 1; got 0"):
         KVCache(1, 2, 0, 8)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 20])
+@pytest.mark.parametrize("mask", [None, partial(masks.local, window=9), masks.local(32, window=9)])
+def test_a_cache_made_by_hand_is_for_causal_masks_too(mask, tokens):
+    layer, cache = SparseSelfAttention(16, 2, mask).eval(), KVCache(1, 2, 32, 8)
+    with torch.no_grad(), pytest.raises(ValueError, match="mask must be causal for generation"):
+        layer(torch.randn(1, tokens, 16), cache=cache)
+    assert cache.length == 0
+    layer, x = SparseSelfAttention(16, 2, masks.causal).eval(), torch.randn(1, 20, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, cache=cache), layer(x), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ BINARY = {
     "div": lambda x, y: x / (1 + y * y), "min": torch.minimum, "max": torch.maximum,
     "where": lambda x, y: torch.where((x > y) & (y > 0) | ~(x <= 1), x, y), "mod": lambda x, y: x % (1 + y * y),
 }  # fmt: skip
-# Numbers computed from places, whole or not.
+# Numbers computed from places, whole or not, that fp32 holds exactly: PyTorch rounds them to it.
 OF_PLACES = {
-    "distance": lambda b, h, q, k: (q - k).abs() * 0.1, "parity": lambda b, h, q, k: (q // 3 + k) % 2,
-    "group": lambda b, h, q, k: (k - q - 5) // 4 / 3, "equal": lambda b, h, q, k: (q % 3 == k % 3) ^ (b != 1),
+    "distance": lambda b, h, q, k: (q - k).abs() * 0.125, "parity": lambda b, h, q, k: (q // 3 + k) % 2,
+    "group": lambda b, h, q, k: (k - q - 5) // 4 / 4, "equal": lambda b, h, q, k: (q % 3 == k % 3) ^ (b != 1),
     "head": lambda b, h, q, k: torch.logical_or(h == 1, torch.logical_not(q > k)),
 }  # fmt: skip
 
@@ -88,6 +88,30 @@ def test_an_expression_and_its_derivatives_are_those_of_the_function(function):
         torch.testing.assert_close(one, other.detach())
 
 
+POWERS = [0, 0.0, 1, 2, 3, 7, 16, 17, 40, 0.5, 1.5, 1.3, 0.1, 2.5, 20.25, -1, -2, -3, -18, -0.5, -1.5, -0.3, -2.7]
+
+
+@pytest.mark.parametrize("exponent", POWERS)
+def test_powers_and_their_derivatives_are_pytorchs(exponent):
+    bases = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.3, -0.3, 1.7, -1.7, 3.0, torch.inf, torch.nan], dtype=torch.float64)
+    found = recorded(lambda s, b, h, q, k: s**exponent, (), CPU)
+    made = found.expression
+    nodes = [found.output, *derivatives(made, found.output, [made.score])]
+    got = made.evaluated(nodes, [bases, *PLACES], ())
+    leaf = bases.clone().requires_grad_()
+    wanted = leaf**exponent
+    for one, other in zip(got, (wanted.detach(), *torch.autograd.grad(wanted.sum(), leaf)), strict=True):
+        torch.testing.assert_close(one.to(bases.dtype).expand(bases.shape), other, equal_nan=True)
+
+
+def test_powers_of_integers_are_integers():
+    function = lambda s, b, h, q, k: s + (q - k) ** 3 // 2 + (q - k) ** 1.0 + (q == k) ** 2  # noqa: E731
+    score = inputs()[0]
+    found = recorded(function, (), CPU)
+    (got,) = found.expression.evaluated([found.output], [score, *PLACES], ())
+    torch.testing.assert_close(got, function(score, *PLACES))
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -126,6 +150,7 @@ CAPTURED = torch.ones(3)
         (lambda s, b, h, q, k, g: s.half().float(), "a conversion to torch.float16"),
         (lambda s, b, h, q, k, g: s * g[1:][0], "a slice of a tensor"),
         (lambda s, b, h, q, k, g: s * 2.0**s + s ** (s * s), "a power whose exponent is no number"),
+        (lambda s, b, h, q, k, g: s**torch.inf, "a power whose exponent is inf, which must be finite"),
         (lambda s, b, h, q, k, g: s + g[(h > 1).expand(3, 1, 1)[:, 0, 0]].sum(), "got expand"),
         (lambda s, b, h, q, k, g: torch.div(s, 3, rounding_mode="trunc"), "div with rounding_mode='trunc'"),
         (lambda s, b, h, q, k, g: s * torch.tensor([1.0, 2.0])[h], "a tensor made inside the function, of shape [2]"),

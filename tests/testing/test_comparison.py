@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseflash import BlockMask, attention, masks, testing
+from scored import FUNCTIONS, KINDS, Scored, results
+from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.testing import definition
-from strategies import SEEDS, block_masks
+from strategies import SEEDS, Problem, Recipe, block_masks
 
 NAMES = ["out", "lse", "dq", "dk", "dv"]
 RAGGED = masks.per_head([masks.local(200, window=60, block=32), masks.causal(200, block=32)])
@@ -242,6 +243,58 @@ def test_the_tensors_are_left_as_they_are():
     before = [t.clone() for t in x]
     testing.compare(ours(RAGGED), *(t.requires_grad_() for t in x), RAGGED)
     assert all(map(torch.equal, x, before)) and all(t.grad is None for t in x)
+
+
+# ---------------------------------------------------------------------- with changed scores
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *FUNCTIONS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_ours_with_changed_scores_is_exact(dtype, kind):
+    recipe = Recipe("local", {"q_len": 60, "window": 30, "causal": True, "block": (16, 16)}, (60, 41))
+    sizes = {"q_len": 60, "k_len": 60, "dim": 16, "v_dim": 24, "heads": 4, "kv_heads": 2, "batch": 2}
+    problem = Problem(recipe, dtype=dtype, scale=0.3, layout="contiguous", seed=0, **sizes)
+    case = Scored(problem, tuple(dict.fromkeys((kind, "sink"))))
+    change, _ = case.changes("cpu", case.dtype)
+    q, k, v, dout, dlse = problem.tensors()
+    options = {"scale": 0.3, "scores": change, "dout": dout, "dlse": dlse}
+    mask = problem.mask
+    names = [*NAMES, *(f"d{number}" for number, x in enumerate(change.tensors()) if x.requires_grad)]
+
+    def function(q, k, v):
+        return attention(q, k, v, mask, scale=0.3, return_lse=True, scores=change)
+
+    if dtype == torch.float64:  # the definition itself
+        found = testing.by_definition(
+            testing.Inputs(q, k, v, dout, dlse), mask, scale=0.3, changes=testing.Changes(change, (2, 4, 60, 60))
+        )
+        wanted = results(case, "reference")
+        assert list(found) == names
+        for name, result in zip(names, wanted.values(), strict=True):
+            torch.testing.assert_close(found[name], result, rtol=1e-11, atol=1e-11)
+    found = testing.compare(function, q, k, v, mask, **options)
+    assert list(found.errors) == names and found.exact, str(found)
+    some = testing.compare(function, q, k, v, mask, **options, heads=2, blocks=2)
+    assert list(some.errors) == NAMES and some.exact, str(some)
+    assert not testing.compare(function, q, k, v, mask, scale=0.3).exact
+
+
+def test_a_wrong_gradient_of_a_learned_tensor_is_found():
+    q, k, v = tensors(RAGGED)
+    slopes = torch.rand(2, requires_grad=True)
+    change = scores.alibi(slopes)
+
+    def doubled(q, k, v):
+        return attention(q, k, v, RAGGED, scores=scores.alibi(2 * slopes - slopes.detach()))
+
+    found = testing.compare(doubled, q, k, v, RAGGED, scores=change)
+    assert [name for name, ratio in found.ratios.items() if ratio > 1] == ["d0"]
+    with pytest.raises(AssertionError, match="every error must be at most"):
+        testing.assert_exact(doubled, q, k, v, RAGGED, scores=change)
+    with pytest.raises(ValueError, match=r"scores must be those that the function applies, .* got \[2\] as the .* d0"):
+        testing.compare(ours(RAGGED), q, k, v, RAGGED, scores=change)
+    with pytest.raises(ValueError, match="one entry for each of the 2 query heads; got 3"):
+        testing.compare(ours(RAGGED), q, k, v, RAGGED, scores=scores.alibi(torch.ones(3)))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from experiments.pathx.data.packing import LEVELS
 from experiments.pathx.masks.orders import BASE
 from experiments.pathx.model.gather import GatherGroups, Permute, places_in_groups
 from experiments.pathx.model.intensity import SmoothEmbedding
-from experiments.training.layers.rotary import Rotation, line_rates, line_rotation, plane_rates, plane_rotation
 from experiments.training.layers.transformer import Halves, Layer, SelfAttention, compiled_halves, head_dim_of
+from sparseflash.nn.rotary import Rotation, line_rates, line_rotation, plane_rates, plane_rotation
 
 CLASSES = 2
 

@@ -151,18 +151,24 @@ def _key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
 
 
 def choices(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, capability: tuple[int, int]
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, capability: tuple[int, int], changes: Scores | None = None
 ) -> tuple[tuple[Decision, Decision], list[KernelChoice]]:
     """The kernels that a GPU of this capability would run for a forward and a backward."""
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)
-    first, second = (decide(Request.of(setting, q, v, backward=each), problem.kernels) for each in (False, True))
+    first, second = (
+        decide(Request.of(setting, q, v, changes, backward=each), problem.kernels) for each in (False, True)
+    )
     (forward, _), (_, backward) = first.family.passes(), second.family.passes()
-    key, numbers = _key(setting, problem, q, k, v), (problem.scale, problem.dropped)
+    wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
+    key = *_key(setting, problem, q, k, v), *_key_of_changes(changes), *wanted
+    numbers = problem.scale, problem.dropped
+    more: dict[str, Any] = {} if changes is None else {"changes": changes}
     out = empty_out(like(q), like(v))
-    found = forward(setting, (q.device, key), q, k, v, *numbers).choices()
+    found = forward(setting, (q.device, key), q, k, v, *numbers, **more).choices()
+    more |= {} if changes is None else {"wanted": wanted}
     return (first, second), [
-        *found, *backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False).choices(),
+        *found, *backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, **more).choices(),
     ]  # fmt: skip
 
 

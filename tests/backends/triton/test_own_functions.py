@@ -1,14 +1,17 @@
 """One's own functions of scores in the kernels: each operation, functions written in Triton, and what is refused."""
 
+import linecache
 import re
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch.nn.functional import softplus
 
-from sparseflash import attention, masks, scores
+from sparseflash import attention, clear_caches, masks, scores
+from sparseflash.backends.triton.portable import own
 from sparseflash.backends.triton.portable.own import Load, Own
 
 CPU = torch.device("cpu")
@@ -40,6 +43,55 @@ ARITHMETIC = {
     "bools": lambda s, b, h, q, k: s * ((q > k) + (q > 3)) + torch.where(~((q > k) * (h == 0)), s, 2 * s),
     "integers": lambda s, b, h, q, k: s + (q - 9) // 4 + (k - q) % 5 - (q - k) // -3 + ((q ^ k) & 3 | 8) + ~(q < k),
 }
+
+
+@pytest.mark.parametrize("exponent", [2, 3, 17, 1.5, 1.3, 20.25, -1, -2, -3, -1.5, -0.3])
+def test_powers_are_pytorchs_at_zero_and_below(exponent):
+    """A score is a product of single numbers, so it may be 0; negative bases only have whole powers."""
+    bases = torch.tensor([0.0, 0.3, 0.8, 1.0, 1.7] + [-0.4, -1.0, -1.6] * float(exponent).is_integer())
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, len(bases), 16), torch.zeros(1, 1, len(bases), 16)
+    q[..., 0], k[..., 0], v[..., 0] = 1.0, bases, torch.arange(len(bases))
+
+    own = scores.function(lambda s, b, h, q, k: (s**exponent).clamp(-5, 5))  # what is infinite is cut
+    values = {}
+    with np.errstate(all="ignore"):  # of the interpreter's numpy
+        for backend in ("triton", "blockwise"):
+            leaf = k.clone().requires_grad_()
+            out, lse = attention(q, leaf, v, scale=1.0, scores=own, backend=backend, return_lse=True)
+            values[backend] = out, lse, *torch.autograd.grad(out.sum() + lse.sum(), leaf)
+    for one, other in zip(values["triton"], values["blockwise"], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(("backend", "padded"), [("triton", False), ("triton", True), ("blockwise", False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_slopes_of_scores_that_do_not_exist_may_be_infinite(dtype, backend, padded):
+    """Tiles are filled up with zeros, where a root has an infinite slope; so may padding be."""
+    length, tokens = 15, 20 if padded else 15
+    generator = torch.Generator().manual_seed(3)
+    learned = [torch.randn(2, n, generator=generator).requires_grad_() for n in (tokens, tokens, 3)]
+
+    def own(score, b, h, q, k, of_queries, of_keys, table):
+        root = score.abs().sqrt()
+        return root * of_queries[h, q] + root * of_keys[h, k] + root * table[h, (k - q).clamp(-1, 1) + 1]
+
+    def results(backend, q, k, v, mask):
+        change = scores.function(own, *learned)
+        with np.errstate(all="ignore"):  # of the interpreter's numpy
+            out, lse = attention(q, k, v, mask, scores=change, return_lse=True, backend=backend)
+            total = out[:, :, :length].float().sin().sum() + lse[:, :, :length].sum()
+            found = torch.autograd.grad(total, (q, k, v, *learned))
+        return [x[:, :, :length].float() for x in (out, lse, *found[:3])] + list(found[3:])
+
+    q, k, v = (x.detach() for x in tensors(tokens, dtype=dtype))
+    q[:, :, length:], k[:, :, length:] = 0, 0
+    mask = masks.causal(tokens, block=16)
+    got = results(backend, *(x.requires_grad_() for x in (q, k, v)), mask.with_lengths([length]) if padded else mask)
+    cut = [x[:, :, :length].detach().requires_grad_() for x in (q, k, v)]
+    wanted = results("reference", *cut, masks.causal(length, block=16))
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
@@ -139,6 +191,37 @@ def test_equal_functions_share_their_compiled_code_and_masks_have_no_part_in_it(
 
     assert made(1.0).changed is made(1.0).changed
     assert made(1.0).changed is not made(2.0).changed
+
+
+def sources():
+    return [name for name in linecache.cache if name.startswith("sparseflash_own_")]
+
+
+def test_the_sources_of_functions_go_with_them(monkeypatch):
+    def made(bound):
+        change = scores.function(lambda s, b, h, q, k: s.clamp(max=bound))
+        return Own(change, dict(zip("bhqk", (1, 2, 16, 16))), CPU, [])
+
+    clear_caches()
+    monkeypatch.setattr(own._made, "most", 2)
+    for bound in (1.5, 2.5, 3.5):
+        made(bound)
+        assert len(sources()) == len(own._made) <= 2
+    clear_caches()
+    assert not sources() and not own._made
+
+
+def test_a_call_may_outlive_the_functions_in_the_cache():
+    gain = torch.ones(2, requires_grad=True)
+    change = scores.function(lambda s, b, h, q, k, gain: s * gain[h] + 0.125 * gain[h] * s.tanh(), gain)
+    q, k, v = tensors()
+    found = []
+    for cleared in (True, False):
+        out = attention(q, k, v, scores=change, backend="triton")
+        if cleared:
+            clear_caches()
+        found.append(torch.autograd.grad(out.sin().sum(), (q, k, v, gain)))
+    assert all(map(torch.equal, *found))
 
 
 def test_the_gradient_of_a_read_is_put_where_it_was_read():

@@ -380,6 +380,7 @@ def test_what_a_query_does_not_see_does_not_reach_it_from_a_block_that_is_missin
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # about 40 kernels are compiled
 @pytest.mark.parametrize("way", [None, *WAYS])
 @pytest.mark.parametrize(
     ("arithmetic", "dim"),

@@ -13,6 +13,12 @@ def floor_divide(x, y):
 
 
 @triton.jit
+def product(gradient, slope):
+    """The product, and 0 where the gradient is 0: that of dead scores, whose slopes need not be finite."""
+    return tl.where(gradient == 0.0, 0.0, gradient * slope)
+
+
+@triton.jit
 def sign(x):
     """-1, 0 or 1."""
     return tl.where(x > 0, 1.0, 0.0) - tl.where(x < 0, 1.0, 0.0)

@@ -7,6 +7,7 @@ no atomics and the bits are the same at every run.
 import triton
 import triton.language as tl
 
+from sparseflash.backends.triton.portable.arithmetic import product
 from sparseflash.backends.triton.portable.dropout import kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, in_fp32, products
 from sparseflash.backends.triton.portable.loads import (
@@ -117,7 +118,7 @@ def dk_dv_step(
         own_sums = OWN_SUMS(own_sums, ds, own[1], BLOCK_N)
     if CHANGES:
         if OWN is not None:
-            ds = ds * own[0]
+            ds = product(ds, own[0])
     if dkey_ptr is not None:
         dkey += tl.sum(ds, 1)
     if CAPPED & CHANGES:
@@ -368,7 +369,34 @@ def own_step(
     if OWN_STORES is not None:
         rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
         OWN_STORES(ds, own[1], own_parts, own_numbers, batch_head, rows, keys, q_len, k_len)
-    return ds * own[0], own_sums
+    return product(ds, own[0]), own_sums
+
+
+@triton.jit
+def dq_step(
+    dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr, dtable_ptr,
+    buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr,
+    OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
+):  # fmt: skip
+    """Adds the contribution of one tile of keys, from what `row_step` returned, to dq (without the scale) and to the
+    gradients of what changes of scores learn: `(dq, dslopes, own_sums, table_sums)`.
+    """
+    ds = score_gradients(p, dp, delta[:, None], dlse)
+    if OWN is not None:
+        ds, own_sums = own_step(
+            ds, own, own_sums, own_parts, changes[13], batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N,
+            OWN_SUMS, OWN_STORES,
+        )  # fmt: skip
+    if dslopes_ptr is not None:
+        rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
+        dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
+    if CHANGES:
+        ds, table_sums = learned_step(
+            ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q,
+            first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+        )  # fmt: skip
+    return accumulate(ds, k_tile, dq, PRECISION), dslopes, own_sums, table_sums
 
 
 @triton.jit
@@ -383,24 +411,24 @@ def store_own_sums(own_sums, own_parts, place, first, length, TOKENS: tl.constex
 
 
 @triton.jit
-def means_step(delta, weight, lost, exps, p, dp, guess):
-    """Adds one tile of keys to the sums from which `write_means` computes delta."""
+def means_step(delta, weight, lost, exps, p, dp, estimate):
+    """Adds one tile of keys to the sums from which `write_means` computes delta; estimate: rowsum(out * dout)."""
     weight, lost = add_exactly(weight, lost, tl.sum(exps, 1))
-    return delta + tl.sum(p * (dp - guess[:, None]), 1), weight, lost
+    return delta + tl.sum(p * (dp - estimate[:, None]), 1), weight, lost
 
 
 @triton.jit
-def means_of_sink(delta, weight, guess, inverse, maximum, sink_ptr, head):
+def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
     """`means_step` for the sink, a key whose weight has the gradient 0."""
     exps = exp2_rounded((tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E)
-    return delta - exps * inverse * guess, weight + exps
+    return delta - exps * inverse * estimate, weight + exps
 
 
 @triton.jit
-def write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, inside):
+def write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, inside):
     """Writes delta and the inverse sum of exponentials of queries all of whose keys have been added."""
     weight = tl.where((inverse > 0.0) & (weight > 0.0), weight, 1.0)
-    tl.store(delta_ptr + at, guess + tl.div_rn(delta, tl.where(inverse > 0.0, weight * inverse, 1.0)), mask=inside)
+    tl.store(delta_ptr + at, estimate + tl.div_rn(delta, tl.where(inverse > 0.0, weight * inverse, 1.0)), mask=inside)
     own_inverse = tl.where(inverse > 0.0, tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), weight), 0.0)
     tl.store(own_inverse_ptr + at, own_inverse, mask=inside)
 
@@ -493,7 +521,7 @@ def dq_kernel(
             own_dlse = tl.load(dlse_ptr + at_q, mask=rows < q_len, other=0.0)
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if DELTA or not KEEP:
-        guess = tl.sum(out_tile.to(tl.float32) * in_fp32(dout_tile, PRECISION), 1)
+        estimate = tl.sum(out_tile.to(tl.float32) * in_fp32(dout_tile, PRECISION), 1)
     if DELTA:
         delta = tl.zeros([BLOCK_M], tl.float32)
         weight, lost = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -502,7 +530,7 @@ def dq_kernel(
     else:
         empty = lse == float("-inf")
         lse2 = tl.where(empty, float("inf"), lse * LOG2E)
-        delta = guess
+        delta = estimate
         if dlse_ptr is not None:
             delta -= own_dlse
         delta = tl.where(empty, 0.0, delta)
@@ -515,9 +543,9 @@ def dq_kernel(
         key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
     )  # fmt: skip
     coordinates = rows_ptr, queries_ptr, groups_ptr
+    dslopes, own_sums, table_sums = (), (), ()
     if dslopes_ptr is not None:
         dslopes = tl.zeros([BLOCK_M], tl.float32)
-    own_sums, table_sums = (), ()
     if OWN_SUMS is not None:
         own_sums = OWN_SUMS(None, None, None, BLOCK_M)
     if dtable_ptr is not None:
@@ -533,23 +561,13 @@ def dq_kernel(
             DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
         )  # fmt: skip
         if DELTA:
-            delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)
+            delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, estimate)
         else:
-            ds = score_gradients(p, dp, delta[:, None], dlse)
-            if OWN is not None:
-                ds, own_sums = own_step(
-                    ds, own, own_sums, own_parts, own_numbers, batch_head, first_q, first_k, q_len, k_len,
-                    BLOCK_M, BLOCK_N, OWN_SUMS, OWN_STORES,
-                )  # fmt: skip
-            if dslopes_ptr is not None:
-                keys = token_numbers(first_k, BLOCK_N)
-                dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
-            if CHANGES:
-                ds, table_sums = learned_step(
-                    ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head,
-                    first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
-                )  # fmt: skip
-            dq = accumulate(ds, k_tile, dq, PRECISION)
+            dq, dslopes, own_sums, table_sums = dq_step(
+                dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr,
+                dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
+                BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
+            )  # fmt: skip
 
     if at_end + partial > 0:  # as in the forward
         next_block, next_tile = partial_block, partial_number
@@ -572,23 +590,13 @@ def dq_kernel(
                 GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
             )  # fmt: skip
             if DELTA:
-                delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, guess)
+                delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, estimate)
             else:
-                ds = score_gradients(p, dp, delta[:, None], dlse)
-                if OWN is not None:
-                    ds, own_sums = own_step(
-                        ds, own, own_sums, own_parts, own_numbers, batch_head, first_q, first_k, q_len, k_len,
-                        BLOCK_M, BLOCK_N, OWN_SUMS, OWN_STORES,
-                    )  # fmt: skip
-                if dslopes_ptr is not None:
-                    keys = token_numbers(first_k, BLOCK_N)
-                    dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
-                if CHANGES:
-                    ds, table_sums = learned_step(
-                        ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head,
-                        first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
-                    )  # fmt: skip
-                dq = accumulate(ds, k_tile, dq, PRECISION)
+                dq, dslopes, own_sums, table_sums = dq_step(
+                    dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr,
+                    dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
+                    BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
+                )  # fmt: skip
 
     if OWN_SUMS is not None:
         store_own_sums(own_sums, own_parts, tl.cast(tl.program_id(0), tl.int64), 0, 0, BLOCK_M, False)
@@ -603,8 +611,8 @@ def dq_kernel(
     if parts_ptr is None:
         if DELTA:
             if sink_ptr is not None:
-                delta, weight = means_of_sink(delta, weight, guess, inverse, lse2, sink_ptr, head)
-            write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+                delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
+            write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
         else:
             write_gradients(
                 dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M, True, False
@@ -616,14 +624,14 @@ def dq_kernel(
             if DELTA:
                 tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, 1), delta[:, None])
                 tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_M, BLOCK_M, 1), weight[:, None])
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 2 * BLOCK_M, BLOCK_M, 1), guess[:, None])
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 2 * BLOCK_M, BLOCK_M, 1), estimate[:, None])
             else:
                 tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_D), dq)
         else:
             if DELTA:
                 if sink_ptr is not None:
-                    delta, weight = means_of_sink(delta, weight, guess, inverse, lse2, sink_ptr, head)
-                write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+                    delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
+                write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
             else:
                 write_gradients(
                     dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M,

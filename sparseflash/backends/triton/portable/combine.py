@@ -118,7 +118,7 @@ def combine_means_kernel(
     maximum_ptr, sink_ptr, heads,  # as in forward_kernel; the first two None without a sink
     q_len, row_tiles, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta and the inverse sums of BLOCK_M queries. All chunks of a row have the same guess."""
+    """delta and the inverse sums of BLOCK_M queries. All chunks of a row have the same estimate of delta."""
     SIZE: tl.constexpr = BLOCK_M * 3
     item_ptr = merged_ptr + tl.program_id(0) * MERGED
     item, first_part, parts = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
@@ -126,9 +126,9 @@ def combine_means_kernel(
     at = tl.cast(item // row_tiles, tl.int64) * q_len + rows
     delta = sum_of_parts(parts_ptr, 0, first_part, parts, SIZE, 0, BLOCK_M, 1).reshape(BLOCK_M)
     weight = sum_of_parts(parts_ptr, 0, first_part, parts, SIZE, BLOCK_M, BLOCK_M, 1).reshape(BLOCK_M)
-    guess = tl.load(part_pointers(parts_ptr, first_part, SIZE, 2 * BLOCK_M, BLOCK_M, 1)).reshape(BLOCK_M)
+    estimate = tl.load(part_pointers(parts_ptr, first_part, SIZE, 2 * BLOCK_M, BLOCK_M, 1)).reshape(BLOCK_M)
     inverse = tl.load(inverse_ptr + at, mask=rows < q_len, other=0.0)
     if sink_ptr is not None:
         maximum = tl.load(maximum_ptr + at, mask=rows < q_len, other=0.0)
-        delta, weight = means_of_sink(delta, weight, guess, inverse, maximum, sink_ptr, item // row_tiles % heads)
-    write_means(delta, weight, guess, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+        delta, weight = means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, item // row_tiles % heads)
+    write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)

@@ -20,7 +20,7 @@ from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, COMPILE
 from sparseflash.scores.change import Scores
 from sparseflash.scores.relative import Codes
 
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 class Changed:
@@ -65,9 +65,11 @@ class Changed:
         self.own, self.function = None, None
         if (function := changes.find("function")) is not None:
             sizes = dict(zip("bhqk", (q.shape[0], numbers.heads, numbers.q_len, numbers.k_len)))
-            self.own = own = Own(function, sizes, q.device, wanted_of(changes, wanted)["function"])
+            # Where its tensors are; of q alone something may be asked on the meta device, where nothing is recorded.
+            device = next((x.device for x in function.given), q.device if q.device.type != "meta" else _CPU)
+            self.own = own = Own(function, sizes, device, wanted_of(changes, wanted)["function"])
             self.function = own.changed
-            if tensors := Own.tensors(function, q.device):
+            if tensors := Own.tensors(function, device):
                 self.examples["own_ptrs"] = tuple(map(_like, tensors))
                 self.numbers["own_numbers"] = own.numbers
 

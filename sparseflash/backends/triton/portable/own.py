@@ -36,8 +36,24 @@ _FORMS = {
     **{op: f"{op}({{}})" for op in ("sign", "sigmoid", "log1p")},
     **{op: f"tl.{op}({{}})" for op in ("abs", "floor", "ceil", "exp", "log", "sqrt", "sin", "cos")},
 }  # fmt: skip
+_ARITHMETIC = {
+    each.__name__: each
+    for each in (arithmetic.floor_divide, arithmetic.log1p, arithmetic.product, arithmetic.sigmoid, arithmetic.sign)
+}
 _HEADER = "changed(score, b, h, q, k, pointers, numbers, CHANGES: tl.constexpr)"
-_made = BoundedDict(256)
+
+
+class _Made(BoundedDict):
+    """The functions of each text. The texts are in `linecache`, which nothing else removes them from."""
+
+    def clear(self) -> None:
+        """Forgets the functions; those still in use stay valid."""
+        for found in self.values():
+            linecache.cache.pop(found["__name__"], None)
+        super().clear()
+
+
+_made = _Made(256)
 
 
 class Load(NamedTuple):
@@ -173,10 +189,10 @@ class _Source:
                 continue
             if first is None:  # the parts of queries come first; those of keys are another kernel's
                 first = number - sum(loads[each].way == "keys" for each in learned)
-            part = f"parts[{first}]"
+            part, gradient = f"parts[{first}]", f"product(ds, more[{number}])"
             first += 1
             if loads[at].way == "pairs":
-                lines.append(f"store_bias_gradients(ds * more[{number}], {part}, batch_head, q, k, q_len, k_len)")
+                lines.append(f"store_bias_gradients({gradient}, {part}, batch_head, q, k, q_len, k_len)")
                 continue
             x = self._tensors[loads[at].tensor]
             sizes = [self._number(loads[at].tensor, "size", dim) for dim in _entry_dims(loads[at])]
@@ -188,7 +204,7 @@ class _Source:
                 )
             lines.append(f"entries = {' * '.join(sizes)}")
             lines.append(f"own = {part} + tl.cast(tl.program_id(0), tl.int64) * entries")
-            lines.append(f"add_table_gradients(ds * more[{number}], own, more[{entries[at]}], entries)")
+            lines.append(f"add_table_gradients({gradient}, own, more[{entries[at]}], entries)")
         if lines:
             parts.append(_function("stores(ds, more, parts, numbers, batch_head, q, k, q_len, k_len)", lines))
 
@@ -216,6 +232,8 @@ class _Source:
             return
         if node.op == "remainder":
             text = "{0} - tl.floor({0} / {1}) * {1}" if node.kind == "float" else "{0} - floor_divide({0}, {1}) * {1}"
+        elif node.op == "pow":
+            text = self._power(number, inputs[0], self._made.nodes[node.inputs[1]].value)
         elif node.op == "to_float":
             text = "tl.where({}, 1.0, 0.0)" if self._kind(node) == "bool" else "{}.to(tl.float32)"
         elif node.op == "to_int":
@@ -223,6 +241,21 @@ class _Source:
         else:
             text = _FORMS[node.op]
         self._lines.append(f"x{number} = {text.format(*inputs)}")
+
+    def _power(self, number: int, base: str, exponent: float) -> str:
+        """A power by products, of the squares of its base and of a root; so 0 and negative bases have PyTorch's."""
+        times, rest = int(abs(exponent)), abs(exponent) % 1
+        factors, square = [], base
+        while times:
+            if times % 2:
+                factors.append(square)
+            times //= 2
+            if times:
+                self._lines.append(f"s{number}_{len(self._lines)} = {square} * {square}")
+                square = self._lines[-1].partition(" ")[0]
+        if rest:
+            factors.append(f"tl.sqrt({base})" if rest == 0.5 else f"tl.exp({rest!r} * tl.log({base}))")
+        return " * ".join(factors) if exponent > 0 else f"1.0 / ({' * '.join(factors)})"
 
     def _kind(self, node: Node) -> str:
         return self._made.nodes[node.inputs[0]].kind
@@ -302,7 +335,7 @@ def _entry_dims(load: Load) -> list[int]:
 
 def _sums(way: str, own: Sequence[int]) -> str:
     zeros = ["tl.zeros([TOKENS], tl.float32)" for _ in own]
-    added = [f"sums[{place}] + tl.sum(ds * more[{number}], 1)" for place, number in enumerate(own)]
+    added = [f"sums[{place}] + tl.sum(product(ds, more[{number}]), 1)" for place, number in enumerate(own)]
     lines = ["if sums is None:", f"    return {_tuple(zeros)}", "else:", f"    return {_tuple(added)}"]
     return _function(f"sums_of_{way}(sums, ds, more, TOKENS: tl.constexpr)", lines)
 
@@ -325,9 +358,11 @@ def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
         found = {
             "__name__": name, "triton": triton, "tl": tl, "tanh": tanh, "store_bias_gradients": store_bias_gradients,
-            "add_table_gradients": add_table_gradients, "floor_divide": arithmetic.floor_divide,
-            "sign": arithmetic.sign, "sigmoid": arithmetic.sigmoid, "log1p": arithmetic.log1p, **others,
+            "add_table_gradients": add_table_gradients, **_ARITHMETIC, **others,
         }  # fmt: skip
         exec(compile(text, name, "exec"), found)
+        for each in list(found.values()):
+            if hasattr(each, "rewrite"):  # the interpreter reads the source at the first call, and it may be gone then
+                each.rewrite()
         _made.put(text, found)
     return found

@@ -131,7 +131,7 @@ def test_rotations_make_the_product_depend_on_the_distance_alone():
 
 @pytest.mark.parametrize(("head_dim", "side"), [(5, None), (6, 32)])
 def test_heads_that_cannot_be_rotated_are_refused(head_dim, side):
-    with pytest.raises(ValueError, match="rotary positions need head dims that are multiples of"):
+    with pytest.raises(ValueError, match=r"head_dim must be a positive multiple of [24] for rotary positions"):
         RotaryPositions(head_dim, side, 0)
 
 
