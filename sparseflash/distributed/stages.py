@@ -114,6 +114,8 @@ class _Work:
     rank: int
     heads: Heads
     entries: _Entries
+    outgoing: list[Integers]  # the key blocks that each rank needs from this one
+    incoming: list[Integers]  # and that this one needs from each
     reads: Booleans  # [R, kinds, Mk]
     sizes: Integers  # [Mk], tokens of each key block
     stages: int
@@ -127,11 +129,12 @@ class _Work:
         sizes[-1] -= mask.blocks[1] * mask.block_k - mask.k_len
         stage_of = np.full(mask.blocks[1], -1)
         stage_of[readers.owner == rank] = 0
-        for other in range(readers.ranks):
-            blocks = readers.message(other, rank)
+        incoming = [readers.message(other, rank) for other in range(readers.ranks)]
+        for blocks in incoming:
             stage_of[blocks] = 1 + _parts(len(blocks), stages)
         return cls(
             mask, assignment, readers, rank, heads, _Entries.of(mask, assignment, rank, heads),
+            [readers.message(rank, other) for other in range(readers.ranks)], incoming,
             np.stack([readers.reads[:, kind].any(1) for kind in heads.kinds], axis=1), sizes, stages, stage_of,
         )  # fmt: skip
 
@@ -221,17 +224,15 @@ class _Work:
 
     def _messages(self, number: int, slot: Integers, slots: int) -> tuple[Rows, Rows]:
         """The rows that this rank sends and receives in an exchange."""
-        ranks = range(self.readers.ranks)
 
-        def part(source: int, target: int) -> Integers:
-            blocks = self.readers.message(source, target)
+        def part(blocks: Integers) -> Integers:
             return np.compress(_parts(len(blocks), self.stages) == number, blocks)
 
-        sent = self._rows([part(self.rank, other) for other in ranks], list(self.reads), self.place, self.tokens)
-        incoming = [part(other, self.rank) for other in ranks]
-        return sent, self._rows(
-            incoming, [self.reads[self.rank]] * self.readers.ranks, slot, slots * self.mask.block_k
-        )  # fmt: skip
+        wanted = [self.reads[self.rank]] * self.readers.ranks
+        return (
+            self._rows(list(map(part, self.outgoing)), list(self.reads), self.place, self.tokens),
+            self._rows(list(map(part, self.incoming)), wanted, slot, slots * self.mask.block_k),
+        )
 
     def _rows(self, blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
         """The rows of blocks for each rank, where a kind of head wants them.
