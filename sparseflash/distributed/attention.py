@@ -198,9 +198,9 @@ def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchange
     rows = route.stages[-1].queries_on(q.device) if route.are_apart else None
     queries = for_each_stage(q, len(route.stages)) if rows is None else taken_apart(q, rows)
     local, pending = exchanged([k, v], transfers)
-    # Queries taken apart would let others attend while keys travel, forward and backward. But where an exchange starts
-    # after attention on one GPU and before it on another, the first has no multiprocessor left for it, and the second
-    # waits for the first with those it has taken: both attentions run one after the other. So all keys are waited for.
+    # If queries are taken apart, the others could attend while keys travel. But where the exchange starts after that
+    # attention on one GPU and before it on another, the first has no multiprocessor left for it, and the second keeps
+    # some waiting, which its own attention needs: they take turns. So all keys are waited for.
     early = {} if rows is None else {stage: arrived(some, stage, transfers, local) for stage, some in pending.items()}
     parts = []
     for some, stage in zip(queries, route.stages, strict=True):

@@ -21,6 +21,10 @@ from sparseflash.distributed.routes import Booleans, Heads, Readers
 from sparseflash.distributed.rows import Additions, Rows
 from sparseflash.distributed.shards import Integers
 
+# The share of block rows with remote keys up to which they attend apart from the others. Each attention has a beginning
+# and an end at which the GPU is not full; what is saved is a copy of the keys that the others see.
+_FEW_ROWS = 0.25
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:
@@ -92,8 +96,8 @@ def stages_of(
 ) -> Route:  # fmt: skip
     """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts.
 
-    If `stages` is 0, queries that need remote keys attend to all their keys at once, and the others to local ones,
-    which need not be copied for them.
+    If `stages` is 0, all queries attend to all their keys at once; if few of them have remote keys, the others attend
+    apart, to local keys, which then need not be copied.
 
     same_slots: a slot has the same token for all heads, so that it has one position; otherwise heads that need
     different keys each fill their slots from the first on, which takes less memory.
@@ -176,11 +180,13 @@ class _Work:
         )  # fmt: skip
 
     def together(self, same_slots: bool) -> list[Stage]:
-        """The attention of block rows without remote keys, if there are any, and of the others to all their keys."""
+        """The attention of block rows to all their keys; if few of them have remote keys, after that of the others."""
         block_q, block_k = self.mask.block_q, self.mask.block_k
         rows = self.entries.rows_with(self.stage_of > 0)
         if not rows.any():
             rows[-1] = True  # so that there is a stage in which keys are sent
+        if rows.mean() > _FEW_ROWS:
+            rows[:] = True
         own = self.entries.columns_of(rows) & (self.stage_of == 0)
         first = int(own.sum())
         slot, slots = self._slots(0, same_slots, 0 if first else 1)

@@ -69,6 +69,15 @@ def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, stages
     testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_queries_that_attend_apart_are_as_exact(pool, ranks, dtype):
+    mask = masks.local(999, window=40, block=32)
+    q, k, v = tensors(mask, heads=4, kv_heads=2, dtype=dtype)
+    assert distributed.shard(mask, ranks=ranks).stages_for(1, 2, 0).are_apart
+    testing.assert_exact(sharded(pool, ranks, mask, {"strategy": "keys", "stages": 0}), q, k, v, mask)
+
+
 @given(problem=drawn_problems(), ranks=st.integers(2, 4))
 def test_queries_that_travel_are_as_exact(pool, problem, ranks):
     mask = problem.mask
