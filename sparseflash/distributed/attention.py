@@ -102,9 +102,10 @@ def attention(
     device). If a rank dies, the others raise what their backend of torch.distributed raises, at the latest after the
     group's timeout.
 
-    The result does not depend on timing: parts are merged in the order of the stages, and gradients of keys are summed
-    in the order of the ranks, in fp32. It rounds differently from one GPU's: partial results are rounded to the inputs'
-    dtype before they are merged. With `strategy="heads"` nothing is summed.
+    The result does not depend on timing: parts are merged in the order of the stages, and the gradients of a key, each
+    rounded to the inputs' dtype, are summed in fp32, those of its own rank first and then in the order of the ranks. It
+    rounds differently from one GPU's: with one to four stages, partial results too are rounded before they are merged.
+    With `strategy="heads"` nothing is summed.
 
     `torch.compile` leaves this function out of its graphs: it breaks the graph before and after it.
 

@@ -3,7 +3,7 @@
 The exchanges of all stages are started together and each is waited for when its keys are needed, so that they overlap
 with attention to what is there already. Backward runs the stages in reverse order: as soon as the attention of a stage
 has its gradients they are sent back, while earlier stages, the local one last, are still being computed. Each owner
-then adds what came back in the order of the ranks, in fp32, whatever arrived first.
+then adds what came back to its own, in the order of the ranks and in fp32, whatever arrived first.
 """
 
 from __future__ import annotations
