@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.build import arrays_of_tiles
+from sparseflash.distributed.entries import Entries
 from sparseflash.distributed.planner import Assignment
 from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.routes import Booleans, Heads, Readers
@@ -117,7 +117,7 @@ class _Work:
     readers: Readers
     rank: int
     heads: Heads
-    entries: _Entries
+    entries: Entries
     outgoing: list[Integers]  # the key blocks that each rank needs from this one
     incoming: list[Integers]  # and that this one needs from each
     reads: Booleans  # [R, kinds, Mk]
@@ -137,7 +137,7 @@ class _Work:
         for blocks in incoming:
             stage_of[blocks] = 1 + _parts(len(blocks), stages)
         return cls(
-            mask, assignment, readers, rank, heads, _Entries.of(mask, assignment, rank, heads),
+            mask, assignment, readers, rank, heads, Entries.of(mask, assignment, rank, heads),
             [readers.message(rank, other) for other in range(readers.ranks)], incoming,
             np.stack([readers.reads[:, kind].any(1) for kind in heads.kinds], axis=1), sizes, stages, stage_of,
         )  # fmt: skip
@@ -269,67 +269,3 @@ def _tokens(blocks: Integers, block: int) -> Integers:
 def _parts(count: int, parts: int) -> Integers:
     """The part that each of `count` items belongs to, in order and of nearly equal sizes."""
     return np.arange(count) * parts // max(count, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Entries:
-    """The stored tiles of a rank's block rows, for each combination of patterns."""
-
-    whole: BlockMask
-    q_len: int
-    row: Integers  # combination * Mq of the rank + block row of the rank
-    kind: Integers  # the kind of key heads
-    col: Integers
-    tile: Integers
-    heads: Heads
-
-    @classmethod
-    def of(cls, mask: BlockMask, assignment: Assignment, rank: int, heads: Heads) -> _Entries:
-        mine = np.flatnonzero(assignment.queries.rank_of_block(mask.block_q) == rank)
-        patterns = np.array([pattern for _, pattern in heads.combinations])
-        kinds = np.array([kind for kind, _ in heads.combinations])
-        flat = (patterns[:, None] * mask.blocks[0] + mine).reshape(-1)
-        indptr = mask.indptr.numpy().astype(np.int64)
-        counts = indptr[flat + 1] - indptr[flat]
-        row = np.arange(len(flat)).repeat(counts)
-        entry = np.arange(len(row)) + (indptr[flat] - (counts.cumsum() - counts))[row]
-        col, tile = mask.indices.numpy()[entry].astype(np.int64), mask.tile.numpy()[entry].astype(np.int64)
-        return cls(mask, assignment.queries.counts[rank], row, kinds[row // len(mine)], col, tile, heads)
-
-    @property
-    def block_rows(self) -> int:
-        """Of the rank."""
-        return -(-self.q_len // self.whole.block_q)
-
-    def rows_with(self, columns: Booleans) -> Booleans:
-        """Which block rows have a tile in these key blocks, for any head."""
-        found = np.zeros(self.block_rows, np.bool_)
-        found[self.row[columns[self.col]] % self.block_rows] = True
-        return found
-
-    def columns_of(self, rows: Booleans) -> Booleans:
-        """Which key blocks have a tile in these block rows, for any head."""
-        found = np.zeros(self.whole.blocks[1], np.bool_)
-        found[self.col[rows[self.row % self.block_rows]]] = True
-        return found
-
-    def mask(
-        self, columns: Booleans, place: Integers, k_len: int, rows: Booleans | None = None, *, cut: bool = False
-    ) -> BlockMask:
-        """The mask of these key blocks, whose new numbers are `place [kinds, Mk]`, and of these block rows; without the
-        others if `cut`.
-        """
-        chosen, q_len, count = columns[self.col], self.q_len, self.block_rows
-        if rows is not None:
-            chosen = chosen & rows[self.row % count]
-        row, kind, col, tile = self.row[chosen], self.kind[chosen], self.col[chosen], self.tile[chosen]
-        block_q, block_k = self.whole.block_q, self.whole.block_k
-        if rows is not None and cut:
-            left = int(rows.sum())
-            row = row // count * left + (rows.cumsum() - 1)[row % count]
-            q_len = left * block_q - (count * block_q - q_len if rows[-1] else 0)
-        rows_, cols, tiles, number = (torch.from_numpy(x) for x in (row, place[kind, col], tile, self.heads.number))
-        arrays = arrays_of_tiles(
-            q_len, k_len, block_q, block_k, rows_, cols, tiles, self.whole.bits, number, len(self.heads.combinations)
-        )
-        return BlockMask(q_len, k_len, block_q, block_k, *arrays)

@@ -1,0 +1,78 @@
+"""The live tiles of one rank's queries, from which the masks of its attentions are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.build import arrays_of_tiles
+from sparseflash.distributed.planner import Assignment
+from sparseflash.distributed.routes import Booleans, Heads
+from sparseflash.distributed.shards import Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """The stored tiles of a rank's block rows, for each combination of patterns."""
+
+    whole: BlockMask
+    q_len: int
+    row: Integers  # combination * Mq of the rank + block row of the rank
+    kind: Integers  # the kind of key heads
+    col: Integers
+    tile: Integers
+    heads: Heads
+
+    @classmethod
+    def of(cls, mask: BlockMask, assignment: Assignment, rank: int, heads: Heads) -> Entries:
+        mine = np.flatnonzero(assignment.queries.rank_of_block(mask.block_q) == rank)
+        patterns = np.array([pattern for _, pattern in heads.combinations])
+        kinds = np.array([kind for kind, _ in heads.combinations])
+        flat = (patterns[:, None] * mask.blocks[0] + mine).reshape(-1)
+        indptr = mask.indptr.numpy().astype(np.int64)
+        counts = indptr[flat + 1] - indptr[flat]
+        row = np.arange(len(flat)).repeat(counts)
+        entry = np.arange(len(row)) + (indptr[flat] - (counts.cumsum() - counts))[row]
+        col, tile = mask.indices.numpy()[entry].astype(np.int64), mask.tile.numpy()[entry].astype(np.int64)
+        return cls(mask, assignment.queries.counts[rank], row, kinds[row // len(mine)], col, tile, heads)
+
+    @property
+    def block_rows(self) -> int:
+        """Of the rank."""
+        return -(-self.q_len // self.whole.block_q)
+
+    def rows_with(self, columns: Booleans) -> Booleans:
+        """Which block rows have a tile in these key blocks, for any head."""
+        found = np.zeros(self.block_rows, np.bool_)
+        found[self.row[columns[self.col]] % self.block_rows] = True
+        return found
+
+    def columns_of(self, rows: Booleans) -> Booleans:
+        """Which key blocks have a tile in these block rows, for any head."""
+        found = np.zeros(self.whole.blocks[1], np.bool_)
+        found[self.col[rows[self.row % self.block_rows]]] = True
+        return found
+
+    def mask(
+        self, columns: Booleans, place: Integers, k_len: int, rows: Booleans | None = None, *, cut: bool = False
+    ) -> BlockMask:
+        """The mask of these key blocks, whose new numbers are `place [kinds, Mk]`, and of these block rows; without the
+        others if `cut`.
+        """
+        chosen, q_len, count = columns[self.col], self.q_len, self.block_rows
+        if rows is not None:
+            chosen = chosen & rows[self.row % count]
+        row, kind, col, tile = self.row[chosen], self.kind[chosen], self.col[chosen], self.tile[chosen]
+        block_q, block_k = self.whole.block_q, self.whole.block_k
+        if rows is not None and cut:
+            left = int(rows.sum())
+            row = row // count * left + (rows.cumsum() - 1)[row % count]
+            q_len = left * block_q - (count * block_q - q_len if rows[-1] else 0)
+        rows_, cols, tiles, number = (torch.from_numpy(x) for x in (row, place[kind, col], tile, self.heads.number))
+        arrays = arrays_of_tiles(
+            q_len, k_len, block_q, block_k, rows_, cols, tiles, self.whole.bits, number, len(self.heads.combinations)
+        )
+        return BlockMask(q_len, k_len, block_q, block_k, *arrays)
