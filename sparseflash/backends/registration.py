@@ -79,7 +79,8 @@ class _Direct(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         run = ctx.run
-        if torch.is_grad_enabled() or not is_plain_call(dout, q, k, v, *tensors):
+        batched = _holds_several(dout) or (dlse is not None and _holds_several(dlse))
+        if torch.is_grad_enabled() or batched or not is_plain_call(dout, q, k, v, *tensors):
             return None, *run.operator_backward(dout, dlse, *saved)
         return None, *run.backward(dout, dlse, *saved)
 
@@ -287,6 +288,13 @@ def is_plain_call(*tensors: Tensor) -> bool:
         and forward_ad._current_level < 0
         and all(type(x) in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors)
     )
+
+
+def _holds_several(gradient: Tensor) -> bool:
+    """Whether it holds several gradients, as with `torch.autograd.grad(is_grads_batched=True)`, and only the dispatcher
+    knows.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:

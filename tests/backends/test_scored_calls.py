@@ -220,6 +220,15 @@ def test_functional_gradients_and_tangents_are_refused_in_our_words(kind, backen
         problem.run(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), *others)
 
 
+def test_several_gradients_at_once_are_left_to_the_operator(backend):
+    """It has no rule for them, while kernels that are called directly would get tensors without memory."""
+    problem = Problem("alibi", backend)
+    for result in problem.run():
+        several = torch.stack([torch.ones_like(result)] * 2)
+        with pytest.raises(RuntimeError, match=f"Batching rule not implemented for sparseflash::{backend}_scored_back"):
+            torch.autograd.grad(result, problem.wanted, several, is_grads_batched=True)
+
+
 def test_compiled_code_leaves_a_function_out_of_its_graphs(backend):
     problem = Problem("function", backend)
     want = problem.run()
