@@ -31,22 +31,29 @@ _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagrap
 
 _PROBLEM = len(Problem._fields)
 
+# A parameter, as most learned tensors of changes are, is a subclass that takes no notice of operators; others may.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 class Differentiable(Protocol):
-    """A forward and its backward, for tensors and a problem that have been checked to fit."""
+    """A forward and its backward, for tensors and a problem that have been checked to fit.
+
+    It lives as long as the graph, so it must not hold q, k, v or the tensors of changes of scores (`tensors`, if there
+    are any): these are saved where PyTorch's hooks for saved tensors reach them.
+    """
 
     seed: Tensor | None  # of the dropout
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)`, where `kept` is what the backward needs besides the inputs and results."""
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(out, lse, kept)` of `(q, k, v, *tensors)`; `kept` is what the backward needs besides these and results."""
 
-    def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse."""
+    def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """`(dq, dk, dv, *gradients)` of `(dout, dlse, q, k, v, out, lse, kept, seed, *tensors)`.
 
-    def operator_backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        `dlse` is None if no gradient arrives for lse. A gradient is None if its tensor wants none.
+        """
+
+    def operator_backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """The same through the registered operator, which raises if its gradients are differentiated again."""
 
 
@@ -54,32 +61,46 @@ class _Direct(torch.autograd.Function):
     """A backend's functions as one autograd node, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, run: Differentiable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, kept = run.forward(q, k, v)
+    def forward(
+        ctx: Any, run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, kept = run.forward(q, k, v, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, kept, run.seed)
+        ctx.save_for_backward(q, k, v, out, lse, kept, run.seed, *tensors)
         ctx.run = run
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
-            return None, None, None, None
-        q, k, v, out, lse, kept, seed = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
+            return (None,) * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
+        q, k, v, out, _, _, _, *tensors = saved
         if dout is None:
             dout = torch.zeros_like(out)
         run = ctx.run
-        if torch.is_grad_enabled() or not is_plain_call(dout, q, k, v):
-            return None, *run.operator_backward(dout, dlse, q, k, v, out, lse, kept, seed)
-        return None, *run.backward(dout, dlse, q, k, v, out, lse, kept, seed)
+        batched = _holds_several(dout) or (dlse is not None and _holds_several(dlse))
+        if torch.is_grad_enabled() or batched or not is_plain_call(dout, q, k, v, *tensors):
+            return None, *run.operator_backward(dout, dlse, *saved)
+        return None, *run.backward(dout, dlse, *saved)
 
 
-def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a plain call, with a graph for the backward if a gradient is wanted."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _Direct.apply(run, q, k, v)  # type: ignore[no-untyped-call]
-        return out, lse
-    out, lse, _ = run.forward(q, k, v)
+def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a plain call, with a graph for the backward if a gradient is wanted.
+
+    tensors: of the changes of scores.
+    """
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in tensors)
+    ):
+        return differentiably(run, q, k, v, *tensors)
+    out, lse, _ = run.forward(q, k, v, *tensors)
+    return out, lse
+
+
+def differentiably(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` as one autograd node, even where tensors do not say whether a gradient is wanted."""
+    out, lse = _Direct.apply(run, q, k, v, *tensors)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -265,8 +286,15 @@ def is_plain_call(*tensors: Tensor) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and all(type(x) is Tensor and not (x.is_meta or x.is_neg()) for x in tensors)
+        and all(type(x) in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors)
     )
+
+
+def _holds_several(gradient: Tensor) -> bool:
+    """Whether it holds several gradients, as with `torch.autograd.grad(is_grads_batched=True)`, and only the dispatcher
+    knows.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:

@@ -1,12 +1,12 @@
-"""Makes a backend with changed scores callable: as a registered operator, whose gradients include the learned tensors.
+"""Makes a backend with changed scores callable, with gradients of the learned tensors, too.
 
-It stands beside `registration.py`, whose calls without changes take no notice of it.
+As in `registration.py`, plain calls are direct, and all others go through a registered operator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from sparseflash.backends import flop_counter
 from sparseflash.backends.problem import Problem, schema
 from sparseflash.backends.registration import (
     LIBRARY,
+    call_directly,
     define,
+    differentiably,
     empty_gradient,
     empty_lse,
     empty_out,
+    is_plain_call,
     refuse_second_gradients,
     refuse_transforms,
 )
@@ -29,7 +32,7 @@ _PROBLEM = len(Problem._fields)
 
 
 class ScoredOperator:
-    """A backend as the operator `sparseflash::{name}_scored`, which takes the tensors of the changes, too."""
+    """A backend, called directly if the call is plain, and as the operator `sparseflash::{name}_scored` otherwise."""
 
     def __init__(
         self, name: str, forward: Callable[..., Any], backward: Callable[..., Any],
@@ -40,7 +43,7 @@ class ScoredOperator:
         `backward(dout, dlse, q, k, v, out, lse, kept, changes, wanted, problem)` returns dq, dk, dv and a gradient for
         each tensor of the changes, None where `wanted` is False.
         """
-        self.name, self._forward, self._backward, self._empty_kept = name, forward, backward, empty_kept
+        self.name, self.forward, self._backward, self._empty_kept = name, forward, backward, empty_kept
         inputs, changes = "Tensor q, Tensor k, Tensor v", "Tensor[] tensors, str changes"
         # PyTorch drops arguments that are equal to their defaults, and with a list among the inputs it then expects as
         # many gradients as it has kept.
@@ -67,40 +70,57 @@ class ScoredOperator:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, differentiable. changes: prepared for these tensors."""
-        refuse_transforms(self.name, q, k, v, *changes.tensors())
+        tensors = changes.tensors()
+        if is_plain_call(q, k, v, *tensors):
+            return call_directly(_Run(self, problem, changes), q, k, v, *tensors)
+        refuse_transforms(self.name, q, k, v, *tensors)
         if changes.find("function") is not None:
             from sparseflash.backends import scored_function  # imported late: it needs Dynamo, which takes a second
 
             out, lse = scored_function.attention(self, q, k, v, problem, changes)
             return out, lse
         self._let_count()
-        out, lse, _ = self._forward_op(q, k, v, changes.tensors(), changes.described(), *problem)
+        out, lse, _ = self._forward_op(q, k, v, tensors, changes.described(), *problem)
         return out, lse
 
+    def past_the_operator(
+        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """`(out, lse)`, differentiable, of a call that need not be plain."""
+        return differentiably(_Run(self, problem, changes), q, k, v, *changes.tensors())
+
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], changes: str, *problem: Any) -> Any:
-        return self._forward(q, k, v, Problem(*problem), put_together(changes, tensors))
+        return self.forward(q, k, v, Problem(*problem), put_together(changes, tensors))
 
     def _run_backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         kept: Tensor, tensors: list[Tensor], changes: str, wanted: list[bool], *problem: Any,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
         together = put_together(changes, tensors)
-        return self.gradients(dout, dlse, q, k, v, out, lse, kept, together, wanted, Problem(*problem))
+        dq, dk, dv, *learned = self.direct_backward(
+            dout, dlse, q, k, v, out, lse, kept, together, wanted, Problem(*problem)
+        )
+        return dq, dk, dv, [x.new_empty(0) if g is None else g for x, g in zip(tensors, learned, strict=True)]
 
-    def gradients(
+    def direct_backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         kept: Tensor, changes: Scores, wanted: Sequence[bool], problem: Problem,
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-        """dq, dk, dv and those of the tensors, in their dtypes; empty ones where none is wanted."""
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """dq, dk, dv and those of the tensors, in their dtypes; None where none is wanted."""
         dq, dk, dv, learned = self._backward(dout, dlse, q, k, v, out, lse, kept, changes, wanted, problem)
         tensors = changes.tensors()
-        return dq, dk, dv, [
-            x.new_empty(0) if found is None else found.to(x.dtype) for x, found in zip(tensors, learned, strict=True)
-        ]  # fmt: skip
+        return dq, dk, dv, *(None if g is None else g.to(x.dtype) for x, g in zip(tensors, learned, strict=True))
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores) -> Any:
-        """`(out, lse, kept)`, not differentiable."""
-        return self._forward(q, k, v, problem, changes)
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor, tensors: list[Tensor], changes: str, wanted: list[bool], problem: Problem,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The same through the registered operator. changes: described, without their tensors."""
+        self._let_count()  # a counter may have been entered after the forward
+        dq, dk, dv, learned = self._backward_op(
+            dout, dlse, q, k, v, out, lse, kept, tensors, changes, wanted, *problem
+        )  # fmt: skip
+        return dq, dk, dv, *(x if wants else None for x, wants in zip(learned, wanted, strict=True))
 
     def _fake_forward(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], changes: str, *problem: Any
@@ -120,12 +140,56 @@ class ScoredOperator:
             return None, None, None, [None] * ctx.count, *nothing
         q, k, v, out, lse, kept, seed, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        self._let_count()  # a counter may have been entered after the forward
-        dq, dk, dv, learned = self._backward_op(
-            dout, dlse, q, k, v, out, lse, kept, tensors, ctx.changes, ctx.wanted, *ctx.problem._replace(seed=seed)
+        dq, dk, dv, *learned = self.backward(
+            dout, dlse, q, k, v, out, lse, kept, tensors, ctx.changes, ctx.wanted, ctx.problem._replace(seed=seed)
         )
-        gradients = [x if wants else None for x, wants in zip(learned, ctx.wanted, strict=True)]
-        return dq, dk, dv, gradients, *nothing
+        return dq, dk, dv, learned, *nothing
+
+
+class _Run:
+    """A backend applied to one problem and changes of one kind; see `registration.Differentiable`."""
+
+    def __init__(self, operator: ScoredOperator, problem: Problem, changes: Scores) -> None:
+        tensors = changes.tensors()
+        self._operator, self._problem, self.seed = operator, problem, problem.seed
+        self._wanted = [x.requires_grad for x in tensors]
+        self._changes = changes.with_tensors([None] * len(tensors))  # type: ignore[list-item]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, kept = self._operator.forward(q, k, v, self._problem, self._changes.with_tensors(tensors))
+        return out, lse, kept
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor, seed: Tensor | None, *tensors: Tensor,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        changes, problem = self._changes.with_tensors(tensors), self._problem._replace(seed=seed)
+        return self._operator.direct_backward(
+            dout, dlse, q, k, v, out, lse, kept, changes, self._wanted, problem
+        )  # fmt: skip
+
+    def operator_backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor, seed: Tensor | None, *tensors: Tensor,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        given = dout, dlse, q, k, v, out, lse, kept
+        if self._changes.find("function") is not None:  # the registered operator takes none
+            return _Once.apply(self._operator.name, self.backward, *given, seed, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+        changes, problem = self._changes.described(), self._problem._replace(seed=seed)
+        return self._operator.backward(*given, list(tensors), changes, self._wanted, problem)
+
+
+class _Once(torch.autograd.Function):
+    """A backward without a registered operator, whose gradients cannot be differentiated again either."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, backward: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
+        ctx.name = name
+        return backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        refuse_second_gradients(ctx.name)(ctx, *gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -378,6 +378,20 @@ def test_vmap_passes_gradients_on(backend, batched, compiled):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_several_gradients_at_once_are_those_one_by_one(backend):
+    """As `torch.autograd.functional.jacobian(vectorize=True)` asks for; what it passes looks like a plain tensor."""
+    inputs = tensors(tokens=FEW)
+    out, lse = attention(*inputs, masks.causal(FEW, block=16), return_lse=True, backend=backend)
+    generator = torch.Generator().manual_seed(1)
+    several = [torch.randn(2, *x.shape, generator=generator) for x in (out, lse)]
+    for results, given in (((out, lse), several), ((out,), several[:1]), ((lse,), several[1:])):
+        wanted = {"retain_graph": True, "materialize_grads": True}
+        each = [torch.autograd.grad(results, inputs, pair, **wanted) for pair in zip(*given)]
+        got = torch.autograd.grad(results, inputs, given, is_grads_batched=True, **wanted)
+        assert all(torch.equal(a, torch.stack(b)) for a, b in zip(got, zip(*each), strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_made_in_inference_mode_can_be_trained_with(backend):
     q, k, v = tensors(tokens=FEW, dtype=torch.float16)
     want = attention(q, k, v, masks.causal(FEW, block=16), backend=backend)
