@@ -62,7 +62,8 @@ class Relative(Change):
             return Codes(self.table, *self._codes(sizes))
         key = sizes.q_len, sizes.k_len, sizes.device
         if key not in self._made:
-            made = self._codes(sizes)
+            with torch.inference_mode(False):  # or a later training step could not use them
+                made = self._codes(sizes)
             self._check_range(made[0])
             self._made.clear()
             self._made[key] = made

@@ -1,0 +1,25 @@
+"""Tables by distance keep the codes of their positions from call to call."""
+
+import pytest
+import torch
+
+from sparseflash import attention, scores
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: scores.relative(torch.randn(2, 9, requires_grad=True), scores.clipped(4)),
+        lambda: scores.relative_2d(torch.randn(2, 7, 9, requires_grad=True), height=4, width=5),
+    ],
+    ids=["relative", "relative_2d"],
+)
+def test_a_change_that_was_first_used_in_inference_mode_can_be_trained(change):
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    table = change()
+    with torch.inference_mode():
+        want = attention(q, k, v, scores=table)
+    out = attention(q, k, v, scores=table)
+    assert torch.equal(out, want)
+    (gradient,) = torch.autograd.grad(out.square().sum(), [table.table])
+    assert gradient.shape == table.table.shape and gradient.abs().max() > 0
