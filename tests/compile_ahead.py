@@ -41,6 +41,6 @@ def inspect(name, kernel):
 
     if kernel.hash in _checked:
         return
-    _checked.add(kernel.hash)
     assert kernel.metadata.shared <= SHARED_MEMORY, f"{name} asks for {kernel.metadata.shared} bytes of shared memory"
     assert not has_two_layouts(kernel.asm["ptx"]), f"{name} reads one address under two layouts"
+    _checked.add(kernel.hash)
