@@ -196,18 +196,12 @@ def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchange
     plan = call.plan
     route = plan.stages_for(k.shape[0], k.shape[1], exchanges, same_slots=call.needs_positions)
     transfers = Transfers(route, plan.process_group, plan.sent)
-    rows = route.stages[-1].queries_on(q.device) if route.are_apart else None
+    rows = route.stages[0].queries_on(q.device)  # of the first of two stages that have different queries
     queries = for_each_stage(q, len(route.stages)) if rows is None else taken_apart(q, rows)
     local, pending = exchanged([k, v], transfers)
-    # If queries are taken apart, the others could attend while keys travel. But where the exchange starts after that
-    # attention on one GPU and before it on another, the first has no multiprocessor left for it, and the second keeps
-    # some waiting, which its own attention needs: they take turns. So all keys are waited for.
-    early = {} if rows is None else {stage: arrived(some, stage, transfers, local) for stage, some in pending.items()}
     parts = []
     for some, stage in zip(queries, route.stages, strict=True):
-        keys, values = local
-        if stage.exchanges:
-            keys, values = early.get(stage) or arrived(pending[stage], stage, transfers, local)
+        keys, values = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
         parts.append(call.attention_of_stage(some, keys, values, stage, "keys"))
     return merged(parts) if rows is None else put_in_place(parts[0], parts[1], rows)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.cache import once
 from sparseflash.dropout import GROUP
 
 
@@ -24,7 +26,7 @@ class Positions:
 
     tokens: Tensor
     length: int
-    _made: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device) -> Tensor:
         """As changes of scores take them, all within the sequence: int64 `[n]`."""
@@ -49,6 +51,4 @@ class Positions:
         return groups.int()
 
     def _once(self, kind: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        if (kind, device) not in self._made:
-            self._made[kind, device] = make().to(device)
-        return self._made[kind, device]
+        return once(self._made, (kind, device), lambda: make().to(device))

@@ -9,16 +9,14 @@ from torch.autograd import Function
 
 
 def taken_apart(q: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`(q, q[:, :, rows])`, for attentions of which the first gives these rows no gradient."""
-    whole, some = _Take.apply(q, rows)  # type: ignore[no-untyped-call]
-    return whole, some
+    """`(q[:, :, rows], q)`, for attentions of which the second gives these rows no gradient."""
+    some, whole = _Take.apply(q, rows)  # type: ignore[no-untyped-call]
+    return some, whole
 
 
-def put_in_place(
-    whole: tuple[Tensor, Tensor], some: tuple[Tensor, Tensor], rows: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def put_in_place(some: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of all queries: those of `some` for these rows, which have no live key in `whole`."""
-    out, lse = _Put.apply(rows, *whole, *some)  # type: ignore[no-untyped-call]
+    out, lse = _Put.apply(rows, *some, *whole)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -26,11 +24,11 @@ class _Take(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows)
-        return q.view_as(q), q.index_select(2, rows)
+        return q.index_select(2, rows), q.view_as(q)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole, some = gradients
+        some, whole = gradients
         (rows,) = ctx.saved_tensors
         return whole.index_copy_(2, rows, some), None  # attention made it for this alone; it is 0 in these rows
 
@@ -38,7 +36,7 @@ class _Take(Function):
 class _Put(Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor
+        ctx: Any, rows: Tensor, some_out: Tensor, some_lse: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows)
         # Written in place, though attention has saved them: its backward does not read rows without a live key. `data`
@@ -49,4 +47,4 @@ class _Put(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, Tensor]:
         dout, dlse = gradients
         (rows,) = ctx.saved_tensors
-        return None, dout, dlse, dout.index_select(2, rows), dlse.index_select(2, rows)
+        return None, dout.index_select(2, rows), dlse.index_select(2, rows), dout, dlse

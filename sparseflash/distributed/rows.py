@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.cache import once
 from sparseflash.distributed.shards import Integers
 
 
@@ -28,7 +30,7 @@ class Rows:
     starts: Integers
     sizes: Integers
     counts: list[int]
-    _made: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)  # one entry for each device in use
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)  # one entry for each device in use
 
     @cached_property
     def _are_in_order(self) -> bool:
@@ -50,14 +52,13 @@ class Rows:
 
     def on(self, device: torch.device) -> Tensor:
         """The numbers of the rows, int64 `[sum(counts)]`, made once for each device."""
-        rows = self._made.get(device)
-        if rows is None:
-            sizes = torch.from_numpy(self.sizes).to(device)
-            shift = torch.from_numpy(self.starts - (self.sizes.cumsum() - self.sizes)).to(device)
-            total = sum(self.counts)
-            rows = torch.repeat_interleave(shift, sizes, output_size=total) + torch.arange(total, device=device)
-            self._made[device] = rows
-        return rows
+        return once(self._made, device, lambda: self._numbers(device))
+
+    def _numbers(self, device: torch.device) -> Tensor:
+        sizes = torch.from_numpy(self.sizes).to(device)
+        shift = torch.from_numpy(self.starts - (self.sizes.cumsum() - self.sizes)).to(device)
+        total = sum(self.counts)
+        return torch.repeat_interleave(shift, sizes, output_size=total) + torch.arange(total, device=device)
 
 
 class Additions:
@@ -74,7 +75,7 @@ class Additions:
     def __init__(self, rows: Sequence[Rows]) -> None:
         self.rows = list(rows)
         self._disjoint: dict[int, bool] = {}
-        self._touched: dict[tuple[int, torch.device], tuple[Tensor, list[Tensor]]] = {}
+        self._touched: dict[Any, Any] = {}
 
     def __call__(self, first: Tensor | None, others: Sequence[Tensor], count: int) -> Tensor:
         """`first [count, D]`, in place of which the sum may be written, plus the `others`, one for each `Rows`.
@@ -113,11 +114,13 @@ class Additions:
 
     def _places(self, begin: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """`(touched, places)`: the rows to which anything is added, and where among them those of each tensor are."""
-        if (begin, device) not in self._touched:
+
+        def made() -> tuple[Tensor, list[Tensor]]:
             rows = self._by_rank(begin, [rows.on(device) for rows in self.rows])
             touched = torch.cat(rows).unique()
-            self._touched[begin, device] = touched, [torch.searchsorted(touched, some) for some in rows]
-        return self._touched[begin, device]
+            return touched, [torch.searchsorted(touched, some) for some in rows]
+
+        return once(self._touched, (begin, device), made)
 
     def _by_rank(self, begin: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         parts = [x.split(rows.counts) for rows, x in zip(self.rows[begin:], tensors[begin:], strict=True)]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from sparseflash.blockmask.cache import once
 
 Integers = NDArray[np.int64]
 
@@ -73,14 +76,12 @@ class Shards:
         return bool((np.diff(self.rank_of_chunk) >= 0).all())
 
     @cached_property
-    def _orders(self) -> dict[torch.device, Tensor]:
+    def _orders(self) -> dict[Any, Any]:
         return {}
 
     def order_on(self, device: torch.device) -> Tensor:
         """`order` on a device, moved there once."""
-        if device not in self._orders:
-            self._orders[device] = self.order.to(device)
-        return self._orders[device]
+        return once(self._orders, device, lambda: self.order.to(device))
 
     def in_sequence(self, x: Tensor, dim: int) -> Tensor:
         """Tokens that lie one rank after the other along a dimension, in the order of the sequence."""

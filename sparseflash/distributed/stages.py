@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.cache import once
 from sparseflash.distributed.entries import Entries
 from sparseflash.distributed.planner import Assignment
 from sparseflash.distributed.positions import Positions
@@ -51,21 +53,17 @@ class Stage:
     queries: Tensor | None = None
 
     @cached_property
-    def _moved(self) -> dict[tuple[str, torch.device], BlockMask | Tensor]:
+    def _moved(self) -> dict[Any, Any]:
         return {}
 
     def mask_on(self, device: torch.device) -> BlockMask:
         """The mask on a device, moved there once."""
-        return self._on("mask", device)  # type: ignore[return-value]
+        return once(self._moved, ("mask", device), lambda: self.mask.to(device))
 
-    def queries_on(self, device: torch.device) -> Tensor:
+    def queries_on(self, device: torch.device) -> Tensor | None:
         """`queries` on a device, moved there once."""
-        return self._on("queries", device)  # type: ignore[return-value]
-
-    def _on(self, name: str, device: torch.device) -> BlockMask | Tensor:
-        if (name, device) not in self._moved:
-            self._moved[name, device] = getattr(self, name).to(device)
-        return self._moved[name, device]
+        queries = self.queries
+        return None if queries is None else once(self._moved, ("queries", device), lambda: queries.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +76,6 @@ class Route:
     def exchanging(self) -> list[Stage]:
         """The stages that exchange something."""
         return [stage for stage in self.stages if stage.exchanges]
-
-    @property
-    def are_apart(self) -> bool:
-        """Whether the last stage is of queries that see nothing in the others."""
-        return self.stages[-1].queries is not None
 
     @cached_property
     def added(self) -> Additions:
@@ -180,7 +173,12 @@ class _Work:
         )  # fmt: skip
 
     def together(self, same_slots: bool) -> list[Stage]:
-        """The attention of block rows to all their keys; if few of them have remote keys, after that of the others."""
+        """The attention of block rows to all their keys; if few of them have remote keys, then that of the others.
+
+        The others could attend first, while keys travel. But where the exchange starts after that attention on one GPU
+        and before it on another, the first has no multiprocessor left for it, and the second keeps some waiting, which
+        its own attention needs: they take turns.
+        """
         block_q, block_k = self.mask.block_q, self.mask.block_k
         rows = self.entries.rows_with(self.stage_of > 0)
         if not rows.any():
@@ -206,7 +204,7 @@ class _Work:
             mask, True, sent, received, self._rows([np.flatnonzero(own)], [own[None]], self.place, self.tokens),
             first * block_k, (first + slots) * block_k, positions, query_positions, queries,
         )  # fmt: skip
-        return [stage] if queries is None else [self.local(~rows), stage]
+        return [stage] if queries is None else [stage, self.local(~rows)]
 
     def _needed(self, number: int, same_slots: bool) -> Booleans:
         """Which key blocks come with an exchange, for each kind of head: `[kinds, Mk]`."""

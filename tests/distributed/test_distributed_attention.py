@@ -74,7 +74,7 @@ def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, stages
 def test_queries_that_attend_apart_are_as_exact(pool, ranks, dtype):
     mask = masks.local(999, window=40, block=32)
     q, k, v = tensors(mask, heads=4, kv_heads=2, dtype=dtype)
-    assert distributed.shard(mask, ranks=ranks).stages_for(1, 2, 0).are_apart
+    assert distributed.shard(mask, ranks=ranks).stages_for(1, 2, 0).stages[0].queries is not None
     testing.assert_exact(sharded(pool, ranks, mask, {"strategy": "keys", "stages": 0}), q, k, v, mask)
 
 

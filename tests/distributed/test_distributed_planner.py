@@ -163,16 +163,15 @@ def test_merging_parts_gives_the_whole_and_its_gradients():
 def test_few_queries_with_remote_keys_attend_apart_from_the_others():
     mask = masks.local(1024, window=20, causal=True, block=16)
     plan = distributed.shard(mask, ranks=2, rank=1)
-    few = plan.stages_for(1, 1, 0)
-    others, last = few.stages
+    first, others = plan.stages_for(1, 1, 0).stages
     remote = torch.ones(1024, dtype=torch.bool).index_fill(0, plan.key_positions, False)
     waits = mask.to_dense()[0, 0][plan.positions][:, remote].view(-1, 16, int(remote.sum())).any((1, 2))
     rows = waits.repeat_interleave(16).nonzero()[:, 0]
-    assert few.are_apart and torch.equal(last.queries, rows) and len(rows) < 64
-    assert torch.equal(last.query_positions.tokens, plan.positions[rows])
+    assert torch.equal(first.queries, rows) and 0 < len(rows) < 64
+    assert torch.equal(first.query_positions.tokens, plan.positions[rows])
     assert others.mask.to_dense()[0, 0][rows].sum() == 0
-    many = distributed.shard(masks.butterfly(1024, block=16), ranks=2).stages_for(1, 1, 0)
-    assert not many.are_apart and len(many.stages) == 1
+    (all_of_them,) = distributed.shard(masks.butterfly(1024, block=16), ranks=2).stages_for(1, 1, 0).stages
+    assert all_of_them.queries is None
 
 
 def test_queries_travel_where_they_are_few():

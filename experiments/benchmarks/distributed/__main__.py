@@ -50,7 +50,7 @@ def measure(
 ) -> None:
     """Time a forward pass, and a forward and a backward pass, in the processes that torchrun started: on one rank, with
     keys that travel before attention (0 st.) or in stages, queries, heads, all-gather, and PyTorch's context_parallel
-    where it can run (dense and causal, on GPUs). Each is first compared with attention in fp64.
+    where it can run (dense and causal, on GPUs). First, one rank is compared with fp64, and the others with one rank.
     """
     from experiments.benchmarks.distributed.measure import WAYS
     from experiments.benchmarks.distributed.measure import measure as measured

@@ -10,6 +10,7 @@ writes measured.json and measured.md after every pattern.
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 
 from experiments.benchmarks.distributed.simulate import PATTERNS
 from experiments.training.atomic_files import write_json, write_text
+from experiments.training.clock import synchronize
 from experiments.training.environment import environment
 from sparseflash import BlockMask, attention, distributed, testing
 
@@ -202,11 +204,6 @@ def milliseconds(call: Callable[[], object], count: int, device: torch.device) -
     return float(taken)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def counted(setting: Setting, call: Callable[[], object], plan: distributed.ShardPlan) -> int:
     """Bytes that all ranks send in one call."""
     before = plan.sent.bytes
@@ -307,7 +304,7 @@ def measure(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     command = f"torchrun --nproc-per-node {dist.get_world_size()} -m experiments.benchmarks.distributed "
     facts: dict[str, object] = {
-        **environment(device, command + " ".join(sys.argv[1:]), commit),
+        **environment(device, command + shlex.join(sys.argv[1:]), commit),
         "ranks": dist.get_world_size(), "tokens": tokens, "head dim": dim, "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
     rows: list[Row] = []
