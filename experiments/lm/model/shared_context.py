@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from experiments.lm.model.attention import Attention
@@ -30,15 +31,15 @@ class SharedContext:
         """The plan that says where the tokens lie."""
         return self._sequences.plan(self._leading)
 
-    @property
-    def positions(self) -> Tensor:
-        """The positions [n] of this process's tokens, on the CPU."""
-        return self.layout.positions
+    def positions(self, device: torch.device) -> Tensor:
+        """The positions [n] of this process's tokens, moved to a device once."""
+        return self.layout.positions_of("queries").on(device)
 
     @property
     def share(self) -> float:
         """This process's tokens over the mean of all processes."""
-        return len(self.positions) * self.layout.ranks / self.layout.queries.length
+        queries = self.layout.queries
+        return queries.counts[self.layout.rank] * self.layout.ranks / queries.length
 
     def scatter(self, x: Tensor) -> Tensor:
         """This process's tokens [B, n] of all [B, N]."""

@@ -198,8 +198,10 @@ class LanguageModel(nn.Module):
         """Features [T, W] of tokens [B, N], which are this process's if sequences are shared."""
         batch, length = ids.shape
         x = self.embedding(ids.flatten()).to(self.dtype)
-        places = torch.arange(length, device=ids.device) if self.shared is None else self.shared.positions
-        places = places.to(ids.device).repeat(batch)
+        of_sequence = (
+            torch.arange(length, device=ids.device) if self.shared is None else self.shared.positions(ids.device)
+        )
+        places = of_sequence.repeat(batch)
         if self.places is not None:
             x = x + self.places(places).to(self.dtype)
         rotation = None
