@@ -6,14 +6,21 @@ import torch
 import exactness
 from closeness import Results
 from scored import check_results
-from sparseflash import distributed
+from shared_files import make_peer_transport
+from sparseflash import distributed, masks
 
 # ---------------------------------------------------------------------- in the processes
 
 
+def planned(member, mask, options):
+    if options.get("transport") == "peer" and member.device.type == "cpu":
+        make_peer_transport(member.group, member.device)
+    return distributed.shard(mask, member.group, **options)
+
+
 def forward(member, mask, q, k, v, plan_options, options):
     """This rank's results on the CPU; q, k and v are whole, and its part is kept for `backward`."""
-    plan = distributed.shard(mask, member.group, **plan_options)
+    plan = planned(member, mask, plan_options)
     local = [
         plan.scatter(x.detach().to(member.device), side=side).requires_grad_(x.requires_grad)
         for x, side in ((q, "queries"), (k, "keys"), (v, "keys"))
@@ -33,12 +40,27 @@ def backward(member, dout, dlse):
     return [gradient.cpu() for gradient in torch.autograd.grad(results, local, given)]
 
 
+def several_calls(member, options):
+    """Results of calls of several sizes, so that buffers of a transport are replaced, begun anew, and shared by calls
+    that are under way."""
+    results = []
+    for tokens, more in ((100, {"stages": 3}), (300, {"stages": 0}), (70, {}), (300, {"stages": 2})):
+        more = more if options["strategy"] == "keys" else {}
+        plan = planned(member, masks.causal(tokens, block=16), {**options, **more})
+        generator = torch.Generator().manual_seed(tokens)
+        whole = [torch.randn(1, heads, tokens, 16, generator=generator) for heads in (4, 2, 2)]
+        inputs = [plan.scatter(x.to(member.device)).requires_grad_() for x in whole]
+        outs = [distributed.attention(*inputs, plan) for _ in range(3)]
+        results += [*outs, *torch.autograd.grad(sum(out.square().sum() for out in outs), inputs)]
+    return [x.detach().cpu() for x in results]
+
+
 def scored_results(member, case, plan_options, options):
     """This rank's part of `scored.results`, and of each gradient of a tensor of the changes; on the CPU."""
     problem = case.problem
     *whole, dout, dlse = problem.tensors(member.device)
     changes, learned = case.changes(member.device, case.dtype)
-    plan = distributed.shard(problem.mask, member.group, **plan_options)
+    plan = planned(member, problem.mask, plan_options)
     local = [
         plan.scatter(x.detach(), side=side).requires_grad_()
         for x, side in zip(whole, ("queries", "keys", "keys"), strict=True)

@@ -22,6 +22,7 @@ from sparseflash.distributed.queries import merged_with_remote
 from sparseflash.distributed.query_rows import put_in_place, taken_apart
 from sparseflash.distributed.scores import in_full_precision, of_heads, of_tokens, refuse_kernels, tells_positions
 from sparseflash.distributed.stages import Stage
+from sparseflash.distributed.transport import Transport
 from sparseflash.distributed.ulysses import to_heads, to_tokens
 from sparseflash.dropout import Dropout, seed_tensor, threshold
 from sparseflash.scores.change import Change, Scores
@@ -125,11 +126,13 @@ def attention(
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
     changes = prepared_scores(scores, q, k, (plan.queries.length, plan.keys.length)) or Scores(())
     refuse_kernels(changes)
-    way = plan.chosen(shape)
+    transport = plan.transport_on(q.device)
+    way = plan.chosen(shape, plan.machine(transport.overlaps))
     if way.strategy != "heads":
         changes = in_full_precision(changes)
-    call = _Call(plan, checked_scale(scale, q.shape[-1]), changes, backend)
-    _check_ranks_agree(q, k, v, call, shape, (way.strategy, way.stages, call.scale, backend), dropped, seed)
+    call = _Call(plan, checked_scale(scale, q.shape[-1]), changes, backend, transport)
+    options = way.strategy, way.stages, plan.transport, call.scale, backend
+    _check_ranks_agree(q, k, v, call, shape, options, dropped, seed)
     if seeds is not None:
         call.dropout = Dropout(drops.of_first_rank(seeds, plan) if seed is None else seeds, dropped)
     if way.strategy == "heads":
@@ -153,6 +156,7 @@ class _Call:
     scale: float
     changes: Scores
     backend: Backend | None
+    transport: Transport
     dropout: Dropout | None = None
 
     def attention(
@@ -193,24 +197,36 @@ class _Call:
 
 
 def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchanges: int) -> tuple[Tensor, Tensor]:
-    plan = call.plan
-    route = plan.stages_for(k.shape[0], k.shape[1], exchanges, same_slots=call.needs_positions)
-    transfers = Transfers(route, plan.process_group, plan.sent)
-    rows = route.stages[0].queries_on(q.device)  # of the first of two stages that have different queries
-    queries = for_each_stage(q, len(route.stages)) if rows is None else taken_apart(q, rows)
+    plan, transport = call.plan, call.transport
+    route = plan.stages_for(
+        k.shape[0], k.shape[1], exchanges, same_slots=call.needs_positions, local_first=transport.overlaps
+    )
+    transfers = Transfers(route, transport, plan.sent)
+    transport.begin(lambda: transfers.room([k, v]))
+    apart = next((stage for stage in route.stages if stage.queries is not None), None)
+    rows = None if apart is None else apart.queries_on(q.device)
+    if rows is None:
+        queries = for_each_stage(q, len(route.stages))
+    else:
+        some, whole = taken_apart(q, rows)
+        queries = [some if stage is apart else whole for stage in route.stages]
     local, pending = exchanged([k, v], transfers)
-    parts = []
-    for some, stage in zip(queries, route.stages, strict=True):
+    parts = {}
+    for mine, stage in zip(queries, route.stages, strict=True):
         keys, values = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
-        parts.append(call.attention_of_stage(some, keys, values, stage, "keys"))
-    return merged(parts) if rows is None else put_in_place(parts[0], parts[1], rows)
+        parts[stage] = call.attention_of_stage(mine, keys, values, stage, "keys")
+    if apart is None or rows is None:
+        return merged(list(parts.values()))
+    of_some = parts.pop(apart)
+    (of_whole,) = parts.values()
+    return put_in_place(of_some, of_whole, rows)
 
 
 def _with_queries_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     plan = call.plan
     route = plan.query_stages_for(q.shape[0], q.shape[1], same_slots=call.needs_positions)
-    transfers = Transfers(route, plan.process_group, plan.sent)
+    transfers = Transfers(route, call.transport, plan.sent)
     keys, values = (for_each_stage(x, len(route.stages)) for x in (k, v))
     local, pending = exchanged([q], transfers)
     parts = []
@@ -267,7 +283,7 @@ def _check_ranks_agree(
         "shards": plan.assignment.digest,
         "shapes": (shape.batch, shape.heads, shape.kv_heads, shape.dim, shape.v_dim),
         "dtype": shape.dtype,
-        "strategy, stages, scale, backend": options,
+        "strategy, stages, transport, scale, backend": options,
         "scores": changes,
         "dropout_p": dropped / 256,
         "seed": given if number is None else number,

@@ -26,7 +26,7 @@ MOST_STAGES = 4
 @dataclass(frozen=True)
 class Machine:
     """What a rank does in a second: operations of attention, bytes it sends (and as many it receives) and bytes of its
-    memory; `latency`: seconds an exchange takes beside its bytes.
+    memory; `latency`: seconds an exchange takes beside its bytes; `overlaps`: whether attention goes on meanwhile.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Machine:
     bandwidth: float
     memory: float
     latency: float
+    overlaps: bool = True
 
 
 # Those of H100s with NVLink fit what two of one host took (experiments/results/distributed); those of several hosts are
@@ -163,6 +164,10 @@ class Estimate:
     transfer: float
     total: float
 
+    def __str__(self) -> str:
+        """The strategy, and in how many stages keys travel."""
+        return f"keys, {self.stages} st." if self.strategy == "keys" else self.strategy
+
     @property
     def hidden(self) -> float:
         """The share of the transfer behind which something is computed."""
@@ -179,21 +184,24 @@ def keys_travel(
     if not most.any():
         compute = float((loads.total * rate).max())
         return Estimate("keys", 0, 0.0, 0.0, compute, 0.0, compute)
-    per_stage = passes * (most / max(stages, 1) / machine.bandwidth + machine.latency)
+    parts = max(stages, 1)
+    each = passes * (most / parts / machine.bandwidth + machine.latency)
     if stages == 0:
         # All keys of queries that have remote ones are copied to lie side by side, and their gradients back.
         share = loads.waiting / np.maximum(loads.total, 1.0)
         copying = 2 * passes * share * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
-        busy, finished = loads.total * rate + copying, loads.total * rate + copying + per_stage
+        busy, finished = loads.total * rate + copying, loads.total * rate + copying + each
     else:
         result = q_tokens * shape.batch * shape.heads * shape.v_dim * shape.dtype.itemsize
         merging = _PARTIAL_PASSES * result / machine.memory
         busy, finished = loads.total * rate + (stages + 1) * merging, loads.local * rate + merging
         for stage in range(1, stages + 1):
-            finished = np.maximum(finished, stage * per_stage) + loads.remote * rate / stages + merging
+            finished = np.maximum(finished, stage * each) + loads.remote * rate / stages + merging
+    if not machine.overlaps:
+        finished = busy + parts * each
     return Estimate(
-        "keys", stages, float(sent.mean()), float(most.max()), float(busy.max()),
-        float(per_stage.max()) * max(stages, 1), float(finished.max()),
+        "keys", stages, float(sent.mean()), float(most.max()), float(busy.max()), float(each.max()) * parts,
+        float(finished.max()),
     )  # fmt: skip
 
 
@@ -210,11 +218,14 @@ def queries_travel(loads: Loads, traffic: Traffic, tokens: Integers, shape: Shap
     back = passes * (traffic.busiest * result / machine.bandwidth + machine.latency)
     rows = tokens * shape.batch * shape.heads + traffic.sent
     merging = _QUERY_PASSES * rows * shape.v_dim * item / machine.memory
-    finished = np.maximum(loads.local * rate, there) + loads.remote * rate + back + merging
+    local = loads.local * rate
+    begun = np.maximum(local, there) if machine.overlaps else local + there
+    finished = begun + loads.remote * rate + back + merging
     compute = float((loads.total * rate + merging).max())
     return Estimate(
-        "queries", 1, float(sent.mean()), float(most.max()), compute, float((there + back).max()), float(finished.max())
-    )
+        "queries", 1, float(sent.mean()), float(most.max()), compute, float((there + back).max()),
+        float(finished.max()),
+    )  # fmt: skip
 
 
 def heads_travel(

@@ -1,9 +1,10 @@
 """Keys and values travel to the ranks that read them, or queries to keys, and their gradients travel back.
 
-The exchanges of all stages are started together and each is waited for when its keys are needed, so that they overlap
-with attention to what is there already. Backward runs the stages in reverse order: as soon as the attention of a stage
-has its gradients they are sent back, while earlier stages, the local one last, are still being computed. Each owner
-then adds what came back to its own, in the order of the ranks and in fp32, whatever arrived first.
+The exchanges of all stages are started together and each is waited for when its keys are needed. Where the transport
+allows, they overlap with attention to what is there already (`transport`). Backward runs the stages in reverse order:
+as soon as the attention of a stage has its gradients they are sent back, while earlier stages, the local one last, are
+still being computed. Each owner then adds what came back to its own, in the order of the ranks and in fp32, whatever
+arrived first.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from sparseflash.distributed.rows import Rows
 from sparseflash.distributed.stages import Route, Stage
+from sparseflash.distributed.transport import Message, Transport, Wait, room_of
 
 
 @dataclass(eq=False)
@@ -32,37 +32,44 @@ class Sent:
     bytes: int = 0
     messages: int = 0
 
-    def count(self, size: int, counts: list[int]) -> None:
-        """Adds one exchange of so many bytes with other ranks; `counts`: rows for each rank, 0 for the own one."""
+    def count(self, size: int, counts: list[int], tensors: int = 1) -> None:
+        """Adds an exchange of tensors, together so many bytes; `counts`: rows for each rank, 0 for the own one."""
         self.bytes += size
-        self.messages += sum(each > 0 for each in counts)
+        self.messages += tensors * sum(each > 0 for each in counts)
 
 
 @dataclass(eq=False)
 class Transfers:
-    """One call's exchanges under way: the route, the group, and what has been started.
+    """The exchanges of one route under way: how rows travel, and what has been started.
 
     `kept`, `returned`: in the backward pass, for each stage, gradients of the keys that it kept, and those that return.
     """
 
     route: Route
-    group: dist.ProcessGroup
+    transport: Transport
     sent: Sent
-    works: dict[Stage, list[Any]] = field(default_factory=dict)
+    waits: dict[Stage, Wait] = field(default_factory=dict)
     kept: dict[Stage, list[Tensor]] = field(default_factory=dict)
-    returned: dict[Stage, list[tuple[Tensor, Any]]] = field(default_factory=dict)
+    returned: dict[Stage, tuple[list[Tensor], Wait]] = field(default_factory=dict)
 
-    def start(self, data: Tensor, outgoing: Rows, incoming: Rows) -> tuple[Tensor, Any]:
-        """Starts sending the rows of `data`: `(rows that will come, the operation)`."""
-        data = data.contiguous()
-        received = data.new_empty((sum(incoming.counts), data.shape[1]))
-        self.sent.count(data.numel() * data.element_size(), outgoing.counts)
-        # As bytes, so that every backend of torch.distributed takes every dtype.
-        work = dist.all_to_all_single(
-            received.view(torch.uint8), data.view(torch.uint8), incoming.counts, outgoing.counts,
-            group=self.group, async_op=True,
-        )  # fmt: skip
-        return received, (work, data)  # the data must live until they are sent
+    def room(self, tensors: Sequence[Tensor]) -> int:
+        """The bytes that the exchanges of tensors take in a buffer (`transport.room_of`)."""
+        sizes = [x.shape[-1] * x.element_size() for x in tensors]
+        return sum(room_of(stage.between(), sizes) for stage in self.route.exchanging)
+
+    def start(
+        self, tensors: Sequence[Tensor], stage: Stage, *, back: bool = False, packed: bool = False
+    ) -> tuple[list[Tensor], Wait]:
+        """Starts a stage's exchange of tensors `[rows, D]`: `(rows that will come of each, what waits for them)`.
+
+        `back`: rows return to where they are from; `packed`: the tensors have just the rows that are sent.
+        """
+        outgoing, incoming = (stage.received, stage.sent) if back else (stage.sent, stage.received)
+        size = sum(x.shape[1] * x.element_size() for x in tensors) * sum(outgoing.counts)
+        self.sent.count(size, outgoing.counts, len(tensors))
+        between = (lambda: stage.between().T) if back else stage.between
+        taken = None if packed else outgoing
+        return self.transport.start(tensors, Message(taken, outgoing.counts, incoming.counts, between))
 
 
 def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Tensor], dict[Stage, list[Tensor]]]:
@@ -104,9 +111,8 @@ class _Start(Function):
         ctx.set_materialize_grads(False)
         pending = []
         for stage in transfers.route.exchanging:
-            started = [transfers.start(stage.sent.taken(flat(x)), stage.sent, stage.received) for x in tensors]
-            transfers.works[stage] = [work for _, work in started]
-            pending += [received for received, _ in started]
+            received, transfers.waits[stage] = transfers.start([flat(x) for x in tensors], stage)
+            pending += received
         return *(x.view_as(x) for x in tensors), *pending
 
     @staticmethod
@@ -114,9 +120,9 @@ class _Start(Function):
         transfers: Transfers = ctx.transfers
         parts: list[list[Tensor]] = [[] for _ in ctx.shapes]
         for stage in transfers.route.exchanging:
-            kept, returned = transfers.kept.pop(stage), transfers.returned.pop(stage)
-            for part, own, (received, (work, _)) in zip(parts, kept, returned, strict=True):
-                work.wait()
+            returned, wait = transfers.returned.pop(stage)
+            wait()
+            for part, own, received in zip(parts, transfers.kept.pop(stage), returned, strict=True):
                 part += [own, received]
         # Attention made the local gradients for this alone, so the sums may be written in their place.
         return None, *(
@@ -133,8 +139,7 @@ class _Arrive(Function):
     ) -> tuple[Tensor, ...]:
         ctx.transfers, ctx.stage = transfers, stage
         ctx.kept = sum(stage.own.counts) // local[0].shape[:2].numel()  # tokens of a head
-        for work, _ in transfers.works.pop(stage):
-            work.wait()
+        transfers.waits.pop(stage)()
         found = []
         for values, x in zip(pending, local, strict=True):
             (batch, heads, _, dim), width = x.shape, stage.slots - stage.kept
@@ -148,10 +153,10 @@ class _Arrive(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         transfers, stage = ctx.transfers, ctx.stage
-        rows = [stage.received.taken(flat(gradient[:, :, stage.kept :])) for gradient in gradients]
-        transfers.returned[stage] = [transfers.start(some, stage.received, stage.sent) for some in rows]
+        remote = [flat(gradient[:, :, stage.kept :]) for gradient in gradients]
+        transfers.returned[stage] = transfers.start(remote, stage, back=True)
         transfers.kept[stage] = [flat(gradient[:, :, : ctx.kept]) for gradient in gradients]
-        return None, None, None, *rows  # `_Start` takes what was sent back; these only have the right shape
+        return None, None, None, *(None for _ in gradients)  # `_Start` takes what was sent back
 
 
 class _Share(Function):

@@ -26,14 +26,13 @@ def explained(plan: ShardPlan, shape: Shape, machine: Machine) -> str:
     ]
     chosen = plan.chosen(shape, machine)
     for each in plan.estimates(shape, machine):
-        name = f"{each.strategy}, {each.stages} st." if each.strategy == "keys" else each.strategy
+        name = str(each)
         lines.append(
             f"{'* ' if each == chosen else '  '}{name:12}{each.mean_bytes / 1e6:14.2f}{each.most_bytes / 1e6:9.2f}"
             f"{each.compute * 1e3:7.2f} ms{each.transfer * 1e3:7.2f} ms{100 * each.hidden:6.0f} %"
             f"{each.total * 1e3:7.2f} ms"
         )
-    stages = "" if chosen.strategy != "keys" else f", in {chosen.stages} stage{'s' * (chosen.stages != 1)}"
-    lines.append(f"chosen (*): {chosen.strategy}{stages}")
+    lines.append(f"chosen (*): {chosen}")
     if plan.heads_refused(shape):
         lines.append(f"heads: not possible, {plan.heads_refused(shape)}")
     return "\n".join(lines)

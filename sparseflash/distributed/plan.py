@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -27,6 +27,7 @@ from sparseflash.distributed.queries import query_stages, turned
 from sparseflash.distributed.routes import Heads, Readers
 from sparseflash.distributed.shards import Shards
 from sparseflash.distributed.stages import Route, stages_of
+from sparseflash.distributed.transport import TRANSPORTS, Transport, TransportName, transport_of
 
 T = TypeVar("T")
 Side = Literal["queries", "keys"]
@@ -40,9 +41,9 @@ class ShardPlan:
     """Where the tokens of a mask lie, and what attention over them sends. Made by `shard`.
 
     `mask`: the whole mask, on the CPU, with its lengths written into the tiles; `queries`, `keys`: their shards, the
-    same object if they are the same tokens; `rank`, `ranks`: this process in the group; `strategy`, `stages`: as given
-    to `shard`; `sent`: the bytes and messages that attention with this plan has sent so far, forward and backward,
-    counted where they are sent.
+    same object if they are the same tokens; `rank`, `ranks`: this process in the group; `strategy`, `stages`,
+    `transport`: as given to `shard`; `sent`: the bytes and messages that attention with this plan has sent so far,
+    forward and backward, counted where they are sent.
     """
 
     mask: BlockMask
@@ -52,6 +53,7 @@ class ShardPlan:
     ranks: int
     strategy: Strategy = "auto"
     stages: int | None = None
+    transport: TransportName = "auto"
     sent: Sent = field(default_factory=Sent)
     # Not emptied by `clear_caches`: all ranks must remember the same calls, because the first of each kind is compared.
     agreed: dict[object, None] = field(default_factory=dict, repr=False)
@@ -126,15 +128,29 @@ class ShardPlan:
             lambda: Traffic.of(self.mask, self.readers, Heads.of(self.mask.pattern, batch, kv_heads)),
         )
 
-    def stages_for(self, batch: int, kv_heads: int, stages: int, *, same_slots: bool = False) -> Route:
+    def stages_for(
+        self, batch: int, kv_heads: int, stages: int, *, same_slots: bool = False, local_first: bool = False
+    ) -> Route:
         """This rank's attention to local keys and its exchanges, for tensors of that many heads; made once."""
         return self._once(
-            ("stages", batch, kv_heads, stages, same_slots),
+            ("stages", batch, kv_heads, stages, same_slots, local_first),
             lambda: stages_of(
-                self.mask, self.assignment, self.readers, self.rank,
-                Heads.of(self.mask.pattern, batch, kv_heads), stages, same_slots=same_slots,
+                self.mask, self.assignment, self.readers, self.rank, Heads.of(self.mask.pattern, batch, kv_heads),
+                stages, same_slots=same_slots, local_first=local_first,
             ),
         )  # fmt: skip
+
+    def transport_on(self, device: torch.device) -> Transport:
+        """What carries rows between tensors on a device. A collective call, the first time in a group."""
+        return transport_of(self.process_group, device, self.transport)
+
+    def machine(self, overlaps: bool | None = None) -> Machine:
+        """The constants of the model by default; `overlaps`: whether attention goes on beside exchanges (`Transport`),
+        by default whether it does on that machine.
+        """
+        machine = default_machine(self.ranks)
+        overlaps = machine.overlaps and self.transport != "collective" if overlaps is None else overlaps
+        return replace(machine, overlaps=overlaps)
 
     @cached_property
     def _turned(self) -> tuple[BlockMask, Readers, Loads]:
@@ -184,7 +200,7 @@ class ShardPlan:
 
     def estimates(self, shape: Shape, machine: Machine | None = None) -> list[Estimate]:
         """What the plan's strategies cost by the model: keys in each number of stages, queries, heads."""
-        machine = machine or default_machine(self.ranks)
+        machine = machine or self.machine()
         q_tokens, k_tokens = np.array(self.queries.counts), np.array(self.keys.counts)
         found = []
         traffic = self.traffic(shape.batch, shape.kv_heads)
@@ -224,9 +240,7 @@ class ShardPlan:
         """
         heads = self.mask.shape[1] if heads is None else heads
         kv_heads = heads if kv_heads is None else kv_heads
-        return explained(
-            self, Shape(batch, heads, kv_heads, dim, v_dim or dim, dtype), machine or default_machine(self.ranks)
-        )
+        return explained(self, Shape(batch, heads, kv_heads, dim, v_dim or dim, dtype), machine or self.machine())
 
     def _once(self, key: object, make: Callable[[], T]) -> T:
         found: T | None = self._made.get(key)
@@ -251,6 +265,7 @@ def shard(
     like: ShardPlan | None = None,
     strategy: Strategy = "auto",
     stages: int | None = None,
+    transport: TransportName = "auto",
 ) -> ShardPlan:
     """Plans the attention of a mask over the ranks of a group: which tokens lie where, and which keys travel.
 
@@ -280,6 +295,9 @@ def shard(
         stages: into how many exchanges, 1 to 4, the keys that travel are cut; attention to keys that are there already
             overlaps with them, and partial results are merged. 0: attention begins when all keys are there, and nothing
             is merged. None: chosen by the same model.
+        transport: `"collective"`: NCCL's all-to-all, whose programs take turns with attention; `"peer"`: copies out of
+            the other ranks' memory, for GPUs of one host that can read each other's, beside attention; each rank
+            holds a buffer of all that it sends in a call. `"auto"`: peer where it is possible.
 
     Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, and for
     `like` of other lengths, ranks or a chunk that the mask's blocks do not divide.
@@ -290,13 +308,15 @@ def shard(
         raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}; got {strategy!r}.")
     if stages is not None and not 0 <= stages <= MOST_STAGES:
         raise ValueError(f"stages must be 0 to {MOST_STAGES}, or None; got {stages}.")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}.")
     mask = mask.canonical().to("cpu").bake_lengths()
     if like is None:
         assignment = assign(mask, ranks)
     else:
         assignment = like.assignment
         _check_like(mask, like, ranks)
-    return ShardPlan(mask, assignment, group, rank, ranks, strategy, stages)
+    return ShardPlan(mask, assignment, group, rank, ranks, strategy, stages, transport)
 
 
 def _place(

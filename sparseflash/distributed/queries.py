@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.distributed.exchange import Transfers
+from sparseflash.distributed.exchange import Transfers, flat
 from sparseflash.distributed.planner import Assignment
 from sparseflash.distributed.routes import Heads, Readers
 from sparseflash.distributed.stages import Route, stages_of
@@ -57,28 +57,18 @@ class _Return(Function):
     def forward(ctx: Any, transfers: Transfers, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         ctx.transfers, ctx.shape = transfers, out.shape
         stage = transfers.route.exchanging[0]
-        slots = stage.received.on(out.device)
-        under_way = []
-        for values in (out.reshape(-1, out.shape[-1]), lse.reshape(-1, 1)):
-            under_way.append(transfers.start(values.index_select(0, slots), stage.received, stage.sent))
-        for _, (work, _) in under_way:
-            work.wait()
-        return under_way[0][0], under_way[1][0].squeeze(1)
+        (outs, lses), wait = transfers.start([flat(out), lse.reshape(-1, 1)], stage, back=True)
+        wait()
+        return outs, lses.squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         transfers, shape = ctx.transfers, ctx.shape
         stage = transfers.route.exchanging[0]
-        slots = stage.received.on(gradients[0].device)
-        under_way = []
-        for values in (gradients[0], gradients[1].unsqueeze(1)):
-            under_way.append(transfers.start(values, stage.sent, stage.received))
-        found = []
-        for received, (work, _) in under_way:
-            work.wait()
-            whole = received.new_zeros((shape[:-1].numel(), received.shape[1]))
-            found.append(whole.index_copy_(0, slots, received))
-        return None, found[0].view(shape), found[1].view(shape[:-1])
+        received, wait = transfers.start([gradients[0], gradients[1].unsqueeze(1)], stage, packed=True)
+        wait()
+        out, lse = (stage.received.placed(x, shape[:-1].numel()) for x in received)
+        return None, out.view(shape), lse.view(shape[:-1])
 
 
 class _MergeRows(Function):

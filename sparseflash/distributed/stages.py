@@ -6,8 +6,9 @@ what it receives; so the two ends of each message agree without talking. All of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from sparseflash.distributed.shards import Integers
 
 # The share of block rows with remote keys up to which they attend apart from the others. Each attention has a beginning
 # and an end at which the GPU is not full; what is saved is a copy of the keys that the others see.
-_FEW_ROWS = 0.25
+_FEW_ROWS = 0.125
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,8 @@ class Stage:
     `mask`: on the CPU; `queries`: which of the rank's queries they are, int64, None for all; `exchanges`: whether any
     rank sends anything; `own`: the rows of the rank's keys that come first, of a tensor `[B * Hkv * n, D]`; `slots`:
     tokens of all keys; `positions`, `query_positions`: where in the whole sequence they stand, any position for unused
-    slots; `positions` is None if heads differ in what lies in a slot.
+    slots; `positions` is None if heads differ in what lies in a slot; `between`: int64 `[from, to]`, the rows that go
+    from each rank to each, counted when it is first called.
     """
 
     mask: BlockMask
@@ -51,6 +53,7 @@ class Stage:
     positions: Positions | None
     query_positions: Positions
     queries: Tensor | None = None
+    between: Callable[[], Integers] = lambda: np.zeros((1, 1), np.int64)
 
     @cached_property
     def _moved(self) -> dict[Any, Any]:
@@ -85,19 +88,20 @@ class Route:
 
 def stages_of(
     mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, stages: int, *,
-    same_slots: bool,
+    same_slots: bool, local_first: bool = False,
 ) -> Route:  # fmt: skip
     """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts.
 
     If `stages` is 0, all queries attend to all their keys at once; if few of them have remote keys, the others attend
-    apart, to local keys, which then need not be copied.
+    apart, to local keys, which then need not be copied: first if `local_first`, while keys travel.
 
     same_slots: a slot has the same token for all heads, so that it has one position; otherwise heads that need
     different keys each fill their slots from the first on, which takes less memory.
     """
     work = _Work.of(mask, assignment, readers, rank, heads, max(stages, 1))
     if stages == 0 and any(readers.remote(each).any() for each in range(readers.ranks)):
-        return Route(work.together(same_slots))
+        together = work.together(same_slots)
+        return Route(together[::-1] if local_first else together)
     return Route([work.local(), *(work.exchange(stage, same_slots) for stage in range(stages))])
 
 
@@ -169,15 +173,15 @@ class _Work:
         mask = self.entries.mask(self.stage_of == number + 1, slot, slots * self.mask.block_k)
         return Stage(
             mask, True, *self._messages(number, slot, slots), _none(self.readers.ranks), 0, slots * self.mask.block_k,
-            self._positions(number, same_slots, slots), self.query_positions,
+            self._positions(number, same_slots, slots), self.query_positions, between=self._between(number),
         )  # fmt: skip
 
     def together(self, same_slots: bool) -> list[Stage]:
         """The attention of block rows to all their keys; if few of them have remote keys, then that of the others.
 
-        The others could attend first, while keys travel. But where the exchange starts after that attention on one GPU
-        and before it on another, the first has no multiprocessor left for it, and the second keeps some waiting, which
-        its own attention needs: they take turns.
+        The others should not attend first where the exchange needs multiprocessors. Where it starts after that
+        attention on one GPU and before it on another, the first has none left for it, and the second keeps some
+        waiting, which its own attention needs: they take turns.
         """
         block_q, block_k = self.mask.block_q, self.mask.block_k
         rows = self.entries.rows_with(self.stage_of > 0)
@@ -202,7 +206,7 @@ class _Work:
             positions = Positions(torch.cat([kept, positions.tokens]), positions.length)
         stage = Stage(
             mask, True, sent, received, self._rows([np.flatnonzero(own)], [own[None]], self.place, self.tokens),
-            first * block_k, (first + slots) * block_k, positions, query_positions, queries,
+            first * block_k, (first + slots) * block_k, positions, query_positions, queries, self._between(0),
         )  # fmt: skip
         return [stage] if queries is None else [stage, self.local(~rows)]
 
@@ -228,15 +232,31 @@ class _Work:
 
     def _messages(self, number: int, slot: Integers, slots: int) -> tuple[Rows, Rows]:
         """The rows that this rank sends and receives in an exchange."""
-
-        def part(blocks: Integers) -> Integers:
-            return np.compress(_parts(len(blocks), self.stages) == number, blocks)
-
+        outgoing, incoming = ([self._part(each, number) for each in some] for some in (self.outgoing, self.incoming))
         wanted = [self.reads[self.rank]] * self.readers.ranks
         return (
-            self._rows(list(map(part, self.outgoing)), list(self.reads), self.place, self.tokens),
-            self._rows(list(map(part, self.incoming)), wanted, slot, slots * self.mask.block_k),
+            self._rows(outgoing, list(self.reads), self.place, self.tokens),
+            self._rows(incoming, wanted, slot, slots * self.mask.block_k),
         )
+
+    def _part(self, blocks: Integers, number: int) -> Integers:
+        """Those of a message's blocks that go with an exchange."""
+        return np.compress(_parts(len(blocks), self.stages) == number, blocks)
+
+    def _between(self, number: int) -> Callable[[], Integers]:
+        """What counts the rows that go between all ranks in an exchange; it is not needed by every transport."""
+
+        @cache
+        def counted() -> Integers:
+            ranks = range(self.readers.ranks)
+            uses = np.bincount(self.heads.kind_of_pair, minlength=len(self.heads.kinds))
+            rows = (self.reads * uses[:, None]).sum(1) * self.sizes  # [R, Mk]
+            return np.array([
+                [rows[target, self._part(self.readers.message(source, target), number)].sum() for target in ranks]
+                for source in ranks
+            ])  # fmt: skip
+
+        return counted
 
     def _rows(self, blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
         """The rows of blocks for each rank, where a kind of head wants them.

@@ -59,23 +59,55 @@ def needed_keys(mask, ranks, batch, kv_heads):
     return count
 
 
-@given(problem=drawn_problems(), ranks=st.integers(2, 4), stages=st.none() | st.integers(0, 4))
+def cuts():
+    """Options of `shard` about how keys travel."""
+    return st.fixed_dictionaries(
+        {"stages": st.none() | st.integers(0, 4), "transport": st.sampled_from(["collective", "peer"])}
+    )
+
+
+@given(problem=drawn_problems(), ranks=st.integers(2, 4), cut=cuts())
 @settings(max_examples=2 * settings().max_examples)
-def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, stages):
+def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, cut):
     mask = problem.mask
     assume(has_blocks_for(mask, ranks))
     q, k, v, dout, dlse = problem.tensors()
-    function = sharded(pool, ranks, mask, {"strategy": "keys", "stages": stages}, scale=problem.scale)
+    function = sharded(pool, ranks, mask, {"strategy": "keys", **cut}, scale=problem.scale)
     testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
 
 
+@pytest.mark.parametrize("transport", ["collective", "peer"])  # they attend after the others, or before them
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_queries_that_attend_apart_are_as_exact(pool, ranks, dtype):
-    mask = masks.local(999, window=40, block=32)
+def test_queries_that_attend_apart_are_as_exact(pool, ranks, dtype, transport):
+    mask = masks.local(999, window=30, block=16)
     q, k, v = tensors(mask, heads=4, kv_heads=2, dtype=dtype)
     assert distributed.shard(mask, ranks=ranks).stages_for(1, 2, 0).stages[0].queries is not None
-    testing.assert_exact(sharded(pool, ranks, mask, {"strategy": "keys", "stages": 0}), q, k, v, mask)
+    options = {"strategy": "keys", "stages": 0, "transport": transport}
+    testing.assert_exact(sharded(pool, ranks, mask, options), q, k, v, mask)
+
+
+@pytest.mark.parametrize("strategy", ["keys", "queries"])
+def test_both_transports_give_the_same_bits(pool, strategy):
+    """Calls of several sizes, so that buffers are replaced, begun anew, and shared by calls that are under way."""
+    found = {}
+    for transport in ("collective", "peer"):
+        options = {"strategy": strategy, "transport": transport}
+        found[transport] = pool.run(3, sharded_attention.several_calls, options)
+    for some, others in zip(found["collective"], found["peer"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_a_peer_transport_that_is_not_possible_is_refused():
+    refused = "transport must be 'collective' or 'auto' here; 'peer' is not possible: the tensors are on cpu"
+    with Processes(1) as pool, pytest.raises(Failed, match=refused):
+        pool.run(1, attend_with, "peer")
+
+
+def attend_with(member, transport):
+    plan = distributed.shard(masks.causal(64, block=16), member.group, transport=transport)
+    x = plan.scatter(torch.zeros(1, 1, 64, 16))
+    distributed.attention(x, x, x, plan)
 
 
 @given(problem=drawn_problems(), ranks=st.integers(2, 4))
@@ -112,12 +144,12 @@ def drawn_scores(*dtypes, kinds=(*KINDS, *FUNCTIONS), most_heads=4, most_tokens=
 
 @given(
     case=drawn_scores(torch.float32, torch.float64, torch.bfloat16), ranks=st.integers(2, 4),
-    strategy=st.sampled_from(["keys", "queries"]), stages=st.none() | st.integers(0, 3),
+    strategy=st.sampled_from(["keys", "queries"]), cut=cuts(),
 )  # fmt: skip
 @settings(max_examples=2 * settings().max_examples)
-def test_changed_scores_are_as_exact(pool, case, ranks, strategy, stages):
+def test_changed_scores_are_as_exact(pool, case, ranks, strategy, cut):
     assume(has_blocks_for(case.problem.mask, ranks))
-    check_scored(pool, ranks, case, {"strategy": strategy, "stages": stages})
+    check_scored(pool, ranks, case, {"strategy": strategy, **cut})
 
 
 @given(case=drawn_scores(torch.float32, torch.float64, most_heads=1), ranks=st.integers(2, 4))
@@ -140,15 +172,17 @@ def test_kernels_take_positions_in_the_whole_sequence(pool, case):
 
 @given(
     problem=drawn_problems(dropouts=(0.1, 0.5, 0.9)), ranks=st.integers(2, 4),
-    strategy=st.sampled_from(["keys", "keys", "queries", "heads"]), stages=st.none() | st.integers(1, 4),
+    strategy=st.sampled_from(["keys", "keys", "queries", "heads"]), cut=cuts(),
 )  # fmt: skip
 @settings(max_examples=2 * settings().max_examples)
-def test_dropout_is_that_of_one_process(pool, problem, ranks, strategy, stages):
+def test_dropout_is_that_of_one_process(pool, problem, ranks, strategy, cut):
     assume(has_blocks_for(problem.mask, ranks))
     if strategy == "heads":
         assume(problem.mask.shape[1] == 1)
         problem = replace(problem, heads=2 * ranks, kv_heads=ranks)
-    check_dropping(pool, ranks, problem, {"strategy": strategy, "stages": stages})
+    if strategy == "heads":
+        cut = {}
+    check_dropping(pool, ranks, problem, {"strategy": strategy, **cut})
 
 
 @given(problem=drawn_problems((torch.float32, torch.float16), 2, 70, dropouts=(0.3,)), queries=st.booleans())
@@ -397,7 +431,7 @@ SAME = masks.causal(64, block=16), (1, 2, 64, 16), torch.float32, 1.0
         ((masks.local(64, window=9, block=16), *SAME[1:]), "mask"),
         ((SAME[0], (1, 4, 64, 16), *SAME[2:]), "shapes"),
         ((*SAME[:2], torch.float64, 1.0), "dtype"),
-        ((*SAME[:3], 0.5), "strategy, stages, scale, backend"),
+        ((*SAME[:3], 0.5), "strategy, stages, transport, scale, backend"),
         ((*SAME, scores.softcap(5.0)), "scores"),
     ],
 )

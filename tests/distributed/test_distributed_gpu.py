@@ -97,7 +97,15 @@ def test_the_weights_that_one_gpu_keeps_are_kept(pool, strategy, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{"strategy": "keys", "stages": 0}, {"strategy": "keys", "stages": 2}, {"strategy": "heads"}], ids=str
+    "options",
+    [
+        {"strategy": "keys", "stages": 0, "transport": "collective"},
+        {"strategy": "keys", "stages": 2, "transport": "collective"},
+        {"strategy": "keys", "stages": 0, "transport": "peer"},
+        {"strategy": "keys", "stages": 2, "transport": "peer"},
+        {"strategy": "heads"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("pattern", [masks.causal, masks.butterfly])
 def test_long_sequences_are_exact_and_the_same_every_time(pool, options, pattern):
@@ -111,6 +119,16 @@ def test_long_sequences_are_exact_and_the_same_every_time(pool, options, pattern
         results.append([out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))])
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["keys", "queries"])
+def test_both_transports_give_the_same_bits(pool, strategy):
+    found = [
+        pool.run(2, sharded_attention.several_calls, {"strategy": strategy, "transport": transport})
+        for transport in ("collective", "peer")
+    ]
+    for some, others in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def test_live_remote_keys_travel_and_nothing_else(pool):

@@ -1,6 +1,7 @@
 """Plans: equal counts, balance, the same on every rank, and what is known of their cost without any process."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -202,6 +203,8 @@ def test_the_model_hides_what_it_can_and_takes_the_cheapest():
     keys = [each for each in plan.estimates(shape, slow) if each.strategy == "keys"]
     assert [each.stages for each in keys] == [0, 1, 2, 3, 4]
     assert keys[4].total < keys[1].total  # more of a long transfer lies behind attention
+    alone = plan.estimates(shape, replace(slow, overlaps=False))
+    assert all(each.hidden < 1e-9 for each in alone)
     assert plan.chosen(shape, slow).total == min(each.total for each in plan.estimates(shape, slow))
     fast = distributed.Machine("fast network", flops=1e12, bandwidth=1e15, memory=1e15, latency=0.0)
     joined, *staged = [each for each in plan.estimates(shape, fast) if each.strategy == "keys"]

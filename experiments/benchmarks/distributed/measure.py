@@ -35,7 +35,9 @@ from sparseflash import BlockMask, attention, distributed, testing
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 ROUNDS, SERIES_MS, MOST_CALLS = 5, 60.0, 20
 ONE, PEER = "one rank", "context_parallel"
-WAYS = (ONE, "auto", *(f"keys, {stages} st." for stages in range(3)), "queries", "heads", "all-gather", PEER)
+COLLECTIVE = ", collective"
+_KEYS = tuple(f"keys, {stages} st." for stages in range(3))
+WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "queries", "heads", "all-gather", PEER)
 
 
 class Way(NamedTuple):
@@ -113,7 +115,7 @@ def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
     """PyTorch's own ring; its context stays open as long as the stack. It has no masks and no grouped heads."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel_unshard
 
     if setting.name not in ("causal", "dense") or setting.device.type != "cuda":
         raise ValueError("dense and causal attention on GPUs only")
@@ -121,8 +123,9 @@ def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
         raise ValueError("has no grouped heads")
     q, k, v, dout = (x.clone() for x in (*setting.tensors, setting.dout))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    stack.enter_context(context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]))
     causal = setting.name == "causal"
+    _cp_options.enable_load_balance = causal  # which it refuses to do otherwise
+    stack.enter_context(context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]))
 
     def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # which the context has replaced in its module
@@ -141,10 +144,13 @@ def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
         return gathering(setting)
     if name == "auto":
         return setting.planned()
-    strategy, _, stages = name.partition(", ")
+    strategy, _, stages = name.removesuffix(COLLECTIVE).partition(", ")
+    options: dict[str, object] = {"strategy": strategy}
     if stages:
-        return setting.planned(strategy=strategy, stages=int(stages.split()[0]))
-    return setting.planned(strategy=strategy)
+        options["stages"] = int(stages.split()[0])
+    if name.endswith(COLLECTIVE):
+        options["transport"] = "collective"
+    return setting.planned(**options)
 
 
 def leaves(way: Way) -> list[Tensor]:
@@ -233,8 +239,8 @@ def measured(setting: Setting, heads: str, names: Sequence[str]) -> Iterator[Row
                 row.failure = str(error).splitlines()[0]
                 continue
             if name == "auto":
-                chosen = setting.plan.chosen(shape)
-                row.chosen = f"{chosen.strategy}, {chosen.stages} st." if chosen.strategy == "keys" else chosen.strategy
+                transport = setting.plan.transport_on(setting.device)
+                row.chosen = str(setting.plan.chosen(shape, setting.plan.machine(transport.overlaps)))
                 row.sent = counted(setting, calls[0], setting.plan)
                 row.needed = int(setting.plan.traffic(shape.batch, shape.kv_heads).sent.sum()) * shape.key_bytes
             counts = []
