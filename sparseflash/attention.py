@@ -114,9 +114,9 @@ def attention(
         refuse(others)
     place = None
     kernels = KERNELS.get(backend)
-    if kernels is not None and scores is None and type(dropout_p) is float and dropout_p == 0.0:
+    if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
-        if place is not None and (call := place[0].get(place[1])) is not None:
+        if place is not None and scores is None and (call := place[0].get(place[1])) is not None:
             out, lse = call_cache.run(call, q, k, v, mask)
             return (out, lse) if return_lse else out
     check_tensors(q, k, v)
@@ -160,13 +160,17 @@ def attend(
     from sparseflash.backends.triton import api  # imported late: the library must work without Triton
 
     if changes is not None and (divided := changes.find("temperature")) is not None:
-        q, changes = divided.applied_to(q), changes.without("temperature")
+        q, changes, place = divided.applied_to(q), changes.without("temperature"), None
     if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
         q, scale, place = -q, -scale, None
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
+    if not (q.numel() and k.numel()):
+        place = None
     if changes is not None and changes.changes:
-        return api.scored_attention(q, k, v, problem, changes)
-    if place is not None and q.numel() and k.numel():
+        if place is None:
+            return api.scored_attention(q, k, v, problem, changes)
+        return call_cache.run_scored(place, q, k, v, problem, changes)
+    if place is not None:
         api.check(q, k, v)
         call = place[0].put(place[1], api.Call(q, k, v, problem))
         return call_cache.run(call, q, k, v, mask)

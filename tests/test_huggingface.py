@@ -69,6 +69,11 @@ GEMMA2 = (
     transformers.Gemma2ForCausalLM,
     transformers.Gemma2Config(**SIZES, sliding_window=16, attn_logit_softcapping=0.05, query_pre_attn_scalar=16),
 )
+GEMMA3_SIZES = {
+    **SIZES, "num_hidden_layers": 3, "sliding_window": 16, "query_pre_attn_scalar": 64,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+GEMMA3 = transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**GEMMA3_SIZES)
 T5 = (
     transformers.T5Model,
     transformers.T5Config(
@@ -144,7 +149,7 @@ def padded(where, length=70):
     return tokens
 
 
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, LLAMA4, GEMMA4, BERT], ids=name_of)
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, LLAMA4, GEMMA3, GEMMA4, BERT], ids=name_of)
 @pytest.mark.parametrize("padding", ["none", "right", "left", "scattered"])
 def test_a_model_gives_what_it_gives_with_its_own_attention(model, padding):
     tokens = None if padding == "none" else padded(padding)
@@ -195,6 +200,25 @@ def test_a_prompt_that_is_seen_by_all_of_it():
     )  # fmt: skip
 
 
+def test_images_whose_tokens_see_one_another_in_layers_with_and_without_windows():
+    """Gemma 3 adds rules of its own to those of its text model."""
+    vision = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.Gemma3Config(
+        text_config=GEMMA3_SIZES, vision_config={**vision, "num_attention_heads": 4, "image_size": 28, "patch_size": 7},
+        mm_tokens_per_image=4, image_token_index=62, boi_token_index=60, eoi_token_index=61,
+    )  # fmt: skip
+    tokens = ids(50).clamp(max=59)
+    tokens[:, 5:9] = tokens[0, 30:34] = 62
+    inputs = {
+        "input_ids": tokens, "token_type_ids": (tokens == 62).long(),
+        "pixel_values": torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0)),
+    }  # fmt: skip
+    theirs, ours = pair((transformers.Gemma3ForConditionalGeneration, config))
+    compared(theirs, ours, **inputs)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(theirs.generate(**inputs, **options), ours.generate(**inputs, **options))
+
+
 def test_a_model_without_masks_sees_everything():
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     compared(*pair(VIT), pixel_values=images)
@@ -238,7 +262,7 @@ def test_each_layer_may_have_a_pattern_of_its_own():
         torch.testing.assert_close(ours(ids(70, batch=1)).logits, want, **CLOSE)
 
 
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, GEMMA4], ids=name_of)
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, GEMMA3, GEMMA4], ids=name_of)
 @pytest.mark.parametrize("left", [0, 4])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generated_tokens_are_those_of_its_own_attention(model, left, cache):
@@ -263,6 +287,23 @@ def test_a_cache_changes_nothing():
             cache = out[CACHE]
             found.append(out.logits)
     torch.testing.assert_close(torch.cat(found, 1), whole, **CLOSE)
+
+
+@pytest.mark.parametrize("length", [10, 40])
+def test_layers_with_windows_forget_in_their_caches(length):
+    """Parts that are shorter and longer than the window, behind caches of two kinds in one model."""
+    results = []
+    for model in pair(GEMMA3):
+        cache, found = None, []
+        with torch.no_grad():
+            for part in ids(70).split([length, 20, 1, 1, 48 - length], 1):
+                out = model(part, **{CACHE: cache}, use_cache=True)
+                cache = out[CACHE]
+                found.append(out.logits)
+            whole = model(ids(70)).logits
+        results += [torch.cat(found, 1), whole]
+    for each in results[1:]:
+        torch.testing.assert_close(each, results[0], **CLOSE)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MISTRAL], ids=name_of)

@@ -5,6 +5,7 @@ As in `registration.py`, plain calls are direct, and all others go through a reg
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -72,7 +73,7 @@ class ScoredOperator:
         """`(out, lse)`, differentiable. changes: prepared for these tensors."""
         tensors = changes.tensors()
         if is_plain_call(q, k, v, *tensors):
-            return call_directly(_Run(self, problem, changes), q, k, v, *tensors)
+            return self.directly(q, k, v, problem, changes, tensors)
         refuse_transforms(self.name, q, k, v, *tensors)
         if changes.find("function") is not None:
             from sparseflash.backends import scored_function  # imported late: it needs Dynamo, which takes a second
@@ -82,6 +83,18 @@ class ScoredOperator:
         self._let_count()
         out, lse, _ = self._forward_op(q, k, v, tensors, changes.described(), *problem)
         return out, lse
+
+    def with_passes(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> ScoredOperator:
+        """The same operator, whose direct calls run these functions of one call; see `__init__`."""
+        other = copy.copy(self)
+        other.forward, other._backward = forward, backward
+        return other
+
+    def directly(
+        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores, tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """`(out, lse)`, differentiable, of a plain call. tensors: of the changes."""
+        return call_directly(_Run(self, problem, changes), q, k, v, *tensors)
 
     def past_the_operator(
         self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
@@ -104,7 +117,7 @@ class ScoredOperator:
 
     def direct_backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor, changes: Scores, wanted: Sequence[bool], problem: Problem,
+        kept: Tensor | None, changes: Scores, wanted: Sequence[bool], problem: Problem,
     ) -> tuple[Any, ...]:  # fmt: skip
         """dq, dk, dv and those of the tensors, in their dtypes; None where none is wanted."""
         dq, dk, dv, learned = self._backward(dout, dlse, q, k, v, out, lse, kept, changes, wanted, problem)
@@ -113,10 +126,11 @@ class ScoredOperator:
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor, tensors: list[Tensor], changes: str, wanted: list[bool], problem: Problem,
+        kept: Tensor | None, tensors: list[Tensor], changes: str, wanted: list[bool], problem: Problem,
     ) -> tuple[Any, ...]:  # fmt: skip
         """The same through the registered operator. changes: described, without their tensors."""
         self._let_count()  # a counter may have been entered after the forward
+        kept = self._empty_kept(q) if kept is None else kept
         dq, dk, dv, learned = self._backward_op(
             dout, dlse, q, k, v, out, lse, kept, tensors, changes, wanted, *problem
         )  # fmt: skip
@@ -150,18 +164,19 @@ class _Run:
     """A backend applied to one problem and changes of one kind; see `registration.Differentiable`."""
 
     def __init__(self, operator: ScoredOperator, problem: Problem, changes: Scores) -> None:
-        tensors = changes.tensors()
         self._operator, self._problem, self.seed = operator, problem, problem.seed
-        self._wanted = [x.requires_grad for x in tensors]
-        self._changes = changes.with_tensors([None] * len(tensors))  # type: ignore[list-item]
+        self._wanted = [x.requires_grad for x in changes.tensors()]
+        self._changes = changes
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, kept = self._operator.forward(q, k, v, self._problem, self._changes.with_tensors(tensors))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        changes = self._changes
+        out, lse, kept = self._operator.forward(q, k, v, self._problem, changes)
+        self._changes = changes.with_tensors([None] * len(tensors))  # type: ignore[list-item]
         return out, lse, kept
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor, seed: Tensor | None, *tensors: Tensor,
+        kept: Tensor | None, seed: Tensor | None, *tensors: Tensor,
     ) -> tuple[Any, ...]:  # fmt: skip
         changes, problem = self._changes.with_tensors(tensors), self._problem._replace(seed=seed)
         return self._operator.direct_backward(
@@ -170,7 +185,7 @@ class _Run:
 
     def operator_backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor, seed: Tensor | None, *tensors: Tensor,
+        kept: Tensor | None, seed: Tensor | None, *tensors: Tensor,
     ) -> tuple[Any, ...]:  # fmt: skip
         given = dout, dlse, q, k, v, out, lse, kept
         if self._changes.find("function") is not None:  # the registered operator takes none

@@ -39,9 +39,10 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     the left.
 
     What a model masks itself stays masked: the future, tokens outside a sliding window or in another packed sequence,
-    and the padding of `attention_mask`. Grouped heads, dropout, attention sinks (gpt-oss), soft caps (Gemma 2), biases
-    (T5, Swin) and caches work as with Transformers' own implementations. Every layer gives the numbers of `"eager"` up
-    to rounding, except that a query without any live key gives 0.
+    and the padding of `attention_mask`. Grouped heads, dropout, layers with and without windows in one model (Gemma 3),
+    attention sinks (gpt-oss), soft caps (Gemma 2), biases (T5, Swin) and caches work as with Transformers' own
+    implementations. Every layer gives the numbers of `"eager"` up to rounding, except that a query without any live key
+    gives 0.
 
     Args:
         pattern: a mask that restricts the live scores further. Its query i and key j are tokens i and j of a row of the

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sparseflash import scores
-from sparseflash.scores.change import Scores
+from sparseflash.interop.distances import affine, by_distance
+from sparseflash.scores.change import Change, Scores
 from sparseflash.scores.expression import Node
+from sparseflash.scores.relative import Bucket
 from sparseflash.scores.tracing import Recorded, recorded
 
 _CPU = torch.device("cpu")
+_SCORE = 0  # the node of every expression that is the score
 
 
 def from_score_mod(
@@ -20,77 +23,165 @@ def from_score_mod(
 ) -> Scores:
     """The changes of scores that a `score_mod(score, b, h, q_idx, kv_idx)` of FlexAttention makes.
 
-    >>> slopes, bias = torch.tensor([0.5, 0.25]), torch.randn(2, 64, 64)
+    >>> slopes, bias, table = torch.tensor([0.5, 0.25]), torch.randn(2, 64, 64), torch.randn(2, 17)
     >>> from_score_mod(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs() + bias[h, q, k], 64).kinds
     ('distance', 'bias')
+    >>> from_score_mod(lambda s, b, h, q, k: s + table[h, (k - q).clamp(-8, 8) + 8], 64).kinds
+    ('relative',)
     >>> from_score_mod(lambda s, b, h, q, k: 20 * torch.tanh(s / 20), 64).kinds
     ('softcap',)
     >>> from_score_mod(lambda s, b, h, q, k: torch.where(q % 2 == 0, s, 2 * s), 64).kinds
     ('function',)
 
-    q_len, k_len: the attention's; k_len is q_len by default. device: of the tensors that it reads.
+    q_len, k_len: the attention's, to which the result applies; k_len is q_len by default. device: of the tensors that
+    it reads.
 
-    Recognised by its operations are `cap * tanh(score / cap)`, and on top of it or of the score itself sums with
-    `slopes[h] * (q - k).abs()` (if both lengths are equal) and with entries of tensors at different ones of b, h, q and
-    k, in any order: `softcap`, `alibi`, `bias` and `key_bias`. Tensors that are read there may be learned. Anything
-    else becomes `scores.function(score_mod)`, which says what the kernels take of it. Raises ValueError for a
+    Recognised by its operations are the score divided by an entry for b, h and q (`temperature`), then
+    `cap * tanh(score / cap)` (`softcap`), then sums, in any order, with these, whose tensors may be learned:
+
+    - `slopes[h] * d` or `slopes[h] * log1p(d)` (`alibi`, `log_decay`), where d is `(q + Nk - Nq - k).abs()`, and with
+      numbers as factors;
+    - entries of a table at h and a bucket of the distance (`relative`): any integer that is computed from `q - k`,
+      such as `table[h, k - q + Nq - 1]`, or read by it, such as `table[h, bucket[q - k + Nk - 1]]`, or by `[q, k]` from
+      a matrix that is constant along its diagonals. The buckets are computed here, once;
+    - entries of tensors at different ones of b, h, q and k (`bias`, `key_bias`).
+
+    Anything else becomes `scores.function(score_mod)`, which says what the kernels take of it: `slopes[h] * (k - q)`,
+    for example, is ALiBi only where a mask leaves no key after its query, and stays a function. Raises ValueError for a
     `score_mod` that cannot be recorded, or captures a learned tensor without being recognised.
     """
     found = recorded(score_mod, (), torch.device(device), may_capture_learned=True)
-    changes = _recognised(found, q_len, q_len if k_len is None else k_len)
+    changes = _recognised(found, (q_len, q_len if k_len is None else k_len))
     if changes is not None:
         return changes
     if any(x.requires_grad for x in found.tensors):
         raise ValueError(
-            "score_mod must not capture tensors that require gradients unless it is recognised as softcap, alibi or "
-            "bias; pass them after it: scores.function(score_mod, x)."
+            "score_mod must not capture tensors that require gradients unless it is recognised as temperature, "
+            "softcap, alibi, log_decay, relative or bias; pass them after it: scores.function(score_mod, x)."
         )
     return Scores((scores.function(score_mod),))
 
 
-def _recognised(found: Recorded, q_len: int, k_len: int) -> Scores | None:
+def _recognised(found: Recorded, lengths: tuple[int, int]) -> Scores | None:
     nodes, at, made = found.expression.nodes, found.output, Scores(())
     while nodes[at].op in ("add", "sub"):
         left, right = nodes[at].inputs
         sign = -1.0 if nodes[at].op == "sub" else 1.0
-        if sign > 0 and 0 not in found.expression.reads(left):
+        if sign > 0 and _SCORE not in found.expression.reads(left):
             left, right = right, left
-        if 0 in found.expression.reads(right):  # node 0 is the score
+        if _SCORE in found.expression.reads(right):
             return None
-        term = _term(found, right, sign, square=q_len == k_len, lengths={"q": q_len, "k": k_len})
-        if term is None or set(term.kinds) & set(made.kinds):
+        term = _term(found, right, sign, lengths)
+        if term is None or term.kind in made.kinds:
             return None
         made, at = made + term, left
-    cap = _cap(nodes, at)
-    if cap is not None:
-        return made + scores.softcap(cap)
-    return made if at == 0 and made.changes else None
+    capped = _capped(nodes, at)
+    if capped is not None:
+        cap, at = capped
+        made = made + scores.softcap(cap)
+    divided = _temperature(found, at, lengths)
+    if divided is not None:
+        return made + divided
+    return made if at == _SCORE and made.changes else None
 
 
-def _term(found: Recorded, at: int, sign: float, *, square: bool, lengths: dict[str, int]) -> Scores | None:
-    """What is added to the score, if it is a bias or ALiBi."""
+def _term(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Change | None:
+    """What is added to the score, if it is one of the closed family."""
+    factor, others = _factors(found.expression.nodes, at)
+    if len(others) == 2:
+        return _decay(found, sign * factor, others, lengths)
+    if len(others) != 1 or abs(factor) != 1.0:
+        return None
+    return _bias(found, others[0], sign * factor, lengths) or _relative(found, others[0], sign * factor, lengths)
+
+
+def _factors(nodes: Sequence[Node], at: int) -> tuple[float, list[int]]:
+    """A product as a number and the other factors, all of them if they are at most two."""
+    number, others, rest = 1.0, list[int](), [at]
+    while rest and len(others) < 3:
+        node = nodes[each := rest.pop()]
+        if node.op == "number":
+            number *= float(node.value)
+        elif node.op in ("mul", "neg", "to_float"):
+            number = -number if node.op == "neg" else number
+            rest += node.inputs
+        else:
+            others.append(each)
+    return number, others
+
+
+def _decay(found: Recorded, factor: float, others: Sequence[int], lengths: tuple[int, int]) -> Change | None:
+    nodes = found.expression.nodes
+    for one, other in (others, others[::-1]):
+        if _entry(nodes, one) == "h":
+            decay = scores.alibi
+            if nodes[other].op == "log1p":
+                other, decay = _as_integer(nodes, nodes[other].inputs[0]), scores.log_decay
+            if _is_distance(found, other, lengths):
+                return decay(-factor * found.tensors[int(nodes[one].value)])
+    return None
+
+
+def _is_distance(found: Recorded, at: int, lengths: tuple[int, int]) -> bool:
+    """Whether it is how far a key lies from its query, with both aligned at the bottom right."""
+    node, shift = found.expression.nodes[at], lengths[1] - lengths[0]
+    return node.op == "abs" and affine(found, node.inputs[0], lengths) in ((1, -1, shift), (-1, 1, -shift))
+
+
+def _as_integer(nodes: Sequence[Node], at: int) -> int:
+    return nodes[at].inputs[0] if nodes[at].op == "to_float" else at
+
+
+def _relative(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Change | None:
+    """Entries of a table at a head and an integer that follows from the distance of query and key."""
     nodes = found.expression.nodes
     node = nodes[at]
-    if node.op == "mul" and square:
-        for one, other in (node.inputs, node.inputs[::-1]):
-            slope = _entry(nodes, one)
-            if slope == "h" and _is_distance(nodes, other):
-                return Scores((scores.alibi(-sign * found.tensors[int(nodes[one].value)]),))
+    heads = [dim for dim, each in enumerate(node.inputs) if nodes[each].op == "h"]
+    if node.op != "load" or node.kind != "float" or len(node.inputs) != 2 or len(heads) != 1 or 0 in lengths:
         return None
-    places = _entry(nodes, at)
-    if not places:
+    buckets = by_distance(found, node.inputs[1 - heads[0]], lengths)
+    if buckets is None:
         return None
-    x = found.tensors[int(node.value)]
-    if any(x.shape[dim] != lengths[place] for dim, place in enumerate(places) if place in lengths):
+    table = found.tensors[int(node.value)]
+    table = table if heads[0] == 0 else table.t()
+    buckets = torch.where(buckets < 0, buckets + table.shape[1], buckets)  # as indices of tensors
+    if not 0 <= int(buckets.min()) <= int(buckets.max()) < table.shape[1]:
         return None
-    x = sign * x.permute([places.index(place) for place in "bhqk" if place in places])
-    x = x[tuple(slice(None) if place in places else None for place in "bhqk")]
-    return Scores(
-        (scores.bias(x) if "q" in places else scores.key_bias(x[:, :, 0]) if "k" in places else scores.bias(x),)
-    )
+    return scores.relative(sign * table, _bucket(buckets, lengths))
 
 
-def _entry(nodes: list[Node], at: int) -> str:
+def _bucket(buckets: Tensor, lengths: tuple[int, int]) -> Bucket:
+    def bucket(offsets: Tensor) -> Tensor:
+        # Compiled code cannot look at the first offset.
+        is_first = torch.compiler.is_compiling() or int(offsets[0]) == lengths[0] - 1
+        if len(offsets) != len(buckets) or not is_first:
+            raise ValueError(
+                f"what from_score_mod returned must be used with the lengths that it got, {lengths[0]} queries and "
+                f"{lengths[1]} keys; got others."
+            )
+        return buckets.to(offsets.device)
+
+    return bucket
+
+
+def _bias(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Change | None:
+    places = _entry(found.expression.nodes, at)
+    x = None if not places else _in_order(found, at, places, "bhqk", lengths)
+    if x is None:
+        return None
+    return scores.key_bias(sign * x[:, :, 0]) if "k" in places and "q" not in places else scores.bias(sign * x)
+
+
+def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change | None:
+    node = found.expression.nodes[at]
+    if node.op != "div" or node.inputs[0] != _SCORE:
+        return None
+    places = _entry(found.expression.nodes, node.inputs[1])
+    x = None if not places or "k" in places else _in_order(found, node.inputs[1], places, "bhq", lengths)
+    return None if x is None else scores.temperature(x)
+
+
+def _entry(nodes: Sequence[Node], at: int) -> str:
     """The places at which a tensor is read, if each of its dimensions has one of its own."""
     node = nodes[at]
     if node.op != "load" or node.kind != "float":
@@ -99,16 +190,19 @@ def _entry(nodes: list[Node], at: int) -> str:
     return "".join(places) if len(set(places)) == len(places) and set(places) <= set("bhqk") else ""
 
 
-def _is_distance(nodes: list[Node], at: int) -> bool:
-    node, found = nodes[at], set()
-    while node.op in ("to_float", "abs"):
-        found.add(node.op)
-        node = nodes[node.inputs[0]]
-    return "abs" in found and node.op == "sub" and sorted(nodes[each].op for each in node.inputs) == ["k", "q"]
+def _in_order(found: Recorded, at: int, places: str, order: str, lengths: tuple[int, int]) -> Tensor | None:
+    """The tensor that is read at these places, with dimensions in this order, of size 1 for others; None if it is
+    longer than the attention.
+    """
+    x, sizes = found.tensors[int(found.expression.nodes[at].value)], dict(zip("qk", lengths))
+    if any(x.shape[dim] != sizes[place] for dim, place in enumerate(places) if place in sizes):
+        return None
+    x = x.permute([places.index(place) for place in order if place in places])
+    return x[tuple(slice(None) if place in places else None for place in order)]
 
 
-def _cap(nodes: list[Node], at: int) -> float | None:
-    """The cap of `cap * tanh(score / cap)`."""
+def _capped(nodes: Sequence[Node], at: int) -> tuple[float, int] | None:
+    """The cap of `cap * tanh(x / cap)`, also written with its inverse, and x."""
     if nodes[at].op != "mul":
         return None
     numbers = [nodes[each] for each in nodes[at].inputs if nodes[each].op == "number"]
@@ -116,6 +210,10 @@ def _cap(nodes: list[Node], at: int) -> float | None:
     if len(numbers) != 1 or len(curves) != 1:
         return None
     cap, inside = float(numbers[0].value), nodes[curves[0].inputs[0]]
-    if inside.op != "div" or inside.inputs[0] != 0 or nodes[inside.inputs[1]].op != "number":
+    if not cap > 0 or inside.op not in ("div", "mul"):
         return None
-    return cap if cap > 0 and nodes[inside.inputs[1]].value == cap else None
+    x, by = inside.inputs
+    if inside.op == "mul" and nodes[x].op == "number":
+        x, by = by, x
+    wanted = cap if inside.op == "div" else 1.0 / cap
+    return (cap, x) if nodes[by].op == "number" and nodes[by].value == wanted else None

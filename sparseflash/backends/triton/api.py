@@ -93,7 +93,7 @@ def as_kernels_read(
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> ForwardPass:
     """The forward for tensors of this layout, cached with the plan."""
     setting, family = _decided(q, k, v, problem, changes, backward=False)
-    key = ("forward", family.name, *_key(setting, problem, q, k, v), *_key_of_changes(changes))
+    key = ("forward", family.name, *_key(setting, problem, q, k, v), *key_of_changes(changes))
     made: ForwardPass | None = setting.plan.launches.get(key)
     if made is None:
         _refuse(setting.plan)
@@ -118,7 +118,7 @@ def backward_pass(
     """
     setting, family = _decided(q, k, v, problem, changes, backward=True)
     key = (
-        "backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout), *_key_of_changes(changes), *wanted,
+        "backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout), *key_of_changes(changes), *wanted,
     )  # fmt: skip
     made: BackwardPass | None = setting.plan.launches.get(key)
     if made is None:
@@ -139,15 +139,16 @@ def _decided(
     return setting, decide(Request.of(setting, q, v, changes, backward=backward), problem.kernels).family
 
 
-def _key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
-    """Everything that launches depend on besides `_key`."""
+def key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
+    """Everything that launches depend on besides `_key`: all about the changes but the values of their tensors."""
     if changes is None:
         return ()
     function = changes.find("function")
-    return (
-        changes.described(), None if function is None else function.identity,
-        *((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in changes.tensors()),
-    )  # fmt: skip
+    return (  # lists, which are faster than generators
+        None if function is None else function.identity,
+        *[(each.kind, each.numbers()) for each in changes.changes],
+        *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in changes.tensors()],
+    )
 
 
 def choices(
@@ -161,7 +162,7 @@ def choices(
     )
     (forward, _), (_, backward) = first.family.passes(), second.family.passes()
     wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
-    key = *_key(setting, problem, q, k, v), *_key_of_changes(changes), *wanted
+    key = *_key(setting, problem, q, k, v), *key_of_changes(changes), *wanted
     numbers = problem.scale, problem.dropped
     more: dict[str, Any] = {} if changes is None else {"changes": changes}
     out = empty_out(like(q), like(v))
@@ -207,11 +208,11 @@ def _refuse(plan: Plan) -> None:
 class Call:
     """A prepared call for one layout, mask and set of numbers, which skips all checks and planning.
 
-    It must not hold the mask: it is cached on the mask's indices.
+    It must not hold the mask: it is cached on the mask's indices. Of changes of scores it keeps the layout alone.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
-        self.forward = forward_pass(q, k, v, problem)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
+        self.forward = forward_pass(q, k, v, problem, changes)
         self._backwards = BoundedDict(_MOST_LAYOUTS)  # by the layout of the backward's inputs
         self.scale, self.kernels = problem.scale, problem.kernels
 
@@ -221,15 +222,45 @@ class Call:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of q, k and v. `problem` is called only for a layout that has not occurred before."""
         dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
-        key = (
+        run = self._backward_pass(problem, dout, dlse, q, k, v, out)
+        return run(dout, dlse, q, k, v, out, lse, kept, lengths, None)
+
+    def scored_backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, changes: Scores, wanted: Sequence[bool], problem: Problem,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """As `_scored_backward`."""
+        dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
+        run: Any = self._backward_pass(lambda: problem, dout, dlse, q, k, v, out, changes, wanted)
+        gradients, learned = run.with_learned(dout, dlse, q, k, v, out, lse, kept, problem.lengths, None, changes)
+        return *gradients, learned
+
+    def _backward_pass(
+        self, problem: Callable[[], Problem], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+        out: Tensor, changes: Scores | None = None, wanted: Sequence[bool] = (),
+    ) -> BackwardPass:  # fmt: skip
+        key: tuple[Any, ...] = (
             dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), dlse is None,
             dout.data_ptr() % 16, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
         )  # fmt: skip
+        if changes is not None:  # hooks may have changed the layout of its tensors since the forward
+            key = (*key, *key_of_changes(changes), *wanted)
         run: BackwardPass | None = self._backwards.get(key)
         if run is None:
-            made = backward_pass(q, k, v, out, dout, problem(), dlse=dlse is not None)
+            made = backward_pass(
+                q, k, v, out, dout, problem(), dlse=dlse is not None, changes=changes, wanted=wanted
+            )  # fmt: skip
             run = self._backwards.put(key, made)
-        return run(dout, dlse, q, k, v, out, lse, kept, lengths, None)
+        return run
+
+
+def scored_call(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores) -> ScoredOperator:
+    """The operator with the passes of a call prepared, for calls without dropout in half precision."""
+    call = Call(q, k, v, problem, changes)
+    forward: Any = call.forward
+    return scored_attention.with_passes(
+        lambda q, k, v, problem, changes: forward(q, k, v, problem.lengths, None, changes), call.scored_backward
+    )
 
 
 _MOST_LAYOUTS = 8

@@ -2,7 +2,8 @@
 
 A call on a short sequence spends most of its time on the host, in checks and in finding the plan and the kernels. These
 depend only on the layout of the tensors, the mask and a few numbers. So a call is cached with its mask under these as a
-key, and the next one like it only allocates and launches.
+key, and the next one like it only allocates and launches. Where scores are changed, the kinds of the changes and the
+layout of their tensors belong to the key, and only the changes are checked each time.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.registration import call_directly, is_plain_call
+from sparseflash.backends.registration import are_plain, call_directly, is_plain_call
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
 
 if TYPE_CHECKING:
+    from sparseflash.backends.scored import ScoredOperator
     from sparseflash.backends.triton.api import Call
+    from sparseflash.scores.change import Scores
 
 _MOST = 64  # per mask: a program with more layouts than that repeats none often enough
 _HALF = (torch.float16, torch.bfloat16)
@@ -95,6 +98,24 @@ class CachedRun:
         mask = self._mask
         batch = 1 if mask is None or mask.lengths is None else mask.lengths.shape[1]
         return Problem.of(mask, scale=self._call.scale, batch=batch, kernels=self._call.kernels)
+
+
+def run_scored(
+    place: Place, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(out, lse)` of a call at this place whose scores are changed, cached under the changes' key, too."""
+    from sparseflash.backends.triton import api
+
+    calls, key = place
+    tensors = changes.tensors()
+    if not are_plain(*tensors):
+        return api.scored_attention(q, k, v, problem, changes)
+    key = key, *api.key_of_changes(changes)
+    call: ScoredOperator | None = calls.get(key)
+    if call is None:
+        api.check(q, k, v)
+        call = calls.put(key, api.scored_call(q, k, v, problem, changes))
+    return call.directly(q, k, v, problem, changes, tensors)
 
 
 def run(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> tuple[Tensor, Tensor]:
