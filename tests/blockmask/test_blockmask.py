@@ -675,6 +675,13 @@ def test_a_mask_equals_nothing_but_masks():
     assert window().__eq__(3) is NotImplemented
 
 
+def test_a_mask_has_no_truth_value():
+    near, far = BlockMask.dense(32, block=16), BlockMask.dense(32, block=32)
+    for use in (lambda: near and far, lambda: not near, lambda: bool(near), lambda: near or far):
+        with pytest.raises(TypeError, match=r"masks must be combined by &, \| and ~; got one where Python needs True"):
+            use()
+
+
 def test_equal_masks_are_one_key():
     assert len({window(), window(), BlockMask.from_dense(window().to_dense(), block=16)}) == 1
 
