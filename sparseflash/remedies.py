@@ -10,6 +10,10 @@ _CAUSAL = (
     "the bottom right, so the last query sees the last key; PyTorch's is_causal is aligned at the top left, as is "
     "masks.causal(..., offset=0)"
 )
+_WEIGHTS = (
+    "attention weights are never all in memory. With return_lse=True, those of a few queries are "
+    "exp(scale * q @ k.mT - lse[..., None]), where the mask is live"
+)
 REMEDIES = {
     "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
     "attn_bias": "pass scores=scores.bias(attn_bias), and what it makes dead as a mask",
@@ -19,6 +23,7 @@ REMEDIES = {
     ),
     "block_mask": "pass a mask, attention(q, k, v, interop.from_flex(block_mask))",
     "causal": _CAUSAL,
+    "cu_seqlens": "packed sequences go into attention_varlen(q, k, v, cu_seqlens, pattern=...)",
     "dropout": "it is called dropout_p",
     "enable_gqa": "query heads are grouped whenever k and v have fewer heads",
     "is_causal": _CAUSAL,
@@ -26,6 +31,8 @@ REMEDIES = {
         "pass a mask, attention(q, k, v, mask.with_lengths(lengths)), or interop.from_sdpa(~padding[:, None, None, :], "
         "q_len=q.shape[2]) if only keys are padded"
     ),
+    "need_weights": _WEIGHTS,
+    "return_attn_probs": _WEIGHTS,
     "score_mod": (
         "pass scores=, such as scores.alibi(slopes), scores.bias(tensor) or scores.softcap(cap), or "
         "interop.from_score_mod(score_mod, q.shape[2])"

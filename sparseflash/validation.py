@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import described
+from sparseflash.blockmask.arguments import MADE_FROM, described
 from sparseflash.scores.change import Scores, Sizes, scores_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -84,10 +84,7 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
     any_device: it may lie on another device than they do.
     """
     if not isinstance(mask, BlockMask):
-        raise TypeError(
-            f"mask must be a sparseflash BlockMask or None; got {described(mask)} (BlockMask.from_dense takes boolean "
-            "tensors, interop.from_flex FlexAttention's masks)."
-        )
+        raise TypeError(f"mask must be a sparseflash BlockMask or None; got {described(mask)} ({MADE_FROM}).")
     if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
         advice = ""
         if (mask.q_len, mask.k_len) == (q.shape[1], k.shape[1]):

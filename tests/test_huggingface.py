@@ -4,6 +4,7 @@ import copy
 import inspect
 import subprocess
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -545,6 +546,9 @@ def test_what_a_finished_mask_adds_to_live_scores_is_added():
 def test_patterns_that_are_none_are_refused():
     with pytest.raises(TypeError, match="BlockMask"):
         huggingface.register(torch.ones(3, 3))
+    for function in (masks.causal, partial(masks.local, window=9)):
+        with pytest.raises(TypeError, match=r"function of an attention module; got a function of q_len\. Call it with"):
+            huggingface.register(function)
     huggingface.register(lambda module: torch.ones(3, 3))
     with pytest.raises(TypeError, match="BlockMask"):
         pair(LLAMA)[1](ids(10))

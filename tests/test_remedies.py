@@ -85,6 +85,14 @@ def test_the_advice_for_heads_and_padding_is_right():
     torch.testing.assert_close(within[0, :, :13], want[0, :, :13])
 
 
+def test_the_advice_for_attention_weights_is_right():
+    q, k, v = inputs()
+    mask = masks.causal(20)
+    out, lse = attention(q, k, v, mask, return_lse=True)
+    weights = torch.exp(q @ k.mT / 4 - lse[..., None]) * mask.to_dense()  # 4: the root of the head dim
+    torch.testing.assert_close(weights @ v, out)
+
+
 def test_what_torch_compile_says_of_it_has_the_remedy():
     compiled = torch.compile(lambda q: attention(q, q, q, is_causal=True), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="is_causal must not be given to attention: pass a mask"):

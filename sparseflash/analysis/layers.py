@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sparseflash.analysis.relation import Relation, of_walks
 from sparseflash.analysis.walks import Walk, walk
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import described
 from sparseflash.blockmask.stats import live_tokens
 
 MOST_BLOCKS = 1 << 15  # at which a bit matrix of the tile graph takes 128 MB
@@ -56,7 +57,8 @@ def listed(masks: Masks) -> list[BlockMask]:
     """The masks of the layers as a list; there must be at least one."""
     every = list(masks) if isinstance(masks, Iterable) else [masks]
     if not every or not all(isinstance(mask, BlockMask) for mask in every):
-        raise TypeError(f"masks must be a BlockMask or a sequence of one or more; got {masks!r}.")
+        got = masks if isinstance(masks, list | tuple) else described(masks)
+        raise TypeError(f"masks must be a BlockMask or a sequence of one or more; got {got}.")
     return every
 
 

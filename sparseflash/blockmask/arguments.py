@@ -128,15 +128,19 @@ def described(value: Any) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
+MADE_FROM = (
+    "BlockMask.from_dense takes boolean tensors, interop.from_sdpa tensors of 0 and -inf, BlockMask.from_function "
+    "rules of positions, interop.from_flex FlexAttention's masks; a pattern is called with its lengths: "
+    "masks.causal(q_len)"
+)
+
+
 def checked_mask(value: Any) -> BlockMask:
     """Returns `value` if it is a BlockMask, raises TypeError otherwise."""
     from sparseflash.blockmask import BlockMask
 
     if not isinstance(value, BlockMask):
-        raise TypeError(
-            f"mask must be a sparseflash BlockMask; got {described(value)} (BlockMask.from_dense takes boolean "
-            "tensors, interop.from_flex FlexAttention's masks)."
-        )
+        raise TypeError(f"mask must be a sparseflash BlockMask; got {described(value)} ({MADE_FROM}).")
     return value
 
 
@@ -150,7 +154,10 @@ def boolean(value: Any, name: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be boolean (True: live); got {described(value)}.") from error
     if dense_tensor(tensor, name).dtype != torch.bool:
-        raise TypeError(f"{name} must be boolean (True: live); got {tensor.dtype}.")
+        raise TypeError(
+            f"{name} must be boolean (True: live); got {tensor.dtype}. Compare it: x != 0 if zeros are dead, x == 0 if "
+            "it is added to the scores and -inf is dead."
+        )
     return tensor
 
 

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -594,6 +594,13 @@ class BlockMask:
         return all(
             (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b.to(a.device)))
             for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def __bool__(self) -> NoReturn:
+        # Without this every mask is true, so `near and far` would silently be `far`.
+        raise TypeError(
+            "masks must be combined by &, | and ~; got one where Python needs True or False (and, or, not, if). Write "
+            "mask is not None to ask whether there is one, mask.density > 0 whether anything is live."
         )
 
     @property

@@ -29,8 +29,11 @@ app = typer.Typer(
     "machine, and how fast it is.\n\nMASK is a Python expression of sparseflash.masks, or a file that convert or "
     "BlockMask.save wrote: sparseflash show 'local(4096, window=512, causal=True)'",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph
     pretty_exceptions_enable=False,
 )
+
+_LISTED = "One or more of {}, separated by commas."
 
 
 @app.command()
@@ -44,11 +47,13 @@ def info(as_json: AsJson = False) -> None:
 @app.command()
 def convert(
     mask: Mask,
-    out: Annotated[Path, typer.Argument(help="File to write: .mask, .npz (SciPy), .npy (dense), else with --to.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="File to write: .mask, .npz (SciPy), .npy (dense), else with --to.")
+    ],
     sources: Sources = None,
     to: Annotated[
         str | None,
-        typer.Option(help=f"Of {', '.join(converted.NAMES)}.", show_default="by the name of the file"),
+        typer.Option(help=f"Format, one of {', '.join(converted.NAMES)}.", show_default="by the name of the file"),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Batch element, for formats with one pattern.", min=0)] = None,
     head: Annotated[int | None, typer.Option(help="Head, for formats with one pattern.", min=0)] = None,
@@ -93,7 +98,7 @@ def show(
             say(found.to_string(width) if width else repr(found))
             say_table(words.facts(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal))
             say(*map(str, analysis.lint(found, causal=causal)))
-        written = {"Drawn": picture, "Page": html, "Kept": save}
+        written = {"Picture": picture, "Page": html, "Mask": save}
         if picture is not None:
             found.plot().savefig(picture)
         if html is not None:
@@ -113,14 +118,14 @@ def check(
     kv_heads: KVHeads = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"Comma-separated, of {', '.join(DTYPES)}.", show_default="all on a GPU, fp32 on a CPU"),
+        typer.Option(help=_LISTED.format(", ".join(DTYPES)), show_default="all on a GPU, fp32 on a CPU"),
     ] = None,
     backend: Annotated[
         Backend | None,
         typer.Option(help="The backend to check.", show_default="triton on a GPU, blockwise on a CPU"),
     ] = None,
     device: Device = None,
-    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Several head dims, grouped heads and draws, too.")
     ] = False,
@@ -196,11 +201,11 @@ def bench(
     ] = None,
     peers: Annotated[
         str | None,
-        typer.Option(help=f"Comma-separated, of {', '.join(benchmark.PEERS)}; none.", show_default="all that fit"),
+        typer.Option(help=f"{_LISTED.format(', '.join(benchmark.PEERS))} none: no other.", show_default="all that fit"),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Duration of each measurement.", min=0.01)] = 0.5,
     device: Device = None,
-    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Time attention with a mask against dense attention and other libraries, after checking that it is exact.
@@ -233,7 +238,11 @@ def bench(
             listed: list[dict[str, Any]] = [asdict(times) for times in measured]
             say_json({"mask": repr(found), "device": where(found), "inputs": shapes, "milliseconds": listed})
             return
-        say(f"{found!r}", f"{where(found)}; {shapes}: ms, and the ratio to ours")
+        say(
+            f"{found!r}",
+            f"{where(found)}; {shapes}",
+            "ms; times: this time over that of sparseflash, above 1 it is slower",
+        )
         table = Table()
         for column in ("", "forward", "times", "and backward", "times"):
             table.add_column(column, justify="right" if column else "left")
@@ -242,6 +251,8 @@ def bench(
             cells = [*cells_of(times.forward, ours.forward), *cells_of(times.both, ours.both)]
             table.add_row(Text(times.name + (f" ({times.why})" if times.why else "")), *cells)
         console.print(table)
+        if found.device.type == "cpu":
+            say("On a CPU sparseflash saves memory; it is not made for speed there. The kernels need an NVIDIA GPU.")
 
 
 def cells_of(ms: float | None, ours: float | None) -> tuple[str, str]:

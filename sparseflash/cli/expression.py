@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ HELP = (
     "A Python expression of sparseflash.masks, such as 'local(4096, window=512) | butterfly(4096)', or a file written "
     "by convert or BlockMask.save."
 )
+_OWN = "For a function of yours: --from FILE.py."
 _EXPRESSION = "<mask>"  # the file name of the expression's code
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -46,25 +48,29 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
         except (ValueError, OSError) as error:
             raise Refused(str(error)) from None
     names = {"BlockMask": BlockMask, "torch": torch, "masks": masks, **public(masks)}
+    own: dict[str, Any] = {}
     for source in sources:
         try:
-            names |= public(module_of(source))
+            own |= public(module_of(source))
         except Missing as error:
             raise Refused(str(error)) from None
+    names |= own
     try:
         code = compile(text, _EXPRESSION, "eval")
-    except SyntaxError:
+    except SyntaxError as error:
+        if looks_like_a_file(text):
+            raise Refused(f"there is no file {text}") from None
         raise Refused(
-            f"the mask must be an expression such as local(4096, window=512), or a file; got {text!r}"
+            f"the mask must be an expression such as local(4096, window=512), or a file; got {text!r} ({error.msg})"
         ) from None
     try:
         found = eval(code, names)
     except NameError as error:
         if not raised_here(error):
             raise
-        near = get_close_matches(str(error.name), names, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(sorted(public(masks)))}"
-        raise Refused(f"no pattern is called {error.name}{hint}") from None
+        if looks_like_a_file(text):
+            raise Refused(f"there is no file {text}") from None
+        raise Refused(unknown(str(error.name), own)) from None
     except Exception as error:
         if not raised_here(error):
             raise
@@ -84,6 +90,21 @@ def is_file(text: str) -> bool:
         return Path(text).is_file()
     except OSError:
         return False
+
+
+def looks_like_a_file(text: str) -> bool:
+    """Whether the text can only be meant as a path: no pattern is called in it, and it has a folder or a suffix."""
+    return "(" not in text and (os.sep in text or Path(text).suffix != "")
+
+
+def unknown(name: str, own: Mapping[str, Any]) -> str:
+    """What to say about a name that neither the library nor the user's files have."""
+    patterns = {each for each, found in public(masks).items() if callable(found)}
+    mine = sorted(each for each, found in own.items() if inspect.isfunction(found))
+    near = get_close_matches(name, [*mine, *patterns], n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(patterns))}."
+    files = f"The files of --from have {', '.join(mine) or 'no function'}." if own else _OWN
+    return f"no pattern is called {name}; {hint} {files}"
 
 
 def public(module: ModuleType) -> dict[str, Any]:

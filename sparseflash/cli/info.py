@@ -105,10 +105,11 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             major, minor = device["capability"]
             more = f", compute capability {major}.{minor}, {device['memory_bytes'] / 2**30:.0f} GiB"
         said.append((device["device"], device["name"] + more))
-        said += [
-            (f"  {backend}", f"{_FAMILIES[backend]}: {'usable' if why is None else 'not usable: ' + why}")
-            for backend, why in device["backends"].items()
-        ]
+        before = None
+        for backend, why in device["backends"].items():
+            answer = "usable" if why is None else f"not usable: {why if why != before else 'for the same reason'}"
+            said.append((f"  {backend}", f"{_FAMILIES[backend]}: {answer}"))
+            before = why
     for cache in found["caches"]:
         said.append((cache["name"], f"{cache['bytes'] / 2**20:.1f} MiB in {cache['files']} files, {cache['folder']}"))
     return said

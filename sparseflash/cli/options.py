@@ -22,9 +22,11 @@ def patterns_beginning_with(incomplete: str) -> list[str]:
 Mask = Annotated[str, typer.Argument(metavar="MASK", help=HELP, autocompletion=patterns_beginning_with)]
 Sources = Annotated[
     list[str] | None,
-    typer.Option("--from", metavar="FILE", help="Python file or module with functions for MASK; repeatable."),
+    typer.Option(
+        "--from", metavar="FILE", help="Python file or module whose functions MASK may call; may be repeated."
+    ),
 ]
-HeadDim = Annotated[int, typer.Option(help="Features of a head.", min=1)]
+HeadDim = Annotated[int, typer.Option(help="Head dim: features of a head.", min=1)]
 Heads = Annotated[int, typer.Option(help="Query heads, if the mask is shared by all heads.", min=1)]
 KVHeads = Annotated[int | None, typer.Option(help="Key and value heads.", show_default="as many as query heads", min=1)]
 Precision = Literal["bf16", "fp16", "fp32"]

@@ -67,5 +67,6 @@ def reach(mask: BlockMask, causal: bool) -> str:
     except TooManyTiles as error:
         return str(error)
     if layers is None:
-        return f"no number of layers lets every token see {whom}"
+        hint = "" if causal else "; --causal asks about earlier tokens only"
+        return f"no number of layers lets every token see {whom}{hint}"
     return f"every token has seen {whom} after {layers} layer{'s' if layers != 1 else ''}"

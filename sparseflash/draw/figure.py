@@ -62,6 +62,10 @@ def plot(
     found = panels(mask, heads, batch)
     meanings: list[tuple[str, str]] = []
     if ax is not None:
+        if not hasattr(ax, "imshow"):
+            raise TypeError(
+                f"ax must be a matplotlib Axes or None; got {ax!r}. To write a file: mask.plot().savefig('mask.png')."
+            )
         if len(found) > 1:
             raise ValueError(
                 f"ax must be None to draw {len(found)} distinct patterns; select one with heads= and batch=."

@@ -8,6 +8,8 @@ It may import `attention`, `blockmask`, `decode`, `interop` and `scores`.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,10 +62,10 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     `model._can_set_attn_implementation()` is False.
 
     Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
-    ImportError if Transformers is missing or too old. Models raise ValueError if a layer needs something that is
-    not a mask and no change of scores (keys that it chooses itself, a paged cache), TypeError or AttributeError if
-    they compute with their masks themselves, NotImplementedError for `torch.export`. `torch.compile` works without
-    `fullgraph`. Attention weights (`output_attentions`) are not available.
+    TypeError for a function of lengths, ImportError if Transformers is missing or too old. Models raise ValueError if
+    a layer needs something that is not a mask and no change of scores (keys that it chooses itself, a paged cache),
+    TypeError or AttributeError if they compute with their masks themselves, NotImplementedError for `torch.export`.
+    `torch.compile` works without `fullgraph`. Attention weights (`output_attentions`) are not available.
     """
     attentions, rules = _interfaces()
     if not name.isidentifier() or "flash" in name:
@@ -74,10 +76,25 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     if name == "eager" or (name in attentions and not isinstance(attentions[name], Attention)):
         raise ValueError(f"name must not be that of another implementation; got {name!r}.")
     block_pair(block)
-    if pattern is not None and not callable(pattern):
+    if callable(pattern):
+        _check_takes_a_module(pattern)
+    elif pattern is not None:
         checked_mask(pattern)
     type(attentions).register(name, Attention(pattern, block))
     type(rules).register(name, partial(mask_of_forward, block=block))
+
+
+def _check_takes_a_module(pattern: Callable[..., Any]) -> None:
+    """Refuses a function of lengths, which layers of sparseflash.nn take and Transformers would call with a module."""
+    try:
+        first = next(iter(inspect.signature(pattern).parameters), None)
+    except ValueError:  # some C functions have no known signature
+        return
+    if first == "q_len":
+        raise TypeError(
+            "pattern must be a mask or a function of an attention module; got a function of q_len. Call it with the "
+            "number of tokens that no row will exceed, such as register(masks.causal(4096))."
+        )
 
 
 def _interfaces() -> tuple[Any, Any]:

@@ -675,6 +675,13 @@ def test_a_mask_equals_nothing_but_masks():
     assert window().__eq__(3) is NotImplemented
 
 
+def test_a_mask_has_no_truth_value():
+    near, far = BlockMask.dense(32, block=16), BlockMask.dense(32, block=32)
+    for use in (lambda: near and far, lambda: not near, lambda: bool(near), lambda: near or far):
+        with pytest.raises(TypeError, match=r"masks must be combined by &, \| and ~; got one where Python needs True"):
+            use()
+
+
 def test_equal_masks_are_one_key():
     assert len({window(), window(), BlockMask.from_dense(window().to_dense(), block=16)}) == 1
 
@@ -1042,7 +1049,7 @@ def test_lengths_may_be_integers_of_numpy_and_torch():
         (
             lambda: BlockMask.from_dense(torch.ones(4, 4)),
             TypeError,
-            r"dense must be boolean \(True: live\); got torch\.float32",
+            r"dense must be boolean .* got torch\.float32\. Compare it: x != 0 if .*, x == 0 if .* -inf is dead",
         ),
         (lambda: BlockMask.from_dense(np.eye(4, dtype=np.uint8)), TypeError, r"dense must be boolean .* torch\.uint8"),
         (lambda: BlockMask.from_dense(YES[0]), ValueError, r"dense must have shape \[Nq, Nk\], .* got \[4\]"),

@@ -82,10 +82,19 @@ def test_a_file_of_ones_own_may_be_called_as_a_module_is(tmp_path):
     ("text", "words"),
     [
         ("butterly(512)", r"no pattern is called butterly; did you mean butterfly"),
-        ("zzz(512)", r"no pattern is called zzz; there are a_shape, .*axial"),
+        (
+            "zzz(512)",
+            r"no pattern is called zzz; there are a_shape, .*axial.*\. For a function of yours: --from FILE\.py",
+        ),
+        ("nowhere.npz", r"there is no file nowhere\.npz"),
+        ("some/folder/nowhere", r"there is no file some/folder/nowhere"),
+        ("/no where/it is.mask", r"there is no file /no where/it is\.mask"),
         ("local", r"local must be called, with \(q_len"),
         ("3 + 4", r"3 \+ 4 must give a BlockMask; got int"),
-        ("local(512", r"the mask must be an expression such as local\(4096, window=512\), or a file; got 'local\(512'"),
+        (
+            "local(512",
+            r"the mask must be an expression such as local\(4096, window=512\), or a file; got 'local\(512' \(.*never",
+        ),
         ("local(512, window=128, wide=True)", r"local\(512, window=128, wide=True\): .*wide"),
         ("local(512, window=128, block=100)", r"block"),
         ("local(512, window=128) | butterfly(256)", r"512.*256"),
@@ -109,6 +118,10 @@ def test_errors_in_ones_own_code_are_left_as_they_are(own):
     assert not isinstance(caught.value, Refused)
     with pytest.raises(Refused, match=r"nothing\(512\) must give a BlockMask; got int"):
         mask_of("nothing(512)", [own])
+    with pytest.raises(Refused, match=r"no pattern is called beacon; did you mean beacons\? The files of --from have "):
+        mask_of("beacon(512)", [own])
+    with pytest.raises(Refused, match=r"The files of --from have beacons, broken, nothing\.$"):
+        mask_of("zzz(512)", [own])
     with pytest.raises(Refused, match=r"there is no file .*missing.py"):
         mask_of("nothing(512)", ["missing.py"])
     for source in ("missing", "./missing", ""):
@@ -163,7 +176,8 @@ def test_show_says_what_analysis_says(tmp_path):
 def test_show_finds_what_is_wrong_with_a_mask():
     assert "future-leak" in run("show", "local(256, window=64)", "--causal")
     assert "future-leak" not in run("show", "local(256, window=64)")
-    assert "no number of layers lets every token see every other token" in run("show", "chunked(256, chunk=64)")
+    hint = "no number of layers lets every token see every other token; --causal asks about earlier tokens only"
+    assert hint in unwrapped(run("show", "chunked(256, chunk=64)"))
     assert "only for masks with as many queries as keys" in run("show", "causal(1, 256)", "--width", "0")
 
 
@@ -246,6 +260,7 @@ def test_bench_gives_times_beside_dense_attention():
     assert list(rows) == [bench.OURS, bench.DENSE, bench.PEERS["sdpa"], bench.PEERS["sdpa-mask"]]
     assert all(float(cell) > 0 for row in rows.values() for cell in row)
     assert [float(rows[bench.OURS][i]) for i in (1, 3)] == [1, 1]
+    assert "On a CPU sparseflash saves memory; it is not made for speed there." in output
 
 
 def test_bench_of_ours_alone_and_of_unknown_peers():
@@ -336,6 +351,14 @@ def test_info_counts_caches_and_names_what_is_not_installed(tmp_path, monkeypatc
     assert info.caches()[0] == {"name": "Triton's kernels", "folder": str(tmp_path), "files": 1, "bytes": 5}
     assert info.versions()["no_such_package"] is None
     assert "no_such_package not installed" in unwrapped(run("info"))
+
+
+def test_info_gives_a_reason_once():
+    backends = {"triton": "no GPU.", "hopper": "no GPU.", "blockwise": None}
+    device = {"device": "cpu", "name": "x86_64", "backends": backends}
+    said = dict(info.lines({"versions": {"cuda": None}, "devices": [device], "caches": []}))
+    assert said["  triton"].endswith("not usable: no GPU.")
+    assert said["  hopper"].endswith("not usable: for the same reason") and said["  blockwise"].endswith(": usable")
 
 
 def test_the_folder_of_compiled_code_is_that_of_inductor(monkeypatch):

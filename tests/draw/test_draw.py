@@ -441,6 +441,13 @@ def test_plot_legend_tells_only_of_what_is_drawn():
     assert masks.butterfly(1024).plot(legend=False).legends == []
 
 
+def test_a_file_name_is_no_axes():
+    with pytest.raises(
+        TypeError, match=r"ax must be a matplotlib Axes or None; got 'a\.png'\. To write a file: mask\.plot"
+    ):
+        BlockMask.dense(64).plot("a.png")
+
+
 def test_plot_draws_into_axes_that_are_given():
     from matplotlib.figure import Figure
 
