@@ -65,6 +65,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    gc.unfreeze()  # else Triton's bindings complain, at the end, of what is left
+
+
 @pytest.fixture(scope="session", autouse=True)
 def kernels_run_as_on_a_gpu(request):
     if asks_for_gpu(request.config):
