@@ -8,6 +8,7 @@ Triton decides between its interpreter and its compiler when it is imported, so 
     pytest -m gpu --compile-ahead    the compiler alone, on any machine: see compile_ahead.py
 """
 
+import gc
 import os
 import re
 import sys
@@ -57,6 +58,15 @@ def pytest_configure(config):
         if asks_for_gpu(config) and torch.cuda.device_count() > 1:  # and the GPUs; tests of several find all of them
             worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
             torch.cuda.set_device(worker % torch.cuda.device_count())
+
+
+def pytest_collection_finish():
+    """What is here before the first test stays: millions of objects, through which each full collection would go."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # else Triton's bindings complain, at the end, of what is left
 
 
 @pytest.fixture(scope="session", autouse=True)

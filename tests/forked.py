@@ -2,6 +2,7 @@
 
     server = Server("torch", environment={**os.environ, "TRITON_INTERPRET": "1"})
     process = server.start(function, arguments)  # a multiprocessing.Process
+    done = python("-c", "print(1)")  # as subprocess.run would return it; or "-m", module, and its arguments
     ranks(function, *arguments, processes=2)  # as torchrun would call it, twice
 
 Python takes seconds for these imports, and a process of the tests itself must not be forked: it has threads.
@@ -9,6 +10,8 @@ Python takes seconds for these imports, and a process of the tests itself must n
 
 import multiprocessing
 import os
+import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -17,6 +20,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest import mock
 
+import torch
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,10 +53,69 @@ def interpreting():
     return Server(*modules, *trainers, environment={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@cache
+def after_torch():
+    """The server whose processes have imported PyTorch, and nothing of sparseflash or of what it needs."""
+    return Server(
+        "torch", environment={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    )
+
+
+def python(*words, server=None, environment=None):
+    """What `python -m MODULE ...` or `python -c SOURCE` did in the project's folder: its status and its output.
+
+    In a fork of `server`, or else of `after_torch()`, and in the server's environment unless another is given.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        process = started(*words, folder=folder, server=server, environment=environment)
+        process.join(TIMEOUT)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        stdout, stderr = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(words, process.exitcode, stdout, stderr)
+
+
+def started(*words, folder, server=None, environment=None):
+    """The process of `python`, which writes into `stdout` and `stderr` of the folder."""
+    words = [str(word) for word in words]
+    return (server or after_torch()).start(_run, (words, Path(folder), environment), daemon=False)
+
+
+def _run(words, folder, environment):
+    redirected(1, folder / "stdout")
+    redirected(2, folder / "stderr")
+    os.chdir(ROOT)
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    execute(*words)
+
+
+def execute(way, what, *arguments):
+    """Runs in this process what `python -m MODULE ...` or `python -c SOURCE` would."""
+    sys.argv = [what, *map(str, arguments)]
+    try:
+        if way == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            assert way == "-c" and not arguments
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def execute_in_threads(threads, *words):
+    """`execute` with that many threads in each operation of PyTorch, which is imported already."""
+    torch.set_num_threads(threads)
+    execute(*words)
+
+
 def ranks(function, *arguments, processes):
     """Calls the function in several processes, in which the environment is as torchrun makes it.
 
-    Raises AssertionError with the output of all if one fails; the others are ended.
+    Returns what each has written. Raises AssertionError with the output of all if one fails; the others are ended.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -76,6 +139,7 @@ def ranks(function, *arguments, processes):
                     process.kill()
                     process.join()
                 raise AssertionError("\n".join(out.read_text() for out in outputs if out.exists()) or "no output")
+        return [out.read_text() for out in outputs]
 
 
 def redirected(number, path):

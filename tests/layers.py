@@ -1,6 +1,7 @@
 """Who may import whom, and what each module of the repository does import."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -336,12 +337,12 @@ class Imports(ast.NodeVisitor):
     def visit_FunctionDef(self, node):
         self.visit_all(ast.iter_child_nodes(node), self.in_functions)
 
-    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_If(self, node):
         for_types = ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         self.visit_all(node.body, self.for_types if for_types else self.found)
-        self.visit_all([node.test, *node.orelse], self.found)
+        self.visit_all(node.orelse, self.found)
 
     def visit_all(self, nodes, found):
         outside = self.found
@@ -349,6 +350,10 @@ class Imports(ast.NodeVisitor):
         for node in nodes:
             self.visit(node)
         self.found = outside
+
+    def visit(self, node):
+        if not isinstance(node, ast.expr):  # most of a source, and no import is in one
+            super().visit(node)
 
     @property
     def everywhere(self):
@@ -386,6 +391,7 @@ def modules_of(names):
     return found & MODULES.keys()
 
 
+@cache
 def path_of(module):
     """`masks/local.py` of `sparseflash.masks.local`."""
     path = module.replace(".", "/")
@@ -393,6 +399,7 @@ def path_of(module):
     return f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
 
+@cache
 def row_of(path):
     """The row of the table that a path falls under: the longest one that it lies below."""
     return max((row for row in MAY_IMPORT if below(path, row, separator="/")), key=len)

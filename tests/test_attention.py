@@ -1,10 +1,5 @@
 """`attention()`: what follows from its definition, on every backend, and what it refuses."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +7,10 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
+from forked import python
 from sparseflash import BlockMask, attention, masks
 from strategies import SEEDS, Problem, dense_masks, problems
 
-ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = ["reference", "blockwise", "triton"]
 # The interpreter takes about a hundred times as long as the others.
 FEWER = settings(max_examples=max(1, settings().max_examples // 4))
@@ -341,10 +336,7 @@ def test_what_only_the_kernel_does_not_take_is_refused(inputs, error, message):
 def run_without_the_interpreter(program):
     """Triton chooses its mode when it is imported, so another mode is another process."""
     prelude = "import torch, sparseflash\nq = torch.zeros(1, 1, 32, 16)\n"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", prelude + program], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = python("-c", prelude + program)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -134,8 +134,9 @@ def answer(mask, queue):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_masks_pass_through_workers_and_forks(start):
+    workers = 2 if start == "fork" else 1  # each that is spawned imports PyTorch anew
     loader = torch.utils.data.DataLoader(
-        Masks(), batch_size=None, num_workers=2, multiprocessing_context=multiprocessing.get_context(start)
+        Masks(), batch_size=None, num_workers=workers, multiprocessing_context=multiprocessing.get_context(start)
     )
     assert list(loader) == [Masks()[index] for index in range(6)]
     context = multiprocessing.get_context(start)

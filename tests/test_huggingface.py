@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import subprocess
-import sys
 from functools import partial
 from unittest import mock
 
@@ -12,6 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from forked import python
 from sparseflash import BlockMask, huggingface, masks
 from sparseflash.huggingface import layer, model_mask
 from sparseflash.huggingface.model_mask import ModelMask
@@ -599,5 +598,5 @@ def test_without_transformers_the_error_says_what_to_install():
         "try:\n    huggingface.register()\n"
         "except ImportError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = python("-c", program)
     assert "needs Transformers 5.17 or newer" in done.stdout

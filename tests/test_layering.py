@@ -2,13 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from forked import python
 from layers import (
     FACADE,
     KERNELS,
@@ -231,7 +230,7 @@ assert "triton" not in sys.modules
 assert "torch._dynamo" not in sys.modules  # whose import takes as long as that of torch itself
 assert not any(name.partition(".")[0] == "scipy" for name in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
 
 
@@ -247,5 +246,5 @@ public = {name for name in dir(sparseflash) if name != "__version__"}
 assert public >= {"BlockMask", "attention"} and not any(name.startswith("_") for name in public)
 assert all(hasattr(sparseflash, name) for name in dir(sparseflash))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr

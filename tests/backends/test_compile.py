@@ -3,15 +3,14 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 import compile_ahead
-from uninterpreted import ROOT, python
+import forked
+from uninterpreted import python
 
 
 def reports(*arguments):
@@ -97,7 +96,7 @@ def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch, arit
 
 
 def test_every_architecture_of_a_run_has_kernels_of_its_own():
-    found = reports("--arch", "80", "--arch", "90", "--dim", "32")
+    found = reports("--arch", "80", "--arch", "90", "--dim", "64")
     assert [r["arch"] for r in found] == [80] * 3 + [90] * 6
     assert all((r["wgmma"] > 0) == (r["arch"] == 90) for r in found), found
 
@@ -109,7 +108,7 @@ def test_what_is_compiled_before_its_launch_is_what_is_launched(arithmetic):
         "from experiments.benchmarks.compile.report import launch_all\n"
         "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
         "from sparseflash.backends.triton.overrides import always_split, override\n"
-        "with override(splits=always_split(1)), compiling_for(90) as compiled:\n"
+        "with override(splits=always_split(1)), compiling_for(90, assemble=False) as compiled:\n"
         f"    launches = launch_all(90, {arithmetic!r}, 32, 32, 128, lengths=True, dropout=True, positions=True)\n"
         "    ahead = [launch.compiled() for launch in launches]\n"
         "launched = {kernel.hash for name, kernel in compiled if name != 'pieces_kernel'}\n"
@@ -153,10 +152,10 @@ def test_gathered_tiles_spill_nothing_and_feed_the_asynchronous_instructions_at_
 
 def test_the_kernels_of_gpu_tests_are_compiled_where_there_is_no_gpu(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--compile-ahead"]
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--compile-ahead"]
     chosen = ["tests/backends/test_exactness.py", "-k", "other_architectures and 32 and 8 and half"]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([*command, *chosen], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = forked.python(*words, *chosen, environment=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert re.search(r"^[1-9]\d* passed, \d+ deselected", done.stdout, re.MULTILINE), done.stdout
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == {"forward_kernel", "dq_kernel", "dk_dv_kernel"}

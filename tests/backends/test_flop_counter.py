@@ -1,8 +1,6 @@
 """PyTorch's `FlopCounterMode` counts what `analysis.flops` says of live tiles."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from forked import python
 from sparseflash import BlockMask, analysis, attention, masks
 from sparseflash.backends.flop_counter import scores
 from sparseflash.backends.problem import Problem
@@ -52,7 +51,7 @@ def test_a_backward_is_counted_whose_forward_was_not():
         with FlopCounterMode(display=False) as counter:
             out.sum().backward()
         print(counter.get_total_flops())"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = python("-c", script)
     assert int(done.stdout) == 5 * 2 * 32 * 32 * 16
 
 
@@ -106,11 +105,11 @@ def test_a_counter_imported_first_or_last_counts_the_first_call():
                 "print(counter.get_total_flops())",
             ]
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        done = python("-c", script)
         assert int(done.stdout) == 2 * 2 * 32 * 32 * 16, order
 
 
 def test_importing_sparseflash_does_not_import_the_counter():
     script = "import sys, sparseflash; print('torch.utils.flop_counter' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = python("-c", script)
     assert done.stdout.strip() == "False"

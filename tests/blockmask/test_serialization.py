@@ -6,8 +6,6 @@ import io
 import os
 import re
 import stat
-import subprocess
-import sys
 import zipfile
 
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forked import python
 from sparseflash import BlockMask, masks
 from sparseflash.blockmask import serialization
 from strategies import block_masks
@@ -444,5 +443,5 @@ except ValueError as error:
 else:
     raise AssertionError("accepted")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=os.getcwd())
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from forked import python
 from sparseflash import BlockMask, __version__, analysis, masks
 from sparseflash import cli as command_line
 from sparseflash.cli import bench, certificate, check, convert, expression, info
@@ -480,10 +480,11 @@ def test_a_certificate_tells_machine_cases_and_errors(tmp_path, monkeypatch):
 def test_shells_complete_commands_and_patterns():
     assert patterns_beginning_with("loca") == ["local("]
     assert "butterfly(" in patterns_beginning_with("")
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; from sparseflash.cli import main; sys.argv[0] = 'sparseflash'; main()"],
-        capture_output=True, text=True,
-        env={**os.environ, "_SPARSEFLASH_COMPLETE": "complete_bash", "COMP_WORDS": "sparseflash sh", "COMP_CWORD": "1"},
+    done = python(
+        "-c", "import sys; from sparseflash.cli import main; sys.argv[0] = 'sparseflash'; main()",
+        environment={
+            **os.environ, "_SPARSEFLASH_COMPLETE": "complete_bash", "COMP_WORDS": "sparseflash sh", "COMP_CWORD": "1",
+        },
     )  # fmt: skip
     assert done.stdout.split() == ["show"], done.stderr
 
@@ -492,7 +493,8 @@ def test_shells_complete_commands_and_patterns():
 
 
 def test_it_runs_as_a_module_and_lists_its_commands():
-    whole = subprocess.run([sys.executable, "-m", "sparseflash", "--help"], capture_output=True, text=True, check=True)
+    whole = python("-m", "sparseflash", "--help")
+    assert whole.returncode == 0, whole.stderr
     assert all(name in whole.stdout for name in ("show", "check", "bench", "convert", "info"))
 
 

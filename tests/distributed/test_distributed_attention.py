@@ -196,12 +196,12 @@ def test_kernels_drop_by_positions_in_the_whole_sequence(pool, problem, queries)
 @pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
 def test_the_weights_that_one_process_keeps_are_kept(pool, strategy, backend):
     """Each head has a mask of its own, so that others' keys lie in its slots, and the last block is ragged."""
-    mask = masks.per_head([masks.local(120, window=33, block=16), masks.butterfly(120, block=16)] * 2)
+    mask = masks.per_head([masks.local(70, window=33, block=16), masks.butterfly(70, block=16)] * 2)
     q, k, _ = tensors(mask, heads=4, kv_heads=2, batch=2)
-    v = torch.eye(120).expand(2, 2, 120, 120)  # the output is the weights themselves
+    v = torch.eye(70).expand(2, 2, 70, 70)  # the output is the weights themselves
     out, _ = sharded(pool, 2, mask, {"strategy": strategy}, dropout_p=0.5, seed=11, backend=backend)(q, k, v)
     plain = attention(q, k, v, mask)
-    keep = dropout.keep_mask(11, 0.5, 2, 4, 120, 120)
+    keep = dropout.keep_mask(11, 0.5, 2, 4, 70, 70)
     assert torch.equal(out != 0, keep & (plain != 0))
     torch.testing.assert_close(out, torch.where(keep, 2 * plain, 0.0), rtol=1e-4, atol=1e-6)
 

@@ -1,10 +1,6 @@
 """Sharded attention with what surrounds it in training: meshes, DDP, FSDP2, torch.compile, checkpointing, autocast."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from forked import ROOT, execute, ranks
 from process_pool import Processes
 from sparseflash import attention, distributed, masks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -164,14 +159,8 @@ def test_a_plan_like_another_leaves_tokens_where_they_are(pool):
             torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_example_of_the_documentation_runs_under_torchrun_as_it_stands(tmp_path):
+def test_the_example_of_the_documentation_runs_in_two_processes_as_it_stands():
     text = (ROOT / "docs" / "pages" / "models" / "several-gpus.md").read_text(encoding="utf-8")
     example, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "example.py").write_text(example, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, tmp_path / "example.py"], cwd=ROOT, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "tokens over 2 ranks" in done.stdout
+    for printed in ranks(execute, "-c", example, processes=2):
+        assert "tokens over 2 ranks" in printed

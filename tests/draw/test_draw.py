@@ -2,10 +2,8 @@
 
 import io
 import re
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamic_masks import made_dynamic
+from forked import python
 from sparseflash import BlockMask, masks
 from sparseflash.blockmask.stats import live_tokens
 from sparseflash.draw import MEANINGS, kinds, panels, shares, to_html
@@ -22,7 +21,6 @@ from sparseflash.draw.colours import EMPTY, FULL, PARTIAL, colours
 from sparseflash.draw.text import levels
 from strategies import SEEDS, block_masks
 
-ROOT = Path(__file__).resolve().parents[2]
 CELLS = st.integers(1, 12)
 
 
@@ -477,7 +475,7 @@ BlockMask.dense(300, block=64).plot().savefig(file)
 assert file.getvalue().startswith(b"\\x89PNG")
 assert "matplotlib.pyplot" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env={"PATH": ""})
+    done = python("-c", program, environment={"PATH": ""})
     assert done.returncode == 0, done.stderr
 
 

@@ -1,14 +1,9 @@
 """What holds for all neighbours: names, documentation, and what `import` needs."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from forked import python
 from sparseflash import interop
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_function_is_public_and_documented():
@@ -32,13 +27,8 @@ found = [name for name in heavy if name in sys.modules]
 assert not found, found
 """
     # PyTorch may itself bring SciPy or FlexAttention along; then this says nothing of our imports.
-    before = subprocess.run(
-        [sys.executable, "-c", program.replace("sparseflash.interop", "torch")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    before = python("-c", program.replace("sparseflash.interop", "torch"))
     if before.returncode:
         pytest.skip(f"import torch alone fails this: {before.stderr.strip().splitlines()[-1]}")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr

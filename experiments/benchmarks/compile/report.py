@@ -71,6 +71,7 @@ def compile_all(
     changes: Scores | None = None,
     only: Kernel | None = None,
     config: Config | None = None,
+    assemble: bool = False,
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
@@ -81,6 +82,7 @@ def compile_all(
     gathered from as many as fit; otherwise the tiles are those of the mask.
     `changes`: of the scores, for 2 heads and `TOKENS` tokens, whose tensors all get gradients.
     `only`: compile only this kernel. `config`: its configuration, instead of that of the table.
+    `assemble`: leave the kernels in Triton's cache as a launch on a GPU takes them, for which ptxas runs a second time.
     """
     value_dim = value_dim or dim
     choices = {
@@ -88,7 +90,7 @@ def compile_all(
         "tiling": _gathered if gathered else lambda tilings: tilings[0],
         "configs": {} if only is None or config is None else {only: config},
     }  # fmt: skip
-    with override(**choices), compiling_for(arch, only) as compiled:
+    with override(**choices), compiling_for(arch, only, assemble=assemble) as compiled:
         launch_all(
             arch, arithmetic, dim, value_dim, block, lengths=lengths, dropout=dropout, positions=positions,
             changes=changes,

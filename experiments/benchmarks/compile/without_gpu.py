@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -36,12 +37,22 @@ class _NoDevice:
         return torch.device("cpu")
 
 
+def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
+    """Triton's hook between the stages of its compiler: with no arguments, it gives a name to Triton's caches."""
+    if not given:
+        return "ptx", "ptx"
+    stages = given[1]
+    stages["cubin"] = lambda ptx, metadata: b""
+    return None
+
+
 @contextmanager
-def compiling_for(arch: int, only: Kernel | None = None) -> Iterator[list[tuple[str, Any]]]:
+def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = True) -> Iterator[list[tuple[str, Any]]]:
     """Inside the context, launches on CPU tensors compile for the architecture and run nothing.
 
     Yields a list to which each launch adds the name of its kernel and what was compiled. arch: 90 for compute
-    capability 9.0. only: compile only this kernel.
+    capability 9.0. only: compile only this kernel. assemble: whether Triton also runs ptxas, an eighth to a quarter of
+    the work; without it the PTX is all that there is, and nothing is left in Triton's cache for a GPU.
     """
     compiled: list[tuple[str, Any]] = []
 
@@ -52,6 +63,7 @@ def compiling_for(arch: int, only: Kernel | None = None) -> Iterator[list[tuple[
 
     with (
         mock.patch.object(driver, "_active", _NoDevice(arch)),
+        nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _stop_at_ptx),
         mock.patch.object(Launch, "start", compile_only),
         # Launches compile here; otherwise kernels that were compiled before, side by side, would have to be loaded.
         mock.patch.object(api, "compile_side_by_side", lambda launches: None),

@@ -57,7 +57,7 @@ def compile_one(target: Target, config: Config, arch: int, shared_limit: int, sp
     try:
         reports = compile_all(
             arch, _COMPILED[target.arithmetic], target.dim, descriptors=target.descriptors, only=target.kernel,
-            config=config,
+            config=config, assemble=True,
         )  # fmt: skip
     except Exception as error:
         return Compiled(target, config, None, f"does not compile: {str(error).splitlines()[0][:120] or type(error)}")

@@ -2,10 +2,6 @@
 
 import csv
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,7 +14,7 @@ from experiments.lm.config import resumed
 from experiments.lm.sample import continued
 from experiments.lm.sample import opened as opened_model
 from experiments.lm.train import Run, saved_config
-from forked import ROOT, ranks
+from forked import interpreting, python, ranks, started
 from lm_models import TINY, tiny, tokens
 from lm_rank_runs import whole_and_divided
 
@@ -58,22 +54,19 @@ def test_so_does_one_that_was_killed(store, tmp_path):
     changes = {**TINY, "steps": 40, "checkpoint_every": 2, "log_every": 1, "validate_every": 1000}
     chosen = {f"--{name.replace('_', '-')}={value}" for name, value in changes.items() if value is not None}
     words = ["--preset=cpu", f"--data={store.folder}", *sorted(chosen), "--minutes=60"]
-    command = [sys.executable, "-m", "experiments.lm", "train"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = "-m", "experiments.lm", "train"
 
     def run(*more):
-        done = subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        done = python(*command, *more, server=interpreting())
         assert done.returncode == 0, done.stdout + done.stderr
 
     killed, straight = tmp_path / "killed", tmp_path / "straight"
-    process = subprocess.Popen(
-        [*command, *words, f"--out={killed}"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
-    )
+    process = started(*command, *words, f"--out={killed}", server=interpreting(), folder=tmp_path)
     while not list(killed.glob("checkpoint-*")):
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (killed / "metrics.json").exists()
     run("--resume", f"--out={killed}")
     run(*words, f"--out={straight}")

@@ -15,10 +15,9 @@ from experiments.pathfinder.generate import Settings
 from experiments.pathfinder.generate import generate as generate_images
 from experiments.pathfinder.parameters import lra
 from experiments.training.distributed import Ranks, process_group
-from forked import ranks
+from forked import execute, ranks
 from lra_rank_runs import KINDS, SHARED, data_of, first_gradients, sharing_sequences
 from lra_runs import DATA, same_bits, weights
-from torchrun import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +202,10 @@ def test_the_command_shares_sequences(folders, tmp_path):
         "--context-parallel 2 --steps 2 --batch 4 --block 16 --depth 1 --width 16 --heads 1 --mlp 16 --max-tokens 40"
     )
     command = ["-m", "experiments.lra", "train", "--data", folders["listops"], "--out", tmp_path / "run", "--device"]
-    torchrun(*command, "cpu", *words.split())
+    ranks(execute, *command, "cpu", *words.split(), processes=2)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert (metrics["processes"], metrics["config"]["context_parallel"]) == (2, 2)
-    done = torchrun("-m", "experiments.lra", "test", tmp_path / "run", "--data", folders["listops"], processes=1)
-    assert "accuracy" in done.stdout
+    words = "-m", "experiments.lra", "test", tmp_path / "run", "--data", folders["listops"]
+    (printed,) = ranks(execute, *words, processes=1)
+    assert "accuracy" in printed
     assert "Processes that share the tokens of each sequence" in HELP["context_parallel"]

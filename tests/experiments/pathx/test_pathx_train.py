@@ -1,22 +1,17 @@
 """Runs: stages, logs, checkpoints, and that a paused and resumed run gives the same bits."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import experiments
 from experiments.pathfinder.seeds import training_seed
 from experiments.pathx import train, weights
 from experiments.pathx.cli import app
@@ -30,10 +25,9 @@ from experiments.training import checkpoint, steps
 from experiments.training.run_log import read
 from experiments.training.steps import training_step
 from fake_clock import FakeClock
+from forked import execute_in_threads, interpreting
 from lra_runs import same_bits
 from pathx_runs import STAGES, TINY, options, tensors
-
-ROOT = Path(experiments.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +104,21 @@ def test_sigterm_saves_and_stops(tmp_path, monkeypatch):
 
 def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
     """By the command line, killed without a word after a checkpoint."""
-    command = [sys.executable, "-m", "experiments.pathx", "train", f"--out={tmp_path / 'run'}", "--workers=0"]
+    command = "-m", "experiments.pathx", "train", f"--out={tmp_path / 'run'}", "--workers=0"
     # As many as made `whole`: sums that are split among threads depend on their number.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen([*command, *options(tmp_path)], cwd=ROOT, env=environment)
+    threads = torch.get_num_threads()
+    process = interpreting().start(execute_in_threads, (threads, *command, *options(tmp_path)))
     deadline = time.monotonic() + 300
     while not list((tmp_path / "run").glob("checkpoint-*")):
-        assert process.poll() is None, "it ended before it could be killed"
+        assert process.is_alive(), "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (tmp_path / "run" / "model.safetensors").exists()
-    subprocess.run([*command, "--resume"], cwd=ROOT, env=environment, check=True)
+    process = interpreting().start(execute_in_threads, (threads, *command, "--resume"))
+    process.join()
+    assert process.exitcode == 0
     averaged = load_file(tmp_path / "run" / "model.safetensors")
     assert same_bits(averaged, load_file(whole[0].folder / "model.safetensors"))
 

@@ -2,22 +2,16 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-import experiments
 from experiments.benchmarks.distributed.__main__ import app
 from experiments.benchmarks.distributed.measure import PEER, WAYS
 from experiments.benchmarks.distributed.simulate import PATTERNS, SHAPE
+from forked import execute, ranks
 from sparseflash import distributed
-
-ROOT = Path(experiments.__file__).parents[1]
 
 
 def test_a_simulation_writes_the_table_the_numbers_and_the_plot(tmp_path):
@@ -45,12 +39,9 @@ def test_an_unknown_pattern_is_refused(tmp_path):
 
 
 def test_two_processes_are_timed(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "experiments.benchmarks.distributed", "measure", "--pattern", "causal", "--device", "cpu"]
-    command += ["--tokens", "512", "--heads", "4:2", "--dim", "16", "--commit", "abc", "--out", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "experiments.benchmarks.distributed", "measure", "--pattern", "causal", "--device", "cpu"]
+    command += ["--tokens", "512", "--heads", "4:2", "--dim", "16", "--commit", "abc", "--out", tmp_path]
+    ranks(execute, *command, processes=2)
     found = json.loads((tmp_path / "measured.json").read_text())
     assert found["facts"]["ranks"] == 2 and found["facts"]["commit"] == "abc"
     assert found["facts"]["torch"] == torch.__version__

@@ -1,8 +1,6 @@
 """The tuner: what it tries, what it drops, how it judges, and how it writes the table."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target
 from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.portable.passes import Forward
-from uninterpreted import ROOT, python
+from uninterpreted import python
 
 TABLES = {
     (8, 0): "_AMPERE",
@@ -137,7 +135,6 @@ def test_options_that_cannot_be_served_are_explained(arguments, message, monkeyp
 
 
 def test_the_command_starts_as_a_program():
-    command = [sys.executable, "-m", "experiments.benchmarks.tune", "--kernel", "dv"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "experiments.benchmarks.tune", "--kernel", "dv")
     assert done.returncode == 2
     assert "--kernel must be one of" in done.stderr
