@@ -197,6 +197,9 @@ def keys_travel(
         busy, finished = loads.total * rate + (stages + 1) * merging, loads.local * rate + merging
         for stage in range(1, stages + 1):
             finished = np.maximum(finished, stage * each) + loads.remote * rate / stages + merging
+        # Before a stage of the backward pass, ranks wait until all have finished the one before it.
+        together = loads.local.max() + loads.remote.max() - loads.total.max()
+        finished = finished + together * rate * BACKWARD_FLOPS / (1 + BACKWARD_FLOPS)
     if not machine.overlaps:
         finished = busy + parts * each
     return Estimate(

@@ -1,5 +1,6 @@
 """Stored results of Path-X and Path-256: they name their chain of runs, and the two stored models still answer."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import experiments
+from experiments.pathfinder.rendering import RENDERINGS
 from experiments.pathfinder.seeds import TEST_SEED
 from experiments.pathfinder.vectors import join
 from experiments.pathx import supervision, table, weights
@@ -20,14 +22,23 @@ IMAGES = 8
 
 
 def test_the_best_model_of_each_task_is_stored_and_no_other():
+    """The best of those that were trained in drawn renderings, where there are some."""
     best = {}
     for name, note in table.found_below(RESULTS):
         for key, result in note["results"].items():
             size, contour, _ = key.split("-")
             assert contour == "14"
-            best[size] = max(best.get(size, (0.0, "")), (result["accuracy"], name))
+            is_drawn = result.get("renderings") == "drawn"
+            best[size] = max(best.get(size, (False, 0.0, "")), (is_drawn, result["accuracy"], name))
     assert best.keys() == {"128", "256"}
-    assert {path.parent.name for path in STORED} == {name for _, name in best.values()}
+    assert {path.parent.name for path in STORED} == {name for *_, name in best.values()}
+
+
+def test_the_stored_model_of_path_x_answers_in_any_rendering():
+    found = json.loads((RESULTS / "tiles16x5-dense4-renderings" / "renderings.json").read_text())
+    assert [row["rendering"] for row in found["rows"]] == list(RENDERINGS)
+    assert all(row["images"] == 1000 and row["accuracy"] >= 0.98 for row in found["rows"])
+    assert found["worst_below_best"] <= 0.01
 
 
 def test_the_runs_that_a_model_began_from_have_results_too_and_their_supervision_is_named():
