@@ -107,15 +107,17 @@ def _assemble(
             raise ValueError("a tile must not be listed twice.")
     # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and bits are computed once for
     # each.
-    pair = tile * 4
+    end = np.zeros(len(rows), dtype=np.int8)
     if q_len % block_q:
-        pair += rows % row_blocks == row_blocks - 1
+        end += rows % row_blocks == row_blocks - 1
     if k_len % block_k:
-        pair += 2 * (cols == col_blocks - 1)
+        end += np.where(cols == col_blocks - 1, np.int8(2), np.int8(0))
+    listed = np.flatnonzero((tile > 0) | (end > 0))  # without the full tiles that no end cuts, which most are
+    pair = tile[listed] * 4 + end[listed]
     occurs = np.zeros(4 * (len(words) + 1), dtype=np.bool_)
     occurs[pair] = True
-    kind_of = np.zeros(len(occurs), dtype=np.int64)  # 0: a full tile that no end cuts
-    pairs = np.flatnonzero(occurs[1:]) + 1
+    kind_of = np.zeros(len(occurs), dtype=np.int64)
+    pairs = np.flatnonzero(occurs)
     ends = _ends(q_len, k_len, block_q, block_k, words.device)
     words = words if len(words) else words.new_zeros(1, *words.shape[1:])  # indexing needs one entry
 
@@ -127,18 +129,22 @@ def _assemble(
 
     kind, bits = bitmask.classify(trimmed, pairs, block_q, block_k)
     kind_of[pairs] = kind.cpu().numpy()
-    tile = kind_of[pair]
-    if (kind_of < 0).any():
-        kept = tile >= 0
-        rows, cols, tile = rows[kept], cols[kept], tile[kept]
     # Partial tiles are numbered by first appearance in the rows, so that equal masks have equal arrays.
+    kinds = kind_of[pair]
     first = np.zeros(len(bits) + 1, dtype=np.int64)
-    first[tile[::-1]] = np.arange(len(tile) - 1, -1, -1)  # the last write wins: the first appearance
+    partial = kinds > 0
+    first[kinds[partial][::-1]] = listed[partial][::-1]  # the last write wins: the first appearance
     if not (first[2:] > first[1:-1]).all():
         order = first[1:].argsort()
         number = np.zeros_like(first)
         number[order + 1] = np.arange(1, len(first))
-        tile, bits = number[tile], bits.index_select(0, torch.from_numpy(order).to(bits.device))
+        kinds = np.where(kinds > 0, number[kinds], kinds)
+        bits = bits.index_select(0, torch.from_numpy(order).to(bits.device))
+    tile = np.zeros_like(tile)
+    tile[listed] = kinds
+    if (kind_of < 0).any():
+        kept = tile >= 0
+        rows, cols, tile = rows[kept], cols[kept], tile[kept]
     return np.searchsorted(rows, np.arange(patterns * row_blocks + 1)), cols, tile, bits
 
 

@@ -37,7 +37,8 @@ class Entries:
         row = np.arange(len(flat)).repeat(counts)
         entry = np.arange(len(row)) + (indptr[flat] - (counts.cumsum() - counts))[row]
         col, tile = mask.indices.numpy()[entry].astype(np.int64), mask.tile.numpy()[entry].astype(np.int64)
-        return cls(mask, assignment.queries.counts[rank], row, kinds[row // len(mine)], col, tile, heads)
+        kind = kinds[row // len(mine)] if len(heads.kinds) > 1 else np.broadcast_to(kinds[:1], row.shape)
+        return cls(mask, assignment.queries.counts[rank], row, kind, col, tile, heads)
 
     @property
     def block_rows(self) -> int:
@@ -65,13 +66,14 @@ class Entries:
         chosen, q_len, count = columns[self.col], self.q_len, self.block_rows
         if rows is not None:
             chosen = chosen & rows[self.row % count]
-        row, kind, col, tile = self.row[chosen], self.kind[chosen], self.col[chosen], self.tile[chosen]
+        row, col, tile = self.row[chosen], self.col[chosen], self.tile[chosen]
+        placed = place[0][col] if len(place) == 1 else place[self.kind[chosen], col]
         block_q, block_k = self.whole.block_q, self.whole.block_k
         if rows is not None and cut:
             left = int(rows.sum())
             row = row // count * left + (rows.cumsum() - 1)[row % count]
             q_len = left * block_q - (count * block_q - q_len if rows[-1] else 0)
-        rows_, cols, tiles, number = (torch.from_numpy(x) for x in (row, place[kind, col], tile, self.heads.number))
+        rows_, cols, tiles, number = (torch.from_numpy(x) for x in (row, placed, tile, self.heads.number))
         arrays = arrays_of_tiles(
             q_len, k_len, block_q, block_k, rows_, cols, tiles, self.whole.bits, number, len(self.heads.combinations)
         )
