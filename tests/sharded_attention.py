@@ -6,16 +6,19 @@ import torch
 import exactness
 from closeness import Results
 from scored import check_results
-from shared_files import make_peer_transport
+from shared_files import copies_of_files
 from sparseflash import distributed, masks
 
 # ---------------------------------------------------------------------- in the processes
 
 
 def planned(member, mask, options):
-    if options.get("transport") == "peer" and member.device.type == "cpu":
-        make_peer_transport(member.group, member.device)
-    return distributed.shard(mask, member.group, **options)
+    """The plan; with transport="peer" on a CPU with files in place of the memory of GPUs."""
+    plan = distributed.shard(mask, member.group, **options)
+    if plan.transport == "peer" and member.device.type == "cpu":
+        copies = member.kept.setdefault("copies", copies_of_files(member.group))
+        plan.transport_on = lambda device: copies
+    return plan
 
 
 def forward(member, mask, q, k, v, plan_options, options):

@@ -3,7 +3,6 @@
 import os
 import tempfile
 import time
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,6 @@ class SharedFiles:
         dist.barrier(self.group)
 
 
-def make_peer_transport(group, device):
-    """Makes the transport of a group for `transport="peer"`, between processes on CPUs."""
-
-    def peer_copies(group, device):
-        return transport.PeerCopies(dist.get_rank(group), lambda size: SharedFiles(size, group), None)
-
-    with mock.patch.multiple(transport, why_not_peer=lambda group, device: "", peer_copies=peer_copies):
-        transport.transport_of(group, device, "peer")
+def copies_of_files(group):
+    """`transport.PeerCopies` between processes on CPUs."""
+    return transport.PeerCopies(dist.get_rank(group), lambda size: SharedFiles(size, group), None)

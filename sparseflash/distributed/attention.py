@@ -101,7 +101,7 @@ def attention(
     Every rank of the group must make the same calls in the same order, forward and backward. The first call of each
     kind compares masks, shards, shapes, dtypes and options between the ranks (one small gather, which waits for the
     device). If a rank dies, the others raise what their backend of torch.distributed raises, at the latest after the
-    group's timeout.
+    group's timeout; with copies between peers they end after it with an error of the device, as of a kernel.
 
     The result does not depend on timing: parts are merged in the order of the stages, and the gradients of a key, each
     rounded to the inputs' dtype, are summed in fp32, those of its own rank first and then in the order of the ranks. It

@@ -40,7 +40,8 @@ class Machine:
 # Those of H100s with NVLink fit what two of one host took (experiments/results/distributed); those of several hosts are
 # guesses from specifications (InfiniBand 50 GB/s).
 H100 = Machine("H100s with NVLink", flops=400e12, bandwidth=300e9, memory=2.5e12, latency=40e-6)
-H100_HOSTS = Machine("hosts of 8 H100s, InfiniBand", flops=400e12, bandwidth=45e9, memory=2.5e12, latency=40e-6)
+# Between hosts rows go by collectives.
+H100_HOSTS = Machine("hosts of 8 H100s, InfiniBand", 400e12, 45e9, memory=2.5e12, latency=40e-6, overlaps=False)
 _ONE_HOST = 8
 LSE_BYTES = 4
 BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass

@@ -145,8 +145,8 @@ class ShardPlan:
         return transport_of(self.process_group, device, self.transport)
 
     def machine(self, overlaps: bool | None = None) -> Machine:
-        """The constants of the model by default; `overlaps`: whether attention goes on beside exchanges (`Transport`),
-        by default whether it does on that machine.
+        """The constants of the model by default; `overlaps`: whether attention goes on beside exchanges (`Transport`);
+        by default, whether it can on that machine with the plan's transport.
         """
         machine = default_machine(self.ranks)
         overlaps = machine.overlaps and self.transport != "collective" if overlaps is None else overlaps
@@ -236,7 +236,8 @@ class ShardPlan:
 
         `heads`, `kv_heads`: the query and key heads; by default the mask's heads, and as many key heads. `machine`: the
         constants of the model, by default guesses for H100s on one host or, for more than 8 ranks, on several.
-        `attention` chooses by the same estimates, with the default constants, on every rank.
+        `attention` chooses by the same estimates, with the default constants, on every rank; where GPUs of one host
+        cannot read each other's memory, without overlap.
         """
         heads = self.mask.shape[1] if heads is None else heads
         kv_heads = heads if kv_heads is None else kv_heads
@@ -296,8 +297,10 @@ def shard(
             overlaps with them, and partial results are merged. 0: attention begins when all keys are there, and nothing
             is merged. None: chosen by the same model.
         transport: `"collective"`: NCCL's all-to-all, whose programs take turns with attention; `"peer"`: copies out of
-            the other ranks' memory, for GPUs of one host that can read each other's, beside attention; each rank
-            holds a buffer of all that it sends in a call. `"auto"`: peer where it is possible.
+            the other ranks' memory, for GPUs of one host that can read each other's, beside attention. For each
+            group every GPU then holds a buffer of what the rank that sends most sends in the largest call so far,
+            until the group ends; PyTorch's memory statistics do not count it. CUDA graphs need `"collective"`.
+            `"auto"`: peer where it is possible.
 
     Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, and for
     `like` of other lengths, ranks or a chunk that the mask's blocks do not divide.

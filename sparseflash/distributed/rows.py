@@ -40,9 +40,15 @@ class Rows:
         """Whether these are all of so many rows, in their order."""
         return sum(self.counts) == count and self._are_in_order
 
-    def taken(self, x: Tensor) -> Tensor:
-        """The rows of `x [rows, ...]`; x itself if they are all of it, in their order."""
-        return x if self.are_all(len(x)) else x.index_select(0, self.on(x.device))
+    def taken(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The rows of `x [rows, ...]`, written to `out` if it is given; x itself if they are all of it, in their order,
+        and there is no `out`.
+        """
+        if self.are_all(len(x)):
+            return x if out is None else out.copy_(x)
+        if out is None:
+            return x.index_select(0, self.on(x.device))
+        return torch.index_select(x, 0, self.on(x.device), out=out)
 
     def placed(self, values: Tensor, count: int) -> Tensor:
         """A tensor of `count` rows with these values in these rows and zeros elsewhere; the inverse of `taken`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -179,9 +179,9 @@ class _Work:
     def together(self, same_slots: bool) -> list[Stage]:
         """The attention of block rows to all their keys; if few of them have remote keys, then that of the others.
 
-        The others should not attend first where the exchange needs multiprocessors. Where it starts after that
-        attention on one GPU and before it on another, the first has none left for it, and the second keeps some
-        waiting, which its own attention needs: they take turns.
+        If the others attend first, while keys travel, the exchange must not need multiprocessors. A collective does:
+        where attention began before it, it waits until attention ends, and where it began before attention, it keeps
+        attention from them while it waits for the other rank. So the ranks would take turns.
         """
         block_q, block_k = self.mask.block_q, self.mask.block_k
         rows = self.entries.rows_with(self.stage_of > 0)
@@ -232,31 +232,20 @@ class _Work:
 
     def _messages(self, number: int, slot: Integers, slots: int) -> tuple[Rows, Rows]:
         """The rows that this rank sends and receives in an exchange."""
-        outgoing, incoming = ([self._part(each, number) for each in some] for some in (self.outgoing, self.incoming))
+        outgoing, incoming = (
+            [_part(each, self.stages, number) for each in some] for some in (self.outgoing, self.incoming)
+        )
         wanted = [self.reads[self.rank]] * self.readers.ranks
         return (
             self._rows(outgoing, list(self.reads), self.place, self.tokens),
             self._rows(incoming, wanted, slot, slots * self.mask.block_k),
         )
 
-    def _part(self, blocks: Integers, number: int) -> Integers:
-        """Those of a message's blocks that go with an exchange."""
-        return np.compress(_parts(len(blocks), self.stages) == number, blocks)
-
     def _between(self, number: int) -> Callable[[], Integers]:
-        """What counts the rows that go between all ranks in an exchange; it is not needed by every transport."""
-
-        @cache
-        def counted() -> Integers:
-            ranks = range(self.readers.ranks)
-            uses = np.bincount(self.heads.kind_of_pair, minlength=len(self.heads.kinds))
-            rows = (self.reads * uses[:, None]).sum(1) * self.sizes  # [R, Mk]
-            return np.array([
-                [rows[target, self._part(self.readers.message(source, target), number)].sum() for target in ranks]
-                for source in ranks
-            ])  # fmt: skip
-
-        return counted
+        """What counts the rows that go between all ranks in an exchange, which not every transport asks for."""
+        uses = np.bincount(self.heads.kind_of_pair, minlength=len(self.heads.kinds))
+        # Without `self`, so that the lists of tiles are not kept with the stage.
+        return cache(partial(_rows_between, self.readers, self.reads, uses, self.sizes, self.stages, number))
 
     def _rows(self, blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
         """The rows of blocks for each rank, where a kind of head wants them.
@@ -272,6 +261,22 @@ class _Work:
             lengths.append(self.sizes[block])
             counts.append(int(lengths[-1].sum()))
         return Rows(np.concatenate(starts), np.concatenate(lengths), counts)
+
+
+def _rows_between(
+    readers: Readers, reads: Booleans, uses: Integers, sizes: Integers, stages: int, number: int
+) -> Integers:
+    """The rows that go between ranks in one of the exchanges, `[from, to]`; `uses`: pairs of batch and head of each
+    kind.
+    """
+    rows, ranks = (reads * uses[:, None]).sum(1) * sizes, range(readers.ranks)  # [R, Mk]
+    blocks = [[_part(readers.message(source, target), stages, number) for target in ranks] for source in ranks]
+    return np.array([[rows[target, some].sum() for target, some in enumerate(row)] for row in blocks])
+
+
+def _part(blocks: Integers, stages: int, number: int) -> Integers:
+    """Those of a message's blocks that go with an exchange."""
+    return np.compress(_parts(len(blocks), stages) == number, blocks)
 
 
 def _none(ranks: int) -> Rows:

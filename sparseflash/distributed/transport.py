@@ -12,7 +12,7 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from sparseflash.distributed.shards import Integers
 TransportName = Literal["auto", "collective", "peer"]
 TRANSPORTS = ("auto", "collective", "peer")
 Wait = Callable[[], None]
-_ALIGNMENT = 128  # bytes, of what copy engines and vector instructions like
+_ALIGNMENT = 128  # bytes: a multiple of every dtype's size, as views of the buffer need, and good for copies
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Message:
     """The rows that go between ranks in one exchange.
 
     `taken`: which rows of a tensor are sent, those for rank 0 first; None if the tensor has just these; `outgoing`,
-    `incoming`: rows for and from each rank; `between`: int64 `[from, to]`, those of all ranks.
+    `incoming`: rows for and from each rank; `between`: int64 `[from, to]`, those of all ranks, counted when called.
     """
 
     taken: Rows | None
@@ -51,16 +51,28 @@ class Transport(Protocol):
     overlaps: bool
 
     def begin(self, room: Callable[[], int]) -> None:
-        """Announces exchanges of together so many bytes (see `room_of`), which shall not wait for each other."""
+        """Makes room for several exchanges at once (`room_of`), so that none waits until others have been read."""
 
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
-        """Starts sending rows of tensors `[rows, D]`: `(rows that will come of each, what waits for them)`."""
+        """Starts sending rows of tensors `[rows, D]`: `(rows that will come of each, what waits for them)`.
+
+        The tensors may be changed or freed by later work on the current stream. What comes may be read on the stream
+        that has waited.
+        """
 
 
 def room_of(between: Integers, row_bytes: Sequence[int]) -> int:
-    """The bytes that an exchange of tensors with rows of so many bytes takes in a buffer, on every rank."""
-    most = int(between.sum(1).max())
-    return sum(_aligned(most * each) for each in row_bytes)
+    """The bytes that an exchange of tensors with rows of so many bytes takes in every rank's buffer, either way."""
+    return _places(between, row_bytes)[-1]
+
+
+def _places(between: Integers, row_bytes: Sequence[int]) -> list[int]:
+    """Where each tensor's rows begin in a buffer, and where the last end: the same for what goes back, and on all
+    ranks.
+    """
+    most = int(max(between.sum(1).max(), between.sum(0).max()))
+    sizes = [-(-most * each // _ALIGNMENT) * _ALIGNMENT for each in row_bytes]
+    return [0, *np.cumsum(sizes).tolist()]
 
 
 class Collectives:
@@ -76,6 +88,7 @@ class Collectives:
 
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
         """See `Transport`."""
+        group = _alive(self.group)
         received, works, sending = [], [], []  # what is sent must live until it has been
         for x in tensors:
             data = (x if message.taken is None else message.taken.taken(x)).contiguous()
@@ -83,7 +96,7 @@ class Collectives:
             # As bytes, so that every backend of torch.distributed takes every dtype.
             works.append(dist.all_to_all_single(
                 rows.view(torch.uint8), data.view(torch.uint8), message.incoming, message.outgoing,
-                group=self.group(), async_op=True,
+                group=group, async_op=True,
             ))  # fmt: skip
             received.append(rows)
             sending.append(data)
@@ -115,7 +128,8 @@ class PeerCopies:
     them. All ranks use their buffers alike: an exchange takes the room that it takes on the rank that sends most. So
     they agree without talking on where it lies, and on when the buffer is full and begun anew.
 
-    `allocate`: makes the buffer, a collective call.
+    `allocate`: makes the buffer, a collective call; `stream`: of the copies, None on a CPU, where nothing is beside
+    anything.
     """
 
     overlaps = True
@@ -124,78 +138,100 @@ class PeerCopies:
         self.rank, self.allocate, self.stream = rank, allocate, stream
         self.memory: PeerMemory | None = None
         self.used = 0
+        self._last: torch.cuda.Event | None = None  # after the last barrier, on whatever stream
 
     def begin(self, room: Callable[[], int]) -> None:
         """See `Transport`."""
-        self._make_room(room())
+        if size := room():
+            self._make_room(size)
 
-    def _make_room(self, room: int) -> None:
-        size = 0 if self.memory is None else self.memory.size
-        if room > size:
-            self._replace(room)
-        elif self.used + room > size or _is_recorded(self.stream):  # a recorded graph replays after any other call
-            self._begin_anew()
-
+    @torch.no_grad()  # `index_select` into the buffer would refuse gradients of gradients
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
         """See `Transport`."""
         table = message.between()
-        most = int(table.sum(1).max())
-        room = room_of(table, [_row_bytes(x) for x in tensors])
-        if self.memory is None or self.used + room > self.memory.size:
-            self._make_room(room)
-        assert self.memory is not None
-        places = []
-        for x in tensors:
-            size = sum(message.outgoing) * _row_bytes(x)
-            lines = self.memory.of(self.rank)[self.used : self.used + size].view(x.dtype).view(-1, x.shape[1])
-            if message.taken is None or message.taken.are_all(len(x)):
-                lines.copy_(x)
-            else:
-                torch.index_select(x, 0, message.taken.on(x.device), out=lines)
-            places.append(self.used)
-            self.used += _aligned(most * _row_bytes(x))
         received = [x.new_empty((sum(message.incoming), x.shape[1])) for x in tensors]
-        self.memory.barrier()
+        if not table.any():  # on no rank
+            return received, lambda: None
+        memory, base = self._placed(tensors, message, table)
         first = np.cumsum(table, axis=1) - table  # [from, to]: which row of those of a rank is the first for another
+        places = _places(table, [_row_bytes(x) for x in tensors])
+        self._barrier(memory)
         with self._beside():
-            for rows, place in zip(received, places, strict=True):
+            for rows, place in zip(received, places[:-1], strict=True):
                 size, flat, at = _row_bytes(rows), rows.view(-1).view(torch.uint8), 0
                 for source, count in enumerate(message.incoming):
-                    begin, length = place + int(first[source, self.rank]) * size, count * size
+                    begin, length = base + place + int(first[source, self.rank]) * size, count * size
                     if count:
-                        flat[at : at + length].copy_(self.memory.of(source)[begin : begin + length])
+                        flat[at : at + length].copy_(memory.of(source)[begin : begin + length])
                     at += length
-        return received, self._until_now()
+                if self.stream is not None:
+                    rows.record_stream(self.stream)  # if nobody waits, because something failed, it is still written
+        event = self._copied()
+        return received, lambda: self._wait_for(event)
+
+    def _placed(self, tensors: Sequence[Tensor], message: Message, table: Integers) -> tuple[PeerMemory, int]:
+        """Lays the rows into the buffer: the buffer, and where in it those of this exchange begin."""
+        row_bytes = [_row_bytes(x) for x in tensors]
+        *places, room = _places(table, row_bytes)
+        memory = self._make_room(room)
+        base, count = self.used, sum(message.outgoing)
+        for x, place, size in zip(tensors, places, row_bytes, strict=True):
+            lines = memory.of(self.rank)[base + place : base + place + count * size].view(x.dtype).view(-1, x.shape[1])
+            if message.taken is None:
+                lines.copy_(x)
+            else:
+                message.taken.taken(x, out=lines)
+        self.used += room
+        return memory, base
+
+    def _make_room(self, room: int) -> PeerMemory:
+        """The buffer, with so many bytes left."""
+        if self.stream is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "transport must be 'collective' to record CUDA graphs; replays would not know of each other's rows in "
+                "the buffer of 'peer'."
+            )
+        memory = self.memory
+        if memory is None or room > memory.size:
+            if memory is not None:
+                self._until_nobody_reads(memory)
+                if self.stream is not None:
+                    torch.cuda.current_stream(self.stream.device).synchronize()
+            memory = self.memory = None  # frees it
+            memory = self.memory = self.allocate(room)
+            self.used = 0
+        elif self.used + room > memory.size:
+            self._until_nobody_reads(memory)
+            self.used = 0
+        return memory
+
+    def _until_nobody_reads(self, memory: PeerMemory) -> None:
+        """On the current stream, waits until the copies of all ranks have ended."""
+        self._wait_for(self._copied())
+        self._barrier(memory)
+
+    def _barrier(self, memory: PeerMemory) -> None:
+        """A barrier after those of this process's other streams: on every rank they come in the same order."""
+        self._wait_for(self._last)
+        memory.barrier()
+        if self.stream is not None:
+            self._last = torch.cuda.current_stream(self.stream.device).record_event()
+
+    def _copied(self) -> torch.cuda.Event | None:
+        """When the copies that have been started so far have ended."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def _wait_for(self, event: torch.cuda.Event | None) -> None:
+        """Lets the current stream wait."""
+        if self.stream is not None and event is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(event)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """Work that is beside the current stream, and comes after what was given to that before."""
+        """For work beside the current stream that comes after what that was given before."""
         if self.stream is None:
             return contextlib.nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         return torch.cuda.stream(self.stream)
-
-    def _until_now(self) -> Wait:
-        """Lets the current stream wait for the copies that have been started so far."""
-        if self.stream is None:
-            return lambda: None
-        event, device = self.stream.record_event(), self.stream.device
-        return lambda: torch.cuda.current_stream(device).wait_event(event)
-
-    def _begin_anew(self) -> None:
-        """Waits until nobody reads the buffer any more."""
-        assert self.memory is not None
-        self._until_now()()
-        self.memory.barrier()
-        self.used = 0
-
-    def _replace(self, size: int) -> None:
-        if self.memory is not None:
-            self._begin_anew()
-            if self.stream is not None:
-                torch.cuda.current_stream(self.stream.device).synchronize()  # then the others have passed the barrier
-        self.memory = None
-        self.memory = self.allocate(size)
-        self.used = 0
 
 
 class SymmetricMemory:
@@ -205,7 +241,15 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.size = size
-        self.buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        torch.cuda.empty_cache()  # the buffer is not of PyTorch's memory, which may hold all there is
+        failure = ""
+        try:
+            self.buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            failure = str(error)
+        for rank, each in enumerate(_gathered(failure, group, device)):
+            if each:  # before the others wait for this rank
+                raise RuntimeError(f"a buffer of {size:,} bytes cannot be allocated on rank {rank}: {each}")
         self.handle = symmetric_memory.rendezvous(self.buffer, group)
         self.buffers = [
             self.buffer if rank == dist.get_rank(group) else self.handle.get_buffer(rank, (size,), torch.uint8)
@@ -223,8 +267,22 @@ class SymmetricMemory:
         self.handle.barrier(0, self.timeout_ms)
 
 
-# Each ends with its group. Not emptied by `clear_caches`: ranks must make and leave buffers together.
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Transport]] = weakref.WeakKeyDictionary()
+class _Transports:
+    """What can carry rows between the ranks of a group, from and to tensors on one device.
+
+    Making it is a collective call, the same whatever transport is wanted: ranks that want different ones find out
+    later, when they compare all options of a call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.collectives = Collectives(group)
+        self.refused = why_not_peer(group, device)
+        self.peer_copies = None if self.refused else peer_copies(group, device)
+
+
+# An entry, and with it its buffer, ends with its group. `clear_caches` leaves it, because ranks must make and leave
+# buffers together.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Transports]] = weakref.WeakKeyDictionary()
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device, name: TransportName) -> Transport:
@@ -232,64 +290,59 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, name: Transport
 
     ValueError, on all ranks, if it is to be "peer" and cannot.
     """
-    made = _transports.setdefault(group, {})
-    key = device, name
-    if key not in made:
-        reason = "" if name == "collective" else why_not_peer(group, device)
-        if name == "peer" and reason:
-            raise ValueError(f"transport must be 'collective' or 'auto' here; 'peer' is not possible: {reason}.")
-        if name == "collective" or reason:
-            made[key] = Collectives(group)
-        else:  # one, however it was asked for
-            other = device, "peer" if name == "auto" else "auto"
-            made[key] = made.get(other) or peer_copies(group, device)
-    return made[key]
+    of_group = _made.setdefault(group, {})
+    found = of_group.get(device)
+    if found is None:
+        found = of_group[device] = _Transports(group, device)
+    if name == "collective" or (name == "auto" and found.peer_copies is None):
+        return found.collectives
+    if found.peer_copies is None:
+        raise ValueError(f"transport must be 'collective' or 'auto' here; 'peer' is not possible: {found.refused}.")
+    return found.peer_copies
 
 
 def peer_copies(group: dist.ProcessGroup, device: torch.device) -> PeerCopies:
     """Copies between the GPUs of a group."""
-    known = weakref.ref(group)
-
-    def allocate(size: int) -> PeerMemory:
-        group = known()
-        assert group is not None
-        return SymmetricMemory(size, group, device)
-
-    return PeerCopies(dist.get_rank(group), allocate, torch.cuda.Stream(device))
+    known = weakref.ref(group)  # the group is a key of what holds them
+    return PeerCopies(
+        dist.get_rank(group), lambda size: SymmetricMemory(size, _alive(known), device), torch.cuda.Stream(device)
+    )
 
 
 def why_not_peer(group: dist.ProcessGroup, device: torch.device) -> str:
     """Why the ranks of a group cannot read each other's memory, the same on all of them; empty if they can."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}, not on CUDA devices"
-    mine = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    found = _gathered(mine, group)
-    hosts, uuids = {host for host, _ in found}, [uuid for _, uuid in found]
-    if len(hosts) > 1:
+    mine = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), device.index
+    found = _gathered(mine, group, device)
+    hosts, uuids, indices = (set(each) for each in zip(*found, strict=True))
+    if len(found) == 1:
+        reason = "the group has one rank"
+    elif len(hosts) > 1:
         reason = f"the group is on {len(hosts)} hosts"
-    elif len(set(uuids)) < len(uuids):
-        reason = "several ranks share a GPU"
+    elif len(uuids) < len(found) or len(indices) < len(found):
+        reason = "ranks share a GPU, or number their GPUs alike"  # which PyTorch's symmetric memory refuses
     else:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         others = [visible.get(uuid) for uuid in uuids if uuid != mine[1]]
         reads = all(other is not None and torch.cuda.can_device_access_peer(device, other) for other in others)
         reason = "" if reads else f"rank {dist.get_rank(group)} cannot read the memory of another rank's GPU"
-    return next(filter(None, _gathered(reason, group)), "")
+    return next(filter(None, _gathered(reason, group, device)), "")
 
 
-def _gathered(value: object, group: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
-    found: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+def _gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with torch.cuda.device(device):  # by which NCCL sends what it is given
+        dist.all_gather_object(found, value, group=group)
     return found
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group of a plan must exist as long as the plan is used; it has been destroyed.")
+    return found
 
 
 def _row_bytes(x: Tensor) -> int:
     return x.shape[1] * x.element_size()
-
-
-def _is_recorded(stream: torch.cuda.Stream | None) -> bool:
-    return stream is not None and torch.cuda.is_current_stream_capturing()

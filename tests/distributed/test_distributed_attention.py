@@ -12,6 +12,7 @@ import sharded_attention
 from process_pool import Failed, Processes
 from scored import FUNCTIONS, KINDS, scored
 from sharded_attention import check_dropping, check_scored, joined, sharded
+from shared_files import copies_of_files
 from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
 from strategies import problems
 
@@ -96,6 +97,36 @@ def test_both_transports_give_the_same_bits(pool, strategy):
         found[transport] = pool.run(3, sharded_attention.several_calls, options)
     for some, others in zip(found["collective"], found["peer"], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def attend_to_documents(member, strategy):
+    """Nothing is remote, and no buffer has been made yet."""
+    mask = masks.local(64 * member.ranks, window=1, block=64)
+    plan = distributed.shard(mask, member.group, strategy=strategy)
+    copies = copies_of_files(member.group)
+    plan.transport_on = lambda device: copies
+    q, k, v = (plan.scatter(x.detach()).requires_grad_() for x in tensors(mask))
+    out = distributed.attention(q, k, v, plan)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    return copies.memory is None and torch.equal(out, attention(q, k, v, masks.local(64, window=1, block=64)))
+
+
+@pytest.mark.parametrize("strategy", ["keys", "queries"])
+def test_peers_exchange_nothing_where_nothing_is_remote(pool, strategy):
+    assert pool.run(2, attend_to_documents, strategy) == [True, True]
+    assert pool.run(1, attend_to_documents, strategy) == [True]
+
+
+def gradients_of_gradients(member, strategy):
+    plan = sharded_attention.planned(member, masks.causal(64, block=16), {"strategy": strategy, "transport": "peer"})
+    x = plan.scatter(tensors(plan.mask)[0].detach()).requires_grad_()
+    (gradient,) = torch.autograd.grad(distributed.attention(x, x, x, plan).square().sum(), x, create_graph=True)
+    return gradient.detach().isfinite().all().item()
+
+
+@pytest.mark.parametrize("strategy", ["keys", "queries"])
+def test_a_graph_of_the_gradients_may_be_asked_for(pool, strategy):
+    assert pool.run(2, gradients_of_gradients, strategy) == [True, True]
 
 
 def test_a_peer_transport_that_is_not_possible_is_refused():
