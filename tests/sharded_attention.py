@@ -118,6 +118,15 @@ def sharded(pool, ranks, mask, plan_options=None, **options):
     return lambda q, k, v: Sharded.apply(q, k, v, pool, ranks, mask, plan_options or {}, options)
 
 
+def check_transports(pool, ranks, strategy):
+    """Raises AssertionError unless both transports give the same bits."""
+    found = [
+        pool.run(ranks, several_calls, {"strategy": strategy, "transport": name}) for name in ("collective", "peer")
+    ]
+    for some, others in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
 def check_dropping(pool, ranks, problem, plan_options, **options):
     """Raises AssertionError unless attention in several processes drops the weights that one drops, as exactly."""
     options = {"scale": problem.scale, "dropout_p": problem.dropout_p, "seed": problem.seed, **options}

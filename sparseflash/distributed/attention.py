@@ -203,23 +203,21 @@ def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchange
     )
     transfers = Transfers(route, transport, plan.sent)
     transport.begin(lambda: transfers.room([k, v]))
-    apart = next((stage for stage in route.stages if stage.queries is not None), None)
-    rows = None if apart is None else apart.queries_on(q.device)
+    rows = next((stage.queries_on(q.device) for stage in route.stages if stage.queries is not None), None)
     if rows is None:
         queries = for_each_stage(q, len(route.stages))
-    else:
+    else:  # two stages, of some queries and of all
         some, whole = taken_apart(q, rows)
-        queries = [some if stage is apart else whole for stage in route.stages]
+        queries = [whole if stage.queries is None else some for stage in route.stages]
     local, pending = exchanged([k, v], transfers)
-    parts = {}
+    parts = []
     for mine, stage in zip(queries, route.stages, strict=True):
         keys, values = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
         # Called even where no tile is live: the backward of every stage must send, because others wait for it.
-        parts[stage] = call.attention_of_stage(mine, keys, values, stage, "keys")
-    if apart is None or rows is None:
-        return merged(list(parts.values()))
-    of_some = parts.pop(apart)
-    (of_whole,) = parts.values()
+        parts.append(call.attention_of_stage(mine, keys, values, stage, "keys"))
+    if rows is None:
+        return merged(parts)
+    of_some, of_whole = parts if route.stages[1].queries is None else parts[::-1]
     return put_in_place(of_some, of_whole, rows)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import sharded_attention
 from process_pool import Failed, Processes
 from scored import FUNCTIONS, KINDS, scored
-from sharded_attention import check_dropping, check_scored, joined, sharded
+from sharded_attention import check_dropping, check_scored, check_transports, joined, sharded
 from shared_files import copies_of_files
 from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
 from strategies import problems
@@ -90,13 +90,7 @@ def test_queries_that_attend_apart_are_as_exact(pool, ranks, dtype, transport):
 
 @pytest.mark.parametrize("strategy", ["keys", "queries"])
 def test_both_transports_give_the_same_bits(pool, strategy):
-    """Calls of several sizes, so that buffers are replaced, begun anew, and shared by calls that are under way."""
-    found = {}
-    for transport in ("collective", "peer"):
-        options = {"strategy": strategy, "transport": transport}
-        found[transport] = pool.run(3, sharded_attention.several_calls, options)
-    for some, others in zip(found["collective"], found["peer"], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+    check_transports(pool, 3, strategy)
 
 
 def attend_to_documents(member, strategy):

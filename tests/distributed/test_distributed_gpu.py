@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import sharded_attention
 from process_pool import Processes
 from scored import scored
-from sharded_attention import check_dropping, check_scored, sharded
+from sharded_attention import check_dropping, check_scored, check_transports, sharded
 from sparseflash import attention, distributed, dropout, masks, testing
 from strategies import problems
 
@@ -123,12 +123,7 @@ def test_long_sequences_are_exact_and_the_same_every_time(pool, options, pattern
 
 @pytest.mark.parametrize("strategy", ["keys", "queries"])
 def test_both_transports_give_the_same_bits(pool, strategy):
-    found = [
-        pool.run(2, sharded_attention.several_calls, {"strategy": strategy, "transport": transport})
-        for transport in ("collective", "peer")
-    ]
-    for some, others in zip(*found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+    check_transports(pool, 2, strategy)
 
 
 def test_live_remote_keys_travel_and_nothing_else(pool):
