@@ -6,7 +6,7 @@ and numbers of stages, of a forward and a backward pass together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -40,8 +40,7 @@ class Machine:
 # Those of H100s with NVLink fit what two of one host took (experiments/results/distributed); those of several hosts are
 # guesses from specifications (InfiniBand 50 GB/s).
 H100 = Machine("H100s with NVLink", flops=400e12, bandwidth=300e9, memory=2.5e12, latency=40e-6)
-# Between hosts rows go by collectives.
-H100_HOSTS = Machine("hosts of 8 H100s, InfiniBand", 400e12, 45e9, memory=2.5e12, latency=40e-6, overlaps=False)
+H100_HOSTS = replace(H100, name="hosts of 8 H100s, InfiniBand", bandwidth=45e9, overlaps=False)  # by collectives
 _ONE_HOST = 8
 LSE_BYTES = 4
 BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass

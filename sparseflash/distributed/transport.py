@@ -56,8 +56,8 @@ class Transport(Protocol):
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
         """Starts sending rows of tensors `[rows, D]`: `(rows that will come of each, what waits for them)`.
 
-        The tensors may be changed or freed by later work on the current stream. What comes may be read on the stream
-        that has waited.
+        The tensors may be freed, but must not be changed, before the wait. What comes may be read on the stream that
+        has waited.
         """
 
 
@@ -152,15 +152,14 @@ class PeerCopies:
         received = [x.new_empty((sum(message.incoming), x.shape[1])) for x in tensors]
         if not table.any():  # on no rank
             return received, lambda: None
-        memory, base = self._placed(tensors, message, table)
+        memory, places = self._placed(tensors, message, table)
         first = np.cumsum(table, axis=1) - table  # [from, to]: which row of those of a rank is the first for another
-        places = _places(table, [_row_bytes(x) for x in tensors])
         self._barrier(memory)
         with self._beside():
-            for rows, place in zip(received, places[:-1], strict=True):
+            for rows, place in zip(received, places, strict=True):
                 size, flat, at = _row_bytes(rows), rows.view(-1).view(torch.uint8), 0
                 for source, count in enumerate(message.incoming):
-                    begin, length = base + place + int(first[source, self.rank]) * size, count * size
+                    begin, length = place + int(first[source, self.rank]) * size, count * size
                     if count:
                         flat[at : at + length].copy_(memory.of(source)[begin : begin + length])
                     at += length
@@ -169,20 +168,21 @@ class PeerCopies:
         event = self._copied()
         return received, lambda: self._wait_for(event)
 
-    def _placed(self, tensors: Sequence[Tensor], message: Message, table: Integers) -> tuple[PeerMemory, int]:
-        """Lays the rows into the buffer: the buffer, and where in it those of this exchange begin."""
+    def _placed(self, tensors: Sequence[Tensor], message: Message, table: Integers) -> tuple[PeerMemory, list[int]]:
+        """Lays the rows into the buffer: the buffer, and where in it those of each tensor begin."""
         row_bytes = [_row_bytes(x) for x in tensors]
-        *places, room = _places(table, row_bytes)
+        *offsets, room = _places(table, row_bytes)
         memory = self._make_room(room)
-        base, count = self.used, sum(message.outgoing)
+        places = [self.used + offset for offset in offsets]
+        self.used += room
         for x, place, size in zip(tensors, places, row_bytes, strict=True):
-            lines = memory.of(self.rank)[base + place : base + place + count * size].view(x.dtype).view(-1, x.shape[1])
+            end = place + sum(message.outgoing) * size
+            lines = memory.of(self.rank)[place:end].view(x.dtype).view(-1, x.shape[1])
             if message.taken is None:
                 lines.copy_(x)
             else:
                 message.taken.taken(x, out=lines)
-        self.used += room
-        return memory, base
+        return memory, places
 
     def _make_room(self, room: int) -> PeerMemory:
         """The buffer, with so many bytes left."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from scored import FUNCTIONS, KINDS, scored
 from sharded_attention import check_dropping, check_scored, check_transports, joined, sharded
 from shared_files import copies_of_files
 from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
+from sparseflash.distributed import transport
 from strategies import problems
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -127,6 +129,30 @@ def test_a_peer_transport_that_is_not_possible_is_refused():
     refused = "transport must be 'collective' or 'auto' here; 'peer' is not possible: the tensors are on cpu"
     with Processes(1) as pool, pytest.raises(Failed, match=refused):
         pool.run(1, attend_with, "peer")
+
+
+def test_copies_between_peers_refuse_to_be_recorded():
+    copies = transport.PeerCopies(0, allocate=None, stream=mock.Mock())
+    recording = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
+    with recording, pytest.raises(RuntimeError, match="transport must be 'collective' to record CUDA graphs"):
+        copies.begin(lambda: 128)
+
+
+def test_a_buffer_that_one_rank_cannot_allocate_is_an_error_on_all():
+    failures = mock.patch.object(transport, "_gathered", return_value=["", "out of memory"])
+    allocated = mock.patch("torch.distributed._symmetric_memory.empty")
+    message = "a buffer of 1,024 bytes cannot be allocated on rank 1: out of memory"
+    with failures, allocated, pytest.raises(RuntimeError, match=message):
+        transport.SymmetricMemory(1024, group=None, device=torch.device("cuda", 0))
+
+
+def test_a_plan_outlives_its_group_with_an_error():
+    class Group:
+        pass
+
+    collectives = transport.Collectives(Group())  # which nobody else holds
+    with pytest.raises(RuntimeError, match="the process group of a plan must exist as long as the plan is used"):
+        collectives.start([], message=None)
 
 
 def attend_with(member, transport):
@@ -536,6 +562,8 @@ def test_arguments_of_shard_are_checked():
         distributed.shard(mask, ranks=2, rank=2)
     with refused("stages must be 0 to 4, or None; got 5"):
         distributed.shard(mask, ranks=2, stages=5)
+    with refused("transport must be one of 'auto', 'collective', 'peer'; got 'ring'"):
+        distributed.shard(mask, ranks=2, transport="ring")
     with refused("strategy must be one of 'auto', 'keys', 'queries', 'heads'; got 'ring'"):
         distributed.shard(mask, ranks=2, strategy="ring")
     plan = distributed.shard(mask, ranks=2)
