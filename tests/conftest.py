@@ -125,13 +125,9 @@ def pytest_collection_modifyitems(config, items):
 
     items.sort(key=place)
     if config.getoption("compile_ahead"):
-        from exactness import check
+        from compile_ahead import is_compiled
 
-        def is_compiled_only(item):  # others of these modules need a GPU for what they look at
-            in_module = getattr(getattr(item, "module", None), "check", None)
-            return item.get_closest_marker("gpu") is not None and in_module is check and "exact_on_the_gpu" in item.name
-
-        kept = [item for item in items if is_compiled_only(item)]
+        kept = [item for item in items if is_compiled(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
         return

@@ -130,7 +130,9 @@ class Chooser:
         table = "relative" in self._changes
         if table or "bias" in self._changes:
             whole = tiling.gathered > 0
-            config = with_addresses(self._kernel, config, max(self._padded), table=table, whole=whole)
+            config = with_addresses(
+                self._kernel, config, max(self._padded), arithmetic=self._arithmetic, table=table, whole=whole
+            )  # fmt: skip
         # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
         return Choice(
