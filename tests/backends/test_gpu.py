@@ -200,7 +200,8 @@ def test_a_mask_made_on_the_gpu_equals_the_one_made_on_the_cpu():
 
 def test_a_mask_on_another_device_is_refused():
     q, k, v = inputs(1, 1, 256, 64)
-    with pytest.raises(ValueError, match=rf"mask must be on q's device {q.device}; it is on cpu.*mask\.to\(q\.device\)"):
+    expected = rf"mask must be on q's device {q.device}; it is on cpu.*mask\.to\(q\.device\)"
+    with pytest.raises(ValueError, match=expected):
         attention(q, k, v, masks.causal(256))
 
 

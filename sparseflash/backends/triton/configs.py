@@ -273,9 +273,9 @@ def with_addresses(
     The addresses of a tile need registers: with those of a table dq spills 960 bytes at D = 64 and 1,300 at D = 128,
     and none so (compiled for 9.0, not timed). whole: the streamed tokens of a step must not be cut.
 
-    In fp32, dk_dv stays with four warps: eight share the columns of 64 keys, so weights of 16 queries pass through shared
-    memory in a layout of their own, at addresses that other tiles have had (see `padded_dims` for what ptxas makes of
-    that: on an H100, dv at D = 128 was off by 0.4 %).
+    In fp32, dk_dv stays with four warps: eight share the columns of 64 keys, so weights of 16 queries pass through
+    shared memory in a layout of their own, at addresses that other tiles have had (see `padded_dims` for what ptxas
+    makes of that: on an H100, dv at D = 128 was off by 0.4 %).
     """
     if dim > 64 and not (arithmetic == "fp32" and kernel == "dk_dv"):
         config = config._replace(num_warps=max(config.num_warps, 8), registers=0)
