@@ -128,7 +128,7 @@ def dk_dv_kernel(
     values_ptr,  # [Hq, C], in q's dtype: a table; or None
     until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
-    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own.py lists them
+    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
     dkey_ptr,  # fp32 [W, group, BLOCK_N], written: the gradient of a bias of keys; or None
     own_parts,  # the same of what one's own function reads for each key; or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,

@@ -23,7 +23,7 @@ from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout, amplification
 
 if TYPE_CHECKING:
-    from sparseflash.backends.triton.portable.learned import Changed
+    from sparseflash.backends.triton.portable.changed import Changed
 
 LOG2E = 1.4426950408889634
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
