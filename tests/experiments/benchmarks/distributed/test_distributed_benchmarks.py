@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from experiments.benchmarks.distributed.__main__ import app
-from experiments.benchmarks.distributed.measure import PEER, WAYS
 from experiments.benchmarks.distributed.simulate import PATTERNS, SHAPE
+from experiments.benchmarks.distributed.ways import PEER, WAYS
 from forked import execute, ranks
 from sparseflash import distributed
 
