@@ -13,12 +13,10 @@ from strategies import blocks, lengths
 antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores")  # the name is the function's, too
 
 MOST = 150
-
 BLOCKS = (16, 32, 64)
 
 # Two ways to the same choice: see masks/fused. Triton's interpreter runs the kernels here.
 WAYS = st.sampled_from(["operations", "kernels"])
-
 INTEGERS = st.sampled_from(
     [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
 )

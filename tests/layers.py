@@ -154,7 +154,6 @@ MAY_IMPORT = {
         "sparseflash/blockmask",
         f"{_BACKENDS}/problem.py",
         f"{_TRITON}/alignment.py",
-        f"{_TRITON}/configs.py",
         f"{_TRITON}/cuda_graphs.py",
         f"{_TRITON}/device.py",
         f"{_TRITON}/launcher.py",

@@ -8,7 +8,6 @@ from sparseflash import BlockMask
 from strategies import blocks, dense_masks, lengths
 
 ARRAYS = ("indptr", "indices", "tile", "bits", "pattern", "lengths")
-
 MOST = 150
 
 # These tests take a millisecond or two an example.

@@ -19,9 +19,7 @@ from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE
 
 MOST_PARTIAL = 1 << 24
-
 _BITS_AT_ONCE = 1 << 26  # 8 MB of bits
-
 _PRODUCTS_KEPT = 1 << 12  # 8 MB of words, in blocks of 128
 
 

@@ -73,7 +73,6 @@ def test_arrays_that_do_not_fit_together_are_refused(changes, message):
 
 
 ZERO = torch.tensor([0])
-
 YES = torch.ones(4, 4, dtype=torch.bool)
 
 BLOCK_TAKERS = {
@@ -83,7 +82,6 @@ BLOCK_TAKERS = {
     "from_tiles": lambda block: BlockMask.from_tiles(ZERO, ZERO, 4, block=block),
     "dense": lambda block: BlockMask.dense(4, block=block),
 }
-
 LENGTH_TAKERS = {
     "from_layout": lambda **lengths: BlockMask.from_layout(YES, **lengths),
     "from_function": lambda **lengths: BlockMask.from_function(lambda q, k: k <= q, **lengths),

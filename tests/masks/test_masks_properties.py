@@ -25,14 +25,12 @@ CAUSAL = {
     "fixed": lambda n, **block: masks.fixed(n, stride=12, summary=3, heads=3, num_verts=2, **block),
     "log_sparse": lambda n, **block: masks.log_sparse(n, window=3, restart=50, **block),
 }
-
 CAUSAL_IN_BLOCKS = {
     "butterfly": lambda n, **block: masks.butterfly(n, causal=True, radix=3, global_blocks=2, **block),
     "butterfly, layer": lambda n, **block: masks.butterfly(n, causal=True, layer=1, **block),
     "deepspeed_fixed": lambda n, **block: masks.deepspeed_fixed(n, causal=True, global_blocks=2, **block),
     "hierarchical": lambda n, **block: masks.hierarchical(n, causal=True, **block),
 }
-
 SYMMETRIC = {
     "dense": masks.dense,
     "documents": lambda n, **block: masks.documents([n // 2, n - n // 2], **block),

@@ -16,13 +16,9 @@ from torch.nn import functional as F
 from sparseflash import BlockMask, attention, distributed
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 ONE, PEER = "one rank", "context_parallel"
-
 COLLECTIVE = ", collective"
-
 _KEYS = tuple(f"keys, {stages} st." for stages in range(3))
-
 WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "queries", "heads", "all-gather", PEER)
 
 

@@ -13,7 +13,6 @@ from sparseflash.scores.expression import PLACES, Expression, Node, derivatives
 
 # Entries for each b and h of a table that gets gradients: every program holds a copy in memory.
 MOST_ENTRIES = 16384
-
 Way = Literal["queries", "keys", "pairs", "table"]
 
 _FORMS = {
