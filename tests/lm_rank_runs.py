@@ -19,11 +19,13 @@ from rank_runs import refused, waiting_threads
 
 # Runs whose sequences are shared, each with a path of its own through the model.
 KINDS = {
-    "plain": {"pattern": "local|butterfly", "log_every": 1, "steps": 8},
-    "divided": {"sharding": "fsdp", "pattern": "local,dense", "recompute": True},
-    "documents": {"documents": "separate", "pattern": "local,dense", "positions": "learned", "micro_tokens": 64},
-    "uneven": {"context": 80, "batch_tokens": 320, "pattern": "local/dense", "validation_tokens": 800},
-}
+    "plain": {"pattern": "local|butterfly", "log_every": 1, "steps": 6},
+    "divided": {"sharding": "fsdp", "pattern": "local,dense", "recompute": True, "steps": 4},
+    "documents": {
+        "documents": "separate", "pattern": "local,dense", "positions": "learned", "micro_tokens": 64, "steps": 4,
+    },
+    "uneven": {"context": 80, "batch_tokens": 320, "pattern": "local/dense", "validation_tokens": 800, "steps": 4},
+}  # fmt: skip
 
 
 def whole_and_divided(data: Path, out: Path) -> None:
@@ -44,7 +46,7 @@ def sharing_sequences(data: Path, out: Path, context: int) -> None:
                 found[name] = trained(tiny(**changes, context_parallel=context), store, out / name, ranks)
         if ranks.count == context:
             Run(tiny(**KINDS["plain"], context_parallel=context), store, out / "half", ranks=ranks).train(
-                pause=lambda step: step == 5
+                pause=lambda step: step == 4
             )
         found["other"] = refused(lambda: Run(tiny(), store, out / "other", ranks=ranks))
         one = tiny(batch_tokens=64, context_parallel=context)

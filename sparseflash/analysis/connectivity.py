@@ -11,8 +11,9 @@ from scipy.sparse import csgraph
 
 from sparseflash.analysis import bitrows
 from sparseflash.analysis.bitrows import Index
+from sparseflash.analysis.composition import compose, multiply
 from sparseflash.analysis.layers import Element
-from sparseflash.analysis.relation import Relation, compose, multiply, tiles_of
+from sparseflash.analysis.relation import Relation, tiles_of
 from sparseflash.analysis.tokens import see_previous
 from sparseflash.analysis.walks import words_of
 from sparseflash.blockmask import BlockMask, bitmask

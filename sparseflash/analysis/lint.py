@@ -12,10 +12,10 @@ from torch import Tensor
 from sparseflash.analysis import layers as model
 from sparseflash.analysis.balance import Load, balance
 from sparseflash.analysis.coarsening import coarsening
+from sparseflash.analysis.composition import TooManyTiles
 from sparseflash.analysis.layers import Masks, elements
 from sparseflash.analysis.order import live_tiles_in_order
 from sparseflash.analysis.reach import layers_to_full_reach
-from sparseflash.analysis.relation import TooManyTiles
 from sparseflash.analysis.tokens import blind_queries, future_scores, unseen_keys
 from sparseflash.analysis.walks import Walk, walks
 from sparseflash.blockmask import BlockMask

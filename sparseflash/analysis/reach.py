@@ -6,8 +6,9 @@ from collections.abc import Callable
 from itertools import cycle, islice
 
 from sparseflash.analysis import bitrows
+from sparseflash.analysis.composition import TooManyTiles, compose
 from sparseflash.analysis.layers import Element, Masks, block_of, check_size, checked, elements
-from sparseflash.analysis.relation import Relation, TooManyTiles, compose, tiles_of
+from sparseflash.analysis.relation import Relation, tiles_of
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import flag, integer
 from sparseflash.blockmask.build import Part

@@ -13,19 +13,10 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends import flop_counter
+from sparseflash.backends.direct import call_directly, differentiably, is_plain_call
 from sparseflash.backends.problem import Problem, schema
-from sparseflash.backends.registration import (
-    LIBRARY,
-    call_directly,
-    define,
-    differentiably,
-    empty_gradient,
-    empty_lse,
-    empty_out,
-    is_plain_call,
-    refuse_second_gradients,
-    refuse_transforms,
-)
+from sparseflash.backends.refused_derivatives import refuse_second_gradients, refuse_transforms
+from sparseflash.backends.registration import LIBRARY, define, empty_gradient, empty_lse, empty_out
 from sparseflash.scores.change import Scores
 from sparseflash.scores.parts import put_together
 

@@ -1,7 +1,8 @@
 """`BlockMask`: which scores of an attention are live, as data.
 
 The block structure in compressed sparse rows (CSR), plus one bit per score for the partly live tiles. This file has the
-type, its constructors, its invariants and the conversion to a dense matrix; nothing here runs attention.
+type and its methods with their documentation; what they compute is in the modules beside it. Nothing here runs
+attention.
 """
 
 from __future__ import annotations
@@ -16,22 +17,17 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import bitmask
-from sparseflash.blockmask.arguments import (
-    Block,
-    block_pair,
-    boolean,
-    check_block_count,
-    checked_device,
-    integer_tensor,
-    token_counts,
-)
-from sparseflash.blockmask.build import Part, arrays_of, tile_list, tiles_of_dense
+from sparseflash.blockmask.arguments import Block, block_pair, checked_device, token_counts
+from sparseflash.blockmask.build import Part, arrays_of
 from sparseflash.blockmask.cache import attach_cache, belong_together, mask_cache, once
 from sparseflash.blockmask.compiling import constant_if_its_mask_is, constant_when_compiled
+from sparseflash.blockmask.constructors import of_dense, of_layout, of_tiles
 from sparseflash.blockmask.csr import columns_of, may_vary_in_size, stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
+from sparseflash.blockmask.lengths import Lengths, lengths_of
 from sparseflash.blockmask.rules import Candidates, Live, tiles_of_rule
 from sparseflash.blockmask.stats import live_scores, live_tokens, pattern_count
+from sparseflash.blockmask.summary import summary
 from sparseflash.blockmask.transfer import to_device
 from sparseflash.blockmask.validate import check_arrays, validate
 
@@ -40,8 +36,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Lengths = Tensor | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,19 +156,7 @@ class BlockMask:
 
         Raises TypeError if `dense` is not boolean, ValueError for another rank, an empty matrix or a bad block.
         """
-        block_q, block_k = block_pair(block)
-        dense = boolean(dense, "dense")
-        if dense.ndim not in (2, 3, 4):
-            raise ValueError(
-                f"dense must have shape [Nq, Nk], [Hq, Nq, Nk] or [B, Hq, Nq, Nk]; got {list(dense.shape)}."
-            )
-        q_len, k_len = token_counts(dense.shape[-2], dense.shape[-1])
-        dense = dense.reshape((1,) * (4 - dense.ndim) + dense.shape)
-        batch, heads = dense.shape[:2]
-        if batch == 0 or heads == 0:
-            raise ValueError(f"dense must have at least one batch element and head; got {list(dense.shape)}.")
-        parts = [tiles_of_dense(head, block_q, block_k) for head in dense.reshape(-1, q_len, k_len)]
-        return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
+        return cls._of(*of_dense(dense, block))
 
     @classmethod
     @constant_when_compiled
@@ -190,27 +172,7 @@ class BlockMask:
         `k_len`, in tokens, default to `Mq * block_q` and `Mk * block_k`. They need not be multiples of the block, but
         must take exactly `Mq` and `Mk` blocks.
         """
-        block_q, block_k = block_pair(block)
-        layout = boolean(layout, "layout")
-        if layout.ndim not in (2, 3, 4):
-            raise ValueError(
-                f"layout must have shape [Mq, Mk], [Hq, Mq, Mk] or [B, Hq, Mq, Mk]; got {list(layout.shape)}."
-            )
-        rows, cols = layout.shape[-2:]
-        q_len, k_len = token_counts(
-            rows * block_q if q_len is None else q_len, cols * block_k if k_len is None else k_len
-        )
-        check_block_count("layout", layout, q_len, k_len, block_q, block_k)
-        layout = layout.reshape((1,) * (4 - layout.ndim) + layout.shape)
-        batch, heads = layout.shape[:2]
-        if batch == 0 or heads == 0:
-            raise ValueError(f"layout must have at least one batch element and head; got {list(layout.shape)}.")
-        no_words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device=layout.device)
-        parts = []
-        for head in layout.reshape(-1, rows, cols):
-            i, j = head.nonzero(as_tuple=True)
-            parts.append((i, j, torch.zeros_like(i), no_words))
-        return cls._of(q_len, k_len, block_q, block_k, parts, batch, heads)
+        return cls._of(*of_layout(layout, block, q_len, k_len))
 
     @classmethod
     @constant_when_compiled
@@ -306,28 +268,7 @@ class BlockMask:
         Raises TypeError if `rows`, `cols` or `tile` are not integers or `live` is not boolean, ValueError if a tile is
         out of range or listed twice, or if the shapes do not fit together.
         """
-        block_q, block_k = block_pair(block)
-        q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-        rows, cols = tile_list(rows, cols, -(-q_len // block_q), -(-k_len // block_k))
-        if live is None:
-            live = torch.zeros(0, block_q, block_k, dtype=torch.bool, device=rows.device)
-            tile = torch.zeros_like(rows) if tile is None else tile
-        live = boolean(live, "live")
-        if live.ndim != 3 or live.shape[1:] != (block_q, block_k):
-            raise ValueError(f"live must have shape [T, {block_q}, {block_k}]; got {list(live.shape)}.")
-        if tile is None:
-            if len(live) != len(rows):
-                raise ValueError(
-                    f"live must have one entry per tile, {len(rows)}, unless tile is given to assign them; got "
-                    f"{len(live)}."
-                )
-            tile = torch.arange(1, len(rows) + 1, device=rows.device)
-        tile = integer_tensor(tile, "tile", rows.device)
-        if rows.shape != tile.shape:
-            raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
-        if tile.numel() and not (int(tile.min()) >= 0 and int(tile.max()) <= len(live)):
-            raise ValueError(f"tile must lie in 0..{len(live)}; got {int(tile.min())}..{int(tile.max())}.")
-        return cls._of(q_len, k_len, block_q, block_k, [(rows, cols, tile, bitmask.pack(live))], 1, 1)
+        return cls._of(*of_tiles(rows, cols, q_len, k_len, block, tile, live))
 
     @classmethod
     def from_block_index(
@@ -430,38 +371,7 @@ class BlockMask:
         Raises TypeError for lengths that are not integers or for `lengths` together with one of the others, ValueError
         for a wrong shape, device or batch size.
         """
-        if lengths is not None:
-            if q_lengths is not None or k_lengths is not None:
-                raise TypeError("lengths must be given alone: it sets q_lengths and k_lengths to the same numbers.")
-            lengths = self._checked_lengths(lengths, "lengths")
-            if self.q_len == self.k_len:
-                lengths = lengths.clamp(0, self.q_len).to(torch.int32)
-                return self._padded(lengths.expand(2, -1))
-            q_lengths = k_lengths = lengths
-        q = None if q_lengths is None else self._checked_lengths(q_lengths, "q_lengths").clamp(0, self.q_len)
-        k = None if k_lengths is None else self._checked_lengths(k_lengths, "k_lengths").clamp(0, self.k_len)
-        if q is None and k is None:
-            raise TypeError("with_lengths must be given lengths, q_lengths or k_lengths; got none of them.")
-        q = torch.full_like(k, self.q_len) if q is None and k is not None else q
-        k = torch.full_like(q, self.k_len) if k is None and q is not None else k
-        if q is None or k is None or q.shape != k.shape:
-            got = [None if x is None else list(x.shape) for x in (q, k)]
-            raise ValueError(f"q_lengths and k_lengths must have one batch size; got {got[0]} and {got[1]}.")
-        return self._padded(torch.stack([q, k]).to(torch.int32))
-
-    def _checked_lengths(self, lengths: Lengths, name: str) -> Tensor:
-        """Lengths as int64 unless they are int32: smaller integer types may not hold the bounds, and some cannot be
-        clamped.
-        """
-        if not (isinstance(lengths, Tensor) and lengths.dtype == torch.int32):
-            lengths = integer_tensor(lengths, name, self.device)
-        batch = self.pattern.shape[0]
-        if lengths.ndim != 1 or (batch != 1 and lengths.shape[0] != batch):
-            want = "B" if batch == 1 else str(batch)
-            raise ValueError(f"{name} must have shape [{want}]; got {list(lengths.shape)}.")
-        if lengths.device != self.device:
-            raise ValueError(f"{name} must be on the mask's device {self.device}; got {lengths.device}.")
-        return lengths
+        return self._padded(lengths_of(self, lengths, q_lengths, k_lengths))
 
     def _padded(self, lengths: Tensor | None) -> BlockMask:
         """The same mask and cache with these lengths, int32 `[2, B]` or None.
@@ -556,32 +466,7 @@ class BlockMask:
         return float(cache["density"])
 
     def __repr__(self) -> str:
-        is_meta = self.device.type == "meta"  # a meta tensor has no contents to count
-        if self.dynamic and not is_meta:
-            return f"{repr(self.canonical())[:-1]}, dynamic)"
-        block = f"{self.block_q}" if self.block_q == self.block_k else f"{self.block_q} x {self.block_k}"
-        parts = [f"{self.q_len} x {self.k_len}", f"blocks of {block}"]
-        if is_meta:
-            parts.append(f"{'room for ' if self.dynamic else ''}{len(self.tile)} tiles")
-        else:
-            full = int((self.tile == 0).sum())
-            distinct = f" ({len(self.bits)} distinct)" if len(self.bits) else ""
-            count = f"{len(self.tile)} tile{'' if len(self.tile) == 1 else 's'}"
-            parts.append(f"{count}: {full} full + {len(self.tile) - full} partial{distinct}")
-            parts.append(f"density {100 * self._padded(None).density:.3g} %")
-        if self.pattern.numel() > 1:
-            patterns = pattern_count(self)
-            parts.append(f"{patterns} patterns for {self.pattern.shape[0]} x {self.pattern.shape[1]} (batch x heads)")
-        if self.lengths is not None:
-            within = "" if is_meta else f": density {100 * self.density:.3g} %"
-            sequences = self.lengths.shape[1]
-            count = f"{sequences} sequence{'' if sequences == 1 else 's'}"
-            parts.append(f"cut by the lengths of {count}{within}")
-        if self.device.type != "cpu":
-            parts.append(str(self.device))
-        if self.dynamic:
-            parts.append("dynamic")
-        return f"BlockMask({', '.join(parts)})"
+        return summary(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparseflash import BlockMask, analysis
-from sparseflash.analysis.relation import TooManyTiles
+from sparseflash.analysis.composition import TooManyTiles
 
 Line = tuple[str, str]  # label and text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparseflash.scores.expression import OPERATIONS, PLACES, Expression, Kind
+from sparseflash.scores.expression import PLACES, Expression, Kind
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
+from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kind
 
 _REMEDY = "Use backend='blockwise', which runs any function."
 
@@ -31,10 +31,6 @@ class _Entries(NamedTuple):
 
     tensor: int
     indices: tuple[int | None, ...]
-
-
-class _Refused(Exception):
-    """What cannot be recorded, as a noun phrase."""
 
 
 def recorded(
@@ -55,7 +51,7 @@ def recorded(
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             graph = make_fx(_watched(function))(score, *places, *(x.detach() for x in given))
-    except _Refused as error:
+    except Refused as error:
         raise _refusal(error) from None
     except Exception as error:
         raise ValueError(
@@ -65,11 +61,11 @@ def recorded(
     recorder = _Recorder(graph, given, device, into, may_capture_learned)
     try:
         return recorder.run(score.shape)
-    except _Refused as error:
+    except Refused as error:
         raise _refusal(error) from None
 
 
-def _refusal(error: _Refused) -> ValueError:
+def _refusal(error: Refused) -> ValueError:
     return ValueError(f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}")
 
 
@@ -86,7 +82,7 @@ class _GradientsAreLeftOn(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled:
-            raise _Refused("torch.no_grad() or the like, in place of detach()")
+            raise Refused("torch.no_grad() or the like, in place of detach()")
         return func(*args, **(kwargs or {}))
 
 
@@ -119,15 +115,15 @@ class _Recorder:
                 (result,) = node.args
                 if not hasattr(result, "meta") or result.meta["val"].shape != torch.Size(shape):
                     got = list(result.meta["val"].shape) if hasattr(result, "meta") else type(result).__name__
-                    raise _Refused(f"a result that is not one score for each that it gets, {list(shape)}, but {got}")
+                    raise Refused(f"a result that is not one score for each that it gets, {list(shape)}, but {got}")
                 output = self.made.as_float(self._number(result))
         return Recorded(self.made, output, tuple(self._tensors))
 
     def _captured(self, x: Tensor) -> int | _Entries:
         if x.requires_grad and not self._may_capture_learned:
-            raise _Refused("a captured tensor that requires gradients, which must be passed after the function")
+            raise Refused("a captured tensor that requires gradients, which must be passed after the function")
         if x.device != self._device:
-            raise _Refused(f"a captured tensor on {x.device}, which must be on {self._device}")
+            raise Refused(f"a captured tensor on {x.device}, which must be on {self._device}")
         found = next((number for number, each in enumerate(self._tensors) if each is x), None)
         if found is None:
             self._tensors.append(x)
@@ -150,27 +146,27 @@ class _Recorder:
         name = str(node.target).removeprefix("aten.").partition(".")[0]
         if name.startswith("lift_fresh"):  # torch.tensor(...) inside the function
             return self._literal(node.args[0])
-        if name in _SAME:
+        if name in SAME:
             return self._values[node.args[0]]  # type: ignore[index]
         if name in ("select", "index", "slice"):
             return self._indexed(name, *node.args)
-        if name in _FILLED:
-            fill = _FILLED[name](node)
+        if name in FILLED:
+            fill = FILLED[name](node)
             return self.made.number(fill)
-        if name not in _RECORDED:
-            raise _Refused(f"{name}, which is none of them")
+        if name not in RECORDED:
+            raise Refused(f"{name}, which is none of them")
         try:
-            return _RECORDED[name](self.made, *(self._number(each) for each in node.args), **self._named(node))
+            return RECORDED[name](self.made, *(self._number(each) for each in node.args), **self._named(node))
         except TypeError as error:
-            raise _Refused(f"{name} with other arguments than tensors and numbers") from error
+            raise Refused(f"{name} with other arguments than tensors and numbers") from error
 
     def _of_dtype(self, found: int | _Entries, dtype: torch.dtype) -> int | _Entries:
-        return found if isinstance(found, _Entries) else _in_kind(self.made, found, dtype)
+        return found if isinstance(found, _Entries) else in_kind(self.made, found, dtype)
 
     def _literal(self, node: Any) -> int:
         found = getattr(self._graph, str(node.target))
         if found.ndim > 0:
-            raise _Refused(f"a tensor made inside the function, of shape {list(found.shape)}, which must be passed")
+            raise Refused(f"a tensor made inside the function, of shape {list(found.shape)}, which must be passed")
         return self.made.number(found.item())
 
     def _named(self, node: Node) -> dict[str, Any]:
@@ -184,7 +180,7 @@ class _Recorder:
             return x
         found = self._values[x]
         if isinstance(found, _Entries):
-            raise _Refused(
+            raise Refused(
                 f"an operation on all of a tensor of shape {list(self._tensors[found.tensor].shape)}, each of whose "
                 "dimensions must first be indexed by a number computed from b, h, q and k"
             )
@@ -193,7 +189,7 @@ class _Recorder:
     def _indexed(self, name: str, x: Any, *arguments: Any) -> int | _Entries:
         entries = self._values[x]
         if not isinstance(entries, _Entries):
-            raise _Refused(f"{name} of a computed tensor")
+            raise Refused(f"{name} of a computed tensor")
         free = [at for at, each in enumerate(entries.indices) if each is None]
         indices = list(entries.indices)
         shape = self._tensors[entries.tensor].shape
@@ -201,7 +197,7 @@ class _Recorder:
             dim, start, stop = (*arguments, 0, None, None)[:3]
             if (start or 0) == 0 and (stop is None or stop >= shape[free[dim]]) and len(arguments) < 4:
                 return entries
-            raise _Refused("a slice of a tensor")
+            raise Refused("a slice of a tensor")
         if name == "select":
             dim, index = arguments
             indices[free[dim]] = self.made.number(index if index >= 0 else index + shape[free[dim]])
@@ -210,111 +206,12 @@ class _Recorder:
             if each is not None:
                 number = self._number(each)
                 if self.made.nodes[number].kind != "int":
-                    raise _Refused("an index that is no integer")
+                    raise Refused("an index that is no integer")
                 indices[at] = number
         found = self._entry(_Entries(entries.tensor, tuple(indices)))
         if isinstance(found, _Entries):
-            raise _Refused(f"an index for only some dimensions of a tensor of shape {list(shape)}")
+            raise Refused(f"an index for only some dimensions of a tensor of shape {list(shape)}")
         return found
-
-
-def _simple(op: str) -> Callable[..., int]:
-    return lambda made, *inputs: made.apply(op, *inputs)
-
-
-def _sum(sign: str) -> Callable[..., int]:
-    def node(made: Expression, x: int, y: int, alpha: float = 1) -> int:
-        return made.apply(sign, x, y if alpha == 1 else made.apply("mul", y, made.number(alpha)))
-
-    return node
-
-
-def _division(made: Expression, x: int, y: int, rounding_mode: str | None = None) -> int:
-    if rounding_mode is None:
-        return made.apply("div", x, y)
-    if rounding_mode == "floor":
-        return _floor_division(made, x, y)
-    raise _Refused(f"div with rounding_mode={rounding_mode!r}")
-
-
-def _floor_division(made: Expression, x: int, y: int) -> int:
-    if "float" in (made.nodes[x].kind, made.nodes[y].kind):
-        return made.apply("floor", made.apply("div", x, y))
-    return made.apply("floor_divide", x, y)
-
-
-def _clamp(made: Expression, x: int, low: int | None = None, high: int | None = None, **named: Any) -> int:
-    bounds = {"min": low, "max": high} | {name: made.number(each) for name, each in named.items() if each is not None}
-    x = x if bounds["min"] is None else made.apply("maximum", x, bounds["min"])
-    return x if bounds["max"] is None else made.apply("minimum", x, bounds["max"])
-
-
-def _power(made: Expression, x: int, exponent: int) -> int:
-    node = made.nodes[exponent]
-    if node.op != "number":
-        raise _Refused("a power whose exponent is no number")
-    if not math.isfinite(node.value):
-        raise _Refused(f"a power whose exponent is {node.value}, which must be finite")
-    return made.apply("pow", x, exponent)
-
-
-def _cast(made: Expression, x: int, dtype: torch.dtype | None = None, **_: Any) -> int:
-    if dtype in (torch.float16, torch.bfloat16):
-        raise _Refused(f"a conversion to {dtype}: the kernels compute in fp32")
-    return x if dtype is None else _in_kind(made, x, dtype)
-
-
-def _in_kind(made: Expression, x: int, dtype: torch.dtype) -> int:
-    """Entries of half-precision tensors are read as fp32, so all floating dtypes are one kind."""
-    return made.apply("to_float" if dtype.is_floating_point else "to_bool" if dtype == torch.bool else "to_int", x)
-
-
-def _logical(op: str) -> Callable[..., int]:
-    return lambda made, *inputs: made.apply(op, *(made.apply("to_bool", each) for each in inputs))
-
-
-def _softplus(made: Expression, x: int) -> int:
-    least = made.apply("maximum", x, made.number(0.0))
-    return made.apply("add", least, made.apply("log1p", made.apply("exp", made.apply("neg", made.apply("abs", x)))))
-
-
-# Names of PyTorch's operators that return what they get; what they fill a tensor with; how others are recorded.
-_SAME = ("clone", "alias", "contiguous")
-_FILLED: dict[str, Callable[[Any], Any]] = {
-    "full": lambda node: node.args[1], "scalar_tensor": lambda node: node.args[0],
-    "full_like": lambda node: node.args[1], "zeros_like": lambda node: 0.0, "ones_like": lambda node: 1.0,
-}  # fmt: skip
-_RECORDED: dict[str, Callable[..., int]] = {
-    **{op: _simple(op) for op in OPERATIONS if not op.startswith("to_")},
-    "add": _sum("add"), "sub": _sum("sub"), "div": _division, "floor_divide": _floor_division,
-    "rsub": lambda made, x, y, alpha=1: _sum("sub")(made, y, x, alpha),
-    "clamp": _clamp, "clamp_min": _clamp, "clamp_max": lambda made, x, high: _clamp(made, x, None, high),
-    "pow": _power, "_to_copy": _cast, "where": _simple("where"),
-    "masked_fill": lambda made, x, mask, value: made.apply("where", mask, value, x),
-    "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
-    "logical_not": _logical("not"),
-    "bitwise_and": _simple("and"), "bitwise_or": _simple("or"), "bitwise_xor": _simple("xor"),
-    "bitwise_not": lambda made, x: _bitwise_not(made, x),
-    "relu": lambda made, x: made.apply("where", made.apply("gt", x, made.number(0)), x, made.number(0)),
-    "silu": lambda made, x: made.apply("mul", x, made.apply("sigmoid", x)),
-    "softplus": _softplus,
-    "reciprocal": lambda made, x: made.apply("div", made.number(1.0), x),
-    "rsqrt": lambda made, x: made.apply("div", made.number(1.0), made.apply("sqrt", x)),
-    "square": lambda made, x: made.apply("mul", x, x),
-    "exp2": lambda made, x: power_of_two(made, x),
-    "log2": lambda made, x: made.apply("mul", made.apply("log", x), made.number(1.4426950408889634)),
-}  # fmt: skip
-
-
-def power_of_two(made: Expression, x: int) -> int:
-    """`2 ** x`."""
-    return made.apply("exp", made.apply("mul", x, made.number(0.6931471805599453)))
-
-
-def _bitwise_not(made: Expression, x: int) -> int:
-    if made.nodes[x].kind == "bool":
-        return made.apply("not", x)
-    return made.apply("sub", made.number(-1), x)
 
 
 def named_operations() -> list[str]:
@@ -323,6 +220,4 @@ def named_operations() -> list[str]:
     >>> "tanh" in named_operations(), "cumsum" in named_operations()
     (True, False)
     """
-    return sorted(
-        {*_RECORDED, *_FILLED, *_SAME, "index", "select", "lift_fresh"} - {"and", "or", "xor", "not", *PLACES}
-    )
+    return sorted({*RECORDED, *FILLED, *SAME, "index", "select", "lift_fresh"} - {"and", "or", "xor", "not", *PLACES})

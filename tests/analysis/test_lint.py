@@ -200,11 +200,11 @@ def test_bits_that_are_too_many_to_multiply_are_told(monkeypatch):
     assert codes(parity) == ["never-connects"]
     window = masks.local(64, window=17, block=16)
     assert lint(window, layers=8) == []
-    monkeypatch.setattr("sparseflash.analysis.relation.MOST_PARTIAL", 15)
+    monkeypatch.setattr("sparseflash.analysis.composition.MOST_PARTIAL", 15)
     (finding,) = lint(parity)
     assert (finding.code, finding.severity) == ("not-checked", "note")
     assert "must be at most 15; got 16 of 16 x 16. Pass masks with larger blocks." in finding.message
-    monkeypatch.setattr("sparseflash.analysis.relation.MOST_PARTIAL", 5)
+    monkeypatch.setattr("sparseflash.analysis.composition.MOST_PARTIAL", 5)
     assert codes(window, layers=8) == ["not-checked"]
 
 

@@ -32,7 +32,7 @@ def qkv(mask, batch=1, heads=2, kv_heads=1, dim=16, v_dim=16):
 
 @pytest.mark.parametrize("backend", ["blockwise", TRITON])
 def test_forward_and_backward_are_counted_as_the_analysis_does(backend):
-    mask = masks.per_head([masks.butterfly(128, block=16), masks.local(128, window=32, block=16)])
+    mask = masks.per_head([masks.butterfly(64, block=16), masks.local(64, window=32, block=16)])
     q, k, v = qkv(mask, v_dim=32)
     forward = analysis.flops(mask, 16, 32).computed
     backward = analysis.flops(mask, 16, 32, backward=True).computed

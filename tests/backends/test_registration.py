@@ -13,7 +13,8 @@ from sparseflash import BlockMask, attention, masks
 from sparseflash.backends import registration
 
 N, DIM = 48, 16
-FEW = 20  # opcheck calls many times
+FEW = 12  # one tile: these tests call many times
+SOME = 20  # two tiles
 BACKENDS = ["blockwise", "triton"]
 
 pytestmark = pytest.mark.usefixtures("small_blocks_of_dense_attention")
@@ -392,13 +393,13 @@ def test_several_gradients_at_once_are_those_one_by_one(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_made_in_inference_mode_can_be_trained_with(backend):
-    q, k, v = tensors(tokens=FEW, dtype=torch.float16)
-    want = attention(q, k, v, masks.causal(FEW, block=16), backend=backend)
+    q, k, v = tensors(tokens=SOME, dtype=torch.float16)
+    want = attention(q, k, v, masks.causal(SOME, block=16), backend=backend)
     with torch.inference_mode():
-        mask = masks.causal(FEW, block=16)
-        chosen = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=FEW, block=16, causal=True)
+        mask = masks.causal(SOME, block=16)
+        chosen = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=SOME, block=16, causal=True)
         attention(q, k, v, chosen, backend=backend)
-    again = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=FEW, block=16, causal=True)  # what was kept is used again
+    again = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=SOME, block=16, causal=True)  # what was kept is used again
     expected = torch.autograd.grad(want.sum(), (q, k, v))
     for each in (mask, chosen, again, chosen.canonical()):
         out = attention(q, k, v, each, backend=backend)
@@ -508,8 +509,8 @@ def test_plans_survive_hooks_that_copy_what_is_saved():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_tensors_that_overlap_themselves(backend):
-    base = torch.randn(1, 2, FEW + 31, generator=torch.Generator().manual_seed(0))
-    x = base.unfold(-1, 32, 1).requires_grad_()  # [1, 2, FEW, 32], all strides of the tokens 1
+    base = torch.randn(1, 2, SOME + 31, generator=torch.Generator().manual_seed(0))
+    x = base.unfold(-1, 32, 1).requires_grad_()  # [1, 2, SOME, 32], all strides of the tokens 1
     assert torch.empty_like(x).stride(-1) != 1
     got = torch.autograd.grad(attention(x, x, x, backend=backend).square().sum(), x)
     want = torch.autograd.grad(attention(x, x, x, backend="reference").square().sum(), x)

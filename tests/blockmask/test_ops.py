@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from algebra_checks import assert_is, peak_of
 from dynamic_masks import made_dynamic
+from largest_tensor import LargestTensor
 from sparseflash import BlockMask, masks
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.ops import boolean
@@ -310,32 +310,16 @@ def test_bits_are_combined_once_a_distinct_pair_of_tiles(monkeypatch):
     assert counts[0] == counts[1] < 16
 
 
-class LargestArray(TorchDispatchMode):
-    """The most bytes of any array made, those of the given masks and views of them not counted."""
-
-    def __init__(self, *given_masks):
-        super().__init__()
-        self.known = {a.data_ptr() for mask in given_masks for a in mask._arrays() if a is not None}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for array in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(array, torch.Tensor) and array.untyped_storage().data_ptr() not in self.known:
-                self.bytes = max(self.bytes, array.numel() * array.element_size())
-        return made
-
-
 def test_an_intersection_makes_nothing_of_the_size_of_the_longer_mask():
     past, diagonal = masks.causal(131_072), masks.local(131_072, window=1)  # 524,800 and 1,024 tiles
     for a, b in ((past, diagonal), (diagonal, past)):
-        with LargestArray(a, b) as largest:
+        with LargestTensor(a, b) as largest:
             result = a & b
         assert result == diagonal
-        assert largest.bytes < past.indices.nbytes / 20
-    with LargestArray(past, diagonal) as largest:
+        assert largest.nbytes < past.indices.nbytes / 20
+    with LargestTensor(past, diagonal) as largest:
         assert (diagonal - past).density == 0
-    assert largest.bytes < past.indices.nbytes / 20
+    assert largest.nbytes < past.indices.nbytes / 20
 
 
 @pytest.mark.parametrize("name", BINARY)

@@ -21,7 +21,8 @@ from sparseflash.backends.triton.configs import Config, Kernel
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.launcher import BoundLaunch, is_direct_version
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
-from sparseflash.backends.triton.portable.passes import Backward, BackwardLayout, Forward, ForwardLayout
+from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
+from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.dropout import GROUP, Dropout
 from sparseflash.scores.change import Scores, Sizes

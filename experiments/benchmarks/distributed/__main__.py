@@ -52,9 +52,9 @@ def measure(
     keys that travel before attention (0 st.) or in stages, queries, heads, all-gather, and PyTorch's context_parallel
     where it can run (dense and causal, on GPUs). First, one rank is compared with fp64, and the others with one rank.
     """
-    from experiments.benchmarks.distributed.measure import WAYS
     from experiments.benchmarks.distributed.measure import measure as measured
     from experiments.benchmarks.distributed.simulate import PATTERNS
+    from experiments.benchmarks.distributed.ways import WAYS
 
     chosen = _known(pattern, PATTERNS, "--pattern")
     measured(chosen, tokens, heads or ["16:16", "32:8"], dim, _known(way, WAYS, "--way"), device, commit, out)

@@ -18,38 +18,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
-from torch.nn import functional as F
 
+from experiments.benchmarks.distributed.compared import Compared, leaves
 from experiments.benchmarks.distributed.simulate import PATTERNS
+from experiments.benchmarks.distributed.ways import ONE, Setting, Way, way_of
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.clock import synchronize
 from experiments.training.environment import environment
-from sparseflash import BlockMask, attention, distributed, testing
+from sparseflash import BlockMask, distributed
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 ROUNDS, SERIES_MS, MOST_CALLS = 5, 60.0, 20
-ONE, PEER = "one rank", "context_parallel"
-COLLECTIVE = ", collective"
-_KEYS = tuple(f"keys, {stages} st." for stages in range(3))
-WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "queries", "heads", "all-gather", PEER)
-
-
-class Way(NamedTuple):
-    """Attention, its inputs and the gradient of its output: this rank's tokens, or all of them.
-
-    `whole` makes whole results of the rank's.
-    """
-
-    tensors: Sequence[Tensor]
-    dout: Tensor
-    attention: Attention
-    whole: Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -71,92 +52,6 @@ class Row:
         return statistics.median(getattr(self, name))
 
 
-@dataclass
-class Setting:
-    """What all ways of a pattern share: the mask, the plan, and whole tensors, the same on every rank."""
-
-    name: str
-    mask: BlockMask
-    tensors: list[Tensor]
-    dout: Tensor
-    plan: distributed.ShardPlan
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensors[0].device
-
-    def planned(self, **options: object) -> Way:
-        """Attention by a plan of these options, with the tokens where `plan` has put them."""
-        plan = distributed.shard(self.mask, like=self.plan, **options) if options else self.plan  # type: ignore[arg-type]
-        return self.local(lambda q, k, v: distributed.attention(q, k, v, plan))
-
-    def local(self, function: Attention) -> Way:
-        """Attention of this rank's tokens by `plan`."""
-        *tensors, dout = (self.plan.scatter(x) for x in (*self.tensors, self.dout))
-        return Way(tensors, dout, function, self.plan.gather)
-
-
-def gathering(setting: Setting) -> Way:
-    """Attention after an all-gather of all keys. Ranks must hold equally many."""
-    plan = setting.plan
-    if len(set(plan.keys.counts)) > 1:
-        raise ValueError(f"ranks must hold equally many keys; got {plan.keys.counts}")
-    start = sum(plan.queries.counts[: plan.rank])
-    mask = plan.mask if plan.queries.is_contiguous else plan.mask.permute(plan.queries.order)
-    mask = mask.crop(q=(start, start + plan.queries.counts[plan.rank])).to(setting.device)
-
-    def whole(x: Tensor) -> Tensor:
-        return wait_tensor(all_gather_tensor_autograd(x.contiguous(), 2, plan.process_group))
-
-    return setting.local(lambda q, k, v: attention(q, whole(k), whole(v), mask))
-
-
-def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
-    """PyTorch's own ring; its context stays open as long as the stack. It has no masks and no grouped heads."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel_unshard
-
-    if setting.name not in ("causal", "dense") or setting.device.type != "cuda":
-        raise ValueError("dense and causal attention on GPUs only")
-    if setting.tensors[0].shape[1] != setting.tensors[1].shape[1]:
-        raise ValueError("has no grouped heads")
-    q, k, v, dout = (x.clone() for x in (*setting.tensors, setting.dout))
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    causal = setting.name == "causal"
-    _cp_options.enable_load_balance = causal  # which it refuses to do otherwise
-    stack.enter_context(context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]))
-
-    def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # which the context has replaced in its module
-
-    return Way([q, k, v], dout, ring, lambda x: context_parallel_unshard(mesh, [x], [2])[0])
-
-
-def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
-    """One way by its name; raises ValueError if it cannot do this."""
-    if name == ONE:
-        mask = setting.mask.to(setting.device)
-        return Way(setting.tensors, setting.dout, lambda q, k, v: attention(q, k, v, mask), lambda x: x)
-    if name == PEER:
-        return by_pytorch(setting, stack)
-    if name == "all-gather":
-        return gathering(setting)
-    if name == "auto":
-        return setting.planned()
-    strategy, _, stages = name.removesuffix(COLLECTIVE).partition(", ")
-    options: dict[str, object] = {"strategy": strategy}
-    if stages:
-        options["stages"] = int(stages.split()[0])
-    if name.endswith(COLLECTIVE):
-        options["transport"] = "collective"
-    return setting.planned(**options)
-
-
-def leaves(way: Way) -> list[Tensor]:
-    return [x.detach().requires_grad_() for x in way.tensors]
-
-
 def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
     """A forward pass that keeps what a backward would need, and a forward and a backward pass."""
     q, k, v = leaves(way)
@@ -165,36 +60,6 @@ def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
         torch.autograd.grad(way.attention(q, k, v), (q, k, v), way.dout)
 
     return lambda: way.attention(q, k, v), both
-
-
-class Compared:
-    """Compares ways: the first, on one rank, with attention in fp64, and the others with it."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.one: dict[str, Tensor] = {}
-        self.allowed: dict[str, float] = {}
-
-    def __call__(self, way: Way) -> float | None:
-        """The largest error of the results relative to what is allowed; None without one rank to compare with."""
-        found = self.results(way)
-        if way.tensors is self.setting.tensors:
-            mask = self.setting.mask.to(self.setting.device)
-            compared = testing.compare(way.attention, *way.tensors, mask, dout=way.dout, heads=1, blocks=2)
-            self.allowed = {name: error.allowed for name, error in compared.errors.items()}
-            self.one = found
-            return compared.worst
-        errors = [
-            float((found[name].float() - x.float()).abs().max()) / self.allowed[name] for name, x in self.one.items()
-        ]
-        return max(errors, default=None)
-
-    def results(self, way: Way) -> dict[str, Tensor]:
-        """The whole output and gradients."""
-        given = leaves(way)
-        out = way.attention(*given)
-        found = (out.detach(), *torch.autograd.grad(out, given, way.dout))
-        return {name: way.whole(x) for name, x in zip(("out", "dq", "dk", "dv"), found)}
 
 
 def milliseconds(call: Callable[[], object], count: int, device: torch.device) -> float:

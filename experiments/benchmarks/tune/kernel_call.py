@@ -14,10 +14,12 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.configs import Kernel
+from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.portable.choice import Choice
+from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
 from sparseflash.backends.triton.portable.launches import Bound
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_rows
-from sparseflash.backends.triton.portable.passes import Backward, BackwardLayout, Forward, ForwardLayout, run_kernel
+from sparseflash.backends.triton.portable.passes import run_kernel
 
 
 class KernelCall(NamedTuple):

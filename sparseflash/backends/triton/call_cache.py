@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sparseflash.backends.direct import are_plain, call_directly, is_plain_call
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.registration import are_plain, call_directly, is_plain_call
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
 

@@ -12,7 +12,8 @@ from sparseflash.backends.triton.family import Family, Request
 
 
 def _portable_passes() -> Any:
-    from sparseflash.backends.triton.portable.passes import backward, forward
+    from sparseflash.backends.triton.portable.backward_pass import backward
+    from sparseflash.backends.triton.portable.forward_pass import forward
 
     return forward, backward
 

@@ -109,7 +109,7 @@ class BackwardPass(Protocol):
 
 
 class Family(NamedTuple):
-    """A set of kernels that belong together. `portable/passes.py` shows the signatures of the functions in `passes`."""
+    """A set of kernels that belong together. `forward_pass.py` and `backward_pass.py` in `portable/` show `passes`."""
 
     name: str
     refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None

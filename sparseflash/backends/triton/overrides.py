@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sparseflash.backends.triton.configs import PRODUCTS_FOR_TILINGS, SPLITS, Config, Kernel, SplitRule
+from sparseflash.backends.triton.configs import Config, Kernel
+from sparseflash.backends.triton.schedule.costs import PRODUCTS_FOR_TILINGS, SPLITS, SplitRule
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.cache import clear_caches
 

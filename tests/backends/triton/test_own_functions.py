@@ -12,7 +12,8 @@ from torch.nn.functional import softplus
 
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton.portable import own
-from sparseflash.backends.triton.portable.own import Load, Own
+from sparseflash.backends.triton.portable.own import Own
+from sparseflash.backends.triton.portable.own_source import Load
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from sparseflash import attention, masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable import launches, passes
+from sparseflash.backends.triton.portable import forward_pass, launches, pass_layout
 from sparseflash.backends.triton.portable.choice import can_describe
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -60,7 +60,7 @@ def test_a_second_call_prepares_nothing():
     q, k, v = wide(), wide(seed=1), wide(seed=2)
     mask = masks.local(40, window=9, block=16)
     attention(q, k, v, mask, backend="triton")
-    with mock.patch.object(passes, "Forward", side_effect=AssertionError("prepared again")):
+    with mock.patch.object(forward_pass, "Forward", side_effect=AssertionError("prepared again")):
         attention(q, k, v, mask, backend="triton")
         attention(q * 2, k * 2, v * 2, mask, backend="triton")
     (plan,) = plans_of(mask)
@@ -119,7 +119,7 @@ def test_examples_have_the_layout_of_what_the_kernels_read():
         for dim in (16, 18, 24):
             q, k, v = (wide(dim=dim + 8, tokens=300, seed=seed).to(dtype)[..., :dim] for seed in range(3))
             setting = api.setting_of(q, k, Problem.of(None, scale=1.0), (9, 0))
-            layout = passes.Layout(setting, q, k, v, 1.0, 0, None)
+            layout = pass_layout.Layout(setting, q, k, v, 1.0, 0, None)
             for example, read in zip(layout.examples(q, k, v), layout.operands(q, k, v), strict=True):
                 assert (example.shape, example.stride(), example.dtype) == (read.shape, read.stride(), read.dtype)
                 assert example.is_meta

@@ -15,7 +15,7 @@ from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import api, call_cache
 from strategies import SEEDS
 
-HEADS, TOKENS = 2, 40
+HEADS, TOKENS = 2, 24
 
 
 def random(seed):
@@ -125,7 +125,7 @@ def test_a_repeat_plans_nothing_and_gives_what_a_first_call_gives(kind, masked):
         st.fixed_dictionaries({
             "kind": st.sampled_from(sorted(KINDS)), "layout": st.sampled_from(LAYOUTS), "learned": st.booleans(),
             "dtype": st.sampled_from([torch.float32, torch.float16]), "seed": SEEDS, "masked": st.booleans(),
-            "length": st.sampled_from([None, None, 33, 7, 0]), "scale": st.sampled_from([None, None, 0.5, -0.5]),
+            "length": st.sampled_from([None, None, 17, 7, 0]), "scale": st.sampled_from([None, None, 0.5, -0.5]),
             "mode": st.sampled_from(["training", "training", "inference", "no_grad"]), "lse": st.booleans(),
         }),
         min_size=2,
@@ -134,8 +134,8 @@ def test_a_repeat_plans_nothing_and_gives_what_a_first_call_gives(kind, masked):
 )  # fmt: skip
 def test_calls_of_any_order_do_not_disturb_one_another(calls):
     call_cache._dense_calls.clear()
-    mask = mask_of()
-    for each in [*calls, *calls]:
+    mask, wanted = mask_of(), {}
+    for number, each in [*enumerate(calls), *enumerate(calls)]:
         own = mask if each["length"] is None else mask.with_lengths([each["length"]])
 
         def result(each=each, own=own):
@@ -144,8 +144,10 @@ def test_calls_of_any_order_do_not_disturb_one_another(calls):
             return results(*call, own if each["masked"] else None, inputs(each["seed"]), **options)
 
         found = result()
-        with anew():
-            assert same(found, result())
+        if number not in wanted:
+            with anew():
+                wanted[number] = result()
+        assert same(found, wanted[number])
 
 
 BASE = {"kind": "t5", "layout": "contiguous", "dtype": torch.float32}

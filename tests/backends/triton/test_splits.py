@@ -17,8 +17,8 @@ from experiments.benchmarks.speed import patterns
 from plans import kernels_of, plan
 from sparseflash import BlockMask, attention, masks
 from sparseflash.backends.triton import launcher
-from sparseflash.backends.triton.configs import SPLITS
 from sparseflash.backends.triton.schedule import splits
+from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.backends.triton.schedule.plan import dense_plan
 from strategies import SEEDS, block_masks
 from waiting import NoWaiting

@@ -51,7 +51,7 @@ def test_a_resumed_run_gives_the_same_bits(store, whole, tmp_path):
 
 
 def test_so_does_one_that_was_killed(store, tmp_path):
-    changes = {**TINY, "steps": 40, "checkpoint_every": 2, "log_every": 1, "validate_every": 1000}
+    changes = {**TINY, "steps": 24, "checkpoint_every": 2, "log_every": 1, "validate_every": 1000}
     chosen = {f"--{name.replace('_', '-')}={value}" for name, value in changes.items() if value is not None}
     words = ["--preset=cpu", f"--data={store.folder}", *sorted(chosen), "--minutes=60"]
     command = "-m", "experiments.lm", "train"

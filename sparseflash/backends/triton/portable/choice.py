@@ -103,7 +103,7 @@ class Chooser:
         if wanted is not None:
             return wanted(retiling.candidates(axis, whole, gathered)), "overridden"
         cost = FP32 if self._arithmetic == "fp32" else HALF
-        return plan.tiling(axis, whole, gathered, cost, self._warps), "the cheapest by the model in configs.TILE_COSTS"
+        return plan.tiling(axis, whole, gathered, cost, self._warps), "the cheapest by the model in costs.TILE_COSTS"
 
     def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
         block = held_and_streamed(self._kernel, (tiling.held, tiling.streamed))

@@ -129,7 +129,7 @@ def forward_kernel(
     values_ptr,  # [Hq, C], in q's dtype: a table; or None
     until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
-    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own.py lists them
+    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
     sink_ptr,  # [Hq], or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists

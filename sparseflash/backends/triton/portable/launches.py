@@ -11,8 +11,9 @@ from torch import Tensor
 from sparseflash.backends.triton.configs import Kernel, resident_programs
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
-from sparseflash.backends.triton.portable.backward import dk_dv_kernel, dq_kernel
 from sparseflash.backends.triton.portable.choice import Choice, Chooser, describable_strides
+from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
+from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.fp32_split import COUNT, precision_of
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -22,7 +23,7 @@ from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout, amplification
 
 if TYPE_CHECKING:
-    from sparseflash.backends.triton.portable.learned import Changed
+    from sparseflash.backends.triton.portable.changed import Changed
 
 LOG2E = 1.4426950408889634
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}

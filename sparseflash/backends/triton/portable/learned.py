@@ -1,4 +1,4 @@
-"""How changes of scores reach the kernels, and how the gradients of their tensors are summed.
+"""How the gradients of the tensors of changes of scores are summed.
 
 Every program writes its part of a gradient to memory of its own; the parts are then summed in a fixed order. So there
 are no atomics, and the bits are the same every time.
@@ -13,89 +13,10 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.portable.changed import Changed, wanted_of
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
-from sparseflash.backends.triton.portable.own import Own
-from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, COMPILED, HARDWARE_TANH, LOGARITHMIC
+from sparseflash.backends.triton.portable.passes import like
 from sparseflash.scores.change import Scores
-from sparseflash.scores.relative import Codes
-
-_META, _CPU = torch.device("meta"), torch.device("cpu")
-
-
-class Changed:
-    """The arguments with which kernels take the changes of scores of one kind."""
-
-    def __init__(self, changes: Scores, numbers: Numbers, q: Tensor, wanted: Sequence[bool] = ()) -> None:
-        """wanted: which tensors get a gradient."""
-        dtype = q.dtype
-        keep = dtype == torch.float32  # the maximum that a sink is compared with must be in its units
-        cap, decay = changes.find("softcap"), changes.find("distance")
-        table, sink = changes.find("relative"), changes.find("sink")
-        key_bias, bias = changes.find("key_bias"), changes.find("bias")
-        self.flags = 0
-        if keep or changes.without("sink").changes:
-            self.flags = CHANGED.value
-            self.flags |= CAPPED.value if cap is not None else 0
-            self.flags |= LOGARITHMIC.value if decay is not None and decay.is_log else 0
-            self.flags |= 0 if keep or INTERPRETED else HARDWARE_TANH.value
-            self.flags |= 0 if table is None or INTERPRETED else COMPILED.value
-        self.kinds = changes.kinds if self.flags else ()  # of what is done to every score
-        self.numbers: dict[str, Any] = {}
-        self.examples: dict[str, Any] = {}
-        if cap is not None:
-            self.numbers |= {"cap": cap.cap, "inverse_cap": 1.0 / cap.cap}
-        if decay is not None:
-            self.examples["slopes_ptr"] = _like(decay.slopes)
-        if table is not None:
-            codes = len(table.buckets)
-            self.numbers["values_stride"] = codes
-            self.examples |= {
-                "values_ptr": torch.empty(numbers.heads, codes, dtype=dtype, device=_META),
-                **{name: _like(x) for name, x in _codes(table).items()},
-            }
-        for name, found in (("key_bias", key_bias), ("bias", bias)):
-            if found is not None:
-                values = _readable(found.values)
-                self.numbers[f"{name}_strides"] = tuple(
-                    0 if n == 1 else stride for n, stride in zip(values.shape, values.stride())
-                )
-                self.examples[f"{name}_ptr"] = _like(values)
-        self.sink = {} if sink is None else {"sink_ptr": _like(sink.logits)}
-        self.own, self.function = None, None
-        if (function := changes.find("function")) is not None:
-            sizes = dict(zip("bhqk", (q.shape[0], numbers.heads, numbers.q_len, numbers.k_len)))
-            # Where its tensors are; of q alone something may be asked on the meta device, where nothing is recorded.
-            device = next((x.device for x in function.given), q.device if q.device.type != "meta" else _CPU)
-            self.own = own = Own(function, sizes, device, wanted_of(changes, wanted)["function"])
-            self.function = own.changed
-            if tensors := Own.tensors(function, device):
-                self.examples["own_ptrs"] = tuple(map(_like, tensors))
-                self.numbers["own_numbers"] = own.numbers
-
-    @staticmethod
-    def tensors(changes: Scores, dtype: torch.dtype, device: torch.device) -> list[Any]:
-        """The tensors that a call passes for `examples`."""
-        found: list[Any] = []
-        if (decay := changes.find("distance")) is not None:
-            found.append(aligned_start(decay.slopes.contiguous()))
-        if (table := changes.find("relative")) is not None:
-            # In half precision two bytes each: the compiler would pass four through shared memory, one by one.
-            values = table.table.to(dtype).index_select(1, table.buckets)
-            found += [values, *(aligned_start(x.contiguous()) for x in _codes(table).values())]
-        for kind in ("key_bias", "bias"):
-            if (bias := changes.find(kind)) is not None:
-                found.append(_readable(bias.values))
-        if (function := changes.find("function")) is not None:
-            if own := Own.tensors(function, device):
-                found.append(tuple(map(aligned_start, own)))
-        return found
-
-    @staticmethod
-    def sinks(changes: Scores) -> list[Tensor]:
-        """The tensors that a call passes for `sink`."""
-        found = changes.find("sink")
-        return [] if found is None else [aligned_start(found.logits.contiguous())]
 
 
 class Learned:
@@ -114,7 +35,7 @@ class Learned:
         self.functions_of_queries: dict[str, Any] = {}
         self.functions_of_keys: dict[str, Any] = {}
         self.table_size = 0
-        some = torch.empty(16, dtype=torch.float32, device=_META)
+        some = torch.empty(16, dtype=torch.float32, device="meta")
         if self.wants.get("distance"):
             self.of_queries["dslopes_ptr"] = some
         if self.wants.get("bias"):
@@ -122,7 +43,7 @@ class Learned:
         if self.wants.get("relative"):
             table = changes.find("relative")
             self.table_size = table.table.shape[1]
-            self.of_queries |= {"dtable_ptr": some, "buckets_ptr": _like(table.buckets)}
+            self.of_queries |= {"dtable_ptr": some, "buckets_ptr": like(table.buckets)}
         if self.wants.get("key_bias"):
             self.of_keys["dkey_ptr"] = some
         if self.own is not None:
@@ -268,12 +189,6 @@ class Sums:
         return (weights * drow).sum((0, 2))
 
 
-def wanted_of(changes: Scores, wanted: Sequence[bool]) -> dict[str, list[bool]]:
-    """Which tensors of each kind of change get a gradient; of closed kinds only the first tensor is learned."""
-    left = iter(wanted)
-    return {change.kind: [next(left, False) for _ in change.tensors()] for change in changes.changes}
-
-
 def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None) -> Tensor:
     """The sums of the rows of `values` in each group, `[count, ...]`, in the order of the rows.
 
@@ -299,21 +214,3 @@ def _over_shared(gradient: Tensor, values: Tensor) -> Tensor:
     """The sum over the dimensions that `values` shares."""
     shared = [axis for axis, n in enumerate(values.shape) if n == 1 and gradient.shape[axis] != 1]
     return gradient.sum(shared, keepdim=True) if shared else gradient
-
-
-def _codes(table: Codes) -> dict[str, Tensor]:
-    """What the kernels read to find the entries of scores."""
-    if table.until.numel():
-        return {"until_ptr": table.until}
-    return {"q_codes_ptr": table.q_codes, "k_codes_ptr": table.k_codes}
-
-
-def _readable(values: Tensor) -> Tensor:
-    """The same values, neighbouring keys side by side."""
-    if values.stride(-1) != 1 and values.shape[-1] != 1:
-        values = values.contiguous()
-    return aligned_start(values)
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)

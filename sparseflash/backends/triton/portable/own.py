@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,29 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.portable import arithmetic
+from sparseflash.backends.triton.portable.own_source import HEADER, Load, Source
 from sparseflash.backends.triton.portable.scores import add_table_gradients, store_bias_gradients, tanh
 from sparseflash.blockmask.cache import BoundedDict
-from sparseflash.scores.expression import PLACES, Expression, Node, derivatives
 from sparseflash.scores.function import Function
 
-# Entries for each b and h of a table that gets gradients: every program holds a copy in memory.
-MOST_ENTRIES = 16384
-Way = Literal["queries", "keys", "pairs", "table"]
-
-_FORMS = {
-    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}",
-    "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
-    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "{} == 0", "to_bool": "{} != 0",
-    "detach": "{}", "where": "tl.where({}, {}, {})", "minimum": "tl.minimum({}, {})", "maximum": "tl.maximum({}, {})",
-    "tanh": "tanh({}, CHANGES)", "floor_divide": "floor_divide({}, {})",
-    **{op: f"{op}({{}})" for op in ("sign", "sigmoid", "log1p")},
-    **{op: f"tl.{op}({{}})" for op in ("abs", "floor", "ceil", "exp", "log", "sqrt", "sin", "cos")},
-}  # fmt: skip
 _ARITHMETIC = {
     each.__name__: each
     for each in (arithmetic.floor_divide, arithmetic.log1p, arithmetic.product, arithmetic.sigmoid, arithmetic.sign)
 }
-_HEADER = "changed(score, b, h, q, k, pointers, numbers, CHANGES: tl.constexpr)"
 
 
 class _Made(BoundedDict):
@@ -56,43 +41,6 @@ class _Made(BoundedDict):
 _made = _Made(256)
 
 
-class Load(NamedTuple):
-    """The gradient of one read of a tensor: how the kernels write it, and how it becomes one of the tensor.
-
-    axes: for each dimension of the tensor the place that indexes it, the number that does, or "entry" for a dimension
-    of a table.
-    """
-
-    tensor: int
-    way: Way
-    axes: tuple[str | int, ...]
-
-    def entries(self, x: Tensor) -> int:
-        """How many entries of the table `x` there are for each b and h."""
-        return math.prod(size for size, axis in zip(x.shape, self.axes) if axis == "entry")
-
-    def gradient(self, sums: Tensor, x: Tensor) -> Tensor:
-        """The gradient of `x` from the sums for each place: `[B, Hq]`, then queries, keys, both or entries."""
-        places = ["b", "h", *{"queries": "q", "keys": "k", "pairs": "qk", "table": "e"}[self.way]]
-        read = [axis for axis in self.axes if isinstance(axis, str) and axis != "entry"]
-        if "entry" in self.axes:
-            read.append("e")
-        if unread := [at for at, place in enumerate(places) if place not in read]:
-            sums = sums.sum(unread)
-        left = [place for place in places if place in read]
-        sums = sums.permute([left.index(place) for place in read])
-        if "entry" in self.axes:  # the entries of a table stand last, in the order of its dimensions
-            sums = sums.unflatten(-1, [size for size, axis in zip(x.shape, self.axes) if axis == "entry"])
-        order = [axis for axis in self.axes if isinstance(axis, str) and axis != "entry"]
-        order += [f"entry {dim}" for dim, axis in enumerate(self.axes) if axis == "entry"]
-        wanted = [f"entry {dim}" if axis == "entry" else axis for dim, axis in enumerate(self.axes)]
-        sums = sums.permute([order.index(axis) for axis in wanted if isinstance(axis, str)])
-        found = torch.zeros(x.shape, dtype=sums.dtype, device=x.device)
-        sizes = iter(sums.shape)
-        found[tuple(axis if isinstance(axis, int) else slice(0, next(sizes)) for axis in wanted)] = sums
-        return found
-
-
 class Own:
     """The Triton functions of one's own change, and the arguments with which the kernels call them."""
 
@@ -103,7 +51,7 @@ class Own:
             self._of_kernel(change, wanted)
             return
         found, slope = change.recorded(device)
-        source = _Source(found.expression, found.tensors, sizes)
+        source = Source(found.expression, found.tensors, sizes)
         self.loads = source.written(found.output, slope, [at for at, wants in enumerate(wanted) if wants])
         self._take(source.text, source.numbers, {})
 
@@ -117,7 +65,7 @@ class Own:
         slope = "1.0" if change.kernel_derivative is None else f"kernel_derivative(score, b, h, q, k{pointers})"
         code = [getattr(each, "cache_key", "") for each in (change.kernel, change.kernel_derivative)]
         text = (
-            f"# {' '.join(code)}\n@triton.jit\ndef {_HEADER}:\n"
+            f"# {' '.join(code)}\n@triton.jit\ndef {HEADER}:\n"
             f"    return kernel(score, b, h, q, k{pointers}), {slope}, ()\n"
         )
         self._take(text, [], {"kernel": change.kernel, "kernel_derivative": change.kernel_derivative})
@@ -135,218 +83,6 @@ class Own:
         if change.kernel is not None:
             return tuple(x.contiguous() for x in change.given)
         return change.recorded(device)[0].tensors
-
-
-class _Source:
-    """The text of the functions."""
-
-    def __init__(self, made: Expression, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
-        self._made, self._tensors, self._sizes = made, tensors, sizes
-        self.numbers: list[int] = []  # strides and sizes, which the text does not contain
-        self._names: dict[tuple[int, str, int], str] = {}
-        self._lines: list[str] = []
-        self._outside: list[str] = []  # how many indices of an entry lie outside their tensors
-        self.text = ""
-
-    def written(self, output: int, slope: int | None, wanted: Sequence[int]) -> list[Load]:
-        """Writes the text; the gradients of the tensors `wanted`, in the order of the parts that the kernels write."""
-        made = self._made
-        reads = [at for at in sorted(made.reads(output)) if made.nodes[at].op == "load"]
-        learned = [at for at in reads if made.nodes[at].value in wanted]
-        loads = {at: self._load(made.nodes[at]) for at in learned}
-        ways = "queries", "keys", "pairs", "table"
-        learned.sort(key=lambda at: ways.index(loads[at].way))
-        by_score, *by_loads = derivatives(made, output, [made.score, *learned])
-        by_score = by_score if slope is None else slope
-        needed = set().union(*(made.reads(each) for each in (output, by_score, *by_loads)))
-        for number in sorted(needed):
-            self._write(number, made.nodes[number])
-        more = [self._value(each) for each in by_loads]
-        entries = {}
-        for at in learned:
-            if loads[at].way == "table":
-                entries[at] = len(more)
-                more.append(f"tl.zeros(score.shape, tl.int32) + {self._entry(made.nodes[at], loads[at])}")
-        result = self._value(output)
-        if self._outside:
-            result = f"tl.where({' + '.join(self._outside)} == 0, {result}, float('nan'))"
-        self._lines.append(f"return {result}, {self._value(by_score)}, {_tuple(more)}")
-        parts = [_function(_HEADER, self._lines)]
-        for way in ("queries", "keys"):
-            own = [number for number, at in enumerate(learned) if loads[at].way == way]
-            if own:
-                parts.append(_sums(way, own))
-        self._write_stores(parts, learned, loads, entries)
-        self.text = "\n\n".join(parts)
-        return [loads[at] for at in learned]
-
-    def _write_stores(
-        self, parts: list[str], learned: Sequence[int], loads: dict[int, Load], entries: dict[int, int]
-    ) -> None:
-        lines, first = [], None
-        for number, at in enumerate(learned):
-            if loads[at].way in ("queries", "keys"):
-                continue
-            if first is None:  # the parts of queries come first; those of keys are another kernel's
-                first = number - sum(loads[each].way == "keys" for each in learned)
-            part, gradient = f"parts[{first}]", f"product(ds, more[{number}])"
-            first += 1
-            if loads[at].way == "pairs":
-                lines.append(f"store_bias_gradients({gradient}, {part}, batch_head, q, k, q_len, k_len)")
-                continue
-            x = self._tensors[loads[at].tensor]
-            sizes = [self._number(loads[at].tensor, "size", dim) for dim in _entry_dims(loads[at])]
-            if loads[at].entries(x) > MOST_ENTRIES:
-                raise ValueError(
-                    "a tensor of scores.function that is learned must be indexed by b, h, q and k, or have at most "
-                    f"{MOST_ENTRIES:,} entries for each b and h; tensor {loads[at].tensor} has "
-                    f"{loads[at].entries(x):,}. Use backend='blockwise'."
-                )
-            lines.append(f"entries = {' * '.join(sizes)}")
-            lines.append(f"own = {part} + tl.cast(tl.program_id(0), tl.int64) * entries")
-            lines.append(f"add_table_gradients({gradient}, own, more[{entries[at]}], entries)")
-        if lines:
-            parts.append(_function("stores(ds, more, parts, numbers, batch_head, q, k, q_len, k_len)", lines))
-
-    def _load(self, node: Node) -> Load:
-        """How the gradient of a load is written."""
-        tensor = int(node.value)
-        axes: list[str | int] = []
-        for each in node.inputs:
-            index = self._made.nodes[each]
-            new = index.op not in axes
-            axes.append(
-                index.op if index.op in PLACES and new else int(index.value) if index.op == "number" else "entry"
-            )
-        if "entry" in axes:  # a table, for each b and h
-            return Load(tensor, "table", tuple(each if each in ("b", "h") else "entry" for each in axes))
-        way: Way = "queries" if "k" not in axes else "pairs" if "q" in axes else "keys"
-        return Load(tensor, way, tuple(axes))
-
-    def _write(self, number: int, node: Node) -> None:
-        if node.op in ("number", "score", *PLACES):
-            return
-        inputs = [self._value(each) for each in node.inputs]
-        if node.op == "load":
-            self._write_load(number, node)
-            return
-        if node.op == "remainder":
-            text = "{0} - tl.floor({0} / {1}) * {1}" if node.kind == "float" else "{0} - floor_divide({0}, {1}) * {1}"
-        elif node.op == "pow":
-            text = self._power(number, inputs[0], self._made.nodes[node.inputs[1]].value)
-        elif node.op == "to_float":
-            text = "tl.where({}, 1.0, 0.0)" if self._kind(node) == "bool" else "{}.to(tl.float32)"
-        elif node.op == "to_int":
-            text = "tl.where({}, 1, 0)" if self._kind(node) == "bool" else "{}.to(tl.int32)"
-        else:
-            text = _FORMS[node.op]
-        self._lines.append(f"x{number} = {text.format(*inputs)}")
-
-    def _power(self, number: int, base: str, exponent: float) -> str:
-        """A power by products, of the squares of its base and of a root; so 0 and negative bases have PyTorch's."""
-        times, rest = int(abs(exponent)), abs(exponent) % 1
-        factors, square = [], base
-        while times:
-            if times % 2:
-                factors.append(square)
-            times //= 2
-            if times:
-                self._lines.append(f"s{number}_{len(self._lines)} = {square} * {square}")
-                square = self._lines[-1].partition(" ")[0]
-        if rest:
-            factors.append(f"tl.sqrt({base})" if rest == 0.5 else f"tl.exp({rest!r} * tl.log({base}))")
-        return " * ".join(factors) if exponent > 0 else f"1.0 / ({' * '.join(factors)})"
-
-    def _kind(self, node: Node) -> str:
-        return self._made.nodes[node.inputs[0]].kind
-
-    def _write_load(self, number: int, node: Node) -> None:
-        tensor = int(node.value)
-        x = self._tensors[tensor]
-        address, outside = [f"pointers[{tensor}]"], []
-        reach = 0  # of what is added to the pointer in 32 bits
-        for dim, each in enumerate(node.inputs):
-            index = self._made.nodes[each]
-            if index.op == "number":
-                if index.value != 0:
-                    address.append(f"{index.value} * {self._number(tensor, 'stride', dim)}")
-                    reach += int(index.value) * x.stride(dim)
-                continue
-            at = self._value(each)
-            if index.op in PLACES:
-                if x.shape[dim] < self._sizes[index.op]:
-                    raise ValueError(
-                        f"tensor {tensor} of scores.function must have an entry for each {index.op} that indexes it, "
-                        f"{self._sizes[index.op]} in dimension {dim}; its shape is {list(x.shape)}."
-                    )
-            else:
-                size = self._number(tensor, "size", dim)
-                self._lines.append(f"i{number}_{dim} = tl.where({at} < 0, {at} + {size}, {at})")
-                at = f"i{number}_{dim}"
-                outside.append(f"tl.where(({at} < 0) | ({at} >= {size}), 1, 0)")
-            if index.op in ("b", "h"):
-                at = f"tl.cast({at}, tl.int64)"
-            else:
-                reach += (x.shape[dim] - 1) * x.stride(dim)
-            address.append(f"{at} * {self._number(tensor, 'stride', dim)}")
-        if reach >= 2**31:
-            raise ValueError(
-                f"tensor {tensor} of scores.function must have fewer than 2^31 entries for each b and h; got "
-                f"{list(x.shape)} with strides {list(x.stride())}. Use scores.bias or backend='blockwise'."
-            )
-        mask = ""
-        if outside:  # counted, because Triton's interpreter cannot load under a logical product of numbers and tiles
-            self._lines.append(f"outside{number} = {' + '.join(outside)}")
-            self._outside.append(f"outside{number}")
-            mask = f", mask=outside{number} == 0, other=0"
-        read = f"tl.load({' + '.join(address)}{mask})"
-        cast = {"float": ".to(tl.float32)", "int": ".to(tl.int32)", "bool": " != 0"}[node.kind]
-        self._lines.append(f"x{number} = {read}{cast}")
-
-    def _entry(self, node: Node, load: Load) -> str:
-        """The number of an entry of a table, for its b and h."""
-        found = "0"
-        for dim in _entry_dims(load):
-            index, size = node.inputs[dim], self._number(load.tensor, "size", dim)
-            at = self._value(index)
-            if self._made.nodes[index].op not in (*PLACES, "number"):
-                at = f"tl.where({at} < 0, {at} + {size}, {at})"
-            found = at if found == "0" else f"({found}) * {size} + {at}"
-        return found
-
-    def _number(self, tensor: int, what: str, dim: int) -> str:
-        key = tensor, what, dim
-        if key not in self._names:
-            x = self._tensors[tensor]
-            self._names[key] = f"numbers[{len(self.numbers)}]"
-            self.numbers.append(x.shape[dim] if what == "size" else x.stride(dim))
-        return self._names[key]
-
-    def _value(self, number: int) -> str:
-        node = self._made.nodes[number]
-        if node.op == "number":
-            return repr(node.value) if math.isfinite(node.value) else f"float('{node.value}')"
-        return node.op if node.op in ("score", *PLACES) else f"x{number}"
-
-
-def _entry_dims(load: Load) -> list[int]:
-    return [dim for dim, each in enumerate(load.axes) if each == "entry"]
-
-
-def _sums(way: str, own: Sequence[int]) -> str:
-    zeros = ["tl.zeros([TOKENS], tl.float32)" for _ in own]
-    added = [f"sums[{place}] + tl.sum(product(ds, more[{number}]), 1)" for place, number in enumerate(own)]
-    lines = ["if sums is None:", f"    return {_tuple(zeros)}", "else:", f"    return {_tuple(added)}"]
-    return _function(f"sums_of_{way}(sums, ds, more, TOKENS: tl.constexpr)", lines)
-
-
-def _tuple(values: Sequence[str]) -> str:
-    return f"({''.join(f'{each}, ' for each in values).strip()})"
-
-
-def _function(header: str, lines: Sequence[str]) -> str:
-    body = "".join(f"    {line}\n" for line in lines)
-    return f"@triton.jit\ndef {header}:\n{body}"
 
 
 def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.configs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.device import runs_kernels
 from sparseflash.backends.triton.overrides import overrides
+from sparseflash.backends.triton.schedule.costs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.configs import SplitRule
+from sparseflash.backends.triton.schedule.costs import SplitRule
 
 
 class Items(NamedTuple):

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sparseflash.backends.triton.configs import TILE_COSTS
+from sparseflash.backends.triton.schedule.costs import TILE_COSTS
 
 Tile = tuple[int, int]  # tokens held, tokens streamed
 Warps = Callable[[Tile, bool], int]  # number of warps for such tiles; the flag says whether they are gathered
@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The cost of a kernel with a tiling, in units of the products of 64 x 64 scores; see `configs.TILE_COSTS`."""
+    """The cost of a kernel with a tiling, in units of the products of 64 x 64 scores; see `TILE_COSTS`."""
 
     loading: float  # of 64 streamed tokens in one piece
     loading_gathered: float  # the same if they are gathered

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from experiments.benchmarks.distributed.__main__ import app
-from experiments.benchmarks.distributed.measure import PEER, WAYS
 from experiments.benchmarks.distributed.simulate import PATTERNS, SHAPE
+from experiments.benchmarks.distributed.ways import PEER, WAYS
 from forked import execute, ranks
 from sparseflash import distributed
 
@@ -38,10 +38,18 @@ def test_an_unknown_pattern_is_refused(tmp_path):
     assert "must be one of" in result.output
 
 
+def timed_briefly(*command):
+    """The command with short series: a test asks what is timed, not how exactly."""
+    from experiments.benchmarks.distributed import measure
+
+    measure.ROUNDS, measure.SERIES_MS = 2, 2.0
+    execute(*command)
+
+
 def test_two_processes_are_timed(tmp_path):
     command = ["-m", "experiments.benchmarks.distributed", "measure", "--pattern", "causal", "--device", "cpu"]
     command += ["--tokens", "512", "--heads", "4:2", "--dim", "16", "--commit", "abc", "--out", tmp_path]
-    ranks(execute, *command, processes=2)
+    ranks(timed_briefly, *command, processes=2)
     found = json.loads((tmp_path / "measured.json").read_text())
     assert found["facts"]["ranks"] == 2 and found["facts"]["commit"] == "abc"
     assert found["facts"]["torch"] == torch.__version__
@@ -49,6 +57,7 @@ def test_two_processes_are_timed(tmp_path):
     assert rows.keys() == set(WAYS)
     assert rows.pop(PEER)["failure"] == "dense and causal attention on GPUs only"
     for row in rows.values():
+        assert len(row["forward"]) == len(row["both"]) == 2  # rounds
         assert min(row["forward"] + row["both"]) > 0 and row["error"] <= 1.0
     assert rows["auto"]["sent"] == rows["auto"]["needed"] > 0
     table = (tmp_path / "measured.md").read_text()

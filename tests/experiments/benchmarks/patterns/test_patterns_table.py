@@ -134,7 +134,7 @@ def test_other_errors_of_the_peer_are_not_taken_for_a_limit():
 def test_a_process_is_stopped_at_its_limit_and_what_it_printed_is_kept():
     start = time.monotonic()
     program = 'import time; print(\'{"tokens": 1024, "seconds": 1.5, "megabytes": 2.0}\', flush=True); time.sleep(600)'
-    printed, ended = flex.output_within([sys.executable, "-c", program], 5)
+    printed, ended = flex.output_within([sys.executable, "-c", program], 2)
     assert time.monotonic() - start < 300
     assert flex.read(printed, ended) == Peer(1024, 1.5, 2.0, "time")
 

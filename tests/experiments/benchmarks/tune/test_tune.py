@@ -12,7 +12,7 @@ from experiments.benchmarks.tune.measuring import Bench
 from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
 from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
-from sparseflash.backends.triton.portable.passes import Forward
+from sparseflash.backends.triton.portable.forward_pass import Forward
 from uninterpreted import python
 
 TABLES = {

@@ -1,0 +1,116 @@
+"""The ways of attention over ranks that are measured: by plans, after an all-gather, and PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
+from torch.nn import functional as F
+
+from sparseflash import BlockMask, attention, distributed
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+ONE, PEER = "one rank", "context_parallel"
+COLLECTIVE = ", collective"
+_KEYS = tuple(f"keys, {stages} st." for stages in range(3))
+WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "queries", "heads", "all-gather", PEER)
+
+
+class Way(NamedTuple):
+    """Attention, its inputs and the gradient of its output: this rank's tokens, or all of them.
+
+    `whole` makes whole results of the rank's.
+    """
+
+    tensors: Sequence[Tensor]
+    dout: Tensor
+    attention: Attention
+    whole: Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Setting:
+    """What all ways of a pattern share: the mask, the plan, and whole tensors, the same on every rank."""
+
+    name: str
+    mask: BlockMask
+    tensors: list[Tensor]
+    dout: Tensor
+    plan: distributed.ShardPlan
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    def planned(self, **options: object) -> Way:
+        """Attention by a plan of these options, with the tokens where `plan` has put them."""
+        plan = distributed.shard(self.mask, like=self.plan, **options) if options else self.plan  # type: ignore[arg-type]
+        return self.local(lambda q, k, v: distributed.attention(q, k, v, plan))
+
+    def local(self, function: Attention) -> Way:
+        """Attention of this rank's tokens by `plan`."""
+        *tensors, dout = (self.plan.scatter(x) for x in (*self.tensors, self.dout))
+        return Way(tensors, dout, function, self.plan.gather)
+
+
+def gathering(setting: Setting) -> Way:
+    """Attention after an all-gather of all keys. Ranks must hold equally many."""
+    plan = setting.plan
+    if len(set(plan.keys.counts)) > 1:
+        raise ValueError(f"ranks must hold equally many keys; got {plan.keys.counts}")
+    start = sum(plan.queries.counts[: plan.rank])
+    mask = plan.mask if plan.queries.is_contiguous else plan.mask.permute(plan.queries.order)
+    mask = mask.crop(q=(start, start + plan.queries.counts[plan.rank])).to(setting.device)
+
+    def whole(x: Tensor) -> Tensor:
+        return wait_tensor(all_gather_tensor_autograd(x.contiguous(), 2, plan.process_group))
+
+    return setting.local(lambda q, k, v: attention(q, whole(k), whole(v), mask))
+
+
+def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
+    """PyTorch's own ring; its context stays open as long as the stack. It has no masks and no grouped heads."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel_unshard
+
+    if setting.name not in ("causal", "dense") or setting.device.type != "cuda":
+        raise ValueError("dense and causal attention on GPUs only")
+    if setting.tensors[0].shape[1] != setting.tensors[1].shape[1]:
+        raise ValueError("has no grouped heads")
+    q, k, v, dout = (x.clone() for x in (*setting.tensors, setting.dout))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    causal = setting.name == "causal"
+    _cp_options.enable_load_balance = causal  # which it refuses to do otherwise
+    stack.enter_context(context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]))
+
+    def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # which the context has replaced in its module
+
+    return Way([q, k, v], dout, ring, lambda x: context_parallel_unshard(mesh, [x], [2])[0])
+
+
+def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
+    """One way by its name; raises ValueError if it cannot do this."""
+    if name == ONE:
+        mask = setting.mask.to(setting.device)
+        return Way(setting.tensors, setting.dout, lambda q, k, v: attention(q, k, v, mask), lambda x: x)
+    if name == PEER:
+        return by_pytorch(setting, stack)
+    if name == "all-gather":
+        return gathering(setting)
+    if name == "auto":
+        return setting.planned()
+    strategy, _, stages = name.removesuffix(COLLECTIVE).partition(", ")
+    options: dict[str, object] = {"strategy": strategy}
+    if stages:
+        options["stages"] = int(stages.split()[0])
+    if name.endswith(COLLECTIVE):
+        options["transport"] = "collective"
+    return setting.planned(**options)

@@ -1,0 +1,107 @@
+"""Calls a backend's functions directly, as one autograd node, where nothing compiles, traces or transforms the call."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# A parameter, as most learned tensors of changes are, is a subclass that takes no notice of operators; others may.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Differentiable(Protocol):
+    """A forward and its backward, for tensors and a problem that have been checked to fit.
+
+    It lives as long as the graph, so it must not hold q, k, v or the tensors of changes of scores (`tensors`, if there
+    are any): these are saved where PyTorch's hooks for saved tensors reach them.
+    """
+
+    seed: Tensor | None  # of the dropout
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(out, lse, kept)` of `(q, k, v, *tensors)`; `kept` is what the backward needs besides these and results."""
+
+    def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """`(dq, dk, dv, *gradients)` of `(dout, dlse, q, k, v, out, lse, kept, seed, *tensors)`.
+
+        `dlse` is None if no gradient arrives for lse. A gradient is None if its tensor wants none.
+        """
+
+    def operator_backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """The same through the registered operator, which raises if its gradients are differentiated again."""
+
+
+class _Direct(torch.autograd.Function):
+    """A backend's functions as one autograd node, without the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, kept = run.forward(q, k, v, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, kept, run.seed, *tensors)
+        ctx.run = run
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
+        q, k, v, out, _, _, _, *tensors = saved
+        if dout is None:
+            dout = torch.zeros_like(out)
+        run = ctx.run
+        batched = _holds_several(dout) or (dlse is not None and _holds_several(dlse))
+        if torch.is_grad_enabled() or batched or not is_plain_call(dout, q, k, v, *tensors):
+            return None, *run.operator_backward(dout, dlse, *saved)
+        return None, *run.backward(dout, dlse, *saved)
+
+
+def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a plain call, with a graph for the backward if a gradient is wanted.
+
+    tensors: of the changes of scores.
+    """
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in tensors)
+    ):
+        return differentiably(run, q, k, v, *tensors)
+    out, lse, _ = run.forward(q, k, v, *tensors)
+    return out, lse
+
+
+def differentiably(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` as one autograd node, even where tensors do not say whether a gradient is wanted."""
+    out, lse = _Direct.apply(run, q, k, v, *tensors)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def is_plain_call(*tensors: Tensor) -> bool:
+    """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms it."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._is_tracing()
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and are_plain(*tensors)
+    )
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Whether tensors have memory that kernels can read, and no class that takes notice of operators."""
+    return all([type(x) in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors])  # faster than a generator
+
+
+def _holds_several(gradient: Tensor) -> bool:
+    """Whether it holds several gradients, as with `torch.autograd.grad(is_grads_batched=True)`, and only the dispatcher
+    knows.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)

@@ -1,0 +1,172 @@
+"""The backward by the portable kernels, prepared for tensors of one layout as the forward is; see `forward_pass.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.registration import empty_gradient
+from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.portable.changed import Changed
+from sparseflash.backends.triton.portable.launches import KernelLayout
+from sparseflash.backends.triton.portable.learned import Learned, Sums
+from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means
+from sparseflash.backends.triton.portable.pass_layout import Layout
+from sparseflash.backends.triton.portable.passes import layouts, like, one_number_of, run_kernel
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.dropout import Dropout
+from sparseflash.scores.change import Scores
+
+
+class BackwardLayout(Layout):
+    """A backward for any plan."""
+
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
+        *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(setting, q, k, v, scale, dropped, changes, wanted)
+        if changes is not None and (function := changes.find("function")) is not None:
+            if function.kernel is not None and function.kernel_derivative is None:
+                raise ValueError(
+                    "scores.function must have a kernel_derivative for the backward of its kernel; got a kernel alone."
+                )
+        self.learned: Learned | None = None
+        if changes is not None and self.changed is not None:
+            self.learned = Learned(changes, self.changed, wanted, self.numbers)
+        of_queries_too: dict[str, Any] = {} if self.learned is None else self.learned.of_queries
+        if self.learned is not None and self.learned.table_size:
+            of_queries_too = {**of_queries_too, "table_size": self.learned.table_size}
+        of_keys_too = {} if self.learned is None else self.learned.of_keys
+        self.out = like(out)
+        self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
+        # The stride between heads of per-query numbers; TMA needs a multiple of 16 bytes.
+        stride = self.numbers.q_len if self.keep else -(-self.numbers.q_len // 4) * 4
+        self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)
+        self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
+        self.dq, self.dk, self.dv = (empty_gradient(like(x)) for x in (q, k, v))
+        q, k, v, dout = self.examples(q, k, v, dout)
+        tiles = {"q": q, "k": k, "v": v}
+        strides = {**tiles, "dout": dout, "out": self.out, "dq": self.dq}
+        through_lse = {"dlse_ptr": self.lse} if dlse else {}
+        self.means: KernelLayout | None = None
+        if self.keep:
+            found = {"lse2_ptr": self.rows, "inverse_ptr": self.rows, "delta_ptr": self.rows}
+            self.means = KernelLayout(
+                "dq", setting, self.numbers, tiles,
+                {"dout_ptr": dout, "out_ptr": self.out, **found, "own_inverse_ptr": self.rows}, strides,
+                row_stride=stride, means=True, changed=self.changed, more=self.sink,
+            )  # fmt: skip
+            of_queries = {"dout_ptr": dout, **through_lse, **found, "dq_ptr": self.dq}
+            of_keys = {"lse2": self.rows, "inverse_ptr": self.rows, "delta": self.rows, **through_lse}
+        else:
+            of_queries = {
+                "dout_ptr": dout, "out_ptr": self.out, "lse_ptr": self.lse, **through_lse, "lse2_ptr": self.rows,
+                "delta_ptr": self.rows, "dq_ptr": self.dq,
+            }  # fmt: skip
+            of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta
+        self.queries = KernelLayout(
+            "dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride, changed=self.changed,
+            more=of_queries_too, functions=None if self.learned is None else self.learned.functions_of_queries,
+        )  # fmt: skip
+        tiles = {**tiles, "dout": dout}
+        self.keys = KernelLayout(
+            "dk_dv", setting, self.numbers, tiles, {**of_keys, "dk_ptr": self.dk, "dv_ptr": self.dv},
+            {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride, changed=self.changed, more=of_keys_too,
+            functions=None if self.learned is None else self.learned.functions_of_keys,
+        )  # fmt: skip
+
+
+class Backward:
+    """Computes the gradients of q, k and v."""
+
+    def __init__(self, layout: BackwardLayout, plan: Plan) -> None:
+        self._layout = layout
+        self.means = None if layout.means is None else layout.means.bind(plan)
+        self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
+        self._combine_means: Combine | None = None
+        if self.means is not None and layout.means is not None:
+            self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
+        self._combine_queries = combine_gradients(self.queries, layout.queries, layout.dq)
+        self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
+
+    def __call__(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`(dq, dk, dv)`; `kept` as the forward returned it."""
+        return self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout)[0]
+
+    def with_learned(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None, changes: Scores,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
+        """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
+        learned = self._layout.learned
+        if learned is None:
+            raise RuntimeError("the backward was prepared for scores that nothing changes")
+        sums = Sums(learned, changes, self.queries, self.keys, q, k)
+        gradients, delta = self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout, changes, sums)
+        drow = -delta[:, :, : lse.shape[2]]
+        if self.means is not None and dlse is not None:  # in half precision delta includes it
+            drow = drow + dlse
+        return gradients, sums.gradients(lse, drow)
+
+    def _run(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None, changes: Scores | None = None,
+        sums: Sums | None = None,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+        """The gradients, and delta `[B, Hq, row stride]`."""
+        layout = self._layout
+        dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
+        more = () if changes is None else tuple(Changed.tensors(changes, dq.dtype, dq.device))
+        of_queries = more if sums is None else (*more, *sums.of_queries())
+        of_keys = more if sums is None else (*more, *sums.of_keys())
+        if not layout.as_they_are:
+            q, k, v, dout = layout.operands(q, k, v, dout)
+        through_lse = () if dlse is None else (dlse,)
+        first, second = torch.empty_like(layout.two_rows).unbind()
+        if self.means is None or kept is None:
+            read = q, k, v, dout, out, lse, *through_lse, first, second
+            run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, dropout, more=of_queries)
+            read = q, k, v, dout, first, second
+            run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, dropout, more=of_keys)
+            return (dq, dk, dv), second
+        (maximum, inverse), (delta, own_inverse) = kept.unbind(), (first, second)
+        read = q, k, v, dout, out, maximum, inverse
+        sinks = () if changes is None else tuple(Changed.sinks(changes))
+        merged = inverse, delta, own_inverse, *((maximum, *sinks) if sinks else ())
+        written = delta, own_inverse
+        run_kernel(self.means, self._combine_means, read, written, lengths, dropout, merged, more=(*more, *sinks))
+        read = q, k, v, dout, *through_lse, maximum, own_inverse, delta
+        run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, dropout, more=of_queries)
+        read = q, k, v, dout, maximum, own_inverse, delta, *through_lse
+        run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, dropout, more=of_keys)
+        return (dq, dk, dv), delta
+
+    def launches(self) -> list[BoundLaunch]:
+        """All kernel launches of a call."""
+        kernels = [self.means, self.queries, self.keys, self._combine_means, self._combine_queries, self._combine_keys]
+        return [each.launch for each in kernels if each is not None]
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run."""
+        kernels = {"dq, for delta": self.means, "dq": self.queries, "dk_dv": self.keys}
+        return [kernel.described(name) for name, kernel in kernels.items() if kernel is not None]
+
+
+def backward(
+    setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
+    *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
+) -> Backward:  # fmt: skip
+    """The backward of a plan for tensors like these. dlse: whether a gradient arrives for lse."""
+    layout: BackwardLayout | None = layouts.get(("backward", dlse, key))
+    if layout is None:
+        made = BackwardLayout(setting, q, k, v, out, dout, scale, dropped, dlse=dlse, changes=changes, wanted=wanted)
+        layout = layouts.put(("backward", dlse, key), made)
+    return Backward(layout, setting.plan)

@@ -1,0 +1,115 @@
+"""How changes of scores reach the kernels: the arguments with which these take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.portable.launches import Numbers
+from sparseflash.backends.triton.portable.own import Own
+from sparseflash.backends.triton.portable.passes import like
+from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, COMPILED, HARDWARE_TANH, LOGARITHMIC
+from sparseflash.scores.change import Scores
+from sparseflash.scores.relative import Codes
+
+_CPU = torch.device("cpu")
+
+
+class Changed:
+    """The arguments with which kernels take the changes of scores of one kind."""
+
+    def __init__(self, changes: Scores, numbers: Numbers, q: Tensor, wanted: Sequence[bool] = ()) -> None:
+        """wanted: which tensors get a gradient."""
+        dtype = q.dtype
+        keep = dtype == torch.float32  # the maximum that a sink is compared with must be in its units
+        cap, decay = changes.find("softcap"), changes.find("distance")
+        table, sink = changes.find("relative"), changes.find("sink")
+        key_bias, bias = changes.find("key_bias"), changes.find("bias")
+        self.flags = 0
+        if keep or changes.without("sink").changes:
+            self.flags = CHANGED.value
+            self.flags |= CAPPED.value if cap is not None else 0
+            self.flags |= LOGARITHMIC.value if decay is not None and decay.is_log else 0
+            self.flags |= 0 if keep or INTERPRETED else HARDWARE_TANH.value
+            self.flags |= 0 if table is None or INTERPRETED else COMPILED.value
+        self.kinds = changes.kinds if self.flags else ()  # of what is done to every score
+        self.numbers: dict[str, Any] = {}
+        self.examples: dict[str, Any] = {}
+        if cap is not None:
+            self.numbers |= {"cap": cap.cap, "inverse_cap": 1.0 / cap.cap}
+        if decay is not None:
+            self.examples["slopes_ptr"] = like(decay.slopes)
+        if table is not None:
+            codes = len(table.buckets)
+            self.numbers["values_stride"] = codes
+            self.examples |= {
+                "values_ptr": torch.empty(numbers.heads, codes, dtype=dtype, device="meta"),
+                **{name: like(x) for name, x in _codes(table).items()},
+            }
+        for name, found in (("key_bias", key_bias), ("bias", bias)):
+            if found is not None:
+                values = _readable(found.values)
+                self.numbers[f"{name}_strides"] = tuple(
+                    0 if n == 1 else stride for n, stride in zip(values.shape, values.stride())
+                )
+                self.examples[f"{name}_ptr"] = like(values)
+        self.sink = {} if sink is None else {"sink_ptr": like(sink.logits)}
+        self.own, self.function = None, None
+        if (function := changes.find("function")) is not None:
+            sizes = dict(zip("bhqk", (q.shape[0], numbers.heads, numbers.q_len, numbers.k_len)))
+            # Where its tensors are; of q alone something may be asked on the meta device, where nothing is recorded.
+            device = next((x.device for x in function.given), q.device if q.device.type != "meta" else _CPU)
+            self.own = own = Own(function, sizes, device, wanted_of(changes, wanted)["function"])
+            self.function = own.changed
+            if tensors := Own.tensors(function, device):
+                self.examples["own_ptrs"] = tuple(map(like, tensors))
+                self.numbers["own_numbers"] = own.numbers
+
+    @staticmethod
+    def tensors(changes: Scores, dtype: torch.dtype, device: torch.device) -> list[Any]:
+        """The tensors that a call passes for `examples`."""
+        found: list[Any] = []
+        if (decay := changes.find("distance")) is not None:
+            found.append(aligned_start(decay.slopes.contiguous()))
+        if (table := changes.find("relative")) is not None:
+            # In half precision two bytes each: the compiler would pass four through shared memory, one by one.
+            values = table.table.to(dtype).index_select(1, table.buckets)
+            found += [values, *(aligned_start(x.contiguous()) for x in _codes(table).values())]
+        for kind in ("key_bias", "bias"):
+            if (bias := changes.find(kind)) is not None:
+                found.append(_readable(bias.values))
+        if (function := changes.find("function")) is not None:
+            if own := Own.tensors(function, device):
+                found.append(tuple(map(aligned_start, own)))
+        return found
+
+    @staticmethod
+    def sinks(changes: Scores) -> list[Tensor]:
+        """The tensors that a call passes for `sink`."""
+        found = changes.find("sink")
+        return [] if found is None else [aligned_start(found.logits.contiguous())]
+
+
+def wanted_of(changes: Scores, wanted: Sequence[bool]) -> dict[str, list[bool]]:
+    """Which tensors of each kind of change get a gradient; of closed kinds only the first tensor is learned."""
+    left = iter(wanted)
+    return {change.kind: [next(left, False) for _ in change.tensors()] for change in changes.changes}
+
+
+def _codes(table: Codes) -> dict[str, Tensor]:
+    """What the kernels read to find the entries of scores."""
+    if table.until.numel():
+        return {"until_ptr": table.until}
+    return {"q_codes_ptr": table.q_codes, "k_codes_ptr": table.k_codes}
+
+
+def _readable(values: Tensor) -> Tensor:
+    """The same values, neighbouring keys side by side."""
+    if values.stride(-1) != 1 and values.shape[-1] != 1:
+        values = values.contiguous()
+    return aligned_start(values)

@@ -1,0 +1,249 @@
+"""dK and dV: one program per tile of keys walks the live tiles of its column.
+
+Probabilities are recomputed from the scores and from what `dq.py` wrote before. Each output is written by one program,
+so there are no atomics and the bits are the same at every run.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.portable.arithmetic import product
+from sparseflash.backends.triton.portable.dropout import kept_weights
+from sparseflash.backends.triton.portable.fp32_split import accumulate, products
+from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
+from sparseflash.backends.triton.portable.loads import (
+    live_scores,
+    load_tokens,
+    numbers_of_rows,
+    part_pointers,
+    token_numbers,
+)
+from sparseflash.backends.triton.portable.scores import CAPPED, changed_scores
+from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
+from sparseflash.backends.triton.portable.walk import (
+    ITEM,
+    cut_at_length,
+    first_blocks,
+    listed_block,
+    partial_tile,
+    tokens_of_block,
+)
+
+
+@triton.jit
+def dk_dv_step(
+    dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
+    first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification, coordinates,
+    scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr,
+    OWN_SUMS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the contribution of one tile of queries to dk (without the scale), dv, the gradient of a bias of keys,
+    which stays 0.0 without `dkey_ptr`, and one's own sums. Scores are [keys, queries] here.
+    """
+    rows = token_numbers(first_q, BLOCK_M)
+    batch_head = batch * heads + head
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA, PRECISION)
+    # The bits of the tile mask the scores of queries past the end. Their lse2 only has to give finite exponentials,
+    # which any finite maximum does (if KEEP), and +inf, for which they are 0.
+    lse2_row = numbers_of_rows(
+        lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if KEEP else float("inf"),
+        BLOCK_M, not MASKED, ROWS_TMA,
+    )  # fmt: skip
+    delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
+    # In full fp32 scores and dp are summed in the same order as in dq_kernel, so that dp has the same rounding errors
+    # as the delta that is subtracted from it.
+    scores = products(k_tile, q_tile, PRECISION, True)
+    if CHANGES:
+        scores, factor, own = changed_scores(
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
+            MASKED, True,
+        )  # fmt: skip
+    inverse, dlse, live = None, None, None
+    if KEEP:
+        at = tl.cast(batch_head, tl.int64) * row_stride + rows
+        inverse = tl.load(inverse_ptr + at, mask=rows < q_len, other=0.0)[None, :]
+    if MASKED:
+        patch_q = 0 if GATHERED > 0 else first_q
+        live = live_scores(words_ptr, tile, patch_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
+    _, p = recomputed_weights(scores, live, lse2_row[None, :], inverse, qk_scale, KEEP, PRECISION)
+    dout_tile = load_tokens(
+        dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA, PRECISION,
+    )  # fmt: skip
+    passed = p
+    if DROPOUT:
+        keep = kept_weights(
+            seed_ptr, dropped, coordinates, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, True
+        )
+        passed = tl.where(keep, p, 0.0)
+    dv = accumulate(passed, dout_tile, dv, PRECISION)
+    dp = products(v_tile, dout_tile, PRECISION, True)
+    if DROPOUT:
+        dp = tl.where(keep, dp * amplification, 0.0)
+    if KEEP:
+        if dlse_ptr is not None:
+            dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
+    ds = score_gradients(p, dp, delta_row[None, :], dlse)
+    if OWN_SUMS is not None:
+        own_sums = OWN_SUMS(own_sums, ds, own[1], BLOCK_N)
+    if CHANGES:
+        if OWN is not None:
+            ds = product(ds, own[0])
+    if dkey_ptr is not None:
+        dkey += tl.sum(ds, 1)
+    if CAPPED & CHANGES:
+        ds = ds * factor
+    return accumulate(ds, q_tile, dk, PRECISION), dv, dkey, own_sums
+
+
+# Sizes are not specialised, so another length or number of heads does not recompile.
+@triton.jit(
+    do_not_specialize=[
+        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
+        "col_tiles", "row_stride",
+        "cap", "inverse_cap", "values_stride",
+    ],
+    # Of these few numbers are loaded at a time.
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
+)  # fmt: skip
+def dk_dv_kernel(
+    q, k, v, dout,  # pointers, or descriptors if TMA
+    lse2, inverse_ptr, delta,  # [B, Hq, row_stride]: see dq_kernel; lse2 and delta are descriptors if ROWS_TMA
+    dlse_ptr,  # [B, Hq, Nq] contiguous, or None; only if KEEP, see dq_kernel
+    dk_ptr, dv_ptr,  # [B, Hkv, Nk, D], [B, Hkv, Nk, DV], written
+    work_ptr,  # [W, group, ITEM]: as in the forward, but over columns, with one list per query head of the group
+    parts_ptr,  # fp32 [parts, BLOCK_N * (PADDED_D + PADDED_DV)], written: dk, dv; None if no item is a chunk
+    index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
+    seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
+    dropped, amplification,  # if DROPOUT
+    scale, qk_scale,
+    heads,  # key heads
+    group, q_len, k_len, col_tiles, row_stride,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
+    slopes_ptr,  # [Hq], or None
+    values_ptr,  # [Hq, C], in q's dtype: a table; or None
+    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
+    key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
+    dkey_ptr,  # fp32 [W, group, BLOCK_N], written: the gradient of a bias of keys; or None
+    own_parts,  # the same of what one's own function reads for each key; or None
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHERED: tl.constexpr,  # as in the forward, but for a tile of queries
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, OWN_SUMS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys."""
+    SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
+    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
+    item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
+    item = tl.load(item_ptr)
+    batch_head = item // col_tiles
+    first_k = item % col_tiles * BLOCK_N
+    batch, kv_head = batch_head // heads, batch_head % heads
+    q_length, k_length = q_len, k_len
+    if HAS_LENGTHS:
+        q_length, k_length = tl.load(lengths_ptr + batch), tl.load(lengths_ptr + lengths_stride + batch)
+
+    k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA, PRECISION)
+    v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION)
+    dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
+    changes = (
+        cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
+        key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
+    )  # fmt: skip
+    coordinates = rows_ptr, queries_ptr, groups_ptr
+    dkey, own_sums = 0.0, ()
+    if dkey_ptr is not None:
+        dkey = tl.zeros([BLOCK_N], tl.float32)
+    if OWN_SUMS is not None:
+        own_sums = OWN_SUMS(None, None, None, BLOCK_N)
+    for member in range(0, group):
+        list_ptr = item_ptr + member * ITEM
+        start, full, count = tl.load(list_ptr + 1), tl.load(list_ptr + 2), tl.load(list_ptr + 3)
+        next_block, partial_block = first_blocks(list_ptr, index_ptr, start, full, BLOCK_M, GATHERED)
+        partial_number = tl.load(list_ptr + 6)
+        partial = count - full
+        first_partial = start + full
+        if HAS_LENGTHS:
+            if first_k >= k_length:
+                full, count = 0, 0
+            # A query past the length has lse2 = +inf (inverse 0 if KEEP), so the full tile that the length cuts needs
+            # no mask.
+            inside, at_end, partial = cut_at_length(index_ptr, start, full, count, q_length, BLOCK_Q, BLOCK_M, GATHERED)
+            full = inside + at_end
+        head = kv_head * group + member
+        if dkey_ptr is not None:
+            dkey = tl.zeros([BLOCK_N], tl.float32)
+        if OWN_SUMS is not None:
+            own_sums = OWN_SUMS(None, None, None, BLOCK_N)
+        for i in range(0, full * SPLIT):
+            first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
+            next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
+            dk, dv, dkey, own_sums = dk_dv_step(
+                dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, seed_ptr, dropped,
+                amplification, coordinates, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D,
+                DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION,
+                ROWS_TMA, CHANGES, OWN, OWN_SUMS, False,
+            )  # fmt: skip
+        if partial > 0:  # as in the forward
+            next_block, next_tile = partial_block, partial_number
+            for i in range(0, partial * SPLIT):
+                first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
+                tile = next_tile
+                next_block, next_tile = partial_tile(
+                    index_ptr, tile_ptr, 0, 0, first_partial, (i + 1) // SPLIT, BLOCK_M, GATHERED, False
+                )
+                dk, dv, dkey, own_sums = dk_dv_step(
+                    dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                    batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped,
+                    amplification, coordinates, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
+                    D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA,
+                    PRECISION, ROWS_TMA, CHANGES, OWN, OWN_SUMS, True,
+                )  # fmt: skip
+        place = tl.cast(tl.program_id(0), tl.int64) * group + member
+        if OWN_SUMS is not None:
+            store_own_sums(own_sums, own_parts, place, first_k, k_length, BLOCK_N, HAS_LENGTHS)
+        if dkey_ptr is not None:
+            if HAS_LENGTHS:  # a tile may be cut by the length
+                dkey = tl.where(first_k + tl.arange(0, BLOCK_N) < k_length, dkey, 0.0)
+            tl.store(dkey_ptr + place * BLOCK_N + tl.arange(0, BLOCK_N), dkey)
+
+    if parts_ptr is None:
+        write_key_gradients(
+            dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides,
+            dv_strides, D, DV, PADDED_D, PADDED_DV, BLOCK_N, DROPOUT, HAS_LENGTHS,
+        )  # fmt: skip
+    else:
+        part = tl.load(item_ptr + 7)
+        SIZE: tl.constexpr = BLOCK_N * (PADDED_D + PADDED_DV)
+        if part > 0:
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_N, PADDED_D), dk)
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_N * PADDED_D, BLOCK_N, PADDED_DV), dv)
+        else:
+            write_key_gradients(
+                dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides,
+                dv_strides, D, DV, PADDED_D, PADDED_DV, BLOCK_N, DROPOUT, HAS_LENGTHS,
+            )  # fmt: skip
+
+
+@triton.jit
+def write_key_gradients(
+    dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides, dv_strides,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOKENS: tl.constexpr,
+    DROPOUT: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Writes complete dK and dV; if CUT, 0 for keys at or past the length."""
+    write_gradients(
+        dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, D, PADDED_D, TOKENS, True, CUT
+    )
+    write_gradients(
+        dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, k_length, dv_strides, DV, PADDED_DV, TOKENS,
+        DROPOUT, CUT,
+    )  # fmt: skip

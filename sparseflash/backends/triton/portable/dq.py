@@ -1,0 +1,224 @@
+"""dQ and delta: one program per tile of queries walks the live tiles of its row. It runs before `dk_dv.py`.
+
+Probabilities are recomputed from the scores and the forward's lse. Each output is written by one program, so there are
+no atomics and the bits are the same at every run.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.portable.delta import means_of_sink, means_step, write_means
+from sparseflash.backends.triton.portable.dq_step import dq_step, row_step
+from sparseflash.backends.triton.portable.fp32_split import in_fp32
+from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
+from sparseflash.backends.triton.portable.loads import load_columns, load_tokens, part_pointers
+from sparseflash.backends.triton.portable.scores import add_last_run, no_run
+from sparseflash.backends.triton.portable.walk import ITEM, listed_block, partial_tile, row_item, tokens_of_block
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
+        "row_tiles", "row_stride",
+        "cap", "inverse_cap", "values_stride", "table_size",
+    ],
+    # Of these few numbers are loaded at a time.
+    do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
+)  # fmt: skip
+def dq_kernel(
+    q, k, v,  # pointers, or descriptors if TMA
+    dout_ptr, out_ptr,  # [B, Hq, Nq, DV]; out is the forward's
+    lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous: the forward's lse, and its gradient or None
+    lse2_ptr, inverse_ptr, delta_ptr,  # [B, Hq, row_stride]; if KEEP, the forward's maximum and inverse, and delta
+    dq_ptr,  # [B, Hq, Nq, D], written unless DELTA
+    own_inverse_ptr,  # [B, Hq, row_stride], written if DELTA
+    work_ptr,  # as in the forward
+    parts_ptr,  # fp32 [parts, BLOCK_M * PADDED_D], written: dq, or if DELTA [parts, BLOCK_M * 3]; or None
+    index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
+    seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
+    dropped, amplification,  # if DROPOUT
+    scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
+    q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
+    cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
+    slopes_ptr,  # [Hq], or None
+    values_ptr,  # [Hq, C], in q's dtype: a table; or None
+    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
+    key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
+    sink_ptr,  # [Hq], or None; read if DELTA
+    dslopes_ptr,  # fp32 [W, BLOCK_M], written: the gradient of the slope by each query; or None, as those below
+    dbias_ptr,  # [B, Hq, Nq, Nk] contiguous, written for live tiles
+    dtable_ptr, buckets_ptr, table_size,  # fp32 [W, R], to which is added, and int32 [C]: the bucket of each code
+    own_parts,  # the gradients of what one's own function reads: as dslopes_ptr, then as dbias_ptr, then as dtable_ptr
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHERED: tl.constexpr,  # as in the forward
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    DELTA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries, and lse2 and delta for dk_dv_kernel; if DELTA, only delta and the inverse sums.
+
+    lse2 is the lse in base 2, and delta = rowsum(p * dp) - dlse. Queries without keys get +inf and 0, so that p =
+    exp2(s - inf) = 0 without a check.
+
+    If few keys have nearly all the weight, the gradient of a score is the difference of two nearly equal numbers, dp
+    and delta. In half precision rowsum(out * dout) - dlse is as good a delta as any. In fp32 its rounding would be an
+    error that a plain implementation does not have. So in fp32 a pass with DELTA comes first, and delta is the mean,
+    under the same p, of the same dp from which it will be subtracted, accumulated as its difference from rowsum(out *
+    dout); dlse is added after the subtraction. That pass also recomputes the inverse sum of the exponentials, from the
+    scores as the backward computes them, with a Kahan sum over the tiles, because its rounding error would be common to
+    all gradients of the row.
+    """
+    SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
+    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
+    item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
+    place, lists, firsts, live_tokens = row_item(
+        item_ptr, index_ptr, lengths_ptr, lengths_stride, heads, group, row_tiles, q_len, k_len,
+        BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+    )  # fmt: skip
+    batch_head, batch, head, kv_head, first_q = place
+    start, full, at_end, partial, first_partial = lists
+    next_block, partial_block, partial_number = firsts
+    q_length, k_length = live_tokens
+
+    rows = first_q + tl.arange(0, BLOCK_M)
+    row = tl.cast(batch_head, tl.int64) * row_stride
+    dlse, inverse = None, None
+    # A descriptor load blocks where it is issued, so pointer loads are issued before it and arrive meanwhile.
+    dout_tile = load_tokens(
+        dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False, PRECISION,
+    )  # fmt: skip
+    if DELTA or not KEEP:
+        out_tile = load_columns(
+            out_ptr, batch, head, first_q, q_len, out_strides, 0, DV, PADDED_DV, BLOCK_M, False, False,
+        )  # fmt: skip
+    if KEEP:
+        lse2 = tl.load(lse2_ptr + row + rows, mask=rows < q_len, other=0.0)
+        inverse = tl.load(inverse_ptr + row + rows, mask=rows < q_len, other=0.0)
+        if dlse_ptr is not None:
+            dlse = lse_gradients(dlse_ptr + row + rows, rows < q_len, inverse[:, None], 1)
+    else:
+        at_q = tl.cast(batch_head, tl.int64) * q_len + rows
+        lse = tl.load(lse_ptr + at_q, mask=rows < q_len, other=float("-inf"))
+        if dlse_ptr is not None:
+            own_dlse = tl.load(dlse_ptr + at_q, mask=rows < q_len, other=0.0)
+    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
+    if DELTA or not KEEP:
+        estimate = tl.sum(out_tile.to(tl.float32) * in_fp32(dout_tile, PRECISION), 1)
+    if DELTA:
+        delta = tl.zeros([BLOCK_M], tl.float32)
+        weight, lost = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    elif KEEP:
+        delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
+    else:
+        empty = lse == float("-inf")
+        lse2 = tl.where(empty, float("inf"), lse * LOG2E)
+        delta = estimate
+        if dlse_ptr is not None:
+            delta -= own_dlse
+        delta = tl.where(empty, 0.0, delta)
+        # All chunks of a split row write the same values.
+        tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
+        tl.store(lse2_ptr + row + rows, lse2, mask=rows < q_len)
+    dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
+    changes = (
+        cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
+        key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
+    )  # fmt: skip
+    coordinates = rows_ptr, queries_ptr, groups_ptr
+    dslopes, own_sums, table_sums = (), (), ()
+    if dslopes_ptr is not None:
+        dslopes = tl.zeros([BLOCK_M], tl.float32)
+    if OWN_SUMS is not None:
+        own_sums = OWN_SUMS(None, None, None, BLOCK_M)
+    if dtable_ptr is not None:
+        table_sums = no_run(BLOCK_M)
+
+    for i in range(0, full * SPLIT):
+        first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
+        next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
+        k_tile, exps, p, dp, factor, own = row_step(
+            q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, seed_ptr, dropped, amplification, coordinates,
+            batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
+            v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+            DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
+        )  # fmt: skip
+        if DELTA:
+            delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, estimate)
+        else:
+            dq, dslopes, own_sums, table_sums = dq_step(
+                dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr,
+                dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
+                BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
+            )  # fmt: skip
+
+    if at_end + partial > 0:  # as in the forward
+        next_block, next_tile = partial_block, partial_number
+        if HAS_LENGTHS:
+            if at_end > 0:
+                next_block, next_tile = partial_tile(
+                    index_ptr, tile_ptr, start + full, at_end, first_partial, 0, BLOCK_N, GATHERED, True
+                )
+        for i in range(0, (at_end + partial) * SPLIT):
+            first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
+            tile = next_tile
+            next_block, next_tile = partial_tile(
+                index_ptr, tile_ptr, start + full, at_end, first_partial, (i + 1) // SPLIT, BLOCK_N, GATHERED,
+                HAS_LENGTHS,
+            )  # fmt: skip
+            k_tile, exps, p, dp, factor, own = row_step(
+                q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
+                coordinates, batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale,
+                qk_scale, k_strides, v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+                GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
+            )  # fmt: skip
+            if DELTA:
+                delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, estimate)
+            else:
+                dq, dslopes, own_sums, table_sums = dq_step(
+                    dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr,
+                    dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
+                    BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
+                )  # fmt: skip
+
+    if OWN_SUMS is not None:
+        store_own_sums(own_sums, own_parts, tl.cast(tl.program_id(0), tl.int64), 0, 0, BLOCK_M, False)
+    if dtable_ptr is not None:
+        if until_ptr is not None:
+            own_table = dtable_ptr + tl.cast(tl.program_id(0), tl.int64) * table_size
+            add_last_run(table_sums, own_table)
+    if dslopes_ptr is not None:
+        place = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M
+        tl.store(dslopes_ptr + place + tl.arange(0, BLOCK_M), dslopes)
+    at = row + rows
+    if parts_ptr is None:
+        if DELTA:
+            if sink_ptr is not None:
+                delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
+            write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+        else:
+            write_gradients(
+                dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M, True, False
+            )
+    else:
+        part = tl.load(item_ptr + 7)
+        SIZE: tl.constexpr = BLOCK_M * (3 if DELTA else PADDED_D)
+        if part > 0:
+            if DELTA:
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, 1), delta[:, None])
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_M, BLOCK_M, 1), weight[:, None])
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 2 * BLOCK_M, BLOCK_M, 1), estimate[:, None])
+            else:
+                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_D), dq)
+        else:
+            if DELTA:
+                if sink_ptr is not None:
+                    delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
+                write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+            else:
+                write_gradients(
+                    dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M,
+                    True, False,
+                )  # fmt: skip

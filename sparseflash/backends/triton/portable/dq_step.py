@@ -1,0 +1,130 @@
+"""What the backward over rows does with one tile of keys: the weights once more, then the gradients."""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.portable.arithmetic import product
+from sparseflash.backends.triton.portable.dropout import kept_weights
+from sparseflash.backends.triton.portable.fp32_split import accumulate, products
+from sparseflash.backends.triton.portable.loads import live_in_row, load_tokens, token_numbers
+from sparseflash.backends.triton.portable.scores import (
+    CAPPED,
+    add_run_gradients,
+    add_table_gradients,
+    changed_scores,
+    code_differences,
+    entries_at,
+    slope_gradients,
+    store_bias_gradients,
+)
+from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
+
+
+@triton.jit
+def row_step(
+    q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification, coordinates,
+    batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides, v_strides,
+    changes, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys in the backward over rows: `(keys, exponentials, weights, gradients of the weights, derivative
+    of the scores' cap, what one's own function returned)`.
+    """
+    k_tile = load_tokens(
+        k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
+    )  # fmt: skip
+    v_tile = load_tokens(
+        v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
+    )  # fmt: skip
+    scores = products(q_tile, k_tile, PRECISION)
+    factor, own = 1.0, (1.0, ())
+    if CHANGES:
+        scores, factor, own = changed_scores(
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
+            MASKED, False,
+        )  # fmt: skip
+    live, inverses = None, None
+    if MASKED:
+        live = live_in_row(
+            words_ptr, tile, first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+        )  # fmt: skip
+    if KEEP:
+        inverses = inverse[:, None]
+    exps, p = recomputed_weights(scores, live, lse2[:, None], inverses, qk_scale, KEEP, PRECISION)
+    dp = products(dout_tile, v_tile, PRECISION)
+    if DROPOUT:
+        keep = kept_weights(
+            seed_ptr, dropped, coordinates, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False
+        )
+        dp = tl.where(keep, dp * amplification, 0.0)
+    return k_tile, exps, p, dp, factor, own
+
+
+@triton.jit
+def learned_step(
+    ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q, first_k,
+    q_len, k_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of a bias and a table by one tile: `(those of the products without the scale, table_sums)`.
+
+    See add_run_gradients for `table_sums`.
+    """
+    rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
+    if dbias_ptr is not None:
+        store_bias_gradients(ds, dbias_ptr, batch_head, rows, keys, q_len, k_len)
+    if dtable_ptr is not None:
+        own = dtable_ptr + tl.cast(tl.program_id(0), tl.int64) * table_size
+        if changes[4] is not None:
+            table_sums = add_run_gradients(
+                table_sums, ds, own, buckets_ptr, changes[4], first_q, first_k, rows, keys, q_len, k_len, BLOCK_M,
+                BLOCK_N, CHANGES,
+            )  # fmt: skip
+        else:
+            at = code_differences(changes[4], changes[5], changes[6], rows, keys, q_len, k_len, False)
+            add_table_gradients(ds, own, entries_at(buckets_ptr, at, CHANGES), None)
+    if CAPPED & CHANGES:
+        ds = ds * factor
+    return ds, table_sums
+
+
+@triton.jit
+def own_step(
+    ds, own, own_sums, own_parts, own_numbers, batch_head, first_q, first_k, q_len, k_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one's own function by one tile: `(those of the scores before it, the sums of its queries)`."""
+    if OWN_SUMS is not None:
+        own_sums = OWN_SUMS(own_sums, ds, own[1], BLOCK_M)
+    if OWN_STORES is not None:
+        rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
+        OWN_STORES(ds, own[1], own_parts, own_numbers, batch_head, rows, keys, q_len, k_len)
+    return product(ds, own[0]), own_sums
+
+
+@triton.jit
+def dq_step(
+    dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr, dtable_ptr,
+    buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr,
+    OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
+):  # fmt: skip
+    """Adds the contribution of one tile of keys, from what `row_step` returned, to dq (without the scale) and to the
+    gradients of what changes of scores learn: `(dq, dslopes, own_sums, table_sums)`.
+    """
+    ds = score_gradients(p, dp, delta[:, None], dlse)
+    if OWN is not None:
+        ds, own_sums = own_step(
+            ds, own, own_sums, own_parts, changes[13], batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N,
+            OWN_SUMS, OWN_STORES,
+        )  # fmt: skip
+    if dslopes_ptr is not None:
+        rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
+        dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
+    if CHANGES:
+        ds, table_sums = learned_step(
+            ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q,
+            first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+        )  # fmt: skip
+    return accumulate(ds, k_tile, dq, PRECISION), dslopes, own_sums, table_sums

@@ -1,0 +1,103 @@
+"""The forward by the portable kernels, prepared for tensors of one layout.
+
+What depends only on the layout is prepared once and shared by all plans; a pass adds the work of one plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.registration import empty_out
+from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.portable.changed import Changed
+from sparseflash.backends.triton.portable.launches import Bound, KernelLayout
+from sparseflash.backends.triton.portable.merging import combine_rows
+from sparseflash.backends.triton.portable.pass_layout import Layout
+from sparseflash.backends.triton.portable.passes import empty_kept, layouts, like, one_number_of
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.dropout import Dropout
+from sparseflash.scores.change import Scores
+
+
+class ForwardLayout(Layout):
+    """A forward for any plan."""
+
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int,
+        changes: Scores | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(setting, q, k, v, scale, dropped, changes)
+        self.as_they_are = self.are_read_as_they_are(q, k, v)
+        as_q = torch.empty_like(like(q))
+        self.out_is_as_q = (as_q.shape, as_q.stride()) == (self.out.shape, self.out.stride())
+        self.an_lse = one_number_of(self.lse, setting.plan.device)
+        self.written = {"out_ptr": self.out, "lse_ptr": self.lse}
+        if self.keep:
+            self.written |= {"maximum_ptr": self.lse, "inverse_ptr": self.lse}
+        q, k, v = self.examples(q, k, v)
+        tiles = {"q": q, "k": k, "v": v}
+        self.kernel = KernelLayout(
+            "forward", setting, self.numbers, tiles, self.written, {**tiles, "out": self.out}, changed=self.changed,
+            more=self.sink,
+        )  # fmt: skip
+
+
+class Forward:
+    """Computes out and lse, and what the backward needs besides them."""
+
+    def __init__(self, layout: ForwardLayout, plan: Plan) -> None:
+        self._layout = layout
+        self.kernel: Bound = layout.kernel.bind(plan)
+        self._combine = combine_rows(self.kernel, layout.kernel, layout.written, layout.sink)
+        self._is_plain = (
+            self._combine is None and not layout.kernel.lengths and not layout.kernel.dropout and layout.changed is None
+        )
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
+        changes: Scores | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """`(out, lse, kept)`; `kept` has maxima and inverse sums of the rows in fp32, and is None in half precision."""
+        layout, kernel = self._layout, self.kernel
+        out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
+        lse = torch.empty_like(layout.an_lse)
+        kept = empty_kept(q) if layout.keep else None
+        if not layout.as_they_are:
+            q, k, v = layout.operands(q, k, v)
+        written = (out, lse) if kept is None else (out, lse, kept[0], kept[1])
+        kernel.work.ready.wait()
+        if self._is_plain:
+            kernel.launch(q, k, v, *written)
+            return out, lse, kept
+        sinks = [] if changes is None else Changed.sinks(changes)
+        more = [] if changes is None else [*Changed.tensors(changes, out.dtype, out.device), *sinks]
+        if self._combine is None:
+            kernel.launch(q, k, v, *written, *kernel.extra(None, lengths, dropout), *more)
+        else:
+            parts = self._combine.workspace()
+            kernel.launch(q, k, v, *written, *kernel.extra(parts, lengths, dropout), *more)
+            self._combine.launch(parts, *written, *(() if lengths is None else (lengths,)), *sinks)
+        return out, lse, kept
+
+    def launches(self) -> list[BoundLaunch]:
+        """All kernel launches of a call."""
+        return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]
+
+    def choices(self) -> list[KernelChoice]:
+        """How its kernels run."""
+        return [self.kernel.described("forward")]
+
+
+def forward(
+    setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int,
+    changes: Scores | None = None,
+) -> Forward:  # fmt: skip
+    """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
+    layout: ForwardLayout | None = layouts.get(("forward", key))
+    if layout is None:
+        layout = layouts.put(("forward", key), ForwardLayout(setting, q, k, v, scale, dropped, changes))
+    return Forward(layout, setting.plan)

@@ -1,0 +1,38 @@
+"""What both kernels of the backward read and write of gradients."""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.portable.loads import (
+    store_tokens,
+)
+
+
+@triton.jit
+def lse_gradients(pointers, inside, inverse, AXIS: tl.constexpr):
+    """The gradients of lse of a tile's queries, along the other axis of scores; 0, not NaN, of those without keys."""
+    return tl.where(inverse > 0.0, tl.expand_dims(tl.load(pointers, mask=inside, other=0.0), AXIS), 0.0)
+
+
+@triton.jit
+def write_gradients(
+    dx, dx_ptr, factor, batch, head, first, tokens, length, strides,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Writes a complete gradient, times `factor` if SCALED; if CUT, 0 for tokens at or past `length`."""
+    if SCALED:
+        dx = dx * factor
+    if CUT:
+        dx = tl.where((first + tl.arange(0, TOKENS) < length)[:, None], dx, 0.0)
+    store_tokens(dx_ptr, dx.to(dx_ptr.dtype.element_ty), batch, head, first, tokens, strides, DIM, PADDED_DIM, TOKENS)
+
+
+@triton.jit
+def store_own_sums(own_sums, own_parts, place, first, length, TOKENS: tl.constexpr, CUT: tl.constexpr):
+    """Writes the sums of one's own function for a tile of tokens; if CUT, 0 at or past `length`."""
+    at = tl.arange(0, TOKENS)
+    for number in tl.static_range(len(own_sums)):
+        found = own_sums[number]
+        if CUT:
+            found = tl.where(first + at < length, found, 0.0)
+        tl.store(own_parts[number] + place * TOKENS + at, found)

@@ -1,0 +1,61 @@
+"""What the passes prepare for tensors of one layout, once for all plans: the forms in which kernels read the tensors.
+
+In full fp32 either the tensors are split into pieces first, or each tile is split as it is multiplied; see
+`fp32_split.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.registration import empty_lse, empty_out
+from sparseflash.backends.triton.alignment import aligned, is_aligned, with_aligned_rows
+from sparseflash.backends.triton.configs import padded_dims
+from sparseflash.backends.triton.family import Setting
+from sparseflash.backends.triton.portable.changed import Changed
+from sparseflash.backends.triton.portable.choice import wants_pieces
+from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces
+from sparseflash.backends.triton.portable.launches import Numbers
+from sparseflash.backends.triton.portable.passes import like
+from sparseflash.scores.change import Scores
+
+
+class Layout:
+    """What the forward and the backward have in common that depends on the layout of q, k and v."""
+
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, changes: Scores | None,
+        wanted: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
+        (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
+        self.numbers = Numbers(heads, kv_heads, q_len, k_len, (q.shape[-1], v.shape[-1]), scale, dropped)
+        self.keep = q.dtype == torch.float32  # keep maxima and inverse sums of rows for the backward
+        self.changed = None if changes is None else Changed(changes, self.numbers, q, wanted)
+        self.sink = {} if self.changed is None else self.changed.sink
+        self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
+        self._padded = padded_dims(*self.numbers.dims, setting.capability, itemsize=2)
+        self.out, self.lse = empty_out(like(q), like(v)), empty_lse(like(q))
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
+        """The tensors as the kernels read them: with aligned rows, or in pieces `[B, H, N, 3, padded]`."""
+        if not self.pieces:
+            return [aligned(x) for x in (q, k, v, *dout)]
+        padded, padded_v = self._padded
+        return [in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))]
+
+    def examples(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
+        """What `operands` would return for such tensors, on the meta device."""
+        if not self.pieces:
+            return [like(x) if is_aligned(x) else with_aligned_rows(like(x)) for x in (q, k, v, *dout)]
+        widths = self._padded[0], self._padded[0], self._padded[1], self._padded[1]
+        return [
+            torch.empty(*x.shape[:3], COUNT, width, dtype=PIECES_DTYPE, device="meta")
+            for x, width in zip((q, k, v, *dout), widths)
+        ]
+
+    def are_read_as_they_are(self, *tensors: Tensor) -> bool:
+        """Whether `operands` would return such tensors unchanged."""
+        return not self.pieces and all(map(is_aligned, tensors))

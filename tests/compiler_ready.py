@@ -1,0 +1,11 @@
+"""Imported once by the server of `uninterpreted`: what each process that compiles would otherwise begin with."""
+
+import rich.table  # noqa: F401
+import torch.fx.experimental.symbolic_shapes  # noqa: F401 - for `torch.empty_like` on the meta device
+import triton.experimental.gluon  # noqa: F401
+import typer  # noqa: F401
+from triton.runtime.cache import triton_key
+
+import experiments.benchmarks.compile.report  # noqa: F401
+
+triton_key()  # reads all of Triton, which it does once a process

@@ -1,0 +1,20 @@
+"""How large the largest tensor is that any operation of PyTorch makes."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LargestTensor(TorchDispatchMode):
+    """Measures the largest tensor made, in bytes; arrays of the given masks and views of them are not counted."""
+
+    def __init__(self, *given_masks):
+        super().__init__()
+        self._known = {a.data_ptr() for mask in given_masks for a in mask._arrays() if a is not None}
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
+                self.nbytes = max(self.nbytes, tensor.numel() * tensor.element_size())
+        return made

@@ -1,0 +1,89 @@
+"""What patterns over sequences are made of: runs, diagonals and kinds of tiles."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mask_rules import BLOCKS, assert_keeps, grid
+from sequence_sizes import MOST, sizes, square
+from sparseflash import BlockMask
+from sparseflash.masks.tiling.diagonals import diagonals
+from sparseflash.masks.tiling.kinds import by_kind
+from sparseflash.masks.tiling.spans import spans
+from strategies import SEEDS, blocks, lengths
+
+
+@given(lengths(MOST), lengths(MOST), blocks(BLOCKS), SEEDS)
+def test_spans_keeps_runs_and_marked_rows_and_columns_up_to_their_limit(q_len, k_len, block, seed):
+    rng = np.random.default_rng(seed)
+    most = rng.choice([1, 20, k_len + 5])
+    start = torch.from_numpy(rng.integers(-5, k_len + 5, q_len))
+    stop = start + torch.from_numpy(rng.integers(-3, most + 1, q_len))
+    limit = torch.from_numpy(rng.integers(-5, k_len + 5, q_len))
+    rows, cols = (torch.from_numpy(rng.random(n) < rng.choice([0, 0.02, 0.5, 1])) for n in (q_len, k_len))
+    q, k = grid(q_len, k_len)
+    run = (start[q] <= k) & (k < stop[q])
+    assert_keeps(spans(start, stop, k_len, block=block), run)
+    marked = rows[q] | cols[k]
+    assert_keeps(spans(start, stop, k_len, rows=rows, cols=cols, block=block), run | marked)
+    limited = run | (marked & (k < limit[q]))
+    assert_keeps(spans(start, stop, k_len, limit=limit, rows=rows, cols=cols, block=block), limited)
+
+
+@given(sizes(), SEEDS)
+def test_diagonals_keeps_a_set_of_distances(size, seed):
+    q_len, block = size
+    rng = np.random.default_rng(seed)
+    there = torch.from_numpy(rng.random(2 * q_len + 21) < rng.choice([0.01, 0.1, 0.9]))
+    offsets = there.nonzero()[:, 0] - (q_len + 10)  # some past the ends
+    q, k = square(q_len)
+    assert_keeps(diagonals(offsets, q_len, block=block), torch.isin(q - k, offsets))
+
+
+@given(lengths(MOST), lengths(MOST), blocks(BLOCKS), st.integers(1, 20))
+def test_by_kind_asks_about_one_tile_of_each_kind(q_len, k_len, block, period):
+    rows, cols = every_tile(q_len, k_len, block)
+    codes = [rows * block[0] % period, cols * block[1] % period]
+    asked = []
+
+    def live(some):
+        asked.extend(some.tolist())
+        q, k = tokens_of_tiles(rows[some], cols[some], block)
+        return q % period == 3 * k % period
+
+    q, k = torch.arange(q_len)[:, None], torch.arange(k_len)
+    assert_keeps(by_kind(live, rows, cols, codes, q_len, k_len, block=block), q % period == 3 * k % period)
+    kinds = list(zip(*(code.tolist() for code in codes)))
+    assert sorted(asked) == [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+
+
+@given(lengths(MOST), lengths(MOST), st.integers(1, 9), st.integers(-50, 50), blocks(BLOCKS))
+def test_by_kind_takes_the_distance_of_tiles_for_a_rule_of_distances(q_len, k_len, step, shift, block):
+    rows, cols = every_tile(q_len, k_len, block)
+
+    def live(some):
+        q, k = tokens_of_tiles(rows[some], cols[some], block)
+        return (q + shift - k) % step == 0
+
+    distance = rows * block[0] - cols * block[1]
+    q, k = torch.arange(q_len)[:, None], torch.arange(k_len)
+    assert_keeps(by_kind(live, rows, cols, [distance], q_len, k_len, block=block), (q + shift - k) % step == 0)
+
+
+def test_by_kind_of_no_tiles_is_empty():
+    none = torch.zeros(0, dtype=torch.int64)
+    assert by_kind(lambda some: some, none, none, [none], 100, block=32) == BlockMask.from_dense(
+        torch.zeros(100, 100, dtype=torch.bool), block=32
+    )
+
+
+def every_tile(q_len, k_len, block):
+    pairs = torch.cartesian_prod(*(torch.arange(-(-n // b)) for n, b in zip((q_len, k_len), block)))
+    return pairs[:, 0], pairs[:, 1]
+
+
+def tokens_of_tiles(rows, cols, block):
+    return rows[:, None, None] * block[0] + torch.arange(block[0])[:, None], (
+        cols[:, None, None] * block[1] + torch.arange(block[1])
+    )
