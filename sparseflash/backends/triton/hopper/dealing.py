@@ -66,7 +66,7 @@ def cut_kernel(
         item = first + lane
         here = item < items
         size = tl.load(size_ptr + item, mask=here, other=0).to(tl.int64)
-        is_cut = (4 * size > least) & (size > longest)
+        is_cut = (4 * size > least) & (2 * size > 3 * longest)
         count = tl.where(is_cut, tl.cdiv(size, longest), here.to(tl.int64)).to(tl.int32)
         count_cut = tl.where(is_cut, count, 0)
         first_part = made + tl.cumsum(count, 0) - count
