@@ -14,6 +14,9 @@ the same bits: every addition has a rank in a chain, which is an accumulator, an
 reached its rank. The first of a chain stores, so nothing has to be zeroed. A tile with many additions has several
 chains, which `finish_kernel` sums in order and rounds once.
 
+An item that is far too long for one program is several in the plan, its parts (`cuts.py`). Each writes its own dk and
+dv in fp32 to a workspace, and `portable/combine.py` sums them in the order of the list and rounds once.
+
 Why nothing waits for ever. `backward_plan.py` gives every entry (a tile of queries of some item) a time, which
 increases strictly along the list of a program, and ranks the entries of a chain by (time, number of the program). So
 entries are in one total order, and each waits for earlier ones only:
@@ -46,11 +49,12 @@ WORDS = gl.constexpr(4)  # of bits of a key of a tile
 THREADS = gl.constexpr(256)  # of the warpgroups; each says for itself that it has read a stage, without waiting
 
 # Of a work item, and of an entry: see backward_plan.py.
-ITEM = gl.constexpr(4)
+ITEM = gl.constexpr(5)
 NUMBER = gl.constexpr(0)
 FIRST_KEY = gl.constexpr(1)
 FIRST = gl.constexpr(2)
 COUNT = gl.constexpr(3)
+PART = gl.constexpr(4)
 ENTRY = gl.constexpr(4)
 TILE = gl.constexpr(1)
 CHAIN = gl.constexpr(2)
@@ -70,6 +74,15 @@ def header(work_ptr, item):
     number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
     first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
     return number, first_k, first, count
+
+
+@gluon.jit
+def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
+    """The number of an item among the parts of those that are cut, from 1; 0 of an item that is not."""
+    part = 0
+    if HAS_PARTS:
+        part = gl.load(work_ptr + item * ITEM + PART)
+    return part
 
 
 # ---------------------------------------------------------------------- the loading warp
@@ -139,8 +152,9 @@ def sent_is_visible():
 
 
 @gluon.jit
-def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr):
-    """dq of every second step of the plan, in its turn; and dv (WHICH 0) or dk (WHICH 1) of every item."""
+def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: gl.constexpr):
+    """dq of every second step of the plan, in its turn; and dv (WHICH 0) or dk (WHICH 1) of every item that is no
+    part."""
     acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads = sends
     start_ptr, work_ptr, entry_ptr = lists
     STEPS: gl.constexpr = TILE_ROWS // ROWS
@@ -165,11 +179,13 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr):
             sent_is_visible()
             gl.atomic_add(counter_ptr + place, 1, sem="relaxed", scope="gpu")
             sent += 1
-        mbarrier.wait(full.index(WHICH), sent & 1)
-        async_store(out_desc, [number // kv_heads, number % kv_heads, first_k, 0], out_s.index(WHICH * (ROWS // 64)))
-        tma.store_wait(0)
-        mbarrier.arrive(empty.index(WHICH), count=1)
-        sent += 1
+        if part_of(work_ptr, item, HAS_PARTS) == 0:
+            mbarrier.wait(full.index(WHICH), sent & 1)
+            target = out_s.index(WHICH * (ROWS // 64))
+            async_store(out_desc, [number // kv_heads, number % kv_heads, first_k, 0], target)
+            tma.store_wait(0)
+            mbarrier.arrive(empty.index(WHICH), count=1)
+            sent += 1
 
 
 # ---------------------------------------------------------------------- the warpgroups
@@ -212,10 +228,11 @@ def masked(x, words_ptr, tile, first_row, k_left, ROWS: gl.constexpr, HAS_LENGTH
 @gluon.jit
 def consumer(
     reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of every item, and dq of every step."""
-    tiles_s, bars, lists, words_ptr, lengths, ds_s, dq_s, out_s, full, empty, qk_scale, scale, kv_heads = reads
+    tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes = reads
+    qk_scale, scale, kv_heads = sizes
     q_s, dout_s, k_s, v_s, rows_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
@@ -286,9 +303,18 @@ def consumer(
             dk = warpgroup_mma_wait(0, deps=(dk,))
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
-        hand_over(dv.to(dtype), 0, out_s.index(0), full, empty, parities)
-        hand_over((dk * scale).to(dtype), 1, out_s.index(ROWS // 64), full, empty, parities)
-        parities ^= (1 << SENDERS) - 1
+        part = part_of(work_ptr, item, HAS_PARTS)
+        if HAS_PARTS and part > 0:
+            # From registers: of the buffers of dq, each would be too small for dk at D=128, and the senders use both.
+            key = gl.cast(gl.arange(0, KEYS, layout=gl.SliceLayout(1, KV)), gl.int64)
+            column = gl.cast(gl.arange(0, D, layout=gl.SliceLayout(0, KV)), gl.int64)
+            before = gl.cast(part - 1, gl.int64) * (2 * KEYS)  # dk, then dv, as `combine_gradients_kernel` wants it
+            gl.store(parts_ptr + ((key + before)[:, None] * D + column[None, :]), dk)
+            gl.store(parts_ptr + ((key + (before + KEYS))[:, None] * D + column[None, :]), dv)
+        else:
+            hand_over(dv.to(dtype), 0, out_s.index(0), full, empty, parities)
+            hand_over((dk * scale).to(dtype), 1, out_s.index(ROWS // 64), full, empty, parities)
+            parities ^= (1 << SENDERS) - 1
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
@@ -304,6 +330,7 @@ def backward_kernel(
     dk_desc, dv_desc,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # int32 [programs + 1], [items, ITEM], [entries + 1, ENTRY], bits
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS], zeros
+    parts_ptr,  # fp32 [parts, 2 * KEYS * D], written: dk without `scale` and dv of parts; None if no item is one
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     qk_scale, scale,  # positive, the first in units of log2(e)
     heads, kv_heads, row_tiles,
@@ -314,6 +341,7 @@ def backward_kernel(
     """dk and dv of all items, and the chains of dq, without the factor `scale`."""
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
+    HAS_PARTS: gl.constexpr = parts_ptr is not None
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
     q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, ROWS, D], TILE_LAYOUT)
@@ -350,13 +378,14 @@ def backward_kernel(
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles))
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
-    reads = (tiles_s, bars, lists, words_ptr, lengths, ds_s, dq_s, out_s, full, empty, qk_scale, scale, kv_heads)
+    sizes = (qk_scale, scale, kv_heads)
+    reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes)
     gl.warp_specialize(
         [
-            (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS)),
+            (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS, HAS_PARTS)),
             (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES)),
-            (sender, (sends, dv_desc, 0, ROWS)),
-            (sender, (sends, dk_desc, 1, ROWS)),
+            (sender, (sends, dv_desc, 0, ROWS, HAS_PARTS)),
+            (sender, (sends, dk_desc, 1, ROWS, HAS_PARTS)),
         ],
         [1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS],

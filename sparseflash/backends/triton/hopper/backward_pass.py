@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.triton.configs import TOKENS_TO_COMBINE
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
@@ -17,9 +19,10 @@ from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, SMALLEST_SCALE, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.rows import begin_kernel, finish_kernel
-from sparseflash.backends.triton.launcher import BoundLaunch, Describe
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
-from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, launch_of, strides_of
+from sparseflash.backends.triton.portable.combine import combine_gradients_kernel
+from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
@@ -32,8 +35,9 @@ class BackwardLayout:
 
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, chains: int,
-        *, dlse: bool,
+        *, dlse: bool, merges: bool,
     ) -> None:  # fmt: skip
+        """merges: whether some items are parts, whose dk and dv are merged."""
         device, config = setting.plan.device, backward_config_for(q.shape[-1])
         (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
         row_tiles = -(-q_len // BLOCK[0])
@@ -88,13 +92,35 @@ class BackwardLayout:
         }  # fmt: skip
         self.launch = launch_of(
             backward_kernel, constants, numbers,
-            {**tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted, **lengths},
+            {
+                **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
+                **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths,
+            },
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
         )  # fmt: skip
+        self.part = BLOCK[1] * 2 * config.dim
+        self.combine = self._combining(setting, numbers, config.dim, dk, dv) if merges else None
+
+    def _combining(self, setting: Setting, numbers: Mapping[str, Any], padded: int, dk: Tensor, dv: Tensor) -> Launch:
+        dim, k_len = dk.shape[-1], dk.shape[2]
+        constants = {
+            "D": dim, "DV": dim, "PADDED_D": padded, "PADDED_DV": padded, "BLOCK": BLOCK[1],
+            "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": False,
+        }  # fmt: skip
+        by_name = {
+            **numbers, "heads": numbers["kv_heads"], "tokens": k_len, "tiles": -(-k_len // BLOCK[1]),
+            "amplification": 1.0, "lengths_offset": 0, "x_strides": strides_of(dk), "y_strides": strides_of(dv),
+        }  # fmt: skip
+        # Weights of keys past their number are 0, so lengths make no difference.
+        examples = {"parts_ptr": SOME_PARTS, "x_ptr": dk, "y_ptr": dv}
+        return launch_of(
+            combine_gradients_kernel, constants, by_name, examples, setting.plan.device, {}, bound=("merged_ptr",),
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
 
     def workspace(self) -> list[Tensor]:
-        """Memory for what the kernels tell one another: rows of numbers, chains of dq, counters."""
+        """Memory for what the kernels tell one another, except for parts: rows of numbers, chains of dq, counters."""
         return [torch.empty_like(each) for each in self._workspace]
 
 
@@ -107,6 +133,10 @@ class Backward:
         self._launch = layout.launch.bind(
             plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=plan.entries, words_ptr=plan.words
         )
+        self._combine: BoundLaunch | None = None
+        if layout.combine is not None:
+            pieces = len(plan.merged) * (BLOCK[1] // TOKENS_TO_COMBINE)
+            self._combine = layout.combine.bind(pieces, merged_ptr=plan.merged)
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -120,19 +150,25 @@ class Backward:
         by_length = () if lengths is None else (lengths, lengths.stride(0))
         self.plan.made.wait()
         self.layout.begin(out, dout, lse, *(() if dlse is None else (dlse,)), rows, counters, *by_length)
-        self._launch(q, k, v, dout, rows, acc, dk, dv, counters, *by_length)
+        parts: list[Tensor] = []
+        if self._combine is not None:
+            parts.append(torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device))
+        self._launch(q, k, v, dout, rows, acc, dk, dv, counters, *parts, *by_length)
         self._finish(acc, dq)
+        if self._combine is not None:
+            self._combine(*parts, dk, dv)
         return dq, dk, dv
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        return [self.layout.begin, self._launch, self._finish]
+        return [self.layout.begin, self._launch, self._finish, *([] if self._combine is None else [self._combine])]
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
         loads = torch.stack([each.sum() for each in self.plan.work[:, 3].tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, BLOCK[1]
-        return [described_choice("dk, dv and dq", block, 11, self.layout.stages, self._launch, loads, 0)]
+        stages, parts = self.layout.stages, self.plan.parts
+        return [described_choice("dk, dv and dq", block, 11, stages, self._launch, loads, parts)]
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:

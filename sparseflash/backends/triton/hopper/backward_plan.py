@@ -1,7 +1,8 @@
 """What the backward on Hopper walks: which program has which items, in which order, and the order of all additions.
 
 An item is a tile of keys of one head of keys, with an entry for every live tile of queries of every query head of its
-group. All is decided before the kernel runs, in three steps, each a function of what came before:
+group. One that is far too long is cut into parts, each of which is an item from then on; see `cuts.py`. All is decided
+before the kernel runs, in three steps, each a function of what came before:
 
 1. Items go to programs longest first where they are long, else head by head, each to a program with little work.
 2. Every place in the list of a program has a time: how many entries come before it, an item counting as one more. The
@@ -30,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparseflash.backends.triton.hopper import cuts
 from sparseflash.backends.triton.hopper.plan import start_order
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import transposed, words_per_row
@@ -53,17 +55,21 @@ class BackwardPlan:
     """The lists of all programs, and the chains of all tiles of queries."""
 
     start: Tensor  # int32 [programs + 1], the first item of each program
-    work: Tensor  # int32 [W, 4]: number of batch and head of keys, first key, first entry, how many
+    # int32 [W, 5]: number of batch and head of keys, first key, first entry, how many; number among all parts of items
+    # that are cut, from 1, 0: not cut.
+    work: Tensor
     # int32 [E + 1, 4]: number of batch, query head and tile of queries; number of the tile's bits, 0: full; chain; rank
     # in it. One more than there are, because the kernel reads one ahead.
     entries: Tensor
     chain: Tensor  # int32 [B * Hq * tiles + 1], the first chain of each tile of queries
     words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, of every key its queries
     chains: int
+    merged: Tensor  # int32 [items that are cut, 4]: see `cut_items`
+    parts: int  # of all of these
     made: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        made = ReadyEvent((self.start, self.work, self.entries, self.chain, self.words))
+        made = ReadyEvent((self.start, self.work, self.entries, self.chain, self.words, self.merged))
         object.__setattr__(self, "made", made)
 
     @property
@@ -81,30 +87,33 @@ def backward_plan(
     rows, columns = -(-q_len // lists.tiling.streamed), -(-k_len // lists.tiling.held)
     column = torch.arange(columns, device=device)
     list_of = (pattern.long().view(-1, 1, group) * columns + column.unsqueeze(1)).view(-1, group)  # of every item
-    counts = lists.count.long()
-    items = _dealt((counts[list_of].sum(1)).cpu().numpy(), programs)
+    counts, index = lists.count.long(), lists.index.long()
+    walked, walk_start = walks(lists.start.long(), counts, index, rows, columns)
+    parts, merged = cuts.cut(walk_start[list_of], counts[list_of], programs)
+    items = _dealt(parts.size.sum(1).cpu().numpy(), programs)
     arrays = [torch.from_numpy(x).int() for x in items]
     *of_items, start = to_device(arrays, device)
     sequence, size, first, program, time = (x.long() for x in of_items)
+    number, walk_start, lengths = (x[sequence] for x in (parts.number[:, 0], parts.start, parts.size))
     total = int(items.size.sum())
 
     item, place = _expanded(size, total)
     time, program = time[item] + place, program[item]  # of every entry
-    lists_walked = list_of[sequence].view(-1)
-    of_list, place = _expanded(counts[lists_walked], total)
-    kv_head = sequence[of_list // group] // columns
+    of_list, place = _expanded(lengths.view(-1).long(), total)
+    kv_head = number[of_list // group] // columns
     head = kv_head // kv_heads * heads + kv_head % kv_heads * group + of_list % group
-    index = lists.index.long()
-    walked, walk_start = walks(lists.start.long(), counts, index, rows, columns)
-    at = walk_start[lists_walked][of_list] + place
+    at = walk_start.view(-1)[of_list] + place
     source = best_of(walked[:, at], index, head, time, rows, batch * heads)
     row = head * rows + index[source]
     chain, rank, chains = chained(row, time, program, rows, batch * heads * rows, items.programs)
 
-    work = torch.stack([sequence // columns, sequence % columns * lists.tiling.held, first, size], dim=1)
+    first_key = number % columns * lists.tiling.held
+    work = torch.stack([number // columns, first_key, first, size, parts.part[sequence, 0]], dim=1)
     entries = torch.zeros(total + 1, 4, dtype=torch.int32, device=device)
     entries[:-1] = torch.stack([row, lists.tile[source], chain, rank], dim=1)
-    return BackwardPlan(start, work.int(), entries, chains.int(), _by_key(lists), int(chains[-1]))
+    return BackwardPlan(
+        start, work.int(), entries, chains.int(), _by_key(lists), int(chains[-1]), merged, int(merged[:, 2].sum())
+    )
 
 
 class _Items(NamedTuple):

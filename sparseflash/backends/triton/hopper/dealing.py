@@ -1,4 +1,8 @@
-"""Kernels that give the items of the backward to programs: those of `backward_plan.assigned`, with the same result."""
+"""Kernels that cut the items of the backward into parts and give those to programs: they do what `cuts.cut` and
+`backward_plan.assigned` do, with the same result.
+
+From `cut_kernel` on an item that is cut is as many items as it has parts, numbered one after the other.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,13 @@ _NEVER = tl.constexpr((1 << 63) - 1)  # comes last
 
 
 @triton.jit(
-    do_not_specialize=["batch_stride", "head_stride", "items", "kv_heads", "columns", "group"],
+    do_not_specialize=["batch_stride", "head_stride", "kv_heads", "columns", "group", "items"],
     do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
 )
 def size_kernel(
     pattern_ptr, count_ptr,  # int32 [B, Hq], [P * columns]
     size_ptr,  # int32 [items]
-    batch_stride, head_stride, items, kv_heads, columns, group,
+    batch_stride, head_stride, kv_heads, columns, group, items,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Writes how many entries every item has."""
@@ -35,9 +39,64 @@ def size_kernel(
     tl.store(size_ptr + item, size, mask=here)
 
 
-@triton.jit(do_not_specialize=["items", "programs"], do_not_specialize_on_alignment=["key_ptr"])
-def key_kernel(size_ptr, key_ptr, items, programs, AT_ONCE: tl.constexpr):
-    """Writes what items are sorted by for `plan.start_order`; one program does all."""
+@triton.jit(
+    do_not_specialize=["items", "programs", "far", "worth", "worth_alike", "parts", "shortest"],
+    do_not_specialize_on_alignment=["part_size_ptr"],
+)
+def cut_kernel(
+    size_ptr,  # int32 [items]
+    first_ptr,  # int32 [2, items + 1]: the first part of each item; those of all items before it that are cut
+    part_size_ptr,  # int32 [most_items]: of every part, also the only one of an item
+    merged_ptr, total_ptr,  # int32 [items, 4]: see `splits.cut_items`; [6]: parts, those of cut items, cut items
+    items, programs, far, worth, worth_alike, parts, shortest,  # the last five: see `cuts.Rule`
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Cuts items into parts. One program does all."""
+    lane = tl.arange(0, AT_ONCE)
+    total, most = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    for first in range(0, items, AT_ONCE):
+        size = tl.load(size_ptr + first + lane, mask=first + lane < items, other=0).to(tl.int64)
+        total += tl.sum(size, 0)
+        most = tl.maximum(most, tl.max(size, 0))
+    mean = tl.cdiv(total + items, programs)
+    longest = tl.maximum(tl.cdiv(mean, parts), shortest)
+    least = mean * tl.where(most * items > far * total, worth, worth_alike)
+    made, partial, cut = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for first in range(0, items, AT_ONCE):
+        item = first + lane
+        here = item < items
+        size = tl.load(size_ptr + item, mask=here, other=0).to(tl.int64)
+        is_cut = (4 * size > least) & (2 * size > 3 * longest)
+        count = tl.where(is_cut, tl.cdiv(size, longest), here.to(tl.int64)).to(tl.int32)
+        count_cut = tl.where(is_cut, count, 0)
+        first_part = made + tl.cumsum(count, 0) - count
+        first_cut = partial + tl.cumsum(count_cut, 0) - count_cut
+        tl.store(first_ptr + item, first_part, mask=here)
+        tl.store(first_ptr + (items + 1) + item, first_cut, mask=here)
+        parts_here = tl.maximum(count, 1)
+        for part in range(tl.max(count, 0)):
+            begin, end = part * size // parts_here, (part + 1) * size // parts_here
+            tl.store(part_size_ptr + first_part + part, (end - begin).to(tl.int32), mask=part < count)
+        row_ptr = merged_ptr + (cut + tl.cumsum(is_cut.to(tl.int32), 0) - 1).to(tl.int64) * 4
+        tl.store(row_ptr, item, mask=is_cut)
+        tl.store(row_ptr + 1, first_cut, mask=is_cut)
+        tl.store(row_ptr + 2, count, mask=is_cut)
+        tl.store(row_ptr + 3, tl.zeros([AT_ONCE], tl.int32), mask=is_cut)
+        made += tl.sum(count, 0)
+        partial += tl.sum(count_cut, 0)
+        cut += tl.sum(is_cut.to(tl.int32), 0)
+    tl.store(first_ptr + items, made)
+    tl.store(first_ptr + (items + 1) + items, partial)
+    tl.store(total_ptr, made)
+    tl.store(total_ptr + 1, partial)
+    tl.store(total_ptr + 2, cut)
+
+
+@triton.jit(do_not_specialize=["programs", "room"], do_not_specialize_on_alignment=["size_ptr", "key_ptr"])
+def key_kernel(size_ptr, total_ptr, key_ptr, programs, room, AT_ONCE: tl.constexpr):
+    """Writes what items are sorted by for `plan.start_order`, and for the rest of the `room` what comes last; one
+    program does all."""
+    items = tl.load(total_ptr)
     lane = tl.arange(0, AT_ONCE)
     total = tl.zeros([], tl.int64)
     for first in range(0, items, AT_ONCE):
@@ -58,23 +117,29 @@ def key_kernel(size_ptr, key_ptr, items, programs, AT_ONCE: tl.constexpr):
         key = tl.where(is_long, -1 - size, tl.where(is_last, 2147483647 - size, 0))
         tl.store(key_ptr + first + lane, key, mask=first + lane < items)
         before += tl.sum(is_short, 0)
+    for first in range(items // AT_ONCE * AT_ONCE, room, AT_ONCE):
+        is_unused = (first + lane >= items) & (first + lane < room)
+        tl.store(key_ptr + first + lane, tl.full([AT_ONCE], 2147483647, tl.int32), mask=is_unused)
 
 
-@triton.jit(do_not_specialize=["items", "programs"], do_not_specialize_on_alignment=["first_ptr", "chain_ptr"])
+@triton.jit(
+    do_not_specialize=["programs", "room"], do_not_specialize_on_alignment=["size_ptr", "entry_ptr", "chain_ptr"]
+)
 def deal_kernel(
-    order_ptr, size_ptr,  # int64, int32 [items]
-    first_ptr, chain_ptr,  # int32: the number of all entries, and of all chains
-    dealt_ptr,  # int32 [3, items]: program, time, how many items the program has before
-    given_ptr, total_ptr,  # int32 [2, programs + 1]: after a zero, items and entries of each; [3]
-    items, programs,
+    order_ptr, size_ptr,  # int64, int32 [room]
+    entry_ptr, chain_ptr,  # int32: the number of all entries, and of all chains
+    dealt_ptr,  # int32 [3, room]: program, time, how many items the program has before
+    given_ptr, total_ptr,  # int32 [2, programs + 1]: after a zero, items and entries of each; [6]: the items, read
+    programs, room,
     PADDED: tl.constexpr, PROGRAM_BITS: tl.constexpr,
 ):  # fmt: skip
     """Gives every item to a program, and writes how many entries, chains and times there are. One program does all."""
     SHIFT: tl.constexpr = PROGRAM_BITS + COUNT_BITS
+    items = tl.load(total_ptr)
     lane = tl.arange(0, PADDED).to(tl.int64)
-    entries = tl.load(first_ptr).to(tl.int64)
+    entries = tl.load(entry_ptr).to(tl.int64)
     total = entries + items
-    state = tl.where(lane < programs, lane << COUNT_BITS, _NEVER)
+    state = tl.where(lane < tl.minimum(programs, items), lane << COUNT_BITS, _NEVER)
     at = 0
     while at < items:
         load = state >> SHIFT
@@ -91,8 +156,8 @@ def deal_kernel(
         is_given = key < _NEVER
         item, cost = key & _MASK, _LARGEST - (key >> SHIFT)
         tl.store(dealt_ptr + item, ((state >> COUNT_BITS) & (PADDED - 1)).to(tl.int32), mask=is_given)
-        tl.store(dealt_ptr + items + item, load.to(tl.int32), mask=is_given)
-        tl.store(dealt_ptr + 2 * items + item, (state & _MASK).to(tl.int32), mask=is_given)
+        tl.store(dealt_ptr + room + item, load.to(tl.int32), mask=is_given)
+        tl.store(dealt_ptr + 2 * room + item, (state & _MASK).to(tl.int32), mask=is_given)
         state += tl.where(is_given, (cost << SHIFT) + 1, 0)
         at += free
 
@@ -103,6 +168,6 @@ def deal_kernel(
     tl.store(given_ptr + (programs + 1) + number + 1, (load - count).to(tl.int32), mask=is_program)
     tl.store(given_ptr, 0)
     tl.store(given_ptr + programs + 1, 0)
-    tl.store(total_ptr, entries.to(tl.int32))
-    tl.store(total_ptr + 1, tl.load(chain_ptr))
-    tl.store(total_ptr + 2, tl.max(tl.where(is_program, load, 0), 0).to(tl.int32))
+    tl.store(total_ptr + 3, entries.to(tl.int32))
+    tl.store(total_ptr + 4, tl.load(chain_ptr))
+    tl.store(total_ptr + 5, tl.max(tl.where(is_program, load, 0), 0).to(tl.int32))

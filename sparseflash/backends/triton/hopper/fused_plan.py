@@ -1,7 +1,7 @@
 """The plan of the backward on a GPU: that of `backward_plan.backward_plan`, number for number, by kernels.
 
 Written with PyTorch's operations, a plan is 215 operations, for each of which the host takes 6 to 10 us, three of them
-sorts of entries, and a loop on the host. Here it is ten launches, a sort of the items and four small operations of
+sorts of entries, and a loop on the host. Here it is eleven launches, a sort of the items and four small operations of
 PyTorch. The host waits once, for the numbers of entries and chains and for the end of the timeline.
 """
 
@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from sparseflash.backends.triton.hopper import backward_plan as reference
-from sparseflash.backends.triton.hopper import dealing, timeline
+from sparseflash.backends.triton.hopper import cuts, dealing, timeline
 from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.schedule.worklists import TileLists
@@ -29,7 +29,7 @@ _MOST_ITEMS = 1 << 24
 
 def can_plan(lists: TileLists, pattern: Tensor, programs: int) -> bool:
     """Whether the kernels can count the items and the programs: see dealing.py."""
-    return programs <= _MOST_LANES and len(lists.count) * pattern.numel() < _MOST_ITEMS
+    return programs <= _MOST_LANES and cuts.most_items(len(lists.count) * pattern.numel(), programs) < _MOST_ITEMS
 
 
 def backward_plan(
@@ -42,7 +42,7 @@ def backward_plan(
     group, heads = query_heads // kv_heads, batch * query_heads
     items, tiles = batch * kv_heads * columns, heads * rows
     lanes = max(triton.next_power_of_2(programs), _FEWEST_LANES)
-    programs = min(programs, items)
+    room = cuts.most_items(items, programs)
     kernels = _kernels(device, lanes, queries, keys)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -59,40 +59,45 @@ def backward_plan(
     )  # fmt: skip
     made = made.cumsum(1, dtype=torch.int32)
 
-    size, key = empty(2, items).unbind()
-    place = (*pattern.stride(), items, kv_heads, columns, group)
-    kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, _AT_ONCE)
-    kernels.key.start(1, size, key, items, programs, _AT_ONCE)
+    size, first, merged = empty(items), empty(2, items + 1), empty(items, 4)
+    part_size, key = empty(2, room).unbind()
+    dealt, total, given = empty(3, room), empty(6), empty(2, programs + 1)
+    place = (*pattern.stride(), kv_heads, columns, group)
+    kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, items, _AT_ONCE)
+    kernels.cut.start(1, size, first, part_size, merged, total, items, programs, *cuts.RULE, _AT_ONCE)
+    kernels.key.start(1, part_size, total, key, programs, room, _AT_ONCE)
     order = torch.sort(key, stable=True).indices
-    dealt, total, given = empty(3, items), empty(3), empty(2, programs + 1)
     kernels.deal.start(
-        1, order, size, made[0, -1:], made[1, -1:], dealt, given, total, items, programs, lanes, lanes.bit_length() - 1
-    )
+        1, order, part_size, made[0, -1:], made[1, -1:], dealt, given, total, programs, room, lanes,
+        lanes.bit_length() - 1,
+    )  # fmt: skip
     start, first_entry = given.cumsum(1, dtype=torch.int32).unbind()
     distinct = lists.words.numel() // (queries * words_per_row(keys))
     words = empty(distinct * keys * words_per_row(queries))
     kernels.transpose.start(distinct * words_per_row(queries), lists.words, words, queries, keys)
-    entries, chains, span = total.tolist()  # the only time that the host waits
+    parts, parts_cut, cut, entries, chains, span = total.tolist()  # the only time that the host waits
 
+    programs = min(programs, parts)
     cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)
     walked = pattern, lists.start, lists.count, lists.index
-    place += (rows, reference.stride_of(rows))
-    kernels.timeline.start(items * group, *walked, dealt, cells, *place, span, programs)
+    place += (rows, reference.stride_of(rows), room)
+    kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)
     kernels.meet.start(span, cells, meeting, rows, heads, span, programs, lanes)
-    work, listed = empty(items, 4), empty(entries + 1, 4)
+    work, listed = empty(parts, 5), empty(entries + 1, 4)
     moment, added = empty(entries, dtype=torch.int64), empty(entries)
     kernels.entry.start(
-        items * group, *walked, lists.tile, dealt, size, start, first_entry, meeting, made, cursor, moment, added, work,
-        listed, *place, programs, heads, keys, entries, reference._CLEARLY,
+        items * group, *walked, lists.tile, size, first, part_size, dealt, start, first_entry, meeting, made, cursor,
+        moment, added, work, listed, *place, items, programs, heads, keys, entries, reference._CLEARLY,
     )  # fmt: skip
     kernels.rank.start(tiles, made, moment, added, listed, tiles)
-    return BackwardPlan(start, work, listed, made[1], words, chains)
+    return BackwardPlan(start[: programs + 1], work, listed, made[1], words, chains, merged[:cut], parts_cut)
 
 
 class _Kernels(NamedTuple):
     count_rows: Launch
     chain: Launch
     size: Launch
+    cut: Launch
     key: Launch
     deal: Launch
     transpose: Launch
@@ -105,8 +110,8 @@ class _Kernels(NamedTuple):
 @bounded(maxsize=32)
 def _kernels(device: torch.device, lanes: int, queries: int, keys: int) -> _Kernels:
     functions = (
-        timeline.count_kernel, timeline.chain_kernel, dealing.size_kernel, dealing.key_kernel, dealing.deal_kernel,
-        timeline.transpose_kernel, timeline.timeline_kernel, timeline.meet_kernel, timeline.entry_kernel,
-        timeline.rank_kernel,
+        timeline.count_kernel, timeline.chain_kernel, dealing.size_kernel, dealing.cut_kernel, dealing.key_kernel,
+        dealing.deal_kernel, timeline.transpose_kernel, timeline.timeline_kernel, timeline.meet_kernel,
+        timeline.entry_kernel, timeline.rank_kernel,
     )  # fmt: skip
     return _Kernels(*(Launch.of_all_arguments(each, device, num_warps=4, num_stages=1) for each in functions))

@@ -35,8 +35,9 @@ def backward(
 ) -> Backward:  # fmt: skip
     """The backward of a plan for tensors like these. dlse: whether a gradient comes through lse."""
     plan = planned_backward(setting.plan, programs_of(setting.plan.device))
-    layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, plan.chains))
+    size = plan.chains, plan.parts > 0
+    layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
-        made = BackwardLayout(setting, q, k, v, out, dout, scale, plan.chains, dlse=dlse)
-        layout = _layouts.put(("backward", dlse, key, plan.chains), made)
+        made = BackwardLayout(setting, q, k, v, out, dout, scale, size[0], dlse=dlse, merges=size[1])
+        layout = _layouts.put(("backward", dlse, key, size), made)
     return Backward(layout, plan)

@@ -86,9 +86,7 @@ def _places(row, column, index_ptr, count, rows, columns, stride, ORDER: tl.cons
 
 
 @triton.jit
-def _list_of(
-    pattern_ptr, start_ptr, count_ptr, dealt_ptr, batch_stride, head_stride, items, kv_heads, columns, group
-):  # fmt: skip
+def _list_of(pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_heads, columns, group):
     """What one program walks: a list of an item, that of one query head of its group."""
     item, member = tl.program_id(0) // group, tl.program_id(0) % group
     kv_head, column = item // columns, item % columns
@@ -100,25 +98,40 @@ def _list_of(
         pattern = tl.load(pattern_ptr + (first_head + other) * head_stride)
         before += tl.load(count_ptr + pattern.to(tl.int64) * columns + column)
     number = tl.load(pattern_ptr + (first_head + member) * head_stride).to(tl.int64) * columns + column
-    program, time = tl.load(dealt_ptr + item), tl.load(dealt_ptr + items + item)
     head = batch * (kv_heads * group) + first_head + member
-    return item, column, head, tl.load(start_ptr + number), tl.load(count_ptr + number), program, time, before
+    return item, column, head, tl.load(start_ptr + number), tl.load(count_ptr + number), before
+
+
+@triton.jit
+def _dealt(part, dealt_ptr, room):
+    """The program of a part, the time when it begins, and how many the program has before."""
+    place_ptr = dealt_ptr + part
+    return tl.load(place_ptr), tl.load(place_ptr + room), tl.load(place_ptr + 2 * room)
+
+
+@triton.jit
+def _part_of(place, size_ptr, first_ptr, item):
+    """The parts of an item that have some of its entries, and the places of these there."""
+    size, first, stop = tl.load(size_ptr + item), tl.load(first_ptr + item), tl.load(first_ptr + item + 1)
+    count = (stop - first).to(tl.int64)
+    part = tl.minimum(((place + 1) * count - 1) // tl.maximum(size, 1), count - 1)
+    return first + part.to(tl.int32), place - (part * size // count).to(tl.int32)
 
 
 @triton.jit(
     do_not_specialize=[
-        "batch_stride", "head_stride", "items", "kv_heads", "columns", "group", "rows", "stride", "span", "programs",
+        "batch_stride", "head_stride", "kv_heads", "columns", "group", "rows", "stride", "room", "span", "programs",
     ],
     do_not_specialize_on_alignment=["pattern_ptr", "start_ptr", "count_ptr", "index_ptr"],
 )  # fmt: skip
 def timeline_kernel(
-    pattern_ptr, start_ptr, count_ptr, index_ptr, dealt_ptr,
+    pattern_ptr, start_ptr, count_ptr, index_ptr, size_ptr, first_ptr, dealt_ptr,
     cell_ptr,  # int32 [orders, span, programs], -1 where nothing is added
-    batch_stride, head_stride, items, kv_heads, columns, group, rows, stride, span, programs,
+    batch_stride, head_stride, kv_heads, columns, group, rows, stride, room, span, programs,
 ):  # fmt: skip
     """Writes the tiles of queries of one list at their times, in each of the orders."""
-    _, column, head, start, count, program, time, before = _list_of(
-        pattern_ptr, start_ptr, count_ptr, dealt_ptr, batch_stride, head_stride, items, kv_heads, columns, group
+    item, column, head, start, count, before = _list_of(
+        pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_heads, columns, group
     )
     index_ptr += start
     for first in range(0, count, AT_ONCE):
@@ -126,7 +139,9 @@ def timeline_kernel(
         row = tl.load(index_ptr + entry, mask=entry < count, other=0)
         for order in tl.static_range(_ORDERS):
             place = _places(row, column, index_ptr, count, rows, columns, stride, order)
-            at = (order * span.to(tl.int64) + time + before + place) * programs + program
+            part, place = _part_of(before + place, size_ptr, first_ptr, item)
+            program, time, _ = _dealt(part, dealt_ptr, room)
+            at = (order * span.to(tl.int64) + time + place) * programs + program
             tl.store(cell_ptr + at, head * rows + row, mask=entry < count)
 
 
@@ -150,34 +165,39 @@ def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.c
 
 @triton.jit(
     do_not_specialize=[
-        "batch_stride", "head_stride", "items", "kv_heads", "columns", "group", "rows", "stride", "programs", "heads",
-        "held", "total", "tenths",
+        "batch_stride", "head_stride", "kv_heads", "columns", "group", "rows", "stride", "room", "items", "programs",
+        "heads", "held", "total", "tenths",
     ],
     do_not_specialize_on_alignment=[
-        "pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr", "program_entry_ptr", "meeting_ptr",
-        "cursor_ptr",
+        "pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr", "first_ptr", "part_size_ptr",
+        "program_entry_ptr", "meeting_ptr", "cursor_ptr",
     ],
 )  # fmt: skip
 def entry_kernel(
-    pattern_ptr, start_ptr, count_ptr, index_ptr, tile_ptr, dealt_ptr, size_ptr, program_start_ptr, program_entry_ptr,
+    pattern_ptr, start_ptr, count_ptr, index_ptr, tile_ptr, size_ptr, first_ptr, part_size_ptr, dealt_ptr,
+    program_start_ptr, program_entry_ptr,
     meeting_ptr, made_ptr,  # int32 [orders, heads], [2, tiles + 1]: the first addition of each tile of queries
     cursor_ptr, moment_ptr, added_ptr,  # int32 [tiles], zeros; int64, int32 [total]
-    work_ptr, entries_ptr,  # int32 [items, 4], [total + 1, 4]
-    batch_stride, head_stride, items, kv_heads, columns, group, rows, stride, programs, heads, held, total, tenths,
+    work_ptr, entries_ptr,  # int32 [parts, 5], [total + 1, 4]
+    batch_stride, head_stride, kv_heads, columns, group, rows, stride, room, items, programs, heads, held, total,
+    tenths,
 ):  # fmt: skip
     """Writes the entries of one list in the best order of its head, and for every tile of queries, in any order, when
-    its additions are made and by which entries. The first list of an item writes the item, too."""
-    item, column, head, start, count, program, time, before = _list_of(
-        pattern_ptr, start_ptr, count_ptr, dealt_ptr, batch_stride, head_stride, items, kv_heads, columns, group
+    its additions are made and by which entries. The first list of an item writes its parts, too."""
+    item, column, head, start, count, before = _list_of(
+        pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_heads, columns, group
     )
-    nth = tl.load(dealt_ptr + 2 * items + item)  # item of its program
-    first_entry = tl.load(program_entry_ptr + program) + time - nth
     if tl.program_id(0) % group == 0:
-        item_ptr = work_ptr + (tl.load(program_start_ptr + program) + nth).to(tl.int64) * 4
-        tl.store(item_ptr, item // columns)
-        tl.store(item_ptr + 1, column * held)
-        tl.store(item_ptr + 2, first_entry)
-        tl.store(item_ptr + 3, tl.load(size_ptr + item))
+        first, stop = tl.load(first_ptr + item), tl.load(first_ptr + item + 1)
+        first_cut = tl.load(first_ptr + (items + 1) + item)
+        for part in range(first, stop):
+            program, time, nth = _dealt(part, dealt_ptr, room)
+            item_ptr = work_ptr + (tl.load(program_start_ptr + program) + nth).to(tl.int64) * 5
+            tl.store(item_ptr, item // columns)
+            tl.store(item_ptr + 1, column * held)
+            tl.store(item_ptr + 2, tl.load(program_entry_ptr + program) + time - nth)
+            tl.store(item_ptr + 3, tl.load(part_size_ptr + part))
+            tl.store(item_ptr + 4, tl.where(stop - first > 1, first_cut + part - first + 1, 0))
     best, fewest = 0, tl.load(meeting_ptr + head).to(tl.int64)
     for order in tl.static_range(1, _ORDERS):
         meetings = tl.load(meeting_ptr + order * heads + head).to(tl.int64)
@@ -192,12 +212,14 @@ def entry_kernel(
         for order in tl.static_range(_ORDERS):
             if best == order:
                 place = _places(row, column, index_ptr, count, rows, columns, stride, order)
-        tile, number = head * rows + row, first_entry + before + place
+        part, place = _part_of(before + place, size_ptr, first_ptr, item)
+        program, time, nth = _dealt(part, dealt_ptr, room)
+        tile, number = head * rows + row, tl.load(program_entry_ptr + program) + time - nth + place
         entry_ptr = entries_ptr + number.to(tl.int64) * 4
         tl.store(entry_ptr, tile, mask=here)
         tl.store(entry_ptr + 1, tl.load(tile_ptr + start + entry, mask=here, other=0), mask=here)
         at = tl.load(made_ptr + tile, mask=here, other=0) + tl.atomic_add(cursor_ptr + tile, 1, mask=here)
-        tl.store(moment_ptr + at, (time + before + place).to(tl.int64) * programs + program, mask=here)
+        tl.store(moment_ptr + at, (time + place).to(tl.int64) * programs + program, mask=here)
         tl.store(added_ptr + at, number, mask=here)
     if tl.program_id(0) == 0:  # the kernel reads one entry ahead
         tl.store(entries_ptr + total.to(tl.int64) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int32))

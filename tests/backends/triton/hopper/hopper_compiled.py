@@ -22,7 +22,7 @@ from sparseflash import BlockMask
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
-from sparseflash.backends.triton.hopper import passes, plan
+from sparseflash.backends.triton.hopper import cuts, passes, plan
 
 ARCH = 90
 
@@ -44,14 +44,19 @@ class _NoDevice:
 
 
 def compiled(dim, dtype, lengths, parts):
-    """What the two passes launch: `{name: (compiled kernel, names of its arguments)}`. parts: the forward cuts rows."""
+    """What the two passes launch: `{name: (compiled kernel, names of its arguments)}`.
+
+    parts: the forward cuts rows, and the backward columns.
+    """
     q = torch.empty(1, 2, 512, dim, dtype=dtype)
     mask = BlockMask.dense(512, block=128)
     if lengths:
         mask = mask.with_lengths([100])
     rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if parts else plan.RULE
+    cut = cuts.Rule(far=0, worth=0, shortest=1) if parts else cuts.RULE
     with (
         mock.patch.object(plan, "RULE", rule),
+        mock.patch.object(cuts, "RULE", cut),
         mock.patch.object(driver, "_active", _NoDevice()),
     ):
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))

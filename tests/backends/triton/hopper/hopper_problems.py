@@ -13,7 +13,7 @@ from sparseflash import testing
 from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import backward_pass, forward_pass, passes, plan
+from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
 from sparseflash.blockmask.cache import clear_caches
@@ -21,6 +21,7 @@ from strategies import Problem, Recipe, problems
 
 HALF = (torch.float16, torch.bfloat16)
 CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)  # every row of more than a tile, into its tiles
+PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every column of more than an entry, into its entries
 
 
 def inputs(problem):
@@ -36,7 +37,7 @@ def as_it_is(source):
 
 
 def interpreted(
-    mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE,
+    mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
     change=as_it_is, change_backward=as_it_is, backward=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
@@ -51,6 +52,7 @@ def interpreted(
     backward_config = backward_config_for(q.shape[-1])._replace(**(backward or {}))
     replaced = [
         (plan, "RULE", rule),
+        (cuts, "RULE", cut),
         (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change)),
         (forward_pass, "config_for", lambda dim: forward_config),
         (forward_pass, "counter", lambda device: counter),

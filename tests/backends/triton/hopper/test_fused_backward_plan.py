@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plans import plan
 from sparseflash import BlockMask, masks
-from sparseflash.backends.triton.hopper import backward_pass, backward_plan, fused_plan, timeline
+from sparseflash.backends.triton.hopper import backward_pass, backward_plan, cuts, fused_plan, timeline
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.schedule.plan import dense_plan
@@ -20,7 +20,8 @@ from strategies import block_masks
 from uninterpreted import python
 from waiting import NoWaiting
 
-ARRAYS = ("start", "work", "entries", "chain", "words")
+ARRAYS = ("start", "work", "entries", "chain", "words", "merged")
+CUT = cuts.Rule(far=0, worth=0, parts=64, shortest=2)  # every item of more than two entries
 
 
 def columns_of(mask, device="cpu"):
@@ -31,7 +32,7 @@ def assert_same(ours, theirs):
     for name in ARRAYS:
         x, y = (getattr(each, name).cpu() for each in (ours, theirs))
         assert x.dtype == y.dtype and torch.equal(x, y), name
-    assert ours.chains == theirs.chains
+    assert (ours.chains, ours.parts) == (theirs.chains, theirs.parts)
 
 
 def assert_planned_alike(lists, pattern, kv_heads, q_len, k_len, programs):
@@ -51,7 +52,22 @@ def assert_mask_is_planned_alike(mask, batch=1, heads=1, kv_heads=1, programs=5)
 def test_kernels_plan_what_operations_plan(data, batch, kv_heads, group, programs):
     heads = kv_heads * group
     mask = data.draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads))
-    assert_mask_is_planned_alike(mask, batch, heads, kv_heads, programs)
+    shortest = data.draw(st.sampled_from([None, 1, 2, 5]))
+    rule = cuts.RULE if shortest is None else CUT._replace(shortest=shortest)
+    with mock.patch.object(cuts, "RULE", rule):
+        assert_mask_is_planned_alike(mask, batch, heads, kv_heads, programs)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 3), (2, 1)])
+def test_few_popular_columns_are_cut_alike(heads, kv_heads):
+    """By the rule itself: of few items, of all, and of those longer than what is compared at a time."""
+    rows = torch.arange(160)
+    layout = (rows[:, None] - rows).abs() <= 1
+    layout[:, (0, 77)] = True
+    made = assert_mask_is_planned_alike(BlockMask.from_layout(layout, block=16), 1, heads, kv_heads, programs=23)
+    assert len(made.merged) == 2 * kv_heads and made.parts > 3 * len(made.merged)
+    made = assert_mask_is_planned_alike(masks.dense(16 * 160, 32, block=16), 1, heads, kv_heads, programs=40)
+    assert len(made.merged) == 2 * kv_heads and len(made.work) == made.parts
 
 
 @pytest.mark.parametrize("longest", [1, 3])
@@ -80,8 +96,9 @@ def test_tiles_with_more_additions_than_are_compared_at_a_time():
 
 def test_more_items_than_are_sorted_by_one_program_at_a_time():
     mask = masks.local(16 * 80, window=30, block=16)
-    with mock.patch.object(fused_plan, "_AT_ONCE", 32):
-        assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=7)
+    for rule in (cuts.RULE, CUT):
+        with mock.patch.object(fused_plan, "_AT_ONCE", 32), mock.patch.object(cuts, "RULE", rule):
+            assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=7)
 
 
 def test_lists_that_columns_share():
@@ -96,16 +113,16 @@ def test_all_programs_of_a_gpu_in_every_order(name):
     assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=132)
 
 
-def test_it_takes_ten_launches_and_five_operations_and_waits_once():
+def test_it_takes_eleven_launches_and_five_operations_and_waits_once():
     mask = masks.causal(400, block=128)
     lists = columns_of(mask)
     with (
         mock.patch.object(Launch, "start") as started,
-        mock.patch.object(torch.Tensor, "tolist", return_value=[10, 4, 5]) as waited,
+        mock.patch.object(torch.Tensor, "tolist", return_value=[4, 0, 0, 10, 4, 5]) as waited,
         NoWaiting() as seen,
     ):
         fused_plan.backward_plan(lists, mask.pattern, 1, 400, 400, programs=132)
-    assert (started.call_count, seen.started, waited.call_count) == (10, 5, 1)
+    assert (started.call_count, seen.started, waited.call_count) == (11, 5, 1)
 
 
 def test_kernels_assume_the_alignment_only_of_what_always_has_it():
@@ -149,7 +166,7 @@ from sparseflash.backends.triton.schedule.worklists import full_first
 import torch
 mask = masks.causal(400, block=128)
 lists = full_first(*mask.columns, mask.words, Tiling(128, 128))
-with mock.patch.object(torch.Tensor, "tolist", lambda self: [10, 4, 5]), compiling_for(90) as compiled:
+with mock.patch.object(torch.Tensor, "tolist", lambda self: [4, 0, 0, 10, 4, 5]), compiling_for(90) as compiled:
     for heads in (2, 4):
         fused_plan.backward_plan(lists, mask.pattern.expand(2, heads), 2, 400, 400, programs=132)
 for name, kernel in compiled:
@@ -159,7 +176,7 @@ print(len({name for name, _ in compiled}), len({kernel.hash for _, kernel in com
 """
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["10", "10"]  # one kernel each, whatever the mask and the heads
+    assert done.stdout.split() == ["11", "11"]  # one kernel each, whatever the mask and the heads
 
 
 # ---------------------------------------------------------------------- on a GPU

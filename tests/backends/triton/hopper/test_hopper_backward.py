@@ -6,31 +6,32 @@ from unittest import mock
 
 import pytest
 import torch
-from hopper_problems import assert_exact, drawn, run, some_problem
+from hopper_problems import PARTS, assert_exact, drawn, run, some_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from missing_lines import assert_noticed, synchronising_lines, without
 
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import backward_plan
+from sparseflash.backends.triton.hopper import backward_plan, cuts
 from strategies import Problem, Recipe
 
 SEEDS = st.integers(0, 2**16)
+RULES = st.sampled_from([cuts.RULE, PARTS, PARTS._replace(shortest=3)])
 
 
 @settings(max_examples=settings().max_examples // 2)
-@given(drawn(most_tokens=300), SEEDS, st.integers(1, 5))
-def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs):
-    assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed))
+@given(drawn(most_tokens=300), SEEDS, st.integers(1, 5), RULES)
+def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, seed, programs, cut):
+    assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed, cut=cut))
 
 
 @settings(max_examples=settings().max_examples // 3)
-@given(SEEDS, st.sampled_from([64, 96, 128]), st.integers(1, 5), st.integers(2, 3), st.integers(1, 3))
-def test_the_bits_depend_on_no_interleaving(seed, dim, programs, q_stages, dout_stages):
+@given(SEEDS, st.sampled_from([64, 96, 128]), st.integers(1, 5), st.integers(2, 3), st.integers(1, 3), RULES)
+def test_the_bits_depend_on_no_interleaving(seed, dim, programs, q_stages, dout_stages, cut):
     problem = some_problem(dim=dim, v_dim=dim)
-    first = run(problem, gradients=True, programs=programs)
+    first = run(problem, gradients=True, programs=programs, cut=cut)
     other = {"q_stages": q_stages, "dout_stages": dout_stages}
-    got = run(problem, gradients=True, programs=programs, seed=seed, backward=other)
+    got = run(problem, gradients=True, programs=programs, seed=seed, backward=other, cut=cut)
     assert all(map(torch.equal, got, first))
 
 
@@ -42,6 +43,19 @@ def test_a_tile_with_several_chains_is_their_sum(longest):
         mock.patch.object(backward_plan, "_LONG_CHAIN", 0),
     ):
         assert_exact(problem, run(problem, gradients=True))
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_the_column_of_a_global_token_is_cut_and_the_others_keep_their_bits(dim):
+    recipe = Recipe("streaming", {"q_len": 1200, "window": 1, "sink": 128, "block": 128})
+    problem = some_problem(
+        recipe=recipe, batch=1, heads=4, kv_heads=1, q_len=1200, k_len=1200, dim=dim, v_dim=dim,
+    )  # fmt: skip
+    got = run(problem, gradients=True, programs=5, cut=cuts.RULE._replace(shortest=4))
+    assert_exact(problem, got)
+    whole = run(problem, gradients=True, programs=5)
+    for x, y in zip(got[3:], whole[3:], strict=True):
+        assert torch.equal(x[:, :, 128:], y[:, :, 128:]) and not torch.equal(x, y)
 
 
 def test_without_a_gradient_of_lse(monkeypatch):

@@ -3,6 +3,7 @@ for ever, whatever the speeds of programs are."""
 
 import random
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -10,22 +11,27 @@ from hopper_layouts import LAYOUTS, mask_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparseflash.backends.triton.hopper import cuts
 from sparseflash.backends.triton.hopper.backward_plan import backward_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from strategies import block_masks
 
+CUT = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every item of more than an entry
+RULES = [cuts.RULE, CUT, CUT._replace(shortest=3)]
 
-def planned(mask, batch=1, heads=16, kv_heads=None, programs=132):
+
+def planned(mask, batch=1, heads=16, kv_heads=None, programs=132, rule=cuts.RULE):
     lists = full_first(*mask.columns, mask.words, Tiling(mask.block_k, mask.block_q))
     pattern = mask.pattern.expand(batch, heads)
-    return backward_plan(lists, pattern, kv_heads or heads, mask.q_len, mask.k_len, programs=programs)
+    with mock.patch.object(cuts, "RULE", rule):
+        return backward_plan(lists, pattern, kv_heads or heads, mask.q_len, mask.k_len, programs=programs)
 
 
 def by_program(made):
     """What every program does, item by item: the entries `[row, tile, chain, rank]`."""
     work, entries, start = (x.tolist() for x in (made.work, made.entries, made.start))
-    return [[entries[first : first + n] for _, _, first, n in work[a:b]] for a, b in pairwise(start)]
+    return [[entries[first : first + n] for _, _, first, n, _ in work[a:b]] for a, b in pairwise(start)]
 
 
 @st.composite
@@ -33,7 +39,8 @@ def plans(draw):
     batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     heads = kv_heads * group
     mask = draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads))
-    return mask, batch, heads, kv_heads, planned(mask, batch, heads, kv_heads, draw(st.integers(1, 40)))
+    rule = draw(st.sampled_from(RULES))
+    return mask, batch, heads, kv_heads, planned(mask, batch, heads, kv_heads, draw(st.integers(1, 40)), rule)
 
 
 @given(plans())
@@ -48,12 +55,31 @@ def test_every_live_tile_is_in_the_item_of_its_keys(drawn):
                     item = (b * kv_heads + h // (heads // kv_heads), int(mask.indices[i]) * mask.block_k)
                     words.setdefault(item, []).append(((b * heads + h) * rows + r, int(mask.tile[i])))
     entries, found = made.entries.tolist(), {}
-    for number, first_key, first, count in made.work.tolist():
-        assert (number, first_key) not in found
-        found[number, first_key] = sorted((row, tile) for row, tile, _, _ in entries[first : first + count])
+    for number, first_key, first, count, part in made.work.tolist():
+        assert part or (number, first_key) not in found
+        found.setdefault((number, first_key), []).extend(
+            (row, tile) for row, tile, _, _ in entries[first : first + count]
+        )
+    found = {item: sorted(each) for item, each in found.items()}
     assert len(found) == batch * kv_heads * columns
     assert {item: each for item, each in found.items() if each} == {item: sorted(each) for item, each in words.items()}
     assert len(entries) == sum(map(len, words.values())) + 1  # one is read ahead
+
+
+@given(plans())
+def test_the_parts_of_an_item_are_numbered_in_the_order_in_which_they_are_merged(drawn):
+    mask, made, parts = drawn[0], drawn[-1], {}
+    for number, first_key, _, count, part in made.work.tolist():
+        if part:
+            assert count > 0
+            parts.setdefault(number * mask.blocks[1] + first_key // mask.block_k, []).append((part - 1, count))
+    merged = made.merged.tolist()
+    assert [number for number, _, _, _ in merged] == sorted(parts)
+    for number, first, count, _ in merged:
+        assert count > 1 and sorted(part for part, _ in parts[number]) == list(range(first, first + count))
+        lengths = [length for _, length in parts[number]]
+        assert max(lengths) - min(lengths) <= 1
+    assert sorted(part for each in parts.values() for part, _ in each) == list(range(made.parts))
 
 
 @given(plans())
@@ -98,8 +124,8 @@ def test_ranks_that_were_exchanged_would_wait_for_ever():
 
 @given(plans())
 def test_a_plan_is_the_same_every_time(drawn):
-    mask, batch, heads, kv_heads, made = drawn
-    again = planned(mask, batch, heads, kv_heads, made.programs)
+    mask, batch, heads, kv_heads, _ = drawn
+    made, again = (planned(mask, batch, heads, kv_heads, programs=7, rule=CUT) for _ in range(2))
     assert all(map(torch.equal, (made.start, made.work, made.entries), (again.start, again.work, again.entries)))
 
 
