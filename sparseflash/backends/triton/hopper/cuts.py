@@ -25,8 +25,8 @@ class Rule(NamedTuple):
     than `mean`. If all are alike, as those of dense attention, parts do not come out even, so more must be gained.
 
     A part costs about an entry, to write its sums and to add them, and merging costs a launch of a few microseconds, so
-    no part has fewer than 12 entries. There are at most `parts * programs` of them, and one more for every item that is cut, each of
-    which takes 128 KB of the workspace at D = 128.
+    no part has fewer than 12 entries. There are at most `parts * programs` of them, and one more for every item that is
+    cut, each of which takes 128 KB of the workspace at D = 128.
 
     Entries of the program that has most over `mean`, 132 programs, and the number of parts:
 
