@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparseflash.backends.triton.hopper.gluon_api import async_load, async_store
 
 LN2 = gl.constexpr(0.6931471805599453)
+NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less: see `configs.SMALLEST_SCALE`
 ITEM = gl.constexpr(8)  # numbers a work item: see plan.py
 RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
 # Queries have two buffers, but of an item that ends they are given back before its record is read for the last time.
@@ -359,7 +360,8 @@ def consumer(
                     is_empty = total == 0.0
                     if HAS_LENGTHS:
                         is_empty = is_empty | (q_row >= field(record_s, ended, Q_LIMIT))
-                    lse = gl.where(is_empty, float("-inf"), (m_i + gl.log2(total)) * LN2)
+                    maximum = gl.where(qk_scale < NO_SCALE, 0.0, m_i)
+                    lse = gl.where(is_empty, float("-inf"), (maximum + gl.log2(total)) * LN2)
                     at = gl.cast(field(record_s, ended, BATCH_HEAD), gl.int64) * q_len + q_row
                     gl.store(lse_ptr + at, lse, mask=q_row < q_len)
                     inverse = gl.where(is_empty, 0.0, 1.0 / total)
