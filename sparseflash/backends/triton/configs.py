@@ -43,8 +43,6 @@ _COPYING = triton_version() >= (3, 9)
 _SHARED_MEMORY = 227 * 1024  # bytes per multiprocessor of an H100 that programs may use
 _REGISTERS = 65_536  # per multiprocessor
 _USUAL_REGISTERS = 128  # per thread
-
-TOKENS_TO_COMBINE = 16  # per program that merges chunks: few, because few items may be cut, each into many chunks
 _SCORES_A_WARP = 256  # tensor cores process patches of 16 x 16
 
 # (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16; "fp32" multiplies three pieces

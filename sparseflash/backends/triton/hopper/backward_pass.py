@@ -10,7 +10,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
-from sparseflash.backends.triton.configs import TOKENS_TO_COMBINE
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
@@ -21,7 +20,7 @@ from sparseflash.backends.triton.hopper.descriptors import as_read, described_as
 from sparseflash.backends.triton.hopper.rows import begin_kernel, finish_kernel
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
-from sparseflash.backends.triton.portable.combine import combine_gradients_kernel
+from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
 from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan

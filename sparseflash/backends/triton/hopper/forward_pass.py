@@ -17,7 +17,7 @@ from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.plan import forward_plan
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
-from sparseflash.backends.triton.portable.combine import combine_rows_kernel
+from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
 from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -27,7 +27,6 @@ from sparseflash.blockmask import streams
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.dropout import Dropout
 
-_TOKENS_TO_COMBINE = 16
 _SOME_COUNTERS = torch.empty(16, dtype=torch.int32, device="meta")
 _counters = BoundedDict(256)  # of a device and a stream
 
@@ -77,7 +76,7 @@ class ForwardLayout:
         self, setting: Setting, numbers: Mapping[str, Any], scale: float, dim: int, out: Tensor, lse: Tensor
     ) -> Launch:
         constants = {
-            "DV": out.shape[-1], "PADDED_DV": dim, "BLOCK_M": BLOCK[0], "TOKENS": _TOKENS_TO_COMBINE, "DROPOUT": False,
+            "DV": out.shape[-1], "PADDED_DV": dim, "BLOCK_M": BLOCK[0], "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": False,
             "KEEP": False,
         }  # fmt: skip
         by_name = {
@@ -103,7 +102,7 @@ class Forward:
         )  # fmt: skip
         self._combine: BoundLaunch | None = None
         if layout.combine is not None and plan.merged is not None:
-            pieces = len(plan.merged) * (BLOCK[0] // _TOKENS_TO_COMBINE)
+            pieces = len(plan.merged) * (BLOCK[0] // TOKENS_TO_COMBINE)
             self._combine = layout.combine.bind(pieces, merged_ptr=plan.merged)
 
     def __call__(

@@ -16,6 +16,7 @@ from sparseflash.backends.triton.portable.softmax import decay
 MERGED = tl.constexpr(4)  # numbers per item that was cut: see cut_items
 # Pipeline depth of the loads: waiting for each part before requesting the next would take longer than everything else.
 AHEAD = tl.constexpr(4)
+TOKENS_TO_COMBINE = 16  # of a program: few, because few items may be cut, each into many chunks
 
 
 @triton.jit(

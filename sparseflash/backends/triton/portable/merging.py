@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.configs import TOKENS_TO_COMBINE
 from sparseflash.backends.triton.portable.combine import (
+    TOKENS_TO_COMBINE,
     combine_gradients_kernel,
     combine_means_kernel,
     combine_rows_kernel,
