@@ -37,10 +37,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from sparseflash.backends.triton.hopper.gluon_api import async_add, async_load, async_store, reinterpret
+from sparseflash.backends.triton.hopper.gluon_api import (
+    accumulator,
+    async_add,
+    async_load,
+    async_store,
+    local_mma_wait,
+    reinterpret,
+)
+from sparseflash.backends.triton.hopper.rows import WIDTH
 
 KEYS = gl.constexpr(128)  # of an item
 TILE_ROWS = gl.constexpr(128)  # queries of a tile of the lists, in TILE_ROWS // ROWS steps
@@ -93,7 +100,7 @@ def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.co
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
     descriptors, tiles_s, bars, lists, sizes = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
-    q_s, dout_s, k_s, v_s, rows_s = tiles_s
+    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
@@ -104,12 +111,15 @@ def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.co
         number, first_k, first, count = header(work_ptr, item)
         batch, kv_head = number // kv_heads, number % kv_heads
         for i in range(count * STEPS):
-            row = gl.load(entry_ptr + (first + i // STEPS) * ENTRY)
+            at = entry_ptr + (first + i // STEPS) * ENTRY
+            row, tile = gl.load(at), gl.load(at + TILE)
             piece = i % STEPS
             head = row // row_tiles % heads
             first_q = row % row_tiles * TILE_ROWS + piece * ROWS
             stage = step % Q_STAGES
             mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
+            # By way of shared memory, where the warpgroups need not wait for memory of the GPU.
+            number_s.index(stage).store(gl.full([1], tile, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
@@ -170,10 +180,11 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: 
             rank = gl.load(at + RANK)
             wait_for_turn(counter_ptr + place, rank)
             mbarrier.wait(full.index(WHICH), sent & 1)
+            first_row = place * dq_s.shape[1]
             if rank == 0:
-                async_store(acc_desc, [place * ROWS, 0], dq_s.index(WHICH))
+                async_store(acc_desc, [first_row, 0], dq_s.index(WHICH))
             else:
-                async_add(acc_desc, [place * ROWS, 0], dq_s.index(WHICH))
+                async_add(acc_desc, [first_row, 0], dq_s.index(WHICH))
             tma.store_wait(0)
             mbarrier.arrive(empty.index(WHICH), count=1)
             sent_is_visible()
@@ -196,6 +207,22 @@ def in_registers(x):
     """Copies of a broadcast value, made before the products that accumulate onto it are under way; else ptxas would
     wait for those to make them (C7517)."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
+    """dq [ROWS, D] as it lies in shared memory and in chains: the numbers of a thread by fours, those of the threads of
+    a warp one after another. `rows.in_rows` undoes it.
+
+    A matrix instruction leaves a thread a pair of numbers in every eighth column. In rows as they are, pairs of several
+    rows would meet in the same banks of shared memory. The dimensions, of rows: warp, half, lane; of columns: warpgroup
+    (of 64 rows), eight, lane, number of the pair.
+    """
+    if ROWS == 64:
+        dq = dq.reshape([4, 2, 8, 2, D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
+    else:
+        dq = dq.reshape([8, 2, 8, D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return dq.reshape([ROWS * D // WIDTH, WIDTH])
 
 
 @gluon.jit
@@ -233,7 +260,7 @@ def consumer(
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes = reads
     qk_scale, scale, kv_heads = sizes
-    q_s, dout_s, k_s, v_s, rows_s = tiles_s
+    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
     dtype: gl.constexpr = q_s.dtype
@@ -261,7 +288,6 @@ def consumer(
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         number, first_k, first, count = header(work_ptr, item)
-        tile = gl.load(entry_ptr + first * ENTRY + TILE)
         k_left = KEYS
         if HAS_LENGTHS:
             lengths_ptr, lengths_stride = lengths
@@ -272,35 +298,36 @@ def consumer(
             mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
             parities ^= 1 << SENDERS
         for i in range(count * STEPS):
-            is_partial = (tile != 0) | (k_left < KEYS)
             q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
             mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
+            tile = gl.max(number_s.index(q_stage).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
+            is_partial = (tile != 0) | (k_left < KEYS)
             rows = rows_s.index(q_stage)
             s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             s = warpgroup_mma(k_s, q_s.index(q_stage).permute((1, 0)), s, is_async=True)
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
             dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s = local_mma_wait(s, 1)
             if is_partial:
                 s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, ROWS, HAS_LENGTHS, BITS)
             p = gl.exp2(s * qk_scale)
-            tile = gl.load(entry_ptr + (first + (i + 1) // STEPS) * ENTRY + TILE)  # of the next step
             weights = gl.convert_layout(p.to(dtype), OPERAND)
             dv = warpgroup_mma(weights, dout_s.index(dout_stage), dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
+            dp = local_mma_wait(dp, 1)
             ds = (p * dp).to(dtype)
             ds_s.store(ds)
             fence_async_shared()
             ds = gl.convert_layout(ds, OPERAND)
             dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_dq, use_acc=False, is_async=True)
             dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
-            dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+            dq, dv = local_mma_wait(dq, 1), accumulator(dv)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             which = (first * STEPS + i) % SENDERS
+            dq = in_thread_order(dq, ROWS, D)
             hand_over(dq, which, dq_s.index(which), full, empty, parities)
             parities ^= 1 << which
-            dk = warpgroup_mma_wait(0, deps=(dk,))
+            dk = local_mma_wait(dk, 0)
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
         part = part_of(work_ptr, item, HAS_PARTS)
@@ -326,7 +353,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
     # [1, 1, ROWS or KEYS, D]: what is past the ends of a tensor is read as zeros and not written
     rows_desc,  # fp32 [B * Hq * tiles * steps * 2, ROWS] in boxes of [2, ROWS]: see rows.py
-    acc_desc,  # fp32 [chains * TILE_ROWS, D] in boxes of [ROWS, D], written
+    acc_desc,  # fp32 [chains * TILE_ROWS * D // WIDTH, WIDTH] in boxes of ROWS * D each, see `in_thread_order`
     dk_desc, dv_desc,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # int32 [programs + 1], [items, ITEM], [entries + 1, ENTRY], bits
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS], zeros
@@ -350,9 +377,10 @@ def backward_kernel(
     v_s = gl.allocate_shared_memory(dtype, [KEYS, D], TILE_LAYOUT)
     ds_s = gl.allocate_shared_memory(dtype, [KEYS, ROWS], DS_LAYOUT)
     rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [SENDERS, ROWS, D], acc_desc.layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, [SENDERS, ROWS * D // WIDTH, WIDTH], acc_desc.layout)
     # dv and dk leave by the same buffers, which hold one or two of them.
     out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
+    number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of its bits
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
@@ -371,7 +399,7 @@ def backward_kernel(
     for c in gl.static_range(SENDERS):
         mbarrier.init(full.index(c), count=1)
         mbarrier.init(empty.index(c), count=1)
-    tiles_s = (q_s, dout_s, k_s, v_s, rows_s)
+    tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)

@@ -17,7 +17,7 @@ from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backw
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, SMALLEST_SCALE, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
-from sparseflash.backends.triton.hopper.rows import begin_kernel, finish_kernel
+from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
@@ -83,8 +83,9 @@ class BackwardLayout:
         }
         plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         described["rows_desc"] = Describe(rows, rows.shape, rows.stride(), [2, config.rows], plain)
-        shuffled = gl.NVMMASharedLayout.get_default_for([config.rows, config.dim], gl.float32)
-        described["acc_desc"] = Describe(acc, acc.shape, acc.stride(), [config.rows, config.dim], shuffled)
+        boxes = acc.view(-1, WIDTH.value)
+        box = [config.rows * config.dim // WIDTH.value, WIDTH.value]
+        described["acc_desc"] = Describe(acc, boxes.shape, boxes.stride(), box, plain)
         constants = {
             "D": config.dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
             "REGISTERS": config.registers,

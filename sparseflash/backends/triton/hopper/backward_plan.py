@@ -45,8 +45,10 @@ Ints = NDArray[np.int64]
 # as without any order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13, global tokens 1.05 and more.
 _SHORTEST_CHAIN = 16
 _LONG_CHAIN = 5  # quarters
-# Rows are walked in strides of so much of all; another order is taken if less than this share of the entries meet.
+# Rows are walked band by band, each in strides of so much of its rows; another order is taken if less than this share
+# of the entries meet.
 _STRIDE = 0.382
+_BAND = 128
 _CLEARLY = 7  # tenths
 
 
@@ -173,7 +175,8 @@ def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) 
 
     In the first three, columns that begin together and have all rows never meet in one:
 
-    - from the diagonal on, around the end, in strides: what columns have in common is spread over time;
+    - from the diagonal on, around the end, in bands of rows and in strides within a band: what columns have in common
+      is spread over time, and yet what all programs read and add to at one time fits in the L2 cache;
     - from the diagonal on, around the end: columns of which each has all rows from some on never meet;
     - by `row ^ column`: nor do those of a butterfly;
     - from the last row back: nor do those of a causal mask that begin one after the other.
@@ -182,18 +185,26 @@ def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) 
     source = start[of_list] + place
     row, column = index[source], of_list % columns
     shift = (row - column * rows // columns) % rows
-    keys = torch.stack([shift * stride_of(rows) % rows, shift, row ^ column, rows - 1 - row])
+    band = band_of(rows)
+    in_band = shift % band
+    in_strides = shift - in_band + in_band * stride_of(band) % band
+    keys = torch.stack([in_strides, shift, row ^ column, rows - 1 - row])
     most = 2 * max(rows, columns)  # no key is as large
     return source[torch.argsort(of_list * most + keys)], count.cumsum(0) - count
 
 
-def stride_of(rows: int) -> int:
-    """The stride in which so many rows are walked: near _STRIDE of them, and prime to their number.
+def band_of(rows: int) -> int:
+    """How many tiles of queries, of so many of a head, a program walks before it goes on to others."""
+    return rows if rows <= 2 * _BAND else _BAND
+
+
+def stride_of(band: int) -> int:
+    """The stride in which the rows of a band are walked: near _STRIDE of them, and prime to their number.
 
     >>> stride_of(128)
     49
     """
-    return next(each for each in range(max(int(_STRIDE * rows), 1), rows + 2) if math.gcd(each, rows) == 1)
+    return next(each for each in range(max(int(_STRIDE * band), 1), band + 2) if math.gcd(each, band) == 1)
 
 
 def best_of(orders: Tensor, index: Tensor, head: Tensor, time: Tensor, rows: int, heads: int) -> Tensor:

@@ -80,7 +80,8 @@ def backward_plan(
     programs = min(programs, parts)
     cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)
     walked = pattern, lists.start, lists.count, lists.index
-    place += (rows, reference.stride_of(rows), room)
+    band = reference.band_of(rows)
+    place += (rows, band, reference.stride_of(band), room)
     kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)
     kernels.meet.start(span, cells, meeting, rows, heads, span, programs, lanes)
     work, listed = empty(parts, 5), empty(entries + 1, 4)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
-from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
+from triton.experimental.gluon.language._core import (
+    builtin,
+    float32,
+    inline_asm_elementwise,
+    shared_memory_descriptor,
+    tensor,
+)
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -26,3 +34,24 @@ else:
 
         place = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, place, src.handle)
+
+
+@builtin
+def accumulator(products, _semantic=None):
+    """The sum of products that may be under way still, for others to be added to."""
+    return tensor(products.handle, products.type.tensor_type)
+
+
+@builtin
+def local_mma_wait(products, pending, _semantic=None):
+    """The sum of `products` when all but the last `pending` matrix instructions of this warpgroup are done.
+
+    `warpgroup_mma_wait` makes the warpgroups of a partition wait for one another, too (Triton 3.7 and later).
+    """
+    kind = products.type.tensor_type
+    count = math.prod(kind.shape) // (32 * math.prod(kind.layout.warps_per_cta))  # of a thread
+    in_place = ["=f"] * count + [str(i) for i in range(count)]
+    return inline_asm_elementwise(
+        f"wgmma.wait_group.sync.aligned {getattr(pending, 'value', pending)};", ",".join(in_place),
+        [accumulator(products, _semantic=_semantic)], dtype=float32, is_pure=False, pack=count, _semantic=_semantic,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 TILE_ROWS = tl.constexpr(128)  # queries of a tile
+WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
 
 
 @triton.jit(
@@ -51,6 +52,16 @@ def begin_kernel(
         tl.store(counter_ptr + place, tl.zeros([ROWS], tl.int32), mask=place < stop)
 
 
+@triton.jit
+def in_rows(dq, ROWS: tl.constexpr, D: tl.constexpr):
+    """dq [ROWS, D] of what `backward.in_thread_order` has made of it."""
+    if ROWS == 64:
+        dq = dq.reshape([D // 16, 2, 4, 8, 4, 2, 2]).permute((2, 5, 3, 1, 0, 4, 6))
+    else:
+        dq = dq.reshape([D // 8, 8, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return dq.reshape([ROWS, D])
+
+
 @triton.jit(
     do_not_specialize=["scale", "heads", "q_len", "row_tiles"], do_not_specialize_on_alignment=["chain_ptr"],
 )  # fmt: skip
@@ -67,12 +78,13 @@ def finish_kernel(
     batch, head = batch_head // heads, batch_head % heads
     local, column = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
     row = (tile % row_tiles * STEPS + piece) * ROWS + local
-    at = local[:, None] * PADDED_D + column[None, :]
-    total = tl.zeros([ROWS, PADDED_D], tl.float32)
+    at = tl.arange(0, ROWS * PADDED_D)
+    total = tl.zeros([ROWS * PADDED_D], tl.float32)
     first_chain = tl.load(chain_ptr + tile)
     for i in tl.range(0, tl.load(chain_ptr + tile + 1) - first_chain):
         place = (first_chain + i) * STEPS + piece
         total += tl.load(acc_ptr + place.to(tl.int64) * (ROWS * PADDED_D) + at)
+    total = in_rows(total, ROWS, PADDED_D)
     first = tl.cast(batch, tl.int64) * dq_strides[0] + tl.cast(head, tl.int64) * dq_strides[1]
     target = dq_ptr + first + tl.cast(row, tl.int64)[:, None] * dq_strides[2] + column[None, :]
     stored = (row < q_len)[:, None] & (column < D)[None, :]

@@ -59,7 +59,7 @@ def chain_kernel(
 
 
 @triton.jit
-def _key(row, column, rows, columns, stride, ORDER: tl.constexpr):
+def _key(row, column, rows, columns, band, stride, ORDER: tl.constexpr):
     """What the entries of a column are sorted by in one of the orders of `backward_plan.walks`."""
     if ORDER == 2:
         return row ^ column
@@ -69,18 +69,19 @@ def _key(row, column, rows, columns, stride, ORDER: tl.constexpr):
         shift = (row - (column.to(tl.int64) * rows // columns).to(tl.int32) + rows) % rows
         if ORDER == 1:
             return shift
-        return (shift.to(tl.int64) * stride % rows).to(tl.int32)
+        in_band = shift % band
+        return shift - in_band + in_band * stride % band
 
 
 @triton.jit
-def _places(row, column, index_ptr, count, rows, columns, stride, ORDER: tl.constexpr):
+def _places(row, column, index_ptr, count, rows, columns, band, stride, ORDER: tl.constexpr):
     """The places of some rows in one order of the list of a column."""
-    key = _key(row, column, rows, columns, stride, ORDER)
+    key = _key(row, column, rows, columns, band, stride, ORDER)
     place = tl.zeros([AT_ONCE], tl.int32)
     for first in range(0, count, AT_ONCE):
         other = first + tl.arange(0, AT_ONCE)
         other_row = tl.load(index_ptr + other, mask=other < count, other=0)
-        is_before = _key(other_row, column, rows, columns, stride, ORDER)[None, :] < key[:, None]
+        is_before = _key(other_row, column, rows, columns, band, stride, ORDER)[None, :] < key[:, None]
         place += tl.sum((is_before & (other < count)[None, :]).to(tl.int32), 1)
     return place
 
@@ -120,14 +121,15 @@ def _part_of(place, size_ptr, first_ptr, item):
 
 @triton.jit(
     do_not_specialize=[
-        "batch_stride", "head_stride", "kv_heads", "columns", "group", "rows", "stride", "room", "span", "programs",
+        "batch_stride", "head_stride", "kv_heads", "columns", "group", "rows", "band", "stride", "room", "span",
+        "programs",
     ],
     do_not_specialize_on_alignment=["pattern_ptr", "start_ptr", "count_ptr", "index_ptr"],
 )  # fmt: skip
 def timeline_kernel(
     pattern_ptr, start_ptr, count_ptr, index_ptr, size_ptr, first_ptr, dealt_ptr,
     cell_ptr,  # int32 [orders, span, programs], -1 where nothing is added
-    batch_stride, head_stride, kv_heads, columns, group, rows, stride, room, span, programs,
+    batch_stride, head_stride, kv_heads, columns, group, rows, band, stride, room, span, programs,
 ):  # fmt: skip
     """Writes the tiles of queries of one list at their times, in each of the orders."""
     item, column, head, start, count, before = _list_of(
@@ -138,7 +140,7 @@ def timeline_kernel(
         entry = first + tl.arange(0, AT_ONCE)
         row = tl.load(index_ptr + entry, mask=entry < count, other=0)
         for order in tl.static_range(_ORDERS):
-            place = _places(row, column, index_ptr, count, rows, columns, stride, order)
+            place = _places(row, column, index_ptr, count, rows, columns, band, stride, order)
             part, place = _part_of(before + place, size_ptr, first_ptr, item)
             program, time, _ = _dealt(part, dealt_ptr, room)
             at = (order * span.to(tl.int64) + time + place) * programs + program
@@ -165,8 +167,8 @@ def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.c
 
 @triton.jit(
     do_not_specialize=[
-        "batch_stride", "head_stride", "kv_heads", "columns", "group", "rows", "stride", "room", "items", "programs",
-        "heads", "held", "total", "tenths",
+        "batch_stride", "head_stride", "kv_heads", "columns", "group", "rows", "band", "stride", "room", "items",
+        "programs", "heads", "held", "total", "tenths",
     ],
     do_not_specialize_on_alignment=[
         "pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr", "first_ptr", "part_size_ptr",
@@ -179,7 +181,7 @@ def entry_kernel(
     meeting_ptr, made_ptr,  # int32 [orders, heads], [2, tiles + 1]: the first addition of each tile of queries
     cursor_ptr, moment_ptr, added_ptr,  # int32 [tiles], zeros; int64, int32 [total]
     work_ptr, entries_ptr,  # int32 [parts, 5], [total + 1, 4]
-    batch_stride, head_stride, kv_heads, columns, group, rows, stride, room, items, programs, heads, held, total,
+    batch_stride, head_stride, kv_heads, columns, group, rows, band, stride, room, items, programs, heads, held, total,
     tenths,
 ):  # fmt: skip
     """Writes the entries of one list in the best order of its head, and for every tile of queries, in any order, when
@@ -211,7 +213,7 @@ def entry_kernel(
         place = tl.zeros([AT_ONCE], tl.int32)
         for order in tl.static_range(_ORDERS):
             if best == order:
-                place = _places(row, column, index_ptr, count, rows, columns, stride, order)
+                place = _places(row, column, index_ptr, count, rows, columns, band, stride, order)
         part, place = _part_of(before + place, size_ptr, first_ptr, item)
         program, time, nth = _dealt(part, dealt_ptr, room)
         tile, number = head * rows + row, tl.load(program_entry_ptr + program) + time - nth + place

@@ -24,6 +24,8 @@ from types import SimpleNamespace
 
 import torch
 
+from sparseflash.backends.triton.hopper.rows import WIDTH
+
 _numbers = itertools.count()
 
 
@@ -128,6 +130,9 @@ class Block:
     def reshape(self, shape):
         return Block(self.value.reshape(shape))
 
+    def permute(self, order):
+        return Block(self.value.permute(order))
+
     def expand_dims(self, axis):
         return Block(self.value.unsqueeze(axis))
 
@@ -171,7 +176,7 @@ class _Shared:
     """Shared memory, or a view of it."""
 
     def __init__(self, value, unfenced):
-        self.value, self.dtype = value, value.dtype
+        self.value, self.dtype, self.shape = value, value.dtype, value.shape
         self.unfenced = unfenced  # the threads that have stored to the allocation, and have not fenced it since
 
     def index(self, i):
@@ -466,6 +471,9 @@ def _replacements(world):
         found = tuple(x.result if isinstance(x, _Product) and x.result is not None else x for x in deps)
         return found[0] if len(found) == 1 else found
 
+    def local_mma_wait(products, pending):
+        return mma_wait(pending, deps=(products,))
+
     def wait(bar, phase):
         world.pause(lambda: bar.phase != phase)
 
@@ -524,5 +532,7 @@ def _replacements(world):
         "async_copy": SimpleNamespace(mbarrier_arrive=lambda bar, increment_count: arrive(bar, world.threads)),
         "tma": SimpleNamespace(store_wait=store_wait), "fence_async_shared": fence,
         "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait, "async_load": async_load, "async_store": async_store,
-        "async_add": async_add, "reinterpret": reinterpret,
+        "async_add": async_add, "reinterpret": reinterpret, "local_mma_wait": local_mma_wait,
+        "accumulator": lambda products: products if products.result is None else products.result,
+        "WIDTH": WIDTH.value,
     }  # fmt: skip

@@ -54,7 +54,8 @@ def test_kernels_plan_what_operations_plan(data, batch, kv_heads, group, program
     mask = data.draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads))
     shortest = data.draw(st.sampled_from([None, 1, 2, 5]))
     rule = cuts.RULE if shortest is None else CUT._replace(shortest=shortest)
-    with mock.patch.object(cuts, "RULE", rule):
+    band = data.draw(st.sampled_from([backward_plan._BAND, 1, 4]))
+    with mock.patch.object(cuts, "RULE", rule), mock.patch.object(backward_plan, "_BAND", band):
         assert_mask_is_planned_alike(mask, batch, heads, kv_heads, programs)
 
 
@@ -86,6 +87,12 @@ def test_lists_longer_than_what_is_compared_at_a_time_and_empty_ones():
     mask = BlockMask.from_dense(live.repeat_interleave(16, 0).repeat_interleave(16, 1), block=16)
     made = assert_mask_is_planned_alike(mask, heads=2, kv_heads=2)
     assert int(made.work[:, 3].max()) > 2 * timeline.AT_ONCE.value
+
+
+@pytest.mark.parametrize("band", [1, 7, 64])
+def test_lists_of_several_bands(band):
+    with mock.patch.object(backward_plan, "_BAND", band), mock.patch.object(backward_plan, "_CLEARLY", 0):
+        assert_mask_is_planned_alike(masks.causal(16 * 150, block=16), heads=2, kv_heads=2, programs=40)
 
 
 def test_tiles_with_more_additions_than_are_compared_at_a_time():

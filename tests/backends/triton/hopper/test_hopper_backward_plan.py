@@ -2,7 +2,8 @@
 for ever, whatever the speeds of programs are."""
 
 import random
-from itertools import pairwise
+from collections import OrderedDict
+from itertools import pairwise, zip_longest
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from hopper_layouts import LAYOUTS, mask_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparseflash import masks
 from sparseflash.backends.triton.hopper import cuts
 from sparseflash.backends.triton.hopper.backward_plan import backward_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
@@ -139,6 +141,29 @@ def test_programs_have_alike_much_to_do_and_wait_little(name, heads):
     free = (2 * (len(made.entries) - 1) + ITEM * len(made.work)) / 132
     assert simulated(programs) <= 1.06 * free * max(loads) * len(loads) / sum(loads)
     assert made.chains <= 1.5 * 128 * heads
+
+
+@pytest.mark.parametrize("name", ["causal", "dense"])
+def test_programs_that_run_together_read_the_same_tiles_of_queries(name):
+    """Of a head of 65,536 tokens and more, whose queries and their gradients exceed the L2 cache of a GPU."""
+    made = planned(getattr(masks, name)(512 * 128, block=128), heads=1)
+    assert missed(by_program(made), tiles=256) < 0.05
+
+
+def missed(programs, tiles):
+    """The share of the entries whose tile of queries is not among the `tiles` last used, all programs being as fast."""
+    used, entries, misses = OrderedDict(), 0, 0
+    for at_one_time in zip_longest(*([row for each in items for row, *_ in [*each, (None,)]] for items in programs)):
+        for row in at_one_time:
+            if row is None:
+                continue
+            entries += 1
+            misses += row not in used
+            used[row] = True
+            used.move_to_end(row)
+            if len(used) > tiles:
+                used.popitem(last=False)
+    return misses / entries
 
 
 ITEM, READ, SEEN = 1.5, 0.35, 0.9  # of a step: an item's begin and end; until a sender has read; until others see it
