@@ -12,6 +12,7 @@ import gc
 import os
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -67,6 +68,14 @@ def pytest_collection_finish():
 
 def pytest_sessionfinish():
     gc.unfreeze()  # else Triton's bindings complain, at the end, of what is left
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    from frame_stack import in_one_piece
+
+    item.runtest = partial(in_one_piece, item.runtest)
+    return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,6 +23,8 @@ from unittest import mock
 import torch
 from torch.distributed import TCPStore
 
+from frame_stack import in_one_piece
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 300  # seconds
 
@@ -89,7 +91,7 @@ def _run(words, folder, environment):
     if environment is not None:
         os.environ.clear()
         os.environ.update(environment)
-    execute(*words)
+    in_one_piece(execute, *words)
 
 
 def execute(way, what, *arguments):
@@ -153,7 +155,7 @@ def _rank(environment, function, arguments, output):
     os.chdir(ROOT)
     os.environ.update(environment)
     try:
-        function(*arguments)
+        in_one_piece(function, *arguments)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from closeness import Results, assert_exact
+from sparseflash.backends import reference
 from sparseflash.testing import Error, draws_for, error_of, largest_error, plain_dtype, plain_errors
 
 TRUTH = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
@@ -111,3 +112,22 @@ def test_few_values_are_measured_by_more_draws():
 def test_fp64_is_measured_by_fp32():
     assert plain_dtype(torch.bfloat16) == (torch.bfloat16, 1.0)
     assert plain_dtype(torch.float64) == (torch.float32, 1.5 * 2.0**-29)
+
+
+def test_plain_fp16_on_a_cpu_errs_as_pytorchs_own_products_do(monkeypatch):
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 4, 200, 64, dtype=torch.float16) for _ in range(4)]
+
+    def results(dtype):
+        q, k, v, dout = (x.to(dtype, copy=True) for x in tensors)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = reference.attention(*leaves, None, 0.125)
+        return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+    def errors():
+        return [(got.double() - true).square().mean().sqrt().item() for got, true in zip(results(torch.float16), truth)]
+
+    truth = results(torch.float64)
+    ours = errors()
+    monkeypatch.setattr(reference, "_product", torch.matmul)
+    assert ours == pytest.approx(errors(), rel=0.01)

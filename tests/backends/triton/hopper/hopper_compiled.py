@@ -73,14 +73,16 @@ def compiled(dim, dtype, lengths, parts):
 
 def report(kernel, names):
     said = ptxas(kernel.asm["ptx"])
+    products = kernel.asm["ptx"].count("wgmma.mma_async")
+    sass = kernel.asm["sass"] if products else ""  # disassembled when asked for, in a third of a second
     return {
         "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
-        "spilled_in_loop": spilled_among_products(kernel.asm["sass"]),
+        "spilled_in_loop": spilled_among_products(sass),
         "warnings": re.findall(r"\(C75\d\d\)[^\n]*", said),
         "shared": kernel.metadata.shared,
-        "products": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "products": products,
         "two_layouts": has_two_layouts(kernel.asm["ptx"]),
-        "exponentials": exponentials_under_products(kernel.asm["sass"]),
+        "exponentials": exponentials_under_products(sass),
         "direct": parameters_of_compiled(kernel, names) is not None,
         "resident": kernel.metadata.launch_cooperative_grid,
     }

@@ -92,9 +92,15 @@ def test_sequences_without_a_token_have_no_gradients():
 # ---------------------------------------------------------------------- what the interpreter notices
 
 
+HOW = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}  # as for the widest heads
+
+
+@pytest.fixture(scope="module")
+def right():
+    return run(some_problem(), **HOW)
+
+
 @pytest.mark.parametrize("line", synchronising_lines(backward_module))
-def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line):
-    problem = some_problem()
-    how = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}  # as for the widest heads
-    changed = partial(run, problem, **how, change_backward=without(line))
-    assert_noticed(changed, run(problem, **how), [{"seed": seed} for seed in range(20)])
+def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
+    changed = partial(run, some_problem(), **HOW, change_backward=without(line))
+    assert_noticed(changed, right, [{"seed": seed} for seed in range(20)])

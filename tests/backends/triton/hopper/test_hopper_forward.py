@@ -83,7 +83,11 @@ def test_one_key_of_a_scale_of_zero_has_an_lse_of_zero():
 # ---------------------------------------------------------------------- what the interpreter notices
 
 
+@pytest.fixture(scope="module")
+def right():
+    return run(some_problem())
+
+
 @pytest.mark.parametrize("line", synchronising_lines(forward_module))
-def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line):
-    problem = some_problem()
-    assert_noticed(partial(run, problem, change=without(line)), run(problem), [{"seed": seed} for seed in range(40)])
+def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
+    assert_noticed(partial(run, some_problem(), change=without(line)), right, [{"seed": seed} for seed in range(40)])
