@@ -20,12 +20,12 @@ from sparseflash.distributed.merge import merged, with_sink
 from sparseflash.distributed.plan import ShardPlan, Side
 from sparseflash.distributed.queries import merged_with_remote
 from sparseflash.distributed.query_rows import put_in_place, taken_apart
-from sparseflash.distributed.scores import in_full_precision, of_heads, of_tokens, refuse_kernels, tells_positions
+from sparseflash.distributed.scores import in_full_precision, of_heads, of_tokens, refuse_local, tells_positions
 from sparseflash.distributed.stages import Stage
 from sparseflash.distributed.transport import Transport
 from sparseflash.distributed.ulysses import to_heads, to_tokens
 from sparseflash.dropout import Dropout, seed_tensor, threshold
-from sparseflash.scores.change import Change, Scores
+from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.validation import check_tensors, checked_scale, prepared_scores
 
 _KINDS_OF_CALLS = 256
@@ -124,8 +124,9 @@ def attention(
         raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
     _check_shapes(q, k, plan)
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
-    changes = prepared_scores(scores, q, k, (plan.queries.length, plan.keys.length)) or Scores(())
-    refuse_kernels(changes)
+    if scores is not None:
+        refuse_local(scores_of(scores))
+    changes = prepared_scores(scores, q, k, None, (plan.queries.length, plan.keys.length)) or Scores(())
     transport = plan.transport_on(q.device)
     way = plan.chosen(shape, plan.machine(transport.overlaps))
     if way.strategy != "heads":
