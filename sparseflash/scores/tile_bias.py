@@ -183,8 +183,8 @@ def tile_values(function: Callable[[Tensor, Tensor], Tensor], mask: BlockMask) -
         or any(own not in (1, size) for own, size in zip(found.shape[::-1], wanted[::-1]))
     ):
         raise ValueError(
-            f"the function must return a tensor that broadcasts to [B or 1, Hq or 1, {', '.join(map(str, wanted))}]; got "
-            f"{shape}."
+            "the function must return a tensor that broadcasts to [B or 1, Hq or 1, "
+            f"{', '.join(map(str, wanted))}]; got {shape}."
         )
     leading = (1,) * (5 - max(3, found.ndim))
     return found.expand(*leading, *found.shape[:-3], *wanted).contiguous()
