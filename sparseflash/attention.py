@@ -148,7 +148,7 @@ def attend(
     if mask is not None:
         check_mask(mask, q, k)
     scale = checked_scale(scale, q.shape[-1])
-    changes = prepared_scores(scores, q, k)
+    changes = prepared_scores(scores, q, k, mask)
     chosen, _ = chosen_backend(backend, q.device)
     if chosen == "reference":
         return reference.attention(q, k, v, mask, scale, dropout, changes)

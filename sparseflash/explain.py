@@ -112,7 +112,7 @@ def explain(
         name, why = chosen_backend(backend, q.device)
     else:
         name, why = backend or "triton", "asked for by its compute capability"
-    changes = prepared_scores(scores, q, k, any_device=capability is not None)
+    changes = prepared_scores(scores, q, k, mask, any_device=capability is not None)
     if name not in KERNELS:
         return Explanation(name, why)
     from sparseflash.backends.triton import api

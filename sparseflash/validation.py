@@ -120,8 +120,9 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
 
 
 def prepared_scores(
-    scores: object, q: Tensor, k: Tensor, lengths: tuple[int, int] | None = None, *, any_device: bool = False
-) -> Scores | None:
+    scores: object, q: Tensor, k: Tensor, mask: BlockMask | None, lengths: tuple[int, int] | None = None, *,
+    any_device: bool = False,
+) -> Scores | None:  # fmt: skip
     """The changes of scores as backends take them; None if there are none. Raises TypeError or ValueError if they do
     not fit. `lengths`: Nq and Nk of the whole problem, if `q` and `k` are a part of it. any_device: their tensors may
     be on another device than q, all on the same.
@@ -132,7 +133,7 @@ def prepared_scores(
     given, device = scores_of(scores), q.device
     if any_device:
         device = next((x.device for x in given.tensors()), device)
-    changes = given.prepared(Sizes(q.shape[0], q.shape[1], q_len, k_len, device))
+    changes = given.prepared(Sizes(q.shape[0], q.shape[1], q_len, k_len, device, mask))
     return changes if changes.changes else None
 
 

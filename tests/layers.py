@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "sparseflash/dropout.py": (),
     "sparseflash/remedies.py": (),
     "sparseflash/validation.py": ("sparseflash/blockmask", "sparseflash/scores"),
-    "sparseflash/scores": (),
+    "sparseflash/scores": ("sparseflash/blockmask",),
     "sparseflash/attention.py": (
         "sparseflash/blockmask",
         "sparseflash/backends",

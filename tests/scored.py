@@ -1,22 +1,25 @@
 """Attention with changed scores, on drawn problems: results by name, with the gradients of all learned tensors."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from exactness import score_magnitude
-from sparseflash import attention, scores, testing
+from sparseflash import BlockMask, attention, scores, testing
 from sparseflash.scores.change import Scores
 from strategies import Problem, problems
 
 KINDS = (
     "alibi", "log_decay", "t5", "clipped", "grid", "bias", "pair bias", "key_bias", "softcap", "sink", "temperature",
-    "query temperature",
+    "query temperature", "tile bias",
 )  # fmt: skip
 # One's own functions: with the tensors that the kernels sum gradients for in each of their ways, and without any.
 FUNCTIONS = ("function of places", "function of tables", "function of scores")
+# Over several ranks.
+SHARDED = tuple(kind for kind in KINDS if kind != "tile bias")
 SAME_KIND = ({*FUNCTIONS}, {"alibi", "log_decay"}, {"t5", "clipped", "grid"}, {"bias", "pair bias"},
              {"temperature", "query temperature"})  # fmt: skip
 
@@ -46,6 +49,19 @@ class Scored:
     def dtype(self):
         """That of the tensors of the changes."""
         return torch.float32 if not self.half and self.problem.dtype != torch.float64 else self.problem.dtype
+
+    @cached_property
+    def mask(self):
+        """The problem's, or one of all scores if none has tiles to store a bias for."""
+        if self.problem.mask is None and "tile bias" in self.kinds:
+            return BlockMask.dense(self.problem.q_len, self.problem.k_len, block=16)
+        return self.problem.mask
+
+    def tiles(self, drawn, device):
+        """A bias of live tiles that none, some or all of the batch elements and heads share."""
+        p, mask = self.problem, self.mask.to(device)
+        shape = [(1, p.heads), (p.batch, 1), (1, 1), (p.batch, p.heads)][p.seed % 4]
+        return scores.tile_bias(drawn(*shape, len(mask.indices), mask.block_q, mask.block_k), mask)
 
     def changes(self, device, dtype):
         """The changes, with tensors of this dtype, and those tensors; the same values up to rounding."""
@@ -81,6 +97,7 @@ class Scored:
                     "bias": lambda: scores.bias(drawn(batch, heads, p.q_len, 1 if p.seed % 3 == 0 else p.k_len)),
                     "pair bias": lambda: scores.bias(drawn(p.batch, p.heads, p.q_len, p.k_len)),
                     "key_bias": lambda: scores.key_bias(drawn(batch, heads, p.k_len)),
+                    "tile bias": lambda: self.tiles(drawn, device),
                     "softcap": lambda: scores.softcap(1.5),
                     "sink": lambda: scores.sink(drawn(p.heads)),
                     "function of places": lambda: scores.function(
@@ -122,7 +139,7 @@ def results(case, backend, device="cpu", dtype=None):
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
         dout, dlse = dout.to(dtype), dlse.to(torch.promote_types(dtype, torch.float32))
     changes, learned = case.changes(device, dtype or case.dtype)
-    mask = problem.mask if problem.mask is None else problem.mask.to(device)
+    mask = case.mask if case.mask is None else case.mask.to(device)
     out, lse = attention(
         q, k, v, mask, scale=problem.scale, return_lse=True, dropout_p=problem.dropout_p, seed=problem.seed,
         scores=changes, backend=backend,

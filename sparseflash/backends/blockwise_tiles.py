@@ -27,6 +27,7 @@ class Rows(NamedTuple):
     rows: Tensor  # [R], block rows
     cols: Tensor  # [R, c], block columns
     tile: Tensor  # [R, c]
+    numbers: Tensor  # [R, c], the places of the tiles in the mask's list
     stop: Stop | None  # the sequence's live queries and keys, if the mask has lengths
 
 
@@ -94,6 +95,7 @@ class Tiles:
         return Place(
             heads // self.heads, heads % self.heads, q.clamp(max=self.q_len - 1).unsqueeze(-1),
             k.clamp(max=self.k_len - 1).view(rows, 1, -1), self.k_len - self.q_len,
+            part.numbers.repeat_interleave(self.block_k, dim=1).unsqueeze(1),
         )  # fmt: skip
 
     def sink(self, part: Rows, changes: Scores | None) -> Tensor | None:
@@ -152,7 +154,7 @@ class Tiles:
     def parts(self) -> Iterator[Rows]:
         """Yields the rows to compute, a bounded number of scores at a time."""
         for number, heads, stop in self._patterns():
-            for rows, cols, tile in self._rows_by_count(number, stop):
+            for rows, cols, tile, numbers in self._rows_by_count(number, stop):
                 count = cols.shape[1]
                 if count == 0:
                     continue  # these queries have no key
@@ -162,7 +164,7 @@ class Tiles:
                 for h in heads.split(some_heads):
                     for r in range(0, len(rows), some_rows):
                         here = slice(r, r + some_rows)
-                        yield Rows(h, rows[here], cols[here], tile[here], stop)
+                        yield Rows(h, rows[here], cols[here], tile[here], numbers[here], stop)
 
     def _patterns(self) -> Iterator[tuple[int, Tensor, Stop | None]]:
         """Yields each pattern in use, the indices of (batch element, head) that use it, and their lengths, if any."""
@@ -173,27 +175,29 @@ class Tiles:
         for kind, (number, *stop) in enumerate(kinds.T.tolist()):
             yield number, (which == kind).nonzero().squeeze(1), tuple(stop) or None
 
-    def _rows_by_count(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _rows_by_count(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """The block rows of a pattern, grouped by their number of tiles, without tiles past the lengths."""
         if stop is not None:
             return self._counted_rows(number, stop)
         return once(mask_cache(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))
 
-    def _counted_rows(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _counted_rows(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         indptr = self.indptr[number * self.row_blocks : (number + 1) * self.row_blocks + 1].long()
         first, last = int(indptr[0]), int(indptr[-1])
         cols, tile = self.indices[first:last].long(), self.tile[first:last].long()
         rows = row_of_entry(indptr - first, last - first)
+        numbers = torch.arange(first, last, device=rows.device)
         if stop is not None:
             inside = (rows * self.block_q < stop[0]) & (cols * self.block_k < stop[1])
-            rows, cols, tile = rows[inside], cols[inside], tile[inside]
+            rows, cols, tile, numbers = rows[inside], cols[inside], tile[inside], numbers[inside]
         counts = torch.bincount(rows, minlength=self.row_blocks)
         groups = []
         for count in counts.unique().tolist():
             chosen = counts == count
             entries = chosen[rows]
             shape = (int(chosen.sum()), count)
-            groups.append((chosen.nonzero().squeeze(1), cols[entries].view(shape), tile[entries].view(shape)))
+            of_rows = cols[entries].view(shape), tile[entries].view(shape), numbers[entries].view(shape)
+            groups.append((chosen.nonzero().squeeze(1), *of_rows))
         return groups
 
 

@@ -20,12 +20,12 @@ from sparseflash.distributed.merge import merged, with_sink
 from sparseflash.distributed.plan import ShardPlan, Side
 from sparseflash.distributed.queries import merged_with_remote
 from sparseflash.distributed.query_rows import put_in_place, taken_apart
-from sparseflash.distributed.scores import in_full_precision, of_heads, of_tokens, refuse_kernels, tells_positions
+from sparseflash.distributed.scores import in_full_precision, of_heads, of_tokens, refuse_local, tells_positions
 from sparseflash.distributed.stages import Stage
 from sparseflash.distributed.transport import Transport
 from sparseflash.distributed.ulysses import to_heads, to_tokens
 from sparseflash.dropout import Dropout, seed_tensor, threshold
-from sparseflash.scores.change import Change, Scores
+from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.validation import check_tensors, checked_scale, prepared_scores
 
 _KINDS_OF_CALLS = 256
@@ -93,7 +93,7 @@ def attention(
         scores: changes of the scores, as on one GPU: the same on every rank, for all heads, with tensors along tokens
             whole. Each rank gets its part of the gradients of their tensors: sum these over the group, as those of all
             parameters. Distances, relative tables and functions take positions in the whole sequence, which they read
-            from tensors, and cost the kernels more than on one GPU unless heads travel.
+            from tensors, and cost the kernels more than on one GPU unless heads travel. A `tile_bias` is refused.
 
     Returns:
         This rank's part of `out [B, Hq, n, Dv]`, or of `(out, lse)`.
@@ -124,8 +124,9 @@ def attention(
         raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
     _check_shapes(q, k, plan)
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
-    changes = prepared_scores(scores, q, k, (plan.queries.length, plan.keys.length)) or Scores(())
-    refuse_kernels(changes)
+    if scores is not None:
+        refuse_local(scores_of(scores))
+    changes = prepared_scores(scores, q, k, None, (plan.queries.length, plan.keys.length)) or Scores(())
     transport = plan.transport_on(q.device)
     way = plan.chosen(shape, plan.machine(transport.overlaps))
     if way.strategy != "heads":

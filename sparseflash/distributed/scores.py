@@ -35,8 +35,15 @@ def tells_positions(changes: Scores) -> bool:
     )
 
 
-def refuse_kernels(changes: Scores) -> None:
-    """Raises ValueError for a function that is given as a Triton function, which takes the places of one call."""
+def refuse_local(changes: Scores) -> None:
+    """Raises ValueError for a function that is given as a Triton function, and for values of live tiles: both take the
+    places of one call.
+    """
+    if changes.find("tile_bias") is not None:
+        raise ValueError(
+            "scores must be without tile_bias over several ranks, whose calls have masks and tiles of their own; pass "
+            "scores.bias, or a function of positions (scores.function)."
+        )
     function = changes.find("function")
     if function is not None and function.kernel is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Changes of scores between their product and the softmax: what `attention(..., scores=...)` takes.
 
 As masks are data here, so are the usual changes, one a file, and they combine by `+`. A change says what a live score
-becomes; which scores are live is for the mask to say. May import nothing else of the library.
+becomes; which scores are live is for the mask to say. May import blockmask and nothing else of the library.
 """
 
 from sparseflash.scores.bias import bias
@@ -14,8 +14,9 @@ from sparseflash.scores.relative import clipped, relative, t5_buckets
 from sparseflash.scores.sink import sink
 from sparseflash.scores.softcap import softcap
 from sparseflash.scores.temperature import temperature
+from sparseflash.scores.tile_bias import tile_bias, tile_values
 
 __all__ = [
     "Scores", "alibi", "bias", "clipped", "function", "key_bias", "log_decay", "relative", "relative_2d",
-    "relative_3d", "sink", "softcap", "t5_buckets", "temperature",
+    "relative_3d", "sink", "softcap", "t5_buckets", "temperature", "tile_bias", "tile_values",
 ]  # fmt: skip

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
 
 # Gradients of a change's tensors, as zeros to add to; None where none is wanted.
 Learned = Sequence[Tensor | None]
@@ -23,6 +26,7 @@ class Place(NamedTuple):
     query: Tensor
     key: Tensor
     shift: int  # Nk - Nq: the last query stands where the last key does, as in causal masks
+    tile: Tensor | None = None  # the number of its tile in the mask's list, where the backend knows it
 
     @classmethod
     def everywhere(cls, shape: Sequence[int], device: torch.device) -> Place:
@@ -44,6 +48,7 @@ class Sizes(NamedTuple):
     q_len: int
     k_len: int
     device: torch.device
+    mask: BlockMask | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +103,7 @@ class Scores:
     >>> both.kinds, both.kinds == (scores.softcap(50.0) + scores.alibi(torch.ones(2))).kinds
     (('softcap', 'distance'), True)
 
-    The order is that of `ORDER`: `temperature` divides, `softcap` caps, then come the four kinds that add something,
+    The order is that of `ORDER`: `temperature` divides, `softcap` caps, then come the five kinds that add something,
     then `function`; last, `sink` joins the softmax. It is that of FlashAttention, which caps before it adds. There is
     at most one change of each kind.
     """
@@ -184,7 +189,7 @@ class Scores:
 
 
 # The order in which changes are applied.
-ORDER = ("temperature", "softcap", "distance", "relative", "key_bias", "bias", "function", "sink")
+ORDER = ("temperature", "softcap", "distance", "relative", "key_bias", "bias", "tile_bias", "function", "sink")
 
 
 def scores_of(given: object) -> Scores:

@@ -14,10 +14,11 @@ from sparseflash.scores.relative import Codes
 from sparseflash.scores.sink import Sink
 from sparseflash.scores.softcap import Softcap
 from sparseflash.scores.temperature import Temperature
+from sparseflash.scores.tile_bias import StoredTiles
 
 # What `Scores.prepared` may consist of, except for functions, which are no data.
 _TYPES: dict[str, type[Change]] = {
-    each.kind: each for each in (Temperature, Softcap, Distance, Codes, KeyBias, Bias, Sink)
+    each.kind: each for each in (Temperature, Softcap, Distance, Codes, KeyBias, Bias, StoredTiles, Sink)
 }
 
 

@@ -138,7 +138,7 @@ def compare(
     inputs = _inputs(q, k, v, dout, dlse, seed)
     changes = None
     if scores is not None:
-        changes = Changes(scores_of(scores), (*q.shape[:3], k.shape[2]))
+        changes = Changes(scores_of(scores), (*q.shape[:3], k.shape[2]), mask=mask)
         changes.prepared(q.device)  # raises for what does not fit
     learned = {} if changes is None or heads is not None or blocks is not None else changes.learned
     got, of_lse = results_of(function, inputs, learned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
@@ -81,12 +81,13 @@ class Changes:
     ['d0']
 
     `sizes`: B, Hq, Nq and Nk of the whole attention; `first`: the batch element and the query head that the inputs
-    begin with.
+    begin with; `mask`: of the whole attention.
     """
 
     scores: Scores
     sizes: tuple[int, int, int, int]
     first: tuple[int, int] = (0, 0)
+    mask: BlockMask | None = None
 
     @property
     def learned(self) -> dict[str, Tensor]:
@@ -102,11 +103,11 @@ class Changes:
             made = x.detach().to(torch.float64 if wide else torch.float32) if changed else x.detach()
             return made.clone().requires_grad_(x.requires_grad)
 
-        return Changes(self.scores.with_tensors([cast(x) for x in self.scores.tensors()]), self.sizes, self.first)
+        return replace(self, scores=self.scores.with_tensors([cast(x) for x in self.scores.tensors()]))
 
     def prepared(self, device: torch.device) -> Scores:
         """As the reference takes them."""
-        return self.scores.prepared(Sizes(*self.sizes, device))
+        return self.scores.prepared(Sizes(*self.sizes, device, self.mask))
 
     def place(self, shape: Sequence[int], rows: slice, keys: Tensor) -> Place:
         """Where scores of some rows and keys lie, of so many batch elements and heads."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sharded_attention
 from process_pool import Failed, Processes
-from scored import FUNCTIONS, KINDS, scored
+from scored import FUNCTIONS, SHARDED, scored
 from sharded_attention import check_dropping, check_scored, check_transports, joined, sharded
 from shared_files import copies_of_files
 from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
@@ -186,7 +186,7 @@ def test_heads_that_travel_are_as_exact(pool, problem, ranks, times):
     testing.assert_exact(sharded(pool, ranks, mask, {"strategy": "heads"}), q, k, v, mask)
 
 
-def drawn_scores(*dtypes, kinds=(*KINDS, *FUNCTIONS), most_heads=4, most_tokens=120):
+def drawn_scores(*dtypes, kinds=(*SHARDED, *FUNCTIONS), most_heads=4, most_tokens=120):
     return scored(
         kinds=kinds, most_tokens=most_tokens, head_dims=(16,), value_dims=(16,), blocks=(16, 32), dtypes=dtypes,
         most_heads=most_heads, dropouts=(0.0, 0.0, 0.3),
@@ -210,7 +210,7 @@ def test_changed_scores_of_heads_that_travel_are_as_exact(pool, case, ranks):
     check_scored(pool, ranks, case, {"strategy": "heads"})
 
 
-@given(case=drawn_scores(torch.float32, kinds=(*KINDS, "function of scores"), most_tokens=80))
+@given(case=drawn_scores(torch.float32, kinds=(*SHARDED, "function of scores"), most_tokens=80))
 @settings(max_examples=max(1, settings().max_examples // 4))
 def test_kernels_take_positions_in_the_whole_sequence(pool, case):
     """In the interpreter, which records functions and compiles them as a GPU does."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import sharded_attention
 from process_pool import Processes
-from scored import scored
+from scored import FUNCTIONS, SHARDED, scored
 from sharded_attention import check_dropping, check_scored, check_transports, sharded
 from sparseflash import attention, distributed, dropout, masks, testing
 from strategies import problems
@@ -50,6 +50,7 @@ def test_it_is_as_exact_as_attention_on_one_gpu(pool, dtype, stages, data):
 
 @given(
     case=scored(
+        kinds=(*SHARDED, *FUNCTIONS),
         most_tokens=300,
         head_dims=(64,),
         value_dims=(64,),

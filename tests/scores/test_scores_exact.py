@@ -32,7 +32,8 @@ def test_the_reference_is_differentiable_twice_and_by_numerical_differences(kind
     q, k, v, *_ = case.problem.tensors()
 
     def run(q, k, v, *learned):
-        return attention(q, k, v, scores=changes.with_tensors(rest(changes, learned)), backend="reference")
+        changed = changes.with_tensors(rest(changes, learned))
+        return attention(q, k, v, case.mask, scores=changed, backend="reference")
 
     assert torch.autograd.gradcheck(run, (q, k, v, *learned))
     assert torch.autograd.gradgradcheck(run, (q, k, v, *learned))
@@ -137,9 +138,10 @@ def test_changed_scores_compile_without_a_break(kind):
     case = Scored(plain_problem(dtype=torch.float32, batch=1, heads=2, kv_heads=1), (kind,))
     changes, learned = case.changes("cpu", torch.float32)
     q, k, v, *_ = case.problem.tensors()
+    mask = case.mask
 
     def run(q, k, v, *learned):
-        return attention(q, k, v, scores=changes.with_tensors(learned)).square().sum()
+        return attention(q, k, v, mask, scores=changes.with_tensors(learned)).square().sum()
 
     eager = torch.autograd.grad(run(q, k, v, *learned), (q, k, v, *learned))
     torch._dynamo.reset()

@@ -266,8 +266,9 @@ def test_ours_with_changed_scores_is_exact(dtype, kind):
 
     if dtype == torch.float64:  # the definition itself
         found = testing.by_definition(
-            testing.Inputs(q, k, v, dout, dlse), mask, scale=0.3, changes=testing.Changes(change, (2, 4, 60, 60))
-        )
+            testing.Inputs(q, k, v, dout, dlse), mask, scale=0.3,
+            changes=testing.Changes(change, (2, 4, 60, 60), mask=mask),
+        )  # fmt: skip
         wanted = results(case, "reference")
         assert list(found) == names
         for name, result in zip(names, wanted.values(), strict=True):

@@ -130,7 +130,7 @@ def launch_all(
     numbers = problem.scale, problem.dropped
     wanted: list[bool] = []
     if changes is not None:
-        changes = changes.prepared(Sizes(1, 2, TOKENS, TOKENS, q.device))
+        changes = changes.prepared(Sizes(1, 2, TOKENS, TOKENS, q.device, mask))
         wanted = [x.is_floating_point() for x in changes.tensors()]
     forward = Forward(ForwardLayout(setting, q, k, v, *numbers, changes), setting.plan)
     out, lse, kept = forward(q, k, v, problem.lengths, problem.dropout, changes)

@@ -18,6 +18,7 @@ from sparseflash.backends.triton.portable.merging import Combine, combine_gradie
 from sparseflash.backends.triton.portable.pass_layout import Layout
 from sparseflash.backends.triton.portable.passes import layouts, like, one_number_of, run_kernel
 from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
@@ -37,7 +38,7 @@ class BackwardLayout(Layout):
                 )
         self.learned: Learned | None = None
         if changes is not None and self.changed is not None:
-            self.learned = Learned(changes, self.changed, wanted, self.numbers)
+            self.learned = Learned(changes, self.changed, wanted, self.numbers, q.shape[0])
         of_queries_too: dict[str, Any] = {} if self.learned is None else self.learned.of_queries
         if self.learned is not None and self.learned.table_size:
             of_queries_too = {**of_queries_too, "table_size": self.learned.table_size}
@@ -88,6 +89,8 @@ class Backward:
         self._layout = layout
         self.means = None if layout.means is None else layout.means.bind(plan)
         self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
+        tiles = None if layout.learned is None else layout.learned.tiles
+        self._tile_places = None if tiles is None else TilePlaces.of(plan.pattern, tiles)
         self._combine_means: Combine | None = None
         if self.means is not None and layout.means is not None:
             self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
@@ -109,7 +112,7 @@ class Backward:
         learned = self._layout.learned
         if learned is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
-        sums = Sums(learned, changes, self.queries, self.keys, q, k)
+        sums = Sums(learned, changes, self.queries, self.keys, self._tile_places, q, k)
         gradients, delta = self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout, changes, sums)
         drow = -delta[:, :, : lse.shape[2]]
         if self.means is not None and dlse is not None:  # in half precision delta includes it

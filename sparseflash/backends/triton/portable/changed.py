@@ -16,6 +16,7 @@ from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, COMPILED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.scores.change import Scores
 from sparseflash.scores.relative import Codes
+from sparseflash.scores.tile_bias import StoredTiles
 
 _CPU = torch.device("cpu")
 
@@ -58,6 +59,9 @@ class Changed:
                     0 if n == 1 else stride for n, stride in zip(values.shape, values.stride())
                 )
                 self.examples[f"{name}_ptr"] = like(values)
+        if (tiles := changes.find("tile_bias")) is not None:
+            self.numbers |= _numbers_of_tiles(tiles)
+            self.examples["tile_bias_ptrs"] = tuple(like(x.contiguous()) for x in tiles.tensors())
         self.sink = {} if sink is None else {"sink_ptr": like(sink.logits)}
         self.own, self.function = None, None
         if (function := changes.find("function")) is not None:
@@ -83,6 +87,8 @@ class Changed:
         for kind in ("key_bias", "bias"):
             if (bias := changes.find(kind)) is not None:
                 found.append(_readable(bias.values))
+        if (tiles := changes.find("tile_bias")) is not None:
+            found.append(tuple(aligned_start(x.contiguous()) for x in tiles.tensors()))
         if (function := changes.find("function")) is not None:
             if own := Own.tensors(function, device):
                 found.append(tuple(map(aligned_start, own)))
@@ -99,6 +105,19 @@ def wanted_of(changes: Scores, wanted: Sequence[bool]) -> dict[str, list[bool]]:
     """Which tensors of each kind of change get a gradient; of closed kinds only the first tensor is learned."""
     left = iter(wanted)
     return {change.kind: [next(left, False) for _ in change.tensors()] for change in changes.changes}
+
+
+def _numbers_of_tiles(tiles: StoredTiles) -> dict[str, int]:
+    """The numbers of `load_tile_bias`, for contiguous tensors. Each is an argument, as Triton would specialise on those
+    of a tuple, and so compile for other masks.
+    """
+    (batch, heads, count), (pattern_batch, pattern_heads) = tiles.values.shape[:3], tiles.pattern.shape
+    rows, words = tiles.tile_numbers.shape[1:3]
+    return {
+        "tiles_of_batch": heads * count if batch > 1 else 0, "tiles_of_head": count if heads > 1 else 0,
+        "patterns_of_batch": pattern_heads if pattern_batch > 1 else 0, "patterns_of_head": int(pattern_heads > 1),
+        "tile_rows": rows, "tile_words": words,
+    }  # fmt: skip
 
 
 def _codes(table: Codes) -> dict[str, Tensor]:

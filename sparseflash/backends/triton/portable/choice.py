@@ -94,6 +94,8 @@ class Chooser:
         if retiling is None:
             why = "every score is live" if plan.lists.reusable else "a mask made on the GPU may be used only once"
             return None, why
+        if "tile_bias" in self._changes:
+            return None, "a bias is stored for these tiles"
         if wanted is None and few:
             return None, "there is too little work to search for others"
         whole, gathered = (
@@ -128,7 +130,7 @@ class Chooser:
             changes=len(self._changes) > 0,
         )
         table = "relative" in self._changes
-        if table or "bias" in self._changes:
+        if table or not {"bias", "tile_bias"}.isdisjoint(self._changes):
             whole = tiling.gathered > 0
             config = with_addresses(
                 self._kernel, config, max(self._padded), arithmetic=self._arithmetic, table=table, whole=whole

@@ -59,8 +59,8 @@ def dk_dv_step(
     scores = products(k_tile, q_tile, PRECISION, True)
     if CHANGES:
         scores, factor, own = changed_scores(
-            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
-            MASKED, True,
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+            CHANGES, OWN, MASKED, True,
         )  # fmt: skip
     inverse, dlse, live = None, None, None
     if KEEP:
@@ -105,6 +105,7 @@ def dk_dv_step(
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
         "cap", "inverse_cap", "values_stride",
+        "tiles_of_batch", "tiles_of_head", "patterns_of_batch", "patterns_of_head", "tile_rows", "tile_words",
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -128,6 +129,8 @@ def dk_dv_kernel(
     values_ptr,  # [Hq, C], in q's dtype: a table; or None
     until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    tile_bias_ptrs,  # a bias of live tiles, or None: see `load_tile_bias`, also for its numbers
+    tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words,
     own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
     dkey_ptr,  # fp32 [W, group, BLOCK_N], written: the gradient of a bias of keys; or None
     own_parts,  # the same of what one's own function reads for each key; or None
@@ -155,7 +158,9 @@ def dk_dv_kernel(
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
     changes = (
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
+        key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
+        (tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
+        own_ptrs, own_numbers,
     )  # fmt: skip
     coordinates = rows_ptr, queries_ptr, groups_ptr
     dkey, own_sums = 0.0, ()

@@ -23,6 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "row_tiles", "row_stride",
         "cap", "inverse_cap", "values_stride", "table_size",
+        "tiles_of_batch", "tiles_of_head", "patterns_of_batch", "patterns_of_head", "tile_rows", "tile_words",
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -46,10 +47,13 @@ def dq_kernel(
     values_ptr,  # [Hq, C], in q's dtype: a table; or None
     until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    tile_bias_ptrs,  # a bias of live tiles, or None: see `load_tile_bias`, also for its numbers
+    tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words,
     own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
     sink_ptr,  # [Hq], or None; read if DELTA
     dslopes_ptr,  # fp32 [W, BLOCK_M], written: the gradient of the slope by each query; or None, as those below
     dbias_ptr,  # [B, Hq, Nq, Nk] contiguous, written for live tiles
+    dtiles_ptr, dtiles_starts_ptr,  # [tiles, BLOCK_Q, BLOCK_K], written for live tiles: see store_tile_gradients
     dtable_ptr, buckets_ptr, table_size,  # fp32 [W, R], to which is added, and int32 [C]: the bucket of each code
     own_parts,  # the gradients of what one's own function reads: as dslopes_ptr, then as dbias_ptr, then as dtable_ptr
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
@@ -125,7 +129,9 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
     changes = (
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
+        key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
+        (tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
+        own_ptrs, own_numbers,
     )  # fmt: skip
     coordinates = rows_ptr, queries_ptr, groups_ptr
     dslopes, own_sums, table_sums = (), (), ()
@@ -150,8 +156,9 @@ def dq_kernel(
         else:
             dq, dslopes, own_sums, table_sums = dq_step(
                 dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr,
-                dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
-                BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
+                dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head,
+                batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES,
+                OWN, OWN_SUMS, OWN_STORES,
             )  # fmt: skip
 
     if at_end + partial > 0:  # as in the forward
@@ -179,8 +186,9 @@ def dq_kernel(
             else:
                 dq, dslopes, own_sums, table_sums = dq_step(
                     dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr,
-                    dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
-                    BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
+                    dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head,
+                    batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES,
+                    OWN, OWN_SUMS, OWN_STORES,
                 )  # fmt: skip
 
     if OWN_SUMS is not None:

@@ -16,6 +16,7 @@ from sparseflash.backends.triton.portable.scores import (
     entries_at,
     slope_gradients,
     store_bias_gradients,
+    store_tile_gradients,
 )
 from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
 
@@ -42,8 +43,8 @@ def row_step(
     factor, own = 1.0, (1.0, ())
     if CHANGES:
         scores, factor, own = changed_scores(
-            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
-            MASKED, False,
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+            CHANGES, OWN, MASKED, False,
         )  # fmt: skip
     live, inverses = None, None
     if MASKED:
@@ -64,16 +65,22 @@ def row_step(
 
 @triton.jit
 def learned_step(
-    ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q, first_k,
-    q_len, k_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHANGES: tl.constexpr,
+    ds, factor, table_sums, dbias_ptr, dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size, changes,
+    batch_head, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of a bias and a table by one tile: `(those of the products without the scale, table_sums)`.
+    """Writes the gradients of biases and a table by one tile: `(those of the products without the scale, table_sums)`.
 
     See add_run_gradients for `table_sums`.
     """
     rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
     if dbias_ptr is not None:
         store_bias_gradients(ds, dbias_ptr, batch_head, rows, keys, q_len, k_len)
+    if dtiles_ptr is not None:
+        store_tile_gradients(
+            ds, dtiles_ptr, dtiles_starts_ptr, changes[12], changes[13], batch_head, batch, head, first_q, first_k,
+            BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     if dtable_ptr is not None:
         own = dtable_ptr + tl.cast(tl.program_id(0), tl.int64) * table_size
         if changes[4] is not None:
@@ -105,8 +112,9 @@ def own_step(
 
 @triton.jit
 def dq_step(
-    dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr, dtable_ptr,
-    buckets_ptr, table_size, own_parts, changes, batch_head, first_q, first_k, q_len, k_len,
+    dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr, dtiles_ptr,
+    dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head, batch, head, first_q,
+    first_k, q_len, k_len, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr,
     OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +124,7 @@ def dq_step(
     ds = score_gradients(p, dp, delta[:, None], dlse)
     if OWN is not None:
         ds, own_sums = own_step(
-            ds, own, own_sums, own_parts, changes[13], batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N,
+            ds, own, own_sums, own_parts, changes[15], batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N,
             OWN_SUMS, OWN_STORES,
         )  # fmt: skip
     if dslopes_ptr is not None:
@@ -124,7 +132,8 @@ def dq_step(
         dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
     if CHANGES:
         ds, table_sums = learned_step(
-            ds, factor, table_sums, dbias_ptr, dtable_ptr, buckets_ptr, table_size, changes, batch_head, first_q,
-            first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES,
+            ds, factor, table_sums, dbias_ptr, dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size,
+            changes, batch_head, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+            CHANGES,
         )  # fmt: skip
     return accumulate(ds, k_tile, dq, PRECISION), dslopes, own_sums, table_sums

@@ -38,8 +38,8 @@ def forward_step(
     scores = products(q_tile, k_tile, PRECISION)
     if CHANGES:
         scores, _, _ = changed_scores(
-            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
-            MASKED, False,
+            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+            CHANGES, OWN, MASKED, False,
         )  # fmt: skip
     live = None
     if MASKED:
@@ -106,6 +106,7 @@ def write_rows(
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len",
         "row_tiles",
         "cap", "inverse_cap", "values_stride",
+        "tiles_of_batch", "tiles_of_head", "patterns_of_batch", "patterns_of_head", "tile_rows", "tile_words",
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -129,6 +130,8 @@ def forward_kernel(
     values_ptr,  # [Hq, C], in q's dtype: a table; or None
     until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
+    tile_bias_ptrs,  # a bias of live tiles, or None: see `load_tile_bias`, also for its numbers
+    tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words,
     own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
     sink_ptr,  # [Hq], or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
@@ -152,7 +155,9 @@ def forward_kernel(
     q_length, k_length = live_tokens
     changes = (
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides, own_ptrs, own_numbers,
+        key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
+        (tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
+        own_ptrs, own_numbers,
     )  # fmt: skip
     coordinates = rows_ptr, queries_ptr, groups_ptr
     unit = scale

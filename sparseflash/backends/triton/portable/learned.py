@@ -16,13 +16,16 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.portable.changed import Changed, wanted_of
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
 from sparseflash.backends.triton.portable.passes import like
+from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.scores.change import Scores
 
 
 class Learned:
     """The gradients that kernels write for the tensors of changes, for tensors of one layout."""
 
-    def __init__(self, changes: Scores, changed: Changed, wanted: Sequence[bool], numbers: Numbers) -> None:
+    def __init__(
+        self, changes: Scores, changed: Changed, wanted: Sequence[bool], numbers: Numbers, batch: int
+    ) -> None:  # fmt: skip
         """wanted: which tensors get a gradient."""
         self.numbers = numbers
         self.wants = {kind: any(each) for kind, each in wanted_of(changes, wanted).items()}
@@ -35,11 +38,18 @@ class Learned:
         self.functions_of_queries: dict[str, Any] = {}
         self.functions_of_keys: dict[str, Any] = {}
         self.table_size = 0
+        self.tiles: torch.Size | None = None  # the shape of a bias of live tiles that gets a gradient
         some = torch.empty(16, dtype=torch.float32, device="meta")
         if self.wants.get("distance"):
             self.of_queries["dslopes_ptr"] = some
         if self.wants.get("bias"):
             self.of_queries["dbias_ptr"] = some.to(self._bias_dtype(changes))
+        if self.wants.get("tile_bias"):
+            values = changes.find("tile_bias").values
+            self.tiles = values.shape
+            shared = values.shape[:2] != (batch, numbers.heads)
+            self.of_queries["dtiles_ptr"] = some if shared else some.to(values.dtype)
+            self.of_queries["dtiles_starts_ptr"] = some.to(torch.int64)
         if self.wants.get("relative"):
             table = changes.find("relative")
             self.table_size = table.table.shape[1]
@@ -65,8 +75,13 @@ class Learned:
 class Sums:
     """The gradients of the tensors of changes in one call: memory for the parts, then their sums."""
 
-    def __init__(self, learned: Learned, changes: Scores, queries: Bound, keys: Bound, q: Tensor, k: Tensor) -> None:
+    def __init__(
+        self, learned: Learned, changes: Scores, queries: Bound, keys: Bound, places: TilePlaces | None, q: Tensor,
+        k: Tensor,
+    ) -> None:  # fmt: skip
+        """places: where the gradients of a bias of live tiles are written."""
         self._learned, self._changes, self._queries, self._keys = learned, changes, queries, keys
+        self._places = places
         self._batch = q.shape[0]
         programs = len(queries.work.work)
         self._parts: dict[str, Tensor] = {}
@@ -80,6 +95,9 @@ class Sums:
             dtype = learned.of_queries["dbias_ptr"].dtype
             shape = *q.shape[:3], k.shape[2]
             self._parts["bias"] = torch.zeros(shape, dtype=dtype, device=q.device)  # of dead tiles, too
+        if places is not None and learned.tiles is not None:
+            dtype = learned.of_queries["dtiles_ptr"].dtype
+            self._parts["tile_bias"] = torch.zeros(places.copies, *learned.tiles, dtype=dtype, device=q.device)
         if "dtable_ptr" in learned.of_queries:
             self._parts["relative"] = empty(programs, learned.table_size).zero_()
         if "dkey_ptr" in learned.of_keys:
@@ -98,8 +116,12 @@ class Sums:
 
     def of_queries(self) -> list[Any]:
         """Further arguments of dq_kernel."""
-        found: list[Any] = [self._parts[kind] for kind in ("distance", "bias", "relative") if kind in self._parts]
+        found: list[Any] = [self._parts[kind] for kind in ("distance", "bias") if kind in self._parts]
+        if self._places is not None:
+            self._places.ready.wait()
+            found += [self._parts["tile_bias"], self._places.starts]
         if "relative" in self._parts:
+            found.append(self._parts["relative"])
             found.append(aligned_start(self._changes.find("relative").buckets.contiguous()))
         own = [part for load, part in zip(self._learned.loads, self._own) if load.way != "keys"]
         return [*found, tuple(own)] if own else found
@@ -140,6 +162,9 @@ class Sums:
     def _bias(self, part: Tensor) -> Tensor:
         values = self._changes.find("bias").values
         return _over_shared(part, values)
+
+    def _tile_bias(self, part: Tensor) -> Tensor:
+        return part[0] if len(part) == 1 else part.sum(0)
 
     def _key_bias(self, part: Tensor) -> Tensor:
         return _over_shared(self._of_keys(part), self._changes.find("key_bias").values)

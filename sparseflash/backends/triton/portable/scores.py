@@ -22,8 +22,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def changed_scores(
     scores, changes, scale, batch, head, first_q, first_k, q_len, k_len,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr,
+    OWN: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """`(changed scores, derivative of the cap, own)` of products; the derivative is 1.0 without a cap.
 
@@ -62,11 +62,15 @@ def changed_scores(
             changes[10], changes[11], batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N, MASKED,
             TRANSPOSED,
         ).to(tl.float32)  # fmt: skip
+    if changes[12] is not None:  # a bias of live tiles
+        scores = scores + load_tile_bias(
+            changes[12], changes[13], batch, head, first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, TRANSPOSED
+        ).to(tl.float32)
     own = 1.0, ()
     if OWN is not None:  # one's own function, which must see no places past the ends
         q, k = tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1)
         scores, slope, more = OWN(
-            scores, batch, head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), changes[12], changes[13],
+            scores, batch, head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), changes[14], changes[15],
             CHANGES,
         )  # fmt: skip
         own = slope, more
@@ -99,6 +103,48 @@ def load_bias(
         return tl.load(at, mask=inside, other=0.0)
     else:
         return tl.load(at)
+
+
+@triton.jit
+def load_tile_bias(
+    tile_bias_ptrs, numbers, batch, head, first_q, first_k,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """A tile of a bias stored for the live tiles of the mask, in whose own tiles the kernel must run.
+
+    tile_bias_ptrs: `StoredTiles`: the values, contiguous, the numbers of the tiles, int32 [P, Mq, W, 2], and the
+    patterns. numbers: the strides of batch and head of the values, in tiles, and of the patterns, 0 where shared; Mq
+    and W. Tiles are stored whole, so nothing is read past an end.
+    """
+    tile = number_of_tile(tile_bias_ptrs, numbers, batch, head, first_q // BLOCK_Q, first_k // BLOCK_K)
+    tile += tl.cast(batch, tl.int64) * numbers[0] + tl.cast(head, tl.int64) * numbers[1]
+    at = places_in_tile(first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, TRANSPOSED)
+    return tl.load(tile_bias_ptrs[0] + tile * (BLOCK_Q * BLOCK_K) + at)
+
+
+@triton.jit
+def number_of_tile(tile_bias_ptrs, numbers, batch, head, row, column):
+    """The place of a live tile in the mask's list, int64, from its block row and column; see blockmask/numbering.py."""
+    pattern = tl.load(tile_bias_ptrs[2] + batch * numbers[2] + head * numbers[3])
+    word_ptr = tile_bias_ptrs[1] + 2 * (tl.cast(pattern * numbers[4] + row, tl.int64) * numbers[5] + column // 32)
+    x = tl.load(word_ptr) & ~(-1 << column % 32)  # the live tiles before it, which are counted
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return tl.cast(tl.load(word_ptr + 1) + ((x + (x >> 16)) & 63), tl.int64)
+
+
+@triton.jit
+def places_in_tile(
+    first_q, first_k,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Where the scores of a step stand in their tile of BLOCK_Q x BLOCK_K, row by row."""
+    rows, columns = first_q % BLOCK_Q + tl.arange(0, TILE_M), first_k % BLOCK_K + tl.arange(0, TILE_N)
+    return along_queries(rows * BLOCK_K, TRANSPOSED) + along_keys(columns, TRANSPOSED)
 
 
 @triton.jit
@@ -226,6 +272,21 @@ def store_bias_gradients(ds, dbias_ptr, batch_head, q, k, q_len, k_len):
     start = dbias_ptr + tl.cast(batch_head, tl.int64) * q_len * k_len
     inside = (q < q_len)[:, None] & (k < k_len)[None, :]
     tl.store(start + row[:, None] + k[None, :], ds.to(dbias_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_tile_gradients(
+    ds, dtiles_ptr, dtiles_starts_ptr, tile_bias_ptrs, numbers, batch_head, batch, head, first_q, first_k,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of a bias of live tiles by a tile of scores, those of dead ones, which are 0, too.
+
+    dtiles_starts_ptr: int64 [B * Hq], the first of the tiles to which each batch element and head writes.
+    """
+    tile = number_of_tile(tile_bias_ptrs, numbers, batch, head, first_q // BLOCK_Q, first_k // BLOCK_K)
+    tile += tl.load(dtiles_starts_ptr + batch_head)
+    at = places_in_tile(first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, False)
+    tl.store(dtiles_ptr + tile * (BLOCK_Q * BLOCK_K) + at, ds.to(dtiles_ptr.dtype.element_ty))
 
 
 @triton.jit

@@ -1,0 +1,45 @@
+"""Where batch elements and heads write what they compute for live tiles, if some of them share the stored tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask.streams import ReadyEvent
+
+
+@dataclass(frozen=True)
+class TilePlaces:
+    """Copies of a tensor `[B or 1, Hq or 1, tiles, ...]`: all that share its tiles write to different ones.
+
+    Two heads of the first pattern share its tiles; the third head, of another pattern, writes where nobody else does:
+
+    >>> places = TilePlaces.of(torch.tensor([[0, 0, 1]], dtype=torch.int32), (1, 1, 10))
+    >>> places.starts.tolist(), places.copies
+    ([0, 10, 0], 2)
+    """
+
+    starts: (
+        Tensor  # int64 [B * Hq], the first of the tiles to which each writes, of `copies * B or 1 * Hq or 1 * tiles`
+    )
+    copies: int
+    ready: ReadyEvent = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ready", ReadyEvent(self.starts))
+
+    @classmethod
+    def of(cls, pattern: Tensor, shape: Sequence[int]) -> TilePlaces:
+        """pattern: int32 `[B, Hq]`, of a canonical mask. shape: of the tensor. Waits for the device."""
+        batch, head = (torch.arange(n, device=pattern.device) * (own > 1) for n, own in zip(pattern.shape, shape))
+        own = (batch[:, None] * shape[1] + head).view(-1)  # which of the tensor's batch elements and heads
+        shared, order = torch.sort(
+            own * pattern.numel() + pattern.reshape(-1), stable=True
+        )  # patterns are at most B * Hq
+        copy = torch.empty_like(order)
+        copy[order] = torch.arange(len(order), device=order.device) - torch.searchsorted(shared, shared)
+        starts = (copy * (shape[0] * shape[1]) + own) * shape[2]
+        return cls(starts, int(copy.max()) + 1)

@@ -1,0 +1,77 @@
+"""The number of a live tile in a mask's list, found by its block row and column.
+
+The list is that of `BlockMask.indices`. Whoever walks tiles in another order (kernels, over rows or columns, full tiles
+first) finds by it what is stored tile by tile, such as a bias. A table of numbers would take four bytes for every pair
+of blocks, live or not; this takes two bits: of 32 block columns side by side, one word says which are live, and one how
+many live tiles the list has before them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask.cache import mask_cache, once
+from sparseflash.blockmask.csr import stored_tiles
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
+
+COLUMNS = 32  # block columns of a word
+
+
+def tile_numbers(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """What `number_of_tile` reads, int32 `[P, Mq, ceil(Mk / 32), 2]`, and the mask's `pattern`.
+
+    >>> from sparseflash import BlockMask
+    >>> numbers, pattern = tile_numbers(BlockMask.from_function(lambda q, k: k <= q, 48, block=16))
+    >>> numbers.tolist(), pattern.tolist()
+    ([[[[1, 0]], [[3, 1]], [[7, 3]]]], [[0]])
+
+    Cached with the mask, which must not be dynamic.
+    """
+    if torch.compiler.is_compiling():  # compiled code must not cache anything
+        return _numbers(mask), mask.pattern
+    return once(mask_cache(mask.indices), "tile numbers", lambda: _saveable(mask))
+
+
+def _saveable(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Tensors that autograd can save, also if the mask was made in inference mode or this is called in it."""
+    with torch.inference_mode(False):
+        return _numbers(mask), mask.pattern.clone()
+
+
+def _numbers(mask: BlockMask) -> Tensor:
+    row_blocks, words = mask.blocks[0], -(-mask.blocks[1] // COLUMNS)
+    rows, cols, _ = stored_tiles(mask)
+    word = rows * words + cols // COLUMNS  # increasing, as the list is
+    found = torch.zeros((len(mask.indptr) - 1) * words, 2, dtype=torch.int32, device=mask.device)
+    bit = torch.ones_like(cols, dtype=torch.int32) << (cols % COLUMNS).to(torch.int32)
+    found[:, 0].index_add_(0, word, bit)  # the sum of distinct bits is their union, also for the sign bit
+    found[:, 1] = torch.searchsorted(word, torch.arange(len(found), device=mask.device))
+    return found.view(-1, row_blocks, words, 2)
+
+
+def number_of_tile(numbers: Tensor, pattern: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """The place of a live tile in the list, int64; of a dead one that of the live tile after it. All arguments but the
+    first are int64 and broadcast.
+
+    >>> from sparseflash import BlockMask
+    >>> numbers, _ = tile_numbers(BlockMask.from_function(lambda q, k: k <= q, 48, block=16))
+    >>> number_of_tile(numbers, torch.tensor(0), torch.tensor([0, 1, 1, 2]), torch.tensor([0, 0, 1, 2])).tolist()
+    [0, 1, 2, 5]
+    """
+    found = numbers[pattern, row, column // COLUMNS].long()
+    below = found[..., 0] & ((1 << column % COLUMNS) - 1)
+    return found[..., 1] + _ones(below)
+
+
+def _ones(x: Tensor) -> Tensor:
+    """How many of the 31 lower bits of each number are set; the others must not be."""
+    x = x - ((x >> 1) & 0x55555555)  # a sum for every two bits
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 63
