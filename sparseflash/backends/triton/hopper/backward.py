@@ -262,7 +262,7 @@ def consumer(
     qk_scale, scale, kv_heads = sizes
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
-    start_ptr, work_ptr, entry_ptr = lists
+    start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, ROWS, 16])
     KV: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
