@@ -2,11 +2,12 @@
 
 import os
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from pages import ROOT
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks need the extra docs")
+nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra docs")
 
 NOTEBOOKS = sorted((ROOT / "docs" / "pages" / "notebooks").glob("*.ipynb"))
 
@@ -22,7 +23,7 @@ def test_a_notebook_runs(path, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # without it Jupyter warns of where it looks for its settings
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
     drawn = [cell for cell in notebook.cells if cell.source.endswith(("\nfigure", "\nImage(path)"))]
     assert drawn and all(any("image/png" in output.get("data", {}) for output in cell.outputs) for cell in drawn)
 

@@ -22,10 +22,11 @@ from sparseflash import masks
 INFERENCE = "inference"
 FORWARD = "forward, gradients wanted"
 BOTH = "forward and backward"
+BOTH_HERE = "forward and backward, one thread"
 LENGTHS = "new lengths and a call"
 MASK = "new causal mask and a call"
 CHOICE = "top-k blocks and a call"
-WAYS = (INFERENCE, FORWARD, BOTH, LENGTHS, MASK, CHOICE)
+WAYS = (INFERENCE, FORWARD, BOTH, BOTH_HERE, LENGTHS, MASK, CHOICE)
 FIRST_CALLS = ("first forward and backward", "the same of another head dim", "inference, a third head dim")
 
 OURS, SDPA, FLEX = "sparseflash", "SDPA", "FlexAttention"
@@ -36,6 +37,8 @@ NOTES = {
     INFERENCE: "causal, the mask made before; so are the next two",
     FORWARD: "the graph of the backward is made, and dropped",
     BOTH: "`torch.autograd.grad` for q, k and v",
+    BOTH_HERE: "the same under `torch.autograd.set_multithreading_enabled(False)`: the backward runs in the thread "
+    "that calls it and not in one of autograd's",
     LENGTHS: "ours: `mask.with_lengths(new)`; SDPA: a Boolean mask made of the lengths; FlexAttention: "
     "`create_block_mask` of a rule that reads them",
     MASK: "ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`",
@@ -96,6 +99,13 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
         with torch.no_grad():
             implementation.causal(q, k, v)
 
+    def both() -> None:
+        torch.autograd.grad(implementation.causal(*leaves), leaves, dout)
+
+    def both_here() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            both()
+
     def new_lengths() -> None:
         with torch.no_grad():
             implementation.with_lengths(q, k, v, next(lengths))
@@ -112,7 +122,8 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
     calls: dict[str, Call] = {
         INFERENCE: inference,
         FORWARD: lambda: implementation.causal(*leaves),
-        BOTH: lambda: torch.autograd.grad(implementation.causal(*leaves), leaves, dout),
+        BOTH: both,
+        BOTH_HERE: both_here,
         LENGTHS: new_lengths,
         MASK: new_mask,
     }
