@@ -27,7 +27,8 @@ from sparseflash.distributed.queries import query_stages, turned
 from sparseflash.distributed.routes import Heads, Readers
 from sparseflash.distributed.shards import Shards
 from sparseflash.distributed.stages import Route, stages_of
-from sparseflash.distributed.transport import TRANSPORTS, Transport, TransportName, transport_of
+from sparseflash.distributed.transport import Transport
+from sparseflash.distributed.transport_choice import TRANSPORTS, TransportName, transport_of
 
 T = TypeVar("T")
 Side = Literal["queries", "keys"]
