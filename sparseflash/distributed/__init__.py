@@ -28,7 +28,7 @@ from sparseflash.distributed.costs import Machine as Machine
 from sparseflash.distributed.costs import Shape as Shape
 from sparseflash.distributed.merge import merged as merged
 from sparseflash.distributed.plan import ShardPlan as ShardPlan
-from sparseflash.distributed.plan import shard as shard
+from sparseflash.distributed.sharding import shard as shard
 from sparseflash.distributed.shards import Shards as Shards
 
 __all__ = ["H100", "H100_HOSTS", "Estimate", "Machine", "Shape", "ShardPlan", "Shards", "attention", "merged", "shard"]
