@@ -7,11 +7,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from sparseflash.distributed import transport
+from sparseflash.distributed.peer_copies import PeerCopies
 
 
 class SharedFiles:
-    """`transport.PeerMemory` in files. Reading takes longer on some ranks than on others, so that what is written too
+    """`PeerMemory` in files. Reading takes longer on some ranks than on others, so that what is written too
     early is seen."""
 
     def __init__(self, size, group):
@@ -35,5 +35,5 @@ class SharedFiles:
 
 
 def copies_of_files(group):
-    """`transport.PeerCopies` between processes on CPUs."""
-    return transport.PeerCopies(dist.get_rank(group), lambda size: SharedFiles(size, group), None)
+    """`PeerCopies` between processes on CPUs."""
+    return PeerCopies(dist.get_rank(group), lambda size: SharedFiles(size, group), None)

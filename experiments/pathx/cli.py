@@ -1,15 +1,12 @@
-"""The command line: options only. The commands are implemented in the modules that have their names."""
+"""The command line: options only. The commands are in the modules that have their names; report.py prints."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
@@ -18,7 +15,6 @@ from experiments.pathfinder.testset import IMAGES, test_set
 from experiments.pathx import rendering_table, throughput, weights
 from experiments.pathx import table as tables
 from experiments.pathx.analyse import analyse as write_analysis
-from experiments.pathx.analyse import percent
 from experiments.pathx.config import Config, Stage, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
 from experiments.pathx.data.released import SPLITS, folder_of_fold
@@ -34,8 +30,8 @@ from experiments.pathx.evaluate import (
     stage_for,
     store,
 )
-from experiments.pathx.model.classifier import PathModel
-from experiments.pathx.supervision import described, of_model
+from experiments.pathx.report import announcing, print_case, print_evaluated, print_paused, print_stored, print_trained
+from experiments.pathx.supervision import of_model
 from experiments.pathx.train import Run, saved_run
 from experiments.training import fingerprint, tensorboard
 from experiments.training.atomic_files import write_json, write_text
@@ -53,7 +49,6 @@ from experiments.training.options import (
     settings_as_options,
 )
 from experiments.training.progress_bar import counting_bar
-from experiments.training.run_log import Record
 from experiments.training.session import pausing, train_shown
 
 DATA = Path("data/pathfinder")
@@ -62,6 +57,12 @@ RESULTS = Path("experiments/results/pathx")
 
 app = command_group("LRA-parameter generated Path-X and Path-256 with block-sparse attention.")
 console = Console()
+
+
+def say(text: str) -> None:
+    """Text that is no markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
 
 Size = Annotated[
     int | None,
@@ -123,37 +124,14 @@ def train(
         folder = out or RUNS / Path(curriculum_name or "pathx").stem
         with pausing(until) as pause, Stream(workers) as stream:
             run = Run(config, folder, stream, resume=resume, overwrite=overwrite)
-            run.listeners.append(announcing(config.curriculum))
+            run.listeners.append(announcing(console, config.curriculum))
             note = train_shown(
                 run, lambda: run.train(pause), console, folder.name, tensorboard=tensorboard_files, resumed=resume
             )
     if note is None:
-        state = run.state
-        console.print(
-            f"Paused at step {state.step}, in stage {state.stage + 1} ({run.plan.name}), after "
-            f"{state.images:,} images and {state.seconds / 60:.1f} minutes"
-        )
-        console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
-        return
-    cost = note["cost"]
-    console.print(
-        f"{note['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
-        f"{cost.get('startup_minutes', 0.0):.1f} of starting up; validation accuracy "
-        f"{percent(note['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
-        soft_wrap=True,
-    )
-
-
-def announcing(stages: tuple[Stage, ...]) -> Callable[[Record], None]:
-    """A listener that prints a line when a stage begins."""
-    begun: set[int] = set()
-
-    def listen(record: Record) -> None:
-        if record["stage"] not in begun:
-            begun.add(record["stage"])
-            console.print(f"Stage {record['stage'] + 1} of {len(stages)}: {stages[record['stage']].name}")
-
-    return listen
+        print_paused(console, run.state, run.plan, folder)
+    else:
+        print_trained(console, note, folder)
 
 
 @app.command()
@@ -194,7 +172,12 @@ def evaluate(
             if release is not None:
                 raise ValueError("--renderings draws images anew, which a release cannot; leave out one of them")
             tested = made_test_set(stage.size, stage.contour, data, workers)
-            show_renderings(model, config, stage, tested, images, workers, place, file.parent if keep else None, out)
+            with Stream(workers) as stream:
+                found = rendering_table.shown(say, model, config, stage, tested, images, stream, place)
+            if keep:
+                rendering_table.write(found, file.parent)
+            if out is not None:
+                write_json(out, found)
             return
         if release is not None:
             if keep:
@@ -216,50 +199,11 @@ def evaluate(
         compares = sha256 is None and release is None
         stored = weights.beside(file)["results"].get(key_of(stage)) if compares else None
         others = baselines(stage)
-    console.print(
-        f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
-        f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
-        + (f"; trained with {supervision}" if (supervision := described(found["helped"])) else ""),
-        soft_wrap=True,
-    )
-    if others:
-        console.print(f"Baselines: {others}", soft_wrap=True)
+    print_evaluated(console, found, others)
     if stored is not None and not keep:
         same = agrees(found, stored)
-        console.print(
-            f"Stored: {percent(stored['accuracy'])} on {stored['images']:,}; "
-            + ("the same within the error." if same else "[red]they differ.[/red]")
-        )
+        print_stored(console, stored, same=same)
         raise typer.Exit(0 if same else 1)
-
-
-def show_renderings(
-    model: PathModel,
-    config: Config,
-    stage: Stage,
-    tested: Path,
-    images: int,
-    workers: int | None,
-    device: torch.device,
-    folder: Path | None,
-    out: Path | None,
-) -> None:
-    """Print the table of renderings, row by row, and write it: as a page and as JSON to a folder, as JSON to a file."""
-
-    def show(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    show(rendering_table.HEAD)
-    with Stream(workers) as stream:
-        found = rendering_table.table(
-            model, config, stage, tested, images, stream, device, report=lambda row: show(rendering_table.line(row))
-        )
-    show(f"From best to worst: {100 * found['worst_below_best']:.1f} points")
-    if folder is not None:
-        write_text(folder / "renderings.md", rendering_table.markdown(found))
-        write_json(folder / "renderings.json", found)
-    if out is not None:
-        write_json(out, found)
 
 
 @app.command()
@@ -310,7 +254,7 @@ def analyse(
 
         with Stream(workers) as stream:
             write_analysis(model, config, stages, file_of, images, examples, folder, stream, place)
-    console.print((folder / "analysis.md").read_text(), markup=False, highlight=False, soft_wrap=True)
+    say((folder / "analysis.md").read_text())
 
 
 @app.command("table")
@@ -323,7 +267,7 @@ def table_command(
         text = tables.markdown(tables.rows(folders or [RESULTS, RUNS]))
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(text)
 
 
 @app.command()
@@ -363,20 +307,8 @@ def probe(
                 break
             console.print(f"{case.size} pixels, {case.layers} ...", highlight=False)
             found.append(throughput.measured(case, config, tokens, place, seconds, profiled=profile > 0))
-            shown = {name: _short(value) for name, value in found[-1].items() if name != "costs"}
-            console.print(json.dumps(shown), soft_wrap=True)
-            for cost in found[-1].get("costs", [])[:profile]:
-                console.print(
-                    f"{cost['ms']:9.3f} ms  {cost['calls']:6.1f} calls  {cost['name'][:100]}",
-                    highlight=False,
-                    markup=False,  # names have brackets
-                    soft_wrap=True,
-                )
+            print_case(console, found[-1], costs=profile)
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 write_json(out, found)
     console.print(throughput.table(found, tokens))
-
-
-def _short(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value

@@ -23,6 +23,7 @@ from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import recipe_for, vectors_of
 from experiments.pathx.scoring import Scores, score
+from experiments.training.atomic_files import write_json, write_text
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
 
@@ -93,6 +94,29 @@ def table(
         "device": device_name(device),
         "versions": versions(),
     }
+
+
+def shown(
+    say: Callable[[str], None],
+    model: nn.Module,
+    config: Config,
+    stage: Stage,
+    file: Path,
+    images: int,
+    stream: Stream,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The table, of which `say` prints every row as soon as it is known."""
+    say(HEAD)
+    found = table(model, config, stage, file, images, stream, device, report=lambda row: say(line(row)))
+    say(f"From best to worst: {100 * found['worst_below_best']:.1f} points")
+    return found
+
+
+def write(found: dict[str, Any], folder: Path) -> None:
+    """Writes the table to a folder, as a page and as JSON."""
+    write_text(folder / "renderings.md", markdown(found))
+    write_json(folder / "renderings.json", found)
 
 
 def line(row: Row) -> str:

@@ -9,11 +9,12 @@
 `shard` cuts the tokens into chunks and deals them to the ranks so that every rank has equally many tokens, about as
 many live tiles, and few remote keys (`planner`). From the mask's lists every rank knows which key blocks it needs from
 whom (`routes`); only those are sent (`exchange`), by a collective or by copies out of the memory of other GPUs
-(`transport`): before attention begins, or in one to four exchanges that overlap with attention to what is there
-already, and then the partial results are merged by their lse in a fixed order (`merge`, on GPUs by the kernels of
-`fused_merge`). If there are heads enough and it costs less, heads travel instead (`ulysses`), or queries to their keys
-if there are few (`queries`). `plan.explain()` prints the costs of all (`costs`, `explain`). Changes of scores and
-dropout take the positions that tokens have in the whole sequence (`positions`, `scores`, `dropout`).
+(`collectives` and `peer_copies`, of which `transport_choice` takes one): before attention begins, or in one to four
+exchanges that overlap with attention to what is there already, and then the partial results are merged by their lse in
+a fixed order (`merge`, on GPUs by the kernels of `fused_merge`). If there are heads enough and it costs less, heads
+travel instead (`ulysses`), or queries to their keys if there are few (`queries`). `plan.explain()` prints the costs of
+all (`costs`, `explain`). Changes of scores and dropout take the positions that tokens have in the whole sequence
+(`positions`, `scores`, `dropout`).
 
 It may import `attention`, `blockmask`, `dropout`, `scores` and `validation`, and of the Triton backend `device` and
 `launcher`.
@@ -27,7 +28,7 @@ from sparseflash.distributed.costs import Machine as Machine
 from sparseflash.distributed.costs import Shape as Shape
 from sparseflash.distributed.merge import merged as merged
 from sparseflash.distributed.plan import ShardPlan as ShardPlan
-from sparseflash.distributed.plan import shard as shard
+from sparseflash.distributed.sharding import shard as shard
 from sparseflash.distributed.shards import Shards as Shards
 
 __all__ = ["H100", "H100_HOSTS", "Estimate", "Machine", "Shape", "ShardPlan", "Shards", "attention", "merged", "shard"]

@@ -11,15 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, flag, integer, plain_tensor, token_counts
-from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
-from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import number_by_first_appearance
+from sparseflash.interop.dead_runs import MOST_RUNS, dead_runs
 from sparseflash.interop.heads import mask_of_patterns
-
-_MOST_RUNS = 3  # the most live runs of a column: between two dead ones and the ends
+from sparseflash.interop.interval_tiles import tiles_outside
 
 
 class FlashMask(NamedTuple):
@@ -64,7 +62,7 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
             "causal diagonal of such masks differently; got True."
         )
     patterns = pattern_count(mask)
-    runs = [_dead_runs(mask, p) for p in range(patterns)]
+    runs = [dead_runs(mask, p) for p in range(patterns)]
     if causal is None:
         # The first run of dead queries must reach the diagonal.
         keys = torch.arange(mask.k_len, device=mask.device)
@@ -133,7 +131,7 @@ def from_flashmask(
     _, number = torch.unique(flat, dim=0, return_inverse=True)
     number, first = number_by_first_appearance(number)
     parts = [
-        _part(_intervals(flat[f].view(k_len, -1), causal, q_len), q_len, k_len, block_q, block_k)
+        tiles_outside(_intervals(flat[f].view(k_len, -1), causal, q_len), q_len, k_len, block_q, block_k)
         for f in first.tolist()
     ]
     number = number.view(batch, given).repeat_interleave(heads // given, dim=1)
@@ -159,86 +157,6 @@ def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:
             f"{group * size}..{(group + 1) * size - 1}."
         )
     return groups[..., 0]
-
-
-def _dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
-    """The runs of dead queries of each key of one pattern, `(start, stop, most)`.
-
-    start, stop: int64 `[most, _MOST_RUNS + 1]`, in order, some of them empty. most: the first key that has more runs,
-    or Nk.
-    """
-    col_blocks, device = mask.blocks[1], mask.device
-    indptr, indices, tile = mask.columns
-    indptr = indptr[p * col_blocks : (p + 1) * col_blocks + 1].long()
-    span = slice(int(indptr[0]), int(indptr[-1]))
-    rows, tile = indices[span].long(), tile[span].long()
-    cols = row_of_entry(indptr - indptr[0], len(rows))
-    words = bitmask.choices(mask.bits, mask.block_k)  # [T + 2, block_q, W]
-    # A score begins a live run if the one above it is dead, and ends one if the one below is. Inside a tile that
-    # depends only on the tile; its first and last row depend on the tiles that touch it.
-    joined = (cols.diff() == 0) & (rows.diff() == 1)
-    none = torch.zeros_like(words[tile[:1], 0])
-    first, last = words[tile, 0], words[tile, -1]
-    above = torch.cat([none, torch.where(joined[:, None], last[:-1], 0)])[: len(rows)]
-    below = torch.cat([torch.where(joined[:, None], first[1:], 0), none])[: len(rows)]
-    begins = torch.cat([torch.zeros_like(words[:, :1]), words[:, 1:] & ~words[:, :-1]], dim=1)
-    ends = torch.cat([words[:, :-1] & ~words[:, 1:], torch.zeros_like(words[:, :1])], dim=1)
-    begins_at_edge, ends_at_edge = first & ~above, last & ~below
-
-    most = mask.k_len
-    counts = torch.zeros(col_blocks, mask.block_k, dtype=torch.int64, device=device)
-    inner = bitmask.unpack(begins, mask.block_k).sum(1)  # [T + 2, block_k]
-    some = inner.any(-1)[tile] | (begins_at_edge != 0).any(-1)
-    for e in some.nonzero()[:, 0].split(max(1, SCORES_AT_ONCE // mask.block_k)):
-        counts.index_add_(0, cols[e], inner[tile[e]] + bitmask.unpack(begins_at_edge[e], mask.block_k))
-    many = (counts.view(-1)[: mask.k_len] > _MOST_RUNS).nonzero()
-    if len(many):
-        most = int(many[0])
-
-    start = torch.full((most, _MOST_RUNS + 1), mask.q_len, dtype=torch.int64, device=device)
-    stop = start.clone()
-    start[:, 0] = 0  # dead runs begin at the top and where live ones end, and end where live ones begin
-    for inside, edge, edge_row, table, shift in (
-        (begins, begins_at_edge, 0, stop, 0),
-        (ends, ends_at_edge, mask.block_q - 1, start, 1),
-    ):
-        q, k = _places(inside, edge, edge_row, rows, cols, tile, most, mask)
-        k, order = _sorted(k, q)
-        place = torch.arange(len(k), device=device) - torch.searchsorted(k, k)
-        table[k, place + shift] = q[order] + shift
-    return start, stop, most
-
-
-def _sorted(k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys sorted, and the permutation that sorts them, with the queries of each key ascending."""
-    by_query = torch.argsort(q)
-    keys, by_key = torch.sort(k[by_query], stable=True)
-    return keys, by_query[by_key]
-
-
-def _places(
-    inside: Tensor, edge: Tensor, edge_row: int, rows: Tensor, cols: Tensor, tile: Tensor, stop: int, mask: BlockMask
-) -> tuple[Tensor, Tensor]:
-    """The query and key of the set bits of all tiles, before key `stop`.
-
-    inside: the bits inside a tile, which are the same wherever it occurs, `[T + 2, block_q, W]`; edge: the bits of each
-    entry in row `edge_row`, `[E, W]`.
-    """
-    t, q, k = bitmask.unpack(inside, mask.block_k).nonzero(as_tuple=True)
-    count = torch.bincount(t, minlength=len(inside))
-    before = count.cumsum(0) - count
-    entry = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), count[tile])
-    nth = torch.arange(len(entry), device=rows.device) - (count[tile].cumsum(0) - count[tile])[entry]
-    bit = before[tile[entry]] + nth
-    on_edge = (edge != 0).any(-1).nonzero()[:, 0]
-    which, edge_k = bitmask.unpack(edge[on_edge], mask.block_k).nonzero(as_tuple=True)
-    entry, q, k = (
-        torch.cat([entry, on_edge[which]]),
-        torch.cat([q[bit], torch.full_like(edge_k, edge_row)]),
-        torch.cat([k[bit], edge_k]),
-    )
-    q, k = rows[entry] * mask.block_q + q, cols[entry] * mask.block_k + k
-    return q[k < stop], k[k < stop]
 
 
 def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, place: str) -> Tensor:
@@ -277,7 +195,7 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
     bad = (~fits).nonzero()
     if len(bad) or most < mask.k_len:
         k = int(bad[0]) if len(bad) else most
-        found = f"more than {_MOST_RUNS - 1}"
+        found = f"more than {MOST_RUNS - 1}"
         if len(bad):
             found = ", ".join(f"{a}..{b - 1}" for a, b in zip(runs[0][k].tolist(), runs[1][k].tolist()) if b > a)
             found = found or "none"
@@ -301,49 +219,3 @@ def _intervals(bounds: Tensor, causal: bool, q_len: int) -> list[tuple[Tensor, T
     else:
         found.append((bounds[:, 2], bounds[:, 3]) if with_ends else (zero, bounds[:, 1]))
     return found
-
-
-def _part(intervals: list[tuple[Tensor, Tensor]], q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
-    """The tiles of one pattern."""
-    device = intervals[0][0].device
-    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    top = torch.arange(row_blocks, device=device)[:, None] * block_q
-    bottom = (top + block_q).clamp(max=q_len)
-    keys = torch.arange(col_blocks * block_k, device=device).clamp(max=k_len - 1).view(col_blocks, block_k)
-    dead = torch.zeros(row_blocks, col_blocks, dtype=torch.bool, device=device)
-    cut = dead.clone()
-    for start, stop in intervals:
-        start, stop = start[keys], stop[keys]
-        dead |= (start.amax(1) <= top) & (stop.amin(1) >= bottom)
-        some = stop > start
-        cut |= (start.masked_fill(~some, q_len).amin(1) < bottom) & (stop.masked_fill(~some, 0).amax(1) > top)
-
-    at_ends = (cut & ~dead).nonzero()
-    rows, cols, tile, words = _cut_tiles(intervals, at_ends[:, 0], at_ends[:, 1], keys, block_q)
-    i, j = (~cut & ~dead).nonzero(as_tuple=True)
-    return torch.cat([rows, i]), torch.cat([cols, j]), torch.cat([tile, torch.zeros_like(i)]), words
-
-
-def _cut_tiles(intervals: list[tuple[Tensor, Tensor]], rows: Tensor, cols: Tensor, keys: Tensor, block_q: int) -> Part:
-    """The tiles at the given rows and columns, int64 `[E]`.
-
-    `keys` int64 `[Mk, block_k]`: the keys of each block column. Tiles with equal bounds relative to their first row are
-    evaluated once.
-    """
-    block_k, device = keys.shape[1], rows.device
-    no_words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device=device)
-    kinds, found, offset = [rows[:0]], [no_words], 0
-    query = torch.arange(block_q, device=device)[:, None]
-    for e in torch.arange(len(rows), device=device).split(max(1, SCORES_AT_ONCE // (2 * len(intervals) * block_k))):
-        k, top = keys[cols[e]], rows[e][:, None] * block_q
-        bounds = []
-        for start, stop in intervals:
-            first, last = (start[k] - top).clamp(0, block_q), (stop[k] - top).clamp(0, block_q)
-            bounds += [first.where(first < last, 0), last.where(first < last, 0)]
-        distinct, inverse = bitmask.deduplicate(torch.stack(bounds, dim=1).to(torch.int32))  # [T, 2 n, block_k]
-        for some in distinct.split(max(1, SCORES_AT_ONCE // (block_q * block_k))):
-            first, last = some[:, 0::2, None], some[:, 1::2, None]
-            found.append(bitmask.pack(((query < first) | (query >= last)).all(1)))
-        kinds.append(inverse + 1 + offset)
-        offset += len(distinct)
-    return rows, cols, torch.cat(kinds), torch.cat(found)

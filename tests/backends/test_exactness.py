@@ -123,7 +123,7 @@ def test_no_tile_of_the_tables_is_larger_than_the_blocks_that_they_are_tested_wi
     from sparseflash.backends.triton import configs
 
     for capability, arithmetic in _OTHER_TABLES:
-        for (_, of, dim), config in configs._table(capability, False).items():
+        for (_, of, dim), config in configs.table_for(capability, False).items():
             block = sizes_for(arithmetic, dim)["block"]
             assert of != arithmetic or max(config.block_m, config.block_n) <= block
 

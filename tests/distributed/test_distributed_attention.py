@@ -15,7 +15,9 @@ from scored import FUNCTIONS, SHARDED, scored
 from sharded_attention import check_dropping, check_scored, check_transports, joined, sharded
 from shared_files import copies_of_files
 from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
-from sparseflash.distributed import transport
+from sparseflash.distributed import symmetric_memory
+from sparseflash.distributed.collectives import Collectives
+from sparseflash.distributed.peer_copies import PeerCopies
 from strategies import problems
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -132,25 +134,25 @@ def test_a_peer_transport_that_is_not_possible_is_refused():
 
 
 def test_copies_between_peers_refuse_to_be_recorded():
-    copies = transport.PeerCopies(0, allocate=None, stream=mock.Mock())
+    copies = PeerCopies(0, allocate=None, stream=mock.Mock())
     recording = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
     with recording, pytest.raises(RuntimeError, match="transport must be 'collective' to record CUDA graphs"):
         copies.begin(lambda: 128)
 
 
 def test_a_buffer_that_one_rank_cannot_allocate_is_an_error_on_all():
-    failures = mock.patch.object(transport, "_gathered", return_value=["", "out of memory"])
+    failures = mock.patch.object(symmetric_memory, "_gathered", return_value=["", "out of memory"])
     allocated = mock.patch("torch.distributed._symmetric_memory.empty")
     message = "a buffer of 1,024 bytes cannot be allocated on rank 1: out of memory"
     with failures, allocated, pytest.raises(RuntimeError, match=message):
-        transport.SymmetricMemory(1024, group=None, device=torch.device("cuda", 0))
+        symmetric_memory.SymmetricMemory(1024, group=None, device=torch.device("cuda", 0))
 
 
 def test_a_plan_outlives_its_group_with_an_error():
     class Group:
         pass
 
-    collectives = transport.Collectives(Group())  # which nobody else holds
+    collectives = Collectives(Group())  # which nobody else holds
     with pytest.raises(RuntimeError, match="the process group of a plan must exist as long as the plan is used"):
         collectives.start([], message=None)
 

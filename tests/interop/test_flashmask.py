@@ -163,16 +163,16 @@ def test_query_heads_of_a_group_share_a_mask():
 
 
 def test_only_tiles_at_an_intervals_end_are_looked_at(monkeypatch):
-    from sparseflash.interop import flashmask
+    from sparseflash.interop import interval_tiles
 
     looked_at = []
-    cut_tiles = flashmask._cut_tiles
+    cut_tiles = interval_tiles._cut_tiles
 
     def counting(intervals, rows, *others):
         looked_at.append(len(rows))
         return cut_tiles(intervals, rows, *others)
 
-    monkeypatch.setattr(flashmask, "_cut_tiles", counting)
+    monkeypatch.setattr(interval_tiles, "_cut_tiles", counting)
     mask = masks.causal(4096, block=64)
     assert from_flashmask(to_flashmask(mask)[0], causal=True, block=64) == mask
     assert looked_at == [64]

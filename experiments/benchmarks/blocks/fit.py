@@ -16,7 +16,8 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from experiments.benchmarks.tune.space import parse
-from sparseflash.backends.triton.configs import config_for, held_and_streamed
+from sparseflash.backends.triton.portable.fitting import config_for
+from sparseflash.backends.triton.portable.occupancy import held_and_streamed
 from sparseflash.backends.triton.schedule.tilings import HALF, Cost, Tiling, cheapest
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -13,8 +13,9 @@ from experiments.benchmarks import timing
 from experiments.benchmarks.speed.patterns import block_mask, pattern
 from experiments.benchmarks.tune.kernel_call import KernelOfAttention
 from sparseflash import BlockMask
-from sparseflash.backends.triton.configs import Config, Kernel, held_and_streamed
+from sparseflash.backends.triton.configs import Config, Kernel
 from sparseflash.backends.triton.overrides import override
+from sparseflash.backends.triton.portable.occupancy import held_and_streamed
 from sparseflash.backends.triton.schedule.tilings import HALF, Tiling
 
 KINDS = ("butterfly", "local", "bigbird", "random12")

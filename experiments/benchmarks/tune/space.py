@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, held_and_streamed, results_and_scores
+from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel
+from sparseflash.backends.triton.portable.occupancy import held_and_streamed, results_and_scores
 
 KERNELS: tuple[Kernel, ...] = ("forward", "dk_dv", "dq")
 ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "fp32")

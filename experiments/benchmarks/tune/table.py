@@ -14,13 +14,13 @@ SOURCE = Path(configs.__file__)
 
 def table_name(capability: tuple[int, int], descriptors: bool) -> str:
     """The name of the table that a launch on this architecture reads."""
-    table = configs._table(capability, descriptors)
+    table = configs.table_for(capability, descriptors)
     return next(name for name, value in vars(configs).items() if value is table)
 
 
 def shipped(target: Target, capability: tuple[int, int]) -> Config:
     """The shipped configuration."""
-    return configs._table(capability, target.descriptors)[target.kernel, target.arithmetic, target.dim]
+    return configs.table_for(capability, target.descriptors)[target.kernel, target.arithmetic, target.dim]
 
 
 def with_entry(source: str, table: str, target: Target, config: Config) -> str:

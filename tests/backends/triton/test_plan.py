@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from experiments.benchmarks.speed import patterns
 from plans import plan
 from sparseflash import BlockMask, masks
-from sparseflash.backends.triton.configs import config_for
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, override
+from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule import worklists
 from sparseflash.backends.triton.schedule.launch_order import start_order

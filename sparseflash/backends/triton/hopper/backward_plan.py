@@ -60,8 +60,8 @@ class BackwardPlan:
     # int32 [W, 5]: number of batch and head of keys, first key, first entry, how many; number among all parts of items
     # that are cut, from 1, 0: not cut.
     work: Tensor
-    # int32 [E + 1, 4]: number of batch, query head and tile of queries; number of the tile's bits, 0: full; chain; rank
-    # in it. One more than there are, because the kernel reads one ahead.
+    # int32 [E, 4]: number of batch, query head and tile of queries; number of the tile's bits, 0: full; chain; rank in
+    # it.
     entries: Tensor
     chain: Tensor  # int32 [B * Hq * tiles + 1], the first chain of each tile of queries
     words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, of every key its queries
@@ -111,10 +111,9 @@ def backward_plan(
 
     first_key = number % columns * lists.tiling.held
     work = torch.stack([number // columns, first_key, first, size, parts.part[sequence, 0]], dim=1)
-    entries = torch.zeros(total + 1, 4, dtype=torch.int32, device=device)
-    entries[:-1] = torch.stack([row, lists.tile[source], chain, rank], dim=1)
+    entries = torch.stack([row, lists.tile[source], chain, rank], dim=1)
     return BackwardPlan(
-        start, work.int(), entries, chains.int(), _by_key(lists), int(chains[-1]), merged, int(merged[:, 2].sum())
+        start, work.int(), entries.int(), chains.int(), _by_key(lists), int(chains[-1]), merged, int(merged[:, 2].sum())
     )
 
 

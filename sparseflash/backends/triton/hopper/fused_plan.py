@@ -84,11 +84,11 @@ def backward_plan(
     place += (rows, band, reference.stride_of(band), room)
     kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)
     kernels.meet.start(span, cells, meeting, rows, heads, span, programs, lanes)
-    work, listed = empty(parts, 5), empty(entries + 1, 4)
+    work, listed = empty(parts, 5), empty(entries, 4)
     moment, added = empty(entries, dtype=torch.int64), empty(entries)
     kernels.entry.start(
         items * group, *walked, lists.tile, size, first, part_size, dealt, start, first_entry, meeting, made, cursor,
-        moment, added, work, listed, *place, items, programs, heads, keys, entries, reference._CLEARLY,
+        moment, added, work, listed, *place, items, programs, heads, keys, reference._CLEARLY,
     )  # fmt: skip
     kernels.rank.start(tiles, made, moment, added, listed, tiles)
     return BackwardPlan(start[: programs + 1], work, listed, made[1], words, chains, merged[:cut], parts_cut)

@@ -168,7 +168,7 @@ def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.c
 @triton.jit(
     do_not_specialize=[
         "batch_stride", "head_stride", "kv_heads", "columns", "group", "rows", "band", "stride", "room", "items",
-        "programs", "heads", "held", "total", "tenths",
+        "programs", "heads", "held", "tenths",
     ],
     do_not_specialize_on_alignment=[
         "pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr", "first_ptr", "part_size_ptr",
@@ -179,10 +179,9 @@ def entry_kernel(
     pattern_ptr, start_ptr, count_ptr, index_ptr, tile_ptr, size_ptr, first_ptr, part_size_ptr, dealt_ptr,
     program_start_ptr, program_entry_ptr,
     meeting_ptr, made_ptr,  # int32 [orders, heads], [2, tiles + 1]: the first addition of each tile of queries
-    cursor_ptr, moment_ptr, added_ptr,  # int32 [tiles], zeros; int64, int32 [total]
-    work_ptr, entries_ptr,  # int32 [parts, 5], [total + 1, 4]
-    batch_stride, head_stride, kv_heads, columns, group, rows, band, stride, room, items, programs, heads, held, total,
-    tenths,
+    cursor_ptr, moment_ptr, added_ptr,  # int32 [tiles], zeros; int64, int32 [entries]
+    work_ptr, entries_ptr,  # int32 [parts, 5], [entries, 4]
+    batch_stride, head_stride, kv_heads, columns, group, rows, band, stride, room, items, programs, heads, held, tenths,
 ):  # fmt: skip
     """Writes the entries of one list in the best order of its head, and for every tile of queries, in any order, when
     its additions are made and by which entries. The first list of an item writes its parts, too."""
@@ -223,8 +222,6 @@ def entry_kernel(
         at = tl.load(made_ptr + tile, mask=here, other=0) + tl.atomic_add(cursor_ptr + tile, 1, mask=here)
         tl.store(moment_ptr + at, (time + place).to(tl.int64) * programs + program, mask=here)
         tl.store(added_ptr + at, number, mask=here)
-    if tl.program_id(0) == 0:  # the kernel reads one entry ahead
-        tl.store(entries_ptr + total.to(tl.int64) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
 
 @triton.jit(do_not_specialize=["tiles"])

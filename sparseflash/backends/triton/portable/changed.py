@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.portable.change_flags import CAPPED, CHANGED, COMPILED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.backends.triton.portable.launches import Numbers
 from sparseflash.backends.triton.portable.own import Own
 from sparseflash.backends.triton.portable.passes import like
-from sparseflash.backends.triton.portable.scores import CAPPED, CHANGED, COMPILED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.scores.change import Scores
 from sparseflash.scores.relative import Codes
 from sparseflash.scores.tile_bias import StoredTiles

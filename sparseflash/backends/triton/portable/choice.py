@@ -9,20 +9,11 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import is_aligned
-from sparseflash.backends.triton.configs import (
-    Arithmetic,
-    Config,
-    Kernel,
-    arithmetic_of,
-    config_for,
-    has_room_for_pieces,
-    held_and_streamed,
-    padded_dims,
-    with_addresses,
-    with_more_registers,
-)
+from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, arithmetic_of, has_room_for_pieces
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
+from sparseflash.backends.triton.portable.fitting import config_for, with_addresses, with_more_registers
+from sparseflash.backends.triton.portable.occupancy import held_and_streamed, padded_dims
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling
 

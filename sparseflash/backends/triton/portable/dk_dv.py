@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.portable.arithmetic import product
+from sparseflash.backends.triton.portable.change_flags import CAPPED
 from sparseflash.backends.triton.portable.dropout import kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
 from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
@@ -18,7 +19,7 @@ from sparseflash.backends.triton.portable.loads import (
     part_pointers,
     token_numbers,
 )
-from sparseflash.backends.triton.portable.scores import CAPPED, changed_scores
+from sparseflash.backends.triton.portable.scores import changed_scores
 from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
 from sparseflash.backends.triton.portable.walk import (
     ITEM,

@@ -4,20 +4,18 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.portable.arithmetic import product
+from sparseflash.backends.triton.portable.biases import store_bias_gradients, store_tile_gradients
+from sparseflash.backends.triton.portable.change_flags import CAPPED
 from sparseflash.backends.triton.portable.dropout import kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
 from sparseflash.backends.triton.portable.loads import live_in_row, load_tokens, token_numbers
-from sparseflash.backends.triton.portable.scores import (
-    CAPPED,
+from sparseflash.backends.triton.portable.position_tables import (
     add_run_gradients,
     add_table_gradients,
-    changed_scores,
     code_differences,
     entries_at,
-    slope_gradients,
-    store_bias_gradients,
-    store_tile_gradients,
 )
+from sparseflash.backends.triton.portable.scores import changed_scores, slope_gradients
 from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
 
 

@@ -21,6 +21,18 @@ def token_numbers(first, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def along_queries(x, TRANSPOSED: tl.constexpr):
+    """One number a query, to broadcast with scores, which are `[keys, queries]` if TRANSPOSED."""
+    return x[None, :] if TRANSPOSED else x[:, None]
+
+
+@triton.jit
+def along_keys(x, TRANSPOSED: tl.constexpr):
+    """One number a key, to broadcast with scores."""
+    return x[:, None] if TRANSPOSED else x[None, :]
+
+
+@triton.jit
 def load_tokens(
     x, batch, head, first, length, strides,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr, TMA: tl.constexpr,

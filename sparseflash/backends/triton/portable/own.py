@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.portable import arithmetic
+from sparseflash.backends.triton.portable.biases import store_bias_gradients
 from sparseflash.backends.triton.portable.own_source import HEADER, Load, Source
-from sparseflash.backends.triton.portable.scores import add_table_gradients, store_bias_gradients, tanh
+from sparseflash.backends.triton.portable.position_tables import add_table_gradients
+from sparseflash.backends.triton.portable.scores import tanh
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.function import Function
 

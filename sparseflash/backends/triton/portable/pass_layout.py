@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import aligned, is_aligned, with_aligned_rows
-from sparseflash.backends.triton.configs import padded_dims
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.portable.launches import Numbers
+from sparseflash.backends.triton.portable.occupancy import padded_dims
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.scores.change import Scores
 

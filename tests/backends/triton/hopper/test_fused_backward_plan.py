@@ -89,6 +89,11 @@ def test_lists_longer_than_what_is_compared_at_a_time_and_empty_ones():
     assert int(made.work[:, 3].max()) > 2 * timeline.AT_ONCE.value
 
 
+def test_a_mask_without_a_live_tile_has_no_entries():
+    made = assert_mask_is_planned_alike(BlockMask.from_layout(torch.zeros(3, 4, dtype=torch.bool), block=16), heads=2)
+    assert len(made.entries) == 0 and len(made.work) == 4 and made.chains == 0
+
+
 @pytest.mark.parametrize("band", [1, 7, 64])
 def test_lists_of_several_bands(band):
     with mock.patch.object(backward_plan, "_BAND", band), mock.patch.object(backward_plan, "_CLEARLY", 0):

@@ -89,6 +89,12 @@ def test_sequences_without_a_token_have_no_gradients():
     assert all(not x[1].any() for x in got[2:])
 
 
+def test_a_mask_without_a_live_tile_has_no_entries_and_gradients_of_zero():
+    arguments = {**some_problem().recipe.arguments, "patterns": [["dead"], ["dead"]]}
+    got = run(some_problem(recipe=Recipe("from_dense", arguments)), gradients=True)
+    assert got[1].isneginf().all() and not any(x.any() for x in (got[0], *got[2:]))
+
+
 # ---------------------------------------------------------------------- what the interpreter notices
 
 

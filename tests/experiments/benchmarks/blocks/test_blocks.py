@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from experiments.benchmarks.blocks import measuring
 from experiments.benchmarks.blocks.__main__ import app, speeds
 from experiments.benchmarks.blocks.measuring import CHOSEN, OWN, Bench, Measured
-from sparseflash.backends.triton.configs import Config, config_for
+from sparseflash.backends.triton.configs import Config
+from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule.tilings import Tiling
 
 

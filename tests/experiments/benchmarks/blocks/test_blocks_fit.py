@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.benchmarks.blocks import fit
-from sparseflash.backends.triton.configs import config_for
+from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule.tilings import HALF
 
 TRUE = HALF._replace(loading=0.3, loading_gathered=0.9, step=0.2, program=4.0)

@@ -1,0 +1,85 @@
+"""What the commands print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.pathx.analyse import percent
+from experiments.pathx.config import Stage
+from experiments.pathx.supervision import described
+from experiments.pathx.train import StagedState
+from experiments.training.run_log import Record
+
+
+def announcing(console: Console, stages: tuple[Stage, ...]) -> Callable[[Record], None]:
+    """A listener that prints a line when a stage begins."""
+    begun: set[int] = set()
+
+    def listen(record: Record) -> None:
+        if record["stage"] not in begun:
+            begun.add(record["stage"])
+            console.print(f"Stage {record['stage'] + 1} of {len(stages)}: {stages[record['stage']].name}")
+
+    return listen
+
+
+def print_paused(console: Console, state: StagedState, stage: Stage, folder: Path) -> None:
+    """Where a run has been paused, in which stage, and how it goes on."""
+    console.print(
+        f"Paused at step {state.step}, in stage {state.stage + 1} ({stage.name}), after "
+        f"{state.images:,} images and {state.seconds / 60:.1f} minutes"
+    )
+    console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
+
+
+def print_trained(console: Console, note: dict[str, Any], folder: Path) -> None:
+    """What a finished run took, and its validation accuracy."""
+    cost = note["cost"]
+    console.print(
+        f"{note['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
+        f"{cost.get('startup_minutes', 0.0):.1f} of starting up; validation accuracy "
+        f"{percent(note['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
+        soft_wrap=True,
+    )
+
+
+def print_evaluated(console: Console, found: dict[str, Any], baselines: str) -> None:
+    """The result of a test, and what the baselines, if there are any, have on the same images."""
+    console.print(
+        f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
+        f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
+        + (f"; trained with {supervision}" if (supervision := described(found["helped"])) else ""),
+        soft_wrap=True,
+    )
+    if baselines:
+        console.print(f"Baselines: {baselines}", soft_wrap=True)
+
+
+def print_stored(console: Console, stored: dict[str, Any], *, same: bool) -> None:
+    """The stored result, and whether it is the same within the error."""
+    console.print(
+        f"Stored: {percent(stored['accuracy'])} on {stored['images']:,}; "
+        + ("the same within the error." if same else "[red]they differ.[/red]")
+    )
+
+
+def print_case(console: Console, found: dict[str, Any], *, costs: int) -> None:
+    """A measured case of `probe`, and so many of the costliest kernels of its step."""
+    shown = {name: _short(value) for name, value in found.items() if name != "costs"}
+    console.print(json.dumps(shown), soft_wrap=True)
+    for cost in found.get("costs", [])[:costs]:
+        console.print(
+            f"{cost['ms']:9.3f} ms  {cost['calls']:6.1f} calls  {cost['name'][:100]}",
+            highlight=False,
+            markup=False,  # names have brackets
+            soft_wrap=True,
+        )
+
+
+def _short(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value

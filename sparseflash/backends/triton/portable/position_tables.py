@@ -1,0 +1,120 @@
+"""Tables of relative positions in the kernels: which entries the scores of a tile read, and how their gradients are
+added to these.
+"""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.portable.change_flags import COMPILED
+from sparseflash.backends.triton.portable.loads import along_keys, along_queries
+
+
+@triton.jit
+def code_differences(until_ptr, q_codes_ptr, k_codes_ptr, q, k, q_len, k_len, TRANSPOSED: tl.constexpr):
+    """The places of scores in a table of relative positions, which follow from the tokens' numbers if `until_ptr`."""
+    q_codes, k_codes = tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1)
+    if until_ptr is not None:
+        q_codes += k_len - 1
+    else:
+        q_codes, k_codes = tl.load(q_codes_ptr + q_codes), tl.load(k_codes_ptr + k_codes)
+    return along_queries(q_codes, TRANSPOSED) - along_keys(k_codes, TRANSPOSED)
+
+
+@triton.jit
+def entries_at(table_ptr, at, CHANGES: tl.constexpr):
+    """`table[at]`, for one place a score.
+
+    As an instruction and not as `tl.load`, for which Triton wants neighbouring places in neighbouring threads: it would
+    pass all scores through shared memory, those of the tiles that load nothing, too.
+    """
+    DTYPE: tl.constexpr = table_ptr.dtype.element_ty
+    if COMPILED & CHANGES:
+        if DTYPE.primitive_bitwidth == 16:
+            bits = tl.inline_asm_elementwise(
+                "{ .reg .b64 a; mad.wide.s32 a, $2, 2, $1; ld.global.nc.b16 $0, [a]; }", "=h,l,r",
+                [table_ptr.to(tl.int64), at], tl.int16, True, 1,
+            )  # fmt: skip
+        else:
+            tl.static_assert(DTYPE.primitive_bitwidth == 32)
+            bits = tl.inline_asm_elementwise(
+                "{ .reg .b64 a; mad.wide.s32 a, $2, 4, $1; ld.global.nc.b32 $0, [a]; }", "=r,l,r",
+                [table_ptr.to(tl.int64), at], tl.int32, True, 1,
+            )  # fmt: skip
+        return bits.to(DTYPE, bitcast=True)
+    else:
+        return tl.load(table_ptr + at)
+
+
+@triton.jit
+def smallest_code(until_ptr, first_q, first_k, q_len, k_len, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """`(the smallest of the code_differences of a tile, whether all of them have the same bucket)`."""
+    least_q, most_q = least_and_most(first_q, q_len, TILE_M)
+    least_k, most_k = least_and_most(first_k, k_len, TILE_N)
+    smallest, largest = least_q + (k_len - 1) - most_k, most_q + (k_len - 1) - least_k
+    return smallest, tl.load(until_ptr + smallest) >= largest
+
+
+@triton.jit
+def least_and_most(first, length, TOKENS: tl.constexpr):
+    """The smallest and the largest number of the tokens of a tile, with the last token in place of any past the end."""
+    if first.type.is_block():
+        return tl.minimum(tl.min(first, 0), length - 1), tl.minimum(tl.max(first, 0), length - 1)
+    else:
+        return tl.minimum(first, length - 1), tl.minimum(first + TOKENS - 1, length - 1)
+
+
+@triton.jit
+def add_table_gradients(ds, dtable_ptr, bucket, entries):
+    """Adds the gradients of a tile to this program's own copy of the table, one bucket after another.
+
+    A tile far from the diagonal meets few buckets. One thread reads and writes an entry, so no barrier is needed.
+    entries: of the table, or None if every bucket lies in it.
+    """
+    first, last = tl.min(tl.min(bucket, 1), 0), tl.max(tl.max(bucket, 1), 0)
+    if entries is not None:
+        first, last = tl.maximum(first, 0), tl.minimum(last, entries - 1)
+    for number in range(first, last + 1):
+        add_to_entry(dtable_ptr + number, tl.sum(tl.where(bucket == number, ds, 0.0), 1))
+
+
+@triton.jit
+def add_to_entry(entry_ptr, gradients):
+    """Adds the gradients of the queries, [TILE_M], to an entry of this program's own copy of a table."""
+    tl.store(entry_ptr, tl.load(entry_ptr) + tl.sum(gradients, 0))
+
+
+@triton.jit
+def no_run(TILE_M: tl.constexpr):
+    """The `table_sums` of add_run_gradients before the first tile."""
+    return tl.zeros([TILE_M], tl.float32), 0
+
+
+@triton.jit
+def add_last_run(table_sums, dtable_ptr):
+    """Adds the `table_sums` of add_run_gradients after the last tile."""
+    add_to_entry(dtable_ptr + table_sums[1], table_sums[0])
+
+
+@triton.jit
+def add_run_gradients(
+    table_sums, ds, dtable_ptr, buckets_ptr, until_ptr, first_q, first_k, q, k, q_len, k_len,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of a tile to this program's own copy of the table, or to `table_sums`, which it returns.
+
+    table_sums: `(the gradients by query, [TILE_M], of the last tiles that have only one bucket, that bucket)`. They are
+    added to the copy when another bucket follows, so most tiles need no sum over the queries, for which warps wait.
+    """
+    sums, bucket = table_sums
+    smallest, shared = smallest_code(until_ptr, first_q, first_k, q_len, k_len, TILE_M, TILE_N)
+    if shared:
+        own = tl.load(buckets_ptr + smallest)
+        if own != bucket:
+            add_to_entry(dtable_ptr + bucket, sums)
+            sums = tl.zeros_like(sums)
+        sums += tl.sum(ds, 1)
+        bucket = own
+    else:
+        at = code_differences(until_ptr, None, None, q, k, q_len, k_len, False)
+        add_table_gradients(ds, dtable_ptr, entries_at(buckets_ptr, at, CHANGES), None)
+    return sums, bucket

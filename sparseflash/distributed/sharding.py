@@ -1,0 +1,123 @@
+"""`shard`: from a mask and a group to a `ShardPlan`; what its arguments may be."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.distributed.costs import MOST_STAGES
+from sparseflash.distributed.plan import STRATEGIES, ShardPlan, Strategy
+from sparseflash.distributed.planner import assign
+from sparseflash.distributed.transport_choice import TRANSPORTS, TransportName
+
+
+def shard(
+    mask: BlockMask,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    ranks: int | None = None,
+    rank: int = 0,
+    like: ShardPlan | None = None,
+    strategy: Strategy = "auto",
+    stages: int | None = None,
+    transport: TransportName = "auto",
+) -> ShardPlan:
+    """Plans the attention of a mask over the ranks of a group: which tokens lie where, and which keys travel.
+
+    Without processes, the plan of rank 0 of 4:
+
+    >>> from sparseflash import masks
+    >>> plan = shard(masks.causal(1024, block=64), ranks=4)
+    >>> plan.positions.shape, plan.queries.counts
+    (torch.Size([256]), [256, 256, 256, 256])
+
+    Ranks hold equally many chunks of tokens, up to one; a chunk is one block or several, and the last may be ragged.
+    They are dealt so that live tiles are balanced and few keys travel. The plan is a function of the mask, so every
+    rank makes the same one without talking. If `q_len == k_len`, queries and keys are taken for the same tokens.
+
+    Args:
+        mask: the whole mask, the same on every rank. Lengths are written into its tiles, and a dynamic mask is made
+            canonical, so both synchronise with the device.
+        group: a process group, or a DeviceMesh of one dimension (`mesh["cp"]`); None: the default group.
+        ranks, rank: instead of a group, make the plan of one of so many ranks without processes; it can be inspected
+            but runs no attention.
+        like: another plan of the same lengths: leave the tokens where it has put them. Use it if the mask changes at
+            every step or layer.
+        strategy: `"keys"`: live remote keys travel to the queries, whatever the mask and the heads; `"heads"`: all
+            tokens of some heads travel to each rank (Ulysses), if the key heads are a multiple of the ranks;
+            `"queries"`: queries travel to live remote keys, and partial results back, for few queries and many keys;
+            `"auto"`: the one that costs least by `explain`'s model.
+        stages: into how many exchanges, 1 to 4, the keys that travel are cut; attention to keys that are there already
+            overlaps with them, and partial results are merged. 0: attention begins when all keys are there, and nothing
+            is merged. None: chosen by the same model.
+        transport: `"collective"`: NCCL's all-to-all, whose programs take turns with attention; `"peer"`: copies out of
+            the other ranks' memory, for GPUs of one host that can read each other's, beside attention. For each
+            group every GPU then holds a buffer of what the rank that sends most sends in the largest call so far,
+            until the group ends; PyTorch's memory statistics do not count it. CUDA graphs need `"collective"`.
+            `"auto"`: peer where it is possible.
+
+    Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, and for
+    `like` of other lengths, ranks or a chunk that the mask's blocks do not divide.
+    """
+    mask = checked_mask(mask)
+    group, rank, ranks = _place(group, rank, ranks)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}; got {strategy!r}.")
+    if stages is not None and not 0 <= stages <= MOST_STAGES:
+        raise ValueError(f"stages must be 0 to {MOST_STAGES}, or None; got {stages}.")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}.")
+    mask = mask.canonical().to("cpu").bake_lengths()
+    if like is None:
+        assignment = assign(mask, ranks)
+    else:
+        assignment = like.assignment
+        _check_like(mask, like, ranks)
+    return ShardPlan(mask, assignment, group, rank, ranks, strategy, stages, transport)
+
+
+def _place(
+    group: dist.ProcessGroup | DeviceMesh | None, rank: int, ranks: int | None
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    """`(group, rank, ranks)`, checked."""
+    if ranks is not None:
+        if group is not None:
+            raise ValueError("shard must be given a group or ranks, not both.")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank must lie in 0..{ranks - 1}; got {rank}.")
+        return None, rank, ranks
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a DeviceMesh of one dimension; got the dimensions {group.mesh_dim_names}. Pass one of "
+                'them: mesh["cp"].'
+            )
+        group = group.get_group()
+    elif group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "torch.distributed must be initialised before shard(mask); call init_process_group and start with "
+                "torchrun, or pass ranks= for a plan without processes."
+            )
+        group = dist.group.WORLD
+    return group, dist.get_rank(group), dist.get_world_size(group)
+
+
+def _check_like(mask: BlockMask, like: ShardPlan, ranks: int) -> None:
+    ours, theirs = (mask.q_len, mask.k_len, ranks), (like.queries.length, like.keys.length, like.ranks)
+    if ours != theirs:
+        raise ValueError(
+            "like must be a plan of the same lengths and ranks; it is of {} x {} tokens over {} ranks, got {} x {} "
+            "over {}.".format(*theirs, *ours)
+        )
+    for side, block, chunk in (
+        ("q", mask.block_q, like.queries.chunk),
+        ("k", mask.block_k, like.keys.chunk),
+    ):
+        if chunk % block:
+            raise ValueError(
+                f"mask must have a block_{side} that divides the chunks of like, {chunk} tokens; got {block}. Use "
+                "mask.reblock."
+            )
