@@ -38,7 +38,8 @@ BINARY = {
 }  # fmt: skip
 # Numbers computed from places, whole or not, that fp32 holds exactly: PyTorch rounds them to it.
 OF_PLACES = {
-    "distance": lambda b, h, q, k: (q - k).abs() * 0.125, "parity": lambda b, h, q, k: (q // 3 + k) % 2,
+    "distance": lambda b, h, q, k: (q - k).abs() * 0.125, "float": lambda b, h, q, k: (q - k).float() / 4,
+    "parity": lambda b, h, q, k: (q // 3 + k) % 2,
     "group": lambda b, h, q, k: (k - q - 5) // 4 / 4, "equal": lambda b, h, q, k: (q % 3 == k % 3) ^ (b != 1),
     "head": lambda b, h, q, k: torch.logical_or(h == 1, torch.logical_not(q > k)),
 }  # fmt: skip
