@@ -42,13 +42,13 @@ def main(
     run_kernels_on(device)
     import torch
 
-    from experiments.benchmarks.scores.cases import TARGETS, calls, cases
+    from experiments.benchmarks.scores.cases import NAMES, TARGETS, calls, cases
     from experiments.benchmarks.timing import Timed, in_turns
     from sparseflash import attention, masks
 
-    unknown = set(case or ()) - set(TARGETS)
+    unknown = set(case or ()) - set(NAMES)
     if unknown:
-        raise typer.BadParameter(f"case must be of {', '.join(TARGETS)}; got {', '.join(sorted(unknown))}")
+        raise typer.BadParameter(f"case must be of {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
     place, dtype = torch.device(device), torch.bfloat16 if device == "cuda" else torch.float16
     generator = torch.Generator(place).manual_seed(0)
     shape = 1, heads, length, dim
@@ -64,7 +64,7 @@ def main(
         flex_attention = compiled(None) if device == "cuda" else _eager_flex()
         flex_mask = interop.to_flex(mask)
         groups.append({"plain": plain | {"flex": _Way(lambda: flex_attention(q, k, v, block_mask=flex_mask), leaves)}})
-    for each in cases(heads, length, place, dtype, case or list(TARGETS)):
+    for each in cases(heads, mask, dtype, case or NAMES):
         wanted = [*leaves, *each.learned]
         ways = {"sparseflash": _Way(_ours(attention, q, k, v, mask, each.changes), wanted)}
         if flex and each.score_mod is not None:

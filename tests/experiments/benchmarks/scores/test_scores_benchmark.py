@@ -8,17 +8,20 @@ from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
 from experiments.benchmarks.scores.__main__ import app
-from experiments.benchmarks.scores.cases import TARGETS, cases
-from sparseflash import attention
+from experiments.benchmarks.scores.cases import NAMES, cases
+from sparseflash import attention, interop, masks
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_each_case_is_the_same_in_both_libraries():
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
-    for case in cases(2, 40, torch.device("cpu"), torch.float32, list(TARGETS)):
+    mask = masks.causal(40, block=16)
+    block_mask = interop.to_flex(mask)
+    for case in cases(2, mask, torch.float32, NAMES):
         if case.score_mod is not None:
-            got = attention(q, k, v, scores=case.changes())
-            torch.testing.assert_close(got, flex_attention(q, k, v, score_mod=case.score_mod), rtol=1e-4, atol=1e-5)
+            got = attention(q, k, v, mask, scores=case.changes())
+            wanted = flex_attention(q, k, v, score_mod=case.score_mod, block_mask=block_mask)
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_command_times_all_cases_and_writes_a_table(tmp_path):
