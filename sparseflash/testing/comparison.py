@@ -46,7 +46,8 @@ class Comparison:
     def __str__(self) -> str:
         rows = [f"{'':4}{'error':>10}{'allowed':>10}{'ratio':>8}"]
         for name, error in self.errors.items():
-            rows.append(f"{name:4}{error.largest:10.2e}{error.allowed:10.2e}{error.ratio:8.2f}")
+            ratio = f"{error.ratio:.2f}" if error.ratio < 1000 else f"{error.ratio:.1e}"
+            rows.append(f"{name:4}{error.largest:10.2e}{error.allowed:10.2e}{ratio:>8}")
         return "\n".join(rows)
 
 
@@ -89,6 +90,7 @@ def compare(
     scores: Scores | Change | None = None,
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
+    gradients: bool = True,
     heads: int | None = None,
     blocks: int | None = None,
     seed: int = 0,
@@ -102,10 +104,10 @@ def compare(
     >>> list(found.errors), found.exact
     (['out', 'lse', 'dq', 'dk', 'dv'], True)
 
-    `function(q, k, v)` returns out `[B, Hq, Nq, Dv]`, or `(out, lse)` with lse `[B, Hq, Nq]`; gradients are compared if
-    out requires grad. `mask`: the mask that the function applies, on q's device; None for dense attention. `dout`,
-    `dlse`: the gradients of out and lse; by default drawn from a normal distribution with `seed`. The tensors are
-    detached and never written to.
+    `function(q, k, v)` returns out `[B, Hq, Nq, Dv]`, or `(out, lse)` with lse `[B, Hq, Nq]`. `mask`: the mask that the
+    function applies, on q's device; None for dense attention. `dout`, `dlse`: the gradients of out and lse; by default
+    drawn from a normal distribution with `seed`. `gradients`: False for a function that has none, such as one that
+    decodes; then only what it returns is compared. The tensors are detached and never written to.
 
     `scores`: the changes of scores that the function applies, as `attention` takes them. The gradients of those of
     their tensors that require grad are compared, too, as `d0`, `d1` and so on, by their place in `scores.tensors()`:
@@ -126,7 +128,8 @@ def compare(
     see them (`sampled_part`). Results that are not compared must still be finite. Gradients of the tensors of `scores`
     are sums over everything, so they are not compared then.
 
-    Raises ValueError for a mask of other lengths and for results of a wrong shape.
+    Raises ValueError for a mask of other lengths, for results of a wrong shape, and for gradients that do not arrive at
+    q, k or v.
     """
     if mask is not None:
         mask = checked_mask(mask)
@@ -140,8 +143,8 @@ def compare(
     if scores is not None:
         changes = Changes(scores_of(scores), (*q.shape[:3], k.shape[2]), mask=mask)
         changes.prepared(q.device)  # raises for what does not fit
-    learned = {} if changes is None or heads is not None or blocks is not None else changes.learned
-    got, of_lse = results_of(function, inputs, learned)
+    learned = {} if changes is None or heads is not None or blocks is not None or not gradients else changes.learned
+    got, of_lse = results_of(function, inputs, learned, gradients=gradients)
     finite = {name: bool((x < math.inf if name == "lse" else x.isfinite()).all()) for name, x in got.items()}
     pairs = [None] if heads is None else sampled_heads(k.shape[0], k.shape[1], heads, seed=seed)
     chosen = [_Head.chosen(inputs, mask, pair, blocks, scale, seed, of_lse, changes) for pair in pairs]
@@ -184,7 +187,7 @@ def plain_errors(draws: Iterable[tuple[Mapping[str, Tensor], Mapping[str, Tensor
 def assert_exact(
     function: Attention, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None, *, scale: float | None = None,
     scores: Scores | Change | None = None, dout: Tensor | None = None, dlse: Tensor | None = None,
-    heads: int | None = None, blocks: int | None = None, seed: int = 0,
+    gradients: bool = True, heads: int | None = None, blocks: int | None = None, seed: int = 0,
 ) -> None:  # fmt: skip
     """Raises AssertionError, with a table of all errors, if `compare` finds one that is larger than allowed.
 
@@ -201,8 +204,9 @@ def assert_exact(
     Takes the arguments of `compare`.
     """
     found = compare(
-        function, q, k, v, mask, scale=scale, scores=scores, dout=dout, dlse=dlse, heads=heads, blocks=blocks, seed=seed
-    )
+        function, q, k, v, mask, scale=scale, scores=scores, dout=dout, dlse=dlse, gradients=gradients, heads=heads,
+        blocks=blocks, seed=seed,
+    )  # fmt: skip
     if not found.exact:
         raise AssertionError(f"every error must be at most what is allowed; got\n{found}")
 

@@ -118,9 +118,9 @@ class Changes:
 
 
 def results_of(
-    function: Attention, inputs: Inputs, learned: dict[str, Tensor] | None = None
+    function: Attention, inputs: Inputs, learned: dict[str, Tensor] | None = None, *, gradients: bool = True
 ) -> tuple[dict[str, Tensor], bool]:
-    """The results of a function of q, k and v: out, lse if it returns one, and dq, dk, dv if out requires grad.
+    """The results of a function of q, k and v: out, lse if it returns one, and dq, dk, dv unless `gradients` is False.
 
     >>> from sparseflash import attention
     >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
@@ -130,6 +130,8 @@ def results_of(
 
     The second value says whether the gradients are those of out and lse together, which they are if lse requires grad.
     `learned`: further tensors that the function reads, by the names of their gradients.
+
+    Raises ValueError for results of a wrong shape, and for gradients that the function cuts off.
     """
     learned = learned or {}
     leaves = inputs.leaves()
@@ -145,19 +147,31 @@ def results_of(
         raise ValueError(f"the function must return lse {list(shape[:3])} beside out; got {got}.")
     found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     of_lse = lse is not None and lse.requires_grad
-    if out.requires_grad:
-        asked, given = [out], [inputs.dout.to(out.dtype)]
-        if lse is not None and of_lse:
-            asked, given = [out, lse], [*given, inputs.dlse.to(lse.dtype)]
-        gradients = torch.autograd.grad(asked, (*leaves, *learned.values()), given, allow_unused=bool(learned))
-        found |= zip(("dq", "dk", "dv"), gradients)
-        for (name, x), gradient in zip(learned.items(), gradients[3:]):
-            if gradient is None:
-                raise ValueError(
-                    f"scores must be those that the function applies, with the same tensors; got {list(x.shape)} as "
-                    f"the tensor of {name}, of which its results do not depend."
-                )
-            found[name] = gradient
+    if not gradients:
+        return found, of_lse
+    if not out.requires_grad:
+        raise ValueError(
+            "the function must return an out that requires grad, or its gradients cannot be compared; got one that was "
+            "detached, or computed under torch.no_grad(). To compare what it returns alone: gradients=False."
+        )
+    asked, given = [out], [inputs.dout.to(out.dtype)]
+    if lse is not None and of_lse:
+        asked, given = [out, lse], [*given, inputs.dlse.to(lse.dtype)]
+    arrived = torch.autograd.grad(asked, (*leaves, *learned.values()), given, allow_unused=True)
+    for name, gradient in zip(("dq", "dk", "dv"), arrived):
+        if gradient is None:
+            raise ValueError(
+                f"the function must return an out that depends on q, k and v; got one without {name}: was {name[1:]} "
+                "detached, or another tensor used in its place?"
+            )
+        found[name] = gradient
+    for (name, x), gradient in zip(learned.items(), arrived[3:]):
+        if gradient is None:
+            raise ValueError(
+                f"scores must be those that the function applies, with the same tensors; got {list(x.shape)} as "
+                f"the tensor of {name}, of which its results do not depend."
+            )
+        found[name] = gradient
     return found, of_lse
 
 

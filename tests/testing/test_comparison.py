@@ -152,18 +152,48 @@ def test_a_wrong_gradient_alone_is_found():
     assert [name for name, ratio in found.ratios.items() if ratio > 1] == ["dv"]
 
 
-def test_a_function_without_gradients_is_compared_by_what_it_gives():
-    x = tensors(RAGGED)
-    assert list(testing.compare(lambda q, k, v: attention(q.detach(), k, v, RAGGED).detach(), *x, RAGGED).errors) == [
-        "out"
-    ]
+def without_gradients(q, k, v):
+    with torch.no_grad():
+        return attention(q, k, v, RAGGED)
 
+
+def test_a_function_without_gradients_is_compared_only_where_that_was_asked_for():
+    x = tensors(RAGGED)
+    assert list(testing.compare(without_gradients, *x, RAGGED, gradients=False).errors) == ["out"]
+    assert list(testing.compare(ours(RAGGED), *x, RAGGED, gradients=False).errors) == ["out", "lse"]
+    testing.assert_exact(without_gradients, *x, RAGGED, gradients=False)
+    with pytest.raises(AssertionError, match="every error must be"):
+        testing.assert_exact(without_gradients, *x, gradients=False)
+    for function in (without_gradients, lambda q, k, v: attention(q, k, v, RAGGED).detach()):
+        with pytest.raises(ValueError, match=r"must return an out that requires grad, .* gradients=False"):
+            testing.assert_exact(function, *x, RAGGED)
+
+
+@pytest.mark.parametrize("cut", ["q", "k", "v"])
+def test_a_gradient_that_does_not_arrive_is_named(cut):
+    def function(q, k, v):
+        given = {"q": q, "k": k, "v": v}
+        return attention(*(x.detach() if name == cut else x for name, x in given.items()), RAGGED)
+
+    with pytest.raises(ValueError, match=rf"depends on q, k and v; got one without d{cut}: was {cut} detached"):
+        testing.compare(function, *tensors(RAGGED), RAGGED)
+
+
+def test_lse_may_have_no_gradient():
     def without_that_of_lse(q, k, v):
         out, lse = ours(RAGGED)(q, k, v)
         return out, lse.detach()
 
-    found = testing.compare(without_that_of_lse, *x, RAGGED)
+    found = testing.compare(without_that_of_lse, *tensors(RAGGED), RAGGED)
     assert list(found.errors) == NAMES and found.exact
+
+
+def test_the_table_has_its_columns_whatever_the_errors():
+    errors = {name: testing.Error(largest, 2e-6) for name, largest in zip(NAMES, (1e-6, 1.9e-3, 2.5e-3, 1.5, math.inf))}
+    assert [line.split()[-1] for line in str(testing.Comparison(errors)).splitlines()[1:]] == [
+        "0.50", "950.00", "1.2e+03", "7.5e+05", "inf",
+    ]  # fmt: skip
+    assert len({len(line) for line in str(testing.Comparison(errors)).splitlines()}) == 1
 
 
 def test_the_scale_and_given_gradients_count():
