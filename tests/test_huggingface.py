@@ -548,6 +548,13 @@ def test_patterns_that_are_none_are_refused():
     for function in (masks.causal, partial(masks.local, window=9)):
         with pytest.raises(TypeError, match=r"function of an attention module; got a function of q_len\. Call it with"):
             huggingface.register(function)
+    for function in (lambda q, k: k <= q, lambda b, h, q, k: k <= q, lambda: None):
+        with pytest.raises(
+            TypeError, match=r"got a function of \(.*\)\. From a rule on .*BlockMask\.from_function\(rule"
+        ):
+            huggingface.register(function)
+    for function in (lambda module, other=None: None, lambda *given: None):  # which can be called with a module
+        huggingface.register(function)
     huggingface.register(lambda module: torch.ones(3, 3))
     with pytest.raises(TypeError, match="BlockMask"):
         pair(LLAMA)[1](ids(10))

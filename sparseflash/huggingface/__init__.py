@@ -19,6 +19,8 @@ from sparseflash.huggingface.model_mask import mask_of_forward
 
 __all__ = ["register"]
 
+_COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Block = 128) -> None:
     """Makes this attention available to Hugging Face Transformers as `attn_implementation=name`.
@@ -62,10 +64,11 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     `model._can_set_attn_implementation()` is False.
 
     Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
-    TypeError for a function of lengths, ImportError if Transformers is missing or too old. Models raise ValueError if
-    a layer needs something that is not a mask and no change of scores (keys that it chooses itself, a paged cache),
-    TypeError or AttributeError if they compute with their masks themselves, NotImplementedError for `torch.export`.
-    `torch.compile` works without `fullgraph`. Attention weights (`output_attentions`) are not available.
+    TypeError for a function of lengths or of positions, ImportError if Transformers is missing or too old. Models raise
+    ValueError if a layer needs something that is not a mask and no change of scores (keys that it chooses itself, a
+    paged cache), TypeError or AttributeError if they compute with their masks themselves, NotImplementedError for
+    `torch.export`. `torch.compile` works without `fullgraph`. Attention weights (`output_attentions`) are not
+    available.
     """
     attentions, rules = _interfaces()
     if not name.isidentifier() or "flash" in name:
@@ -85,15 +88,25 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
 
 
 def _check_takes_a_module(pattern: Callable[..., Any]) -> None:
-    """Refuses a function of lengths, which layers of sparseflash.nn take and Transformers would call with a module."""
+    """Refuses a function of lengths, which layers of sparseflash.nn take, and a rule on positions, which
+    `BlockMask.from_function` takes: layers would call them with a module.
+    """
     try:
-        first = next(iter(inspect.signature(pattern).parameters), None)
+        parameters = inspect.signature(pattern).parameters.values()
     except ValueError:  # some C functions have no known signature
         return
-    if first == "q_len":
+    names = [each.name for each in parameters]
+    needed = [each for each in parameters if each.default is each.empty and each.kind not in _COLLECTS]
+    if names[:1] == ["q_len"]:
         raise TypeError(
             "pattern must be a mask or a function of an attention module; got a function of q_len. Call it with the "
             "number of tokens that no row will exceed, such as register(masks.causal(4096))."
+        )
+    if not names or len(needed) > 1:
+        raise TypeError(
+            f"pattern must be a mask or a function of an attention module; got a function of ({', '.join(names)}). "
+            "From a rule on positions a mask is made for the number of tokens that no row will exceed: "
+            "register(BlockMask.from_function(rule, 4096))."
         )
 
 
