@@ -375,7 +375,7 @@ def test_cpu_tensors_without_the_interpreter_are_refused():
     found = errors_of_kernels()
     assert found == dict.fromkeys(CALLS_OF_KERNELS, found["attention"])
     shown = found["attention"]
-    assert "the triton backend runs on NVIDIA GPUs; got tensors on cpu." in shown
+    assert "Triton's kernels run on NVIDIA GPUs; got tensors on cpu." in shown
     assert "backend='blockwise'" in shown
     assert "TRITON_INTERPRET=1" in shown
 

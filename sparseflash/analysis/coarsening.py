@@ -20,7 +20,7 @@ class Coarsening:
     """A mask in blocks of `block_q x block_k`: its live tiles, over all heads and batch elements of `mask.shape`.
 
     >>> print(Coarsening(block_q=64, block_k=64, live_tiles=10, live_scores=20_480))
-    blocks of 64 x 64: 10 live tiles, 2 computed scores per live one
+    blocks of 64: 10 live tiles, 2 computed per live score
     """
 
     block_q: int
@@ -39,10 +39,9 @@ class Coarsening:
         return self.computed_scores / self.live_scores if self.live_scores else 1.0
 
     def __str__(self) -> str:
-        return (
-            f"blocks of {self.block_q} x {self.block_k}: {self.live_tiles:,} live tiles, "
-            f"{self.over_coverage:.4g} computed scores per live one"
-        )
+        block = f"{self.block_q}" if self.block_q == self.block_k else f"{self.block_q} x {self.block_k}"
+        tiles = f"{self.live_tiles:,} live tile{'' if self.live_tiles == 1 else 's'}"
+        return f"blocks of {block}: {tiles}, {self.over_coverage:.4g} computed per live score"
 
 
 def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarsening]:
@@ -51,9 +50,9 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     >>> near = BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 1024, block=64)
     >>> for entry in coarsening(near, (16, 64, 256)):
     ...     print(entry)
-    blocks of 16 x 16: 190 live tiles, 2.806 computed scores per live one
-    blocks of 64 x 64: 46 live tiles, 10.87 computed scores per live one
-    blocks of 256 x 256: 10 live tiles, 37.8 computed scores per live one
+    blocks of 16: 190 live tiles, 2.806 computed per live score
+    blocks of 64: 46 live tiles, 10.87 computed per live score
+    blocks of 256: 10 live tiles, 37.8 computed per live score
 
     A tile is live if any of its scores is. So a coarser block computes more dead scores, while a finer one has a longer
     index and smaller matrix products: at equal over-coverage, 64 to 128 runs fastest on current GPUs.

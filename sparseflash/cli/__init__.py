@@ -1,5 +1,6 @@
-"""The command line, `sparseflash show | check | bench | convert | info`: what a mask costs and reaches, whether
-attention with it is exact on this machine, how fast it is, and the same mask for another library.
+"""The command line, `sparseflash show | check | bench | convert | patterns | info`: what a mask costs and reaches,
+whether attention with it is exact on this machine, how fast it is, the same mask for another library, and which
+patterns there are.
 
 app.py has the commands, options.py and output.py what they share, expression.py and sources.py evaluate the MASK
 argument, and each command has a file of its own.

@@ -8,19 +8,32 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from sparseflash import analysis
+from sparseflash import __version__, analysis
 from sparseflash.cli import bench as benchmark
 from sparseflash.cli import certificate
 from sparseflash.cli import check as exactness
 from sparseflash.cli import convert as converted
 from sparseflash.cli import info as machine
+from sparseflash.cli import patterns as library
 from sparseflash.cli import show as words
 from sparseflash.cli.inputs import DTYPES, drawn
-from sparseflash.cli.options import AsJson, Backend, Device, HeadDim, Heads, KVHeads, Mask, Precision, Sources
+from sparseflash.cli.options import (
+    AsJson,
+    Backend,
+    Device,
+    HeadDim,
+    Heads,
+    KVHeads,
+    Mask,
+    Precision,
+    Sources,
+    pattern_names,
+)
 from sparseflash.cli.output import asked, console, place, progress, say, say_json, say_table, short_errors, where
 from sparseflash.draw.page import to_page
 
@@ -33,6 +46,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _version(asked: bool) -> None:
+    if asked:
+        say(f"sparseflash {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _whole(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options of the command itself; `help` of the app is its text."""
+
+
 _LISTED = "One or more of {}, separated by commas."
 
 
@@ -42,6 +71,26 @@ def info(as_json: AsJson = False) -> None:
     with short_errors():
         found = machine.gathered()
         say_json(found) if as_json else say_table(machine.lines(found))
+
+
+@app.command()
+def patterns(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="The pattern to describe.", show_default="list all", autocompletion=pattern_names
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the patterns that MASK may call, or say what one does and how it is called."""
+    with short_errors():
+        if name is not None:
+            text = library.description(name)
+            say_json({"name": name, "description": text}) if as_json else say(text)
+            return
+        listed = {each: library.sentence(pattern) for each, pattern in library.patterns().items()}
+        say_json(listed) if as_json else say_table(listed.items())
 
 
 @app.command()
@@ -253,6 +302,8 @@ def bench(
         console.print(table)
         if found.device.type == "cpu":
             say("On a CPU sparseflash saves memory; it is not made for speed there. The kernels need an NVIDIA GPU.")
+            if torch.get_num_threads() > 1:
+                say("If other programs keep the cores busy, OMP_NUM_THREADS=1 may be many times as fast.")
 
 
 def cells_of(ms: float | None, ours: float | None) -> tuple[str, str]:

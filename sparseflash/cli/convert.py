@@ -25,6 +25,11 @@ class Format(NamedTuple):
 
 
 def _fa4(mask: BlockMask, batch: int | None, head: int | None) -> Fields:
+    if bool((mask.tile != 0).any()):
+        raise ValueError(
+            "--to fa4 must be given a mask of whole tiles, as FA4 takes others for full without a mask_mod; "
+            f"got {mask!r}. In Python: interop.to_fa4(mask, partial=True), and a mask_mod for FA4"
+        )
     found = interop.to_fa4(mask)
     return {"forward": found.forward._asdict(), "backward": found.backward._asdict()} | _lengths(mask)
 
@@ -87,7 +92,9 @@ def format_of(path: Path, asked: str | None) -> str:
     if by_name is None and needed is not None:  # by which `read` knows it
         raise ValueError(f"{path} must be called {needed} for --to {name}")
     if by_name is not None and by_name != name:
-        raise ValueError(f"{path} must not be called {path.suffix}, which is for {by_name}; got --to {name}")
+        raise ValueError(
+            f"{path} must not be called {path.suffix}, which is for {by_name}; got --to {name}. Name it {path.stem}.pt"
+        )
     return name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -76,10 +76,21 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
             raise
         raise Refused(f"{text}: {error}") from None
     if inspect.isfunction(found):
-        raise Refused(f"{text} must be called, with {inspect.signature(found)}")
+        raise Refused(f"{text} must be called, as {called(text, found)}, in quotes")
     if not isinstance(found, BlockMask):
         raise Refused(f"{text} must give a BlockMask; got {type(found).__name__}")
     return found
+
+
+def called(name: str, function: Callable[..., Any]) -> str:
+    """How a function is called, without the types of its arguments.
+
+    >>> called("masks.causal", masks.causal)
+    'masks.causal(q_len, k_len=None, *, offset=None, block=128)'
+    """
+    signature = inspect.signature(function)
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return f"{name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
 
 
 def is_file(text: str) -> bool:
@@ -101,10 +112,15 @@ def unknown(name: str, own: Mapping[str, Any]) -> str:
     """What to say about a name that neither the library nor the user's files have."""
     patterns = {each for each, found in public(masks).items() if callable(found)}
     mine = sorted(each for each, found in own.items() if inspect.isfunction(found))
+    files = f"The files of --from have {', '.join(mine) or 'no function'}." if own else _OWN
+    return f"{no_pattern(name, patterns, mine)} {files}"
+
+
+def no_pattern(name: str, patterns: Collection[str], mine: Sequence[str] = ()) -> str:
+    """That no pattern has a name, and which may be meant."""
     near = get_close_matches(name, [*mine, *patterns], n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(patterns))}."
-    files = f"The files of --from have {', '.join(mine) or 'no function'}." if own else _OWN
-    return f"no pattern is called {name}; {hint} {files}"
+    return f"no pattern is called {name}; {hint}"
 
 
 def public(module: ModuleType) -> dict[str, Any]:

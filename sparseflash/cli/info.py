@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sparseflash import __version__, attention, explain, masks
+from sparseflash.cli.output import threads
 
 _PACKAGES = ("torch", "triton", "numpy", "scipy", "transformers", "matplotlib")
 _FAMILIES = {"triton": "portable kernels", "hopper": "kernels for Hopper", "blockwise": "PyTorch over live tiles"}
@@ -38,7 +39,7 @@ def versions() -> dict[str, str | None]:
 def devices() -> list[dict[str, Any]]:
     """The CPU and every GPU that PyTorch sees, with what each backend says when it is asked to run there."""
     found: list[dict[str, Any]] = [
-        {"device": "cpu", "name": f"{platform.machine()}, {torch.get_num_threads()} threads", "backends": usable("cpu")}
+        {"device": "cpu", "name": f"{platform.machine()}, {threads()}", "backends": usable("cpu")}
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

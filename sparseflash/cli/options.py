@@ -8,6 +8,7 @@ import typer
 
 from sparseflash import masks
 from sparseflash.cli.expression import HELP, public
+from sparseflash.cli.patterns import patterns
 
 
 def patterns_beginning_with(incomplete: str) -> list[str]:
@@ -17,6 +18,15 @@ def patterns_beginning_with(incomplete: str) -> list[str]:
     ['causal(']
     """
     return [f"{name}(" for name, found in public(masks).items() if callable(found) and name.startswith(incomplete)]
+
+
+def pattern_names(incomplete: str) -> list[str]:
+    """What a shell completes the name of a pattern to.
+
+    >>> pattern_names("cau")
+    ['causal']
+    """
+    return [name for name in patterns() if name.startswith(incomplete)]
 
 
 Mask = Annotated[str, typer.Argument(metavar="MASK", help=HELP, autocompletion=patterns_beginning_with)]

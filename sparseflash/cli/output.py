@@ -64,10 +64,16 @@ def place(device: str | None) -> torch.device:
 
 def where(mask: BlockMask) -> str:
     """The device and versions that a result was obtained with."""
-    name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    name = f"{platform.machine()} CPU, {threads()}"
     if mask.device.type == "cuda":
         name = torch.cuda.get_device_name(mask.device)
     return f"{name}, torch {torch.__version__}, sparseflash {__version__}"
+
+
+def threads() -> str:
+    """How many threads PyTorch computes with on the CPU."""
+    number = torch.get_num_threads()
+    return f"{number} thread{'' if number == 1 else 's'}"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: `sparseflash show | check | bench | convert | info`."""
+"""The command line: `sparseflash show | check | bench | convert | patterns | info`."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from sparseflash.cli import bench, certificate, check, convert, expression, info
 from sparseflash.cli.app import app
 from sparseflash.cli.expression import Refused, mask_of
 from sparseflash.cli.inputs import drawn
-from sparseflash.cli.options import patterns_beginning_with
+from sparseflash.cli.options import pattern_names, patterns_beginning_with
 
 CPU = ("--device", "cpu")
 OWN = """
@@ -89,7 +89,7 @@ def test_a_file_of_ones_own_may_be_called_as_a_module_is(tmp_path):
         ("nowhere.npz", r"there is no file nowhere\.npz"),
         ("some/folder/nowhere", r"there is no file some/folder/nowhere"),
         ("/no where/it is.mask", r"there is no file /no where/it is\.mask"),
-        ("local", r"local must be called, with \(q_len"),
+        ("local", r"local must be called, as local\(q_len, k_len=None, \*, window=None, .*block=128\), in quotes$"),
         ("3 + 4", r"3 \+ 4 must give a BlockMask; got int"),
         (
             "local(512",
@@ -263,6 +263,14 @@ def test_bench_gives_times_beside_dense_attention():
     assert "On a CPU sparseflash saves memory; it is not made for speed there." in output
 
 
+def test_bench_on_a_cpu_says_that_threads_wait_for_one_another(monkeypatch):
+    quick = ("bench", "causal(32)", "--heads", "1", "--head-dim", "16", "--seconds", "0.01", "--peers", "none", *CPU)
+    for threads, said in ((1, False), (2, True)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        output = run(*quick)
+        assert ("OMP_NUM_THREADS=1" in output) == said and f"CPU, {threads} thread" + "s" * said + "," in output
+
+
 def test_bench_of_ours_alone_and_of_unknown_peers():
     quick = ("bench", "local(100, window=30, block=32)", "--heads", "2", "--head-dim", "16", "--seconds", "0.01", *CPU)
     assert "SDPA" not in run(*quick, "--peers", "none")
@@ -367,6 +375,25 @@ def test_the_folder_of_compiled_code_is_that_of_inductor(monkeypatch):
     assert str(info._of_inductor()) == default_cache_dir()
 
 
+# patterns
+
+
+def test_patterns_lists_what_the_library_has_in_a_sentence_each():
+    said = unwrapped(run("patterns"))
+    assert "pooled_scores" not in said  # which returns scores of blocks, and no mask
+    assert "causal Every query sees the keys up to its own position, by default aligned at the bottom right." in said
+    listed = json.loads(run("patterns", "--json"))
+    assert {"local", "butterfly", "swin", "per_head"} < set(listed) < set(masks.__all__)
+    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in listed.values())
+
+
+def test_patterns_describes_one():
+    said = run("patterns", "local")
+    assert said.startswith("local(q_len, k_len=None, *, window=None, ") and masks.local.__doc__.split("\n")[0] in said
+    assert json.loads(run("patterns", "local", "--json"))["description"] == said.removesuffix("\n")
+    assert run("patterns", "locl", code=2) == "Error: no pattern is called locl; did you mean local?\n"
+
+
 # convert
 
 
@@ -408,7 +435,8 @@ def test_one_pattern_of_several_is_selected(tmp_path):
 @pytest.mark.parametrize(
     ("out", "words"),
     [
-        (("m.npz", "--to", "sdpa"), "must not be called .npz, which is for scipy; got --to sdpa"),
+        (("m.npz", "--to", "sdpa"), "must not be called .npz, which is for scipy; got --to sdpa. Name it m.pt"),
+        (("m.pt", "--to", "fa4"), "--to fa4 must be given a mask of whole tiles, .*; got BlockMask.*partial=True"),
         (("m.pt",), "--to must be given for"),
         (("m.pt", "--to", "dense"), "m.pt must be called .npy for --to dense"),
         (("m.pt", "--to", "scipy"), "m.pt must be called .npz for --to scipy"),
@@ -480,6 +508,7 @@ def test_a_certificate_tells_machine_cases_and_errors(tmp_path, monkeypatch):
 def test_shells_complete_commands_and_patterns():
     assert patterns_beginning_with("loca") == ["local("]
     assert "butterfly(" in patterns_beginning_with("")
+    assert pattern_names("loca") == ["local"]
     done = python(
         "-c", "import sys; from sparseflash.cli import main; sys.argv[0] = 'sparseflash'; main()",
         environment={
@@ -495,7 +524,8 @@ def test_shells_complete_commands_and_patterns():
 def test_it_runs_as_a_module_and_lists_its_commands():
     whole = python("-m", "sparseflash", "--help")
     assert whole.returncode == 0, whole.stderr
-    assert all(name in whole.stdout for name in ("show", "check", "bench", "convert", "info"))
+    assert all(name in whole.stdout for name in ("show", "check", "bench", "convert", "patterns", "info"))
+    assert run("--version") == f"sparseflash {__version__}\n"
 
 
 def test_what_it_needs_is_said_where_it_is_missing(monkeypatch):

@@ -34,7 +34,7 @@ def check_runs(q: Tensor) -> None:
         return
     if q.device.type != "cuda":
         raise RuntimeError(
-            f"the triton backend runs on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise' (for a "
+            f"Triton's kernels run on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise' (for a "
             "cache 'reference'), or set TRITON_INTERPRET=1 before the first import to run the kernel slowly in "
             "Triton's interpreter, on the CPU."
         )
