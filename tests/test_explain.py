@@ -153,6 +153,9 @@ def test_what_attention_refuses_is_refused():
         explain(q, k, v, backend="reference", **HOPPER)
     with pytest.raises(ValueError, match="backend must be one of"):
         explain(q, k, v, backend="cuda")
+    for wrong in ("H100", 9.0, (9,), [9, 0], ("9", "0")):
+        with pytest.raises(TypeError, match=r"capability must be two integers, such as \(9, 0\) for an H100; got"):
+            explain(q, k, v, capability=wrong)
     with pytest.raises(RuntimeError, match=r"needs compute capability 8\.0 .* asked about has 7\.5"):
         explain(q, k, v, capability=(7, 5))
     with pytest.raises(TypeError, match="must be fp16, bf16 or fp32"):
