@@ -102,7 +102,11 @@ def convert(
     sources: Sources = None,
     to: Annotated[
         str | None,
-        typer.Option(help=f"Format, one of {', '.join(converted.NAMES)}.", show_default="by the name of the file"),
+        typer.Option(
+            help=f"Format, one of {', '.join(converted.NAMES)}.",
+            show_default="by the name of the file",
+            autocompletion=lambda incomplete: [name for name in converted.NAMES if name.startswith(incomplete)],
+        ),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Batch element, for formats with one pattern.", min=0)] = None,
     head: Annotated[int | None, typer.Option(help="Head, for formats with one pattern.", min=0)] = None,

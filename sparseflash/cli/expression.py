@@ -27,7 +27,9 @@ HELP = (
     "by convert or BlockMask.save."
 )
 _OWN = "For a function of yours: --from FILE.py."
-_EXPRESSION = "<mask>"  # the file name of the expression's code
+_MADE_FROM = "BlockMask.from_dense takes boolean tensors, BlockMask.from_function rules on positions"
+_RULE = "A rule on positions becomes a mask by 'BlockMask.from_function(rule, 4096)'."
+EXPRESSION = "<mask>"  # the file name of the expression's code
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -43,6 +45,10 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
     Raises Refused if the text does not give a mask; errors inside the user's own functions propagate unchanged.
     """
     if is_file(text):
+        if Path(text).suffix == ".py":
+            raise Refused(
+                f"{text} must be a mask or a file of one; for a function in it: 'function(4096)' --from {text}"
+            )
         try:
             return read(Path(text))
         except (ValueError, OSError) as error:
@@ -56,7 +62,7 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
             raise Refused(str(error)) from None
     names |= own
     try:
-        code = compile(text, _EXPRESSION, "eval")
+        code = compile(text, EXPRESSION, "eval")
     except SyntaxError as error:
         if looks_like_a_file(text):
             raise Refused(f"there is no file {text}") from None
@@ -74,11 +80,14 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
     except Exception as error:
         if not raised_here(error):
             raise
-        raise Refused(f"{text}: {error}") from None
+        hint = f". {_RULE}" if own and isinstance(error, TypeError) and "missing" in str(error) else ""
+        raise Refused(f"{text}: {error}{hint}") from None
     if inspect.isfunction(found):
+        if text in own and len(needed(found)) > 1:
+            raise Refused(f"{text} must give a BlockMask; got a function of ({', '.join(needed(found))}). {_RULE}")
         raise Refused(f"{text} must be called, as {called(text, found)}, in quotes")
     if not isinstance(found, BlockMask):
-        raise Refused(f"{text} must give a BlockMask; got {type(found).__name__}")
+        raise Refused(f"{text} must give a BlockMask; got {type(found).__name__} ({_MADE_FROM})")
     return found
 
 
@@ -91,6 +100,16 @@ def called(name: str, function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     return f"{name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
+
+
+def needed(function: Callable[..., Any]) -> list[str]:
+    """The arguments that a function must be given by their places."""
+    parameters = inspect.signature(function).parameters.values()
+    return [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def is_file(text: str) -> bool:

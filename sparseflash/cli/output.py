@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from traceback import print_exception
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparseflash import BlockMask, __version__
-from sparseflash.cli.expression import Refused, mask_of
+from sparseflash.cli.expression import EXPRESSION, Refused, mask_of
 
 console = Console()
 progress = Console(stderr=True)
@@ -44,12 +45,22 @@ def say(*lines: str) -> None:
 
 
 def asked(text: str, sources: list[str] | None) -> BlockMask:
-    """The mask on the command line; errors in the expression are reported in one line."""
+    """The mask on the command line; errors in the expression are reported in one line, those in the user's own
+    functions with the way to them from the expression on.
+    """
     try:
         return mask_of(text, sources or ())
     except Refused as error:
         refuse(error)
         raise typer.Exit(2) from error
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != EXPRESSION:
+            trace = trace.tb_next
+        if trace is None:
+            raise
+        print_exception(type(error), error, trace)
+        raise typer.Exit(1) from error
 
 
 def place(device: str | None) -> torch.device:

@@ -116,5 +116,7 @@ def _interfaces() -> tuple[Any, Any]:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError as error:
-        raise ImportError(f"huggingface.register needs Transformers 5.17 or newer ({error}).") from error
+        raise ImportError(
+            f"huggingface.register needs Transformers 5.17 or newer: pip install 'sparseflash[transformers]' ({error})."
+        ) from error
     return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS

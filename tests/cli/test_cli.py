@@ -22,6 +22,7 @@ from sparseflash.cli.options import pattern_names, patterns_beginning_with
 
 CPU = ("--device", "cpu")
 OWN = """
+import torch
 from sparseflash import BlockMask, masks
 
 def beacons(q_len, *, block=32):
@@ -33,6 +34,19 @@ def broken(q_len):
 
 def nothing(q_len):
     return q_len
+
+def rule(q, k):
+    return k <= q
+
+def dense(n):
+    return torch.ones(n, n).bool()
+
+def branches(n):
+    def live(q, k):
+        if k > q:
+            return False
+        return True
+    return BlockMask.from_function(live, n)
 """
 
 
@@ -120,13 +134,41 @@ def test_errors_in_ones_own_code_are_left_as_they_are(own):
         mask_of("nothing(512)", [own])
     with pytest.raises(Refused, match=r"no pattern is called beacon; did you mean beacons\? The files of --from have "):
         mask_of("beacon(512)", [own])
-    with pytest.raises(Refused, match=r"The files of --from have beacons, broken, nothing\.$"):
+    with pytest.raises(Refused, match=r"The files of --from have beacons, branches, broken, dense, nothing, rule\.$"):
         mask_of("zzz(512)", [own])
     with pytest.raises(Refused, match=r"there is no file .*missing.py"):
         mask_of("nothing(512)", ["missing.py"])
     for source in ("missing", "./missing", ""):
         with pytest.raises(Refused, match=f"there is no module {source}; a Python file ends with .py"):
             mask_of("nothing(512)", [source])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "rule",
+            r"rule must give a BlockMask; got a function of \(q, k\)\. .* by 'BlockMask\.from_function\(rule, 4096\)'",
+        ),
+        ("rule(256)", r"rule\(256\): rule\(\) missing 1 .* 'k'\. A rule on positions becomes a mask by 'BlockMask"),
+        ("beacons", r"beacons must be called, as beacons\(q_len, \*, block=32\), in quotes$"),
+        ("dense(64)", r"dense\(64\) must give a BlockMask; got Tensor \(BlockMask\.from_dense takes boolean tensors"),
+    ],
+)
+def test_what_ones_own_file_must_give_is_told_in_a_line(own, text, words):
+    with pytest.raises(Refused, match=words):
+        mask_of(text, [own])
+
+
+def test_a_python_file_is_no_mask(own):
+    said = run("show", own, code=2)
+    assert said.startswith("Error: ") and f"'function(4096)' --from {own}" in said
+
+
+def test_the_way_to_an_error_in_ones_own_code_begins_at_the_expression(own):
+    said = run("show", "branches(256)", "--from", own, code=1)
+    assert "typer" not in said and 'File "<mask>", line 1' in said and "if k > q:" in said
+    assert "TypeError: live must answer for many pairs at once." in said.splitlines()[-1]
 
 
 def test_a_file_that_is_no_mask_is_told_in_a_line(tmp_path):
