@@ -205,7 +205,12 @@ MAY_IMPORT = {
     "sparseflash/interop": ("sparseflash/blockmask", "sparseflash/scores"),
     "sparseflash/analysis": ("sparseflash/blockmask",),
     "sparseflash/draw": ("sparseflash/blockmask",),
-    "sparseflash/testing": ("sparseflash/blockmask", "sparseflash/scores", f"{_BACKENDS}/reference.py"),
+    "sparseflash/testing": (
+        "sparseflash/blockmask",
+        "sparseflash/scores",
+        "sparseflash/validation.py",
+        f"{_BACKENDS}/reference.py",
+    ),
     "sparseflash/cli": (
         "sparseflash/__init__.py",
         "sparseflash/analysis",

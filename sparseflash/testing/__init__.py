@@ -18,7 +18,7 @@ Their parts can be used separately, for results from elsewhere or other kinds of
 truth (in fp64) and the plain results (in any other dtype); `compare_results` compares given results; `sampled_heads`
 and `sampled_part` choose the part of a long sequence to compare.
 
-It may import `blockmask`, `scores` and `backends.reference`, which is the definition.
+It may import `blockmask`, `scores`, `validation` and `backends.reference`, which is the definition.
 """
 
 from sparseflash.testing.comparison import Comparison as Comparison

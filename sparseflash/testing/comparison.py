@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.testing.definition import Attention, Changes, Inputs, by_definition, largest_score, results_of
 from sparseflash.testing.sampling import Part, sampled_heads, sampled_part
 from sparseflash.testing.yardstick import Error, draws_for, error_of, largest_error, plain_dtype
+from sparseflash.validation import check_mask, check_tensors
 
 
 @dataclass(frozen=True)
@@ -128,22 +128,20 @@ def compare(
     see them (`sampled_part`). Results that are not compared must still be finite. Gradients of the tensors of `scores`
     are sums over everything, so they are not compared then.
 
-    Raises ValueError for a mask of other lengths, for results of a wrong shape, and for gradients that do not arrive at
-    q, k or v.
+    Raises what `attention` would for q, k, v and the mask, and ValueError for results of a wrong shape and for gradients
+    that do not arrive at q, k or v.
     """
+    check_tensors(q, k, v)
     if mask is not None:
-        mask = checked_mask(mask)
-        if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
-            raise ValueError(
-                f"mask must be for the lengths of q and k, {q.shape[2]} and {k.shape[2]}; it is for {mask.q_len} and "
-                f"{mask.k_len}."
-            )
+        check_mask(mask, q, k)
     inputs = _inputs(q, k, v, dout, dlse, seed)
     changes = None
     if scores is not None:
         changes = Changes(scores_of(scores), (*q.shape[:3], k.shape[2]), mask=mask)
         changes.prepared(q.device)  # raises for what does not fit
-    learned = {} if changes is None or heads is not None or blocks is not None or not gradients else changes.learned
+    learned: dict[str, Tensor] = {}
+    if changes is not None and gradients and heads is None and blocks is None:
+        learned = changes.learned
     got, of_lse = results_of(function, inputs, learned, gradients=gradients)
     finite = {name: bool((x < math.inf if name == "lse" else x.isfinite()).all()) for name, x in got.items()}
     pairs = [None] if heads is None else sampled_heads(k.shape[0], k.shape[1], heads, seed=seed)

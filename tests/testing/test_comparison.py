@@ -331,7 +331,12 @@ def test_a_wrong_gradient_of_a_learned_tensor_is_found():
 @pytest.mark.parametrize(
     ("function", "mask", "error", "message"),
     [
-        (attention, masks.causal(30), ValueError, r"mask must be for the lengths of q and k, 40 and 40; it is for 30"),
+        (
+            attention,
+            masks.causal(30),
+            ValueError,
+            r"mask must be for the lengths .* for 30 queries and 30 keys, got 40",
+        ),
         (attention, "causal", TypeError, r"mask must be a sparseflash BlockMask"),
         (lambda q, k, v: q[:, :1], None, ValueError, r"must return out \[1, 2, 40, 24\], or out and lse; got \[1, 1,"),
         (lambda q, k, v: None, None, ValueError, r"must return out \[1, 2, 40, 24\], or out and lse; got NoneType"),
@@ -342,6 +347,19 @@ def test_a_wrong_gradient_of_a_learned_tensor_is_found():
 def test_what_cannot_be_compared_is_refused(function, mask, error, message):
     with pytest.raises(error, match=message):
         testing.compare(function, *tensors(masks.dense(40)), mask)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(2, 40, 16), ValueError, r"q must have shape \[batch, heads, tokens, head dim\]; got \[2, 40, 16\]"),
+        (torch.ones(1, 2, 40, 16).numpy(), TypeError, r"q must be a tensor; got ndarray"),
+        (torch.ones(1, 40, 2, 16), ValueError, r"mask must be for the lengths .* pass q\.transpose\(1, 2\)"),
+    ],
+)
+def test_inputs_of_a_model_in_place_of_q_k_and_v_are_refused_as_by_attention(x, error, message):
+    with pytest.raises(error, match=message):
+        testing.compare(attention, x, x, x, masks.causal(40))
 
 
 # ---------------------------------------------------------------------- sampling
