@@ -128,7 +128,7 @@ def compare(
     see them (`sampled_part`). Results that are not compared must still be finite. Gradients of the tensors of `scores`
     are sums over everything, so they are not compared then.
 
-    Raises what `attention` would for q, k, v and the mask, and ValueError for results of a wrong shape and for gradients
+    Raises what `attention` would for q, k, v and the mask; ValueError for results of a wrong shape and for gradients
     that do not arrive at q, k or v.
     """
     check_tensors(q, k, v)
