@@ -311,6 +311,12 @@ MAY_IMPORT = {
     f"{_BENCHMARKS}/exactness": (),
     f"{_BENCHMARKS}/selection": (_FLEX, f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/huggingface": (
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/training",
+        "sparseflash/huggingface",
+        *PUBLIC,
+    ),
     f"{_BENCHMARKS}/scores": (_FLEX, _INTERPRETER, f"{_BENCHMARKS}/timing.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,

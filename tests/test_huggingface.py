@@ -14,7 +14,7 @@ from forked import python
 from sparseflash import BlockMask, huggingface, masks
 from sparseflash.huggingface import layer, model_mask
 from sparseflash.huggingface.model_mask import ModelMask
-from sparseflash.huggingface.rules import fingerprint
+from sparseflash.huggingface.rules import fingerprint, unpacked
 from strategies import block_masks
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -357,6 +357,46 @@ def test_a_compiled_model_gives_the_same():
     _, ours = pair(LLAMA)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(ours, backend="eager")(ids(70)).logits, ours(ids(70)).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GEMMA3], ids=name_of)
+def test_a_compiled_model_builds_its_masks_once(model):
+    """While a model is traced, Transformers cannot see that nothing is packed, and makes a rule of a tensor."""
+    model_mask._masks.clear()
+    _, ours = pair(model)
+    compiled = torch.compile(ours, backend="eager")
+    with (
+        torch.no_grad(),
+        mock.patch.object(model_mask, "rule_mask", side_effect=model_mask.rule_mask) as made,
+    ):
+        for _ in range(3):
+            compiled(ids(70), use_cache=False)
+    assert made.call_count == (2 if model is GEMMA3 else 1)  # a layer's window, and no window
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("own", [rules.causal_mask_function, rules.sliding_window_causal_mask_function(9)])
+def test_a_rule_of_packed_sequences_is_kept_where_a_row_has_two(own, moves):
+    """moves: as newer versions make it, which let the model's rule see the positions in the sequences."""
+    if moves and not hasattr(rules, "remap_positions_for_packed_sequence"):
+        pytest.skip("this version of Transformers has no such rule")
+    for second in (0, 1):
+        sequences = torch.zeros(2, 40, dtype=torch.long)
+        sequences[1, 25:] = second
+        places = torch.arange(40).expand(2, -1)
+        first = rules.remap_positions_for_packed_sequence(own, places) if moves else own
+        rule = rules.and_masks(first, rules.packed_sequence_mask_function(sequences))
+        assert unpacked(rule) is (rule if second else own)
+    assert unpacked(own) is own and unpacked(user_rule) is user_rule
+
+
+def test_packed_sequences_of_a_compiled_model_see_themselves():
+    places = torch.stack([torch.cat([torch.arange(30), torch.arange(40)]), torch.arange(70)])
+    theirs, ours = pair(LLAMA)
+    inputs = {"input_ids": ids(70), "position_ids": places, "use_cache": False}
+    with torch.no_grad():
+        got = torch.compile(ours, backend="eager")(**inputs).logits
+        torch.testing.assert_close(got, theirs(**inputs).logits, **CLOSE)
 
 
 # ---------------------------------------------------------------------- the masks, score by score

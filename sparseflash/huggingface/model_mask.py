@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block
 from sparseflash.blockmask.cache import once
-from sparseflash.huggingface.rules import Rule, causal_window, fingerprint, first_tokens, rule_mask
+from sparseflash.huggingface.rules import Rule, causal_window, fingerprint, first_tokens, rule_mask, unpacked
 from sparseflash.interop.sdpa import from_sdpa
 
 _FEW = 16  # new tokens that are decoded, without a mask for them
@@ -215,7 +215,7 @@ def mask_of_forward(
     if attention_mask is not None and (missing := kv_length + kv_offset - attention_mask.shape[-1]) > 0:
         attention_mask = nn.functional.pad(attention_mask, (0, missing))  # the rest of a preallocated cache
     return ModelMask(
-        mask_function, batch_size, (q_start, q_start + q_length), (kv_offset, kv_offset + kv_length),
+        unpacked(mask_function), batch_size, (q_start, q_start + q_length), (kv_offset, kv_offset + kv_length),
         None if attention_mask is None else attention_mask.bool(), use_vmap, "allow_is_bidirectional_skip" in others,
         block, torch.device("cpu" if torch.device(device).type == "meta" else device),
     )  # fmt: skip

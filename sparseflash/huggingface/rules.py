@@ -37,6 +37,38 @@ def fingerprint(rule: Any) -> Hashable | None:
     return None if cells is None else (rule.__code__, cells)
 
 
+def unpacked(rule: Rule) -> Rule:
+    """The rule without the condition that two tokens are of one packed sequence, where every row is one sequence.
+
+    Transformers leaves it out itself, but not while a model is traced (`torch.compile`), when it cannot read the
+    tensor. With it, the mask would be built anew in every forward. Synchronises with the device if there is such a
+    tensor.
+    """
+    from transformers import masking_utils
+
+    causal = masking_utils.causal_mask_function
+    both = _closure(rule, masking_utils.and_masks(causal))
+    if both is None:
+        return rule
+    own, *others = both["mask_functions"]
+    packed = _closure(others[-1], masking_utils.packed_sequence_mask_function(None)) if len(others) == 1 else None
+    numbers = None if packed is None else packed["packed_sequence_mask"]  # [B, N], which sequence a token belongs to
+    if numbers is None or numbers.device.type == "meta" or bool(numbers.any()):
+        return rule
+    # Newer versions let a rule see the positions in packed sequences, again only if there are some.
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    moved = None if remap is None else _closure(own, remap(causal, None))
+    kept: Rule = own if moved is None else moved["mask_function"]
+    return kept
+
+
+def _closure(rule: Any, like: FunctionType) -> dict[str, Any] | None:
+    """What a rule refers to, by name, if it was made as `like` was; otherwise None."""
+    if not isinstance(rule, FunctionType) or rule.__code__ is not like.__code__:
+        return None
+    return {name: cell.cell_contents for name, cell in zip(rule.__code__.co_freevars, rule.__closure__ or ())}
+
+
 def causal_window(rule: Any) -> tuple[bool, int | None]:
     """`(whether the rule is that of a causal mask, the keys of its window or None)`."""
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function

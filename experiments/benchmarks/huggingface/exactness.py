@@ -1,0 +1,107 @@
+"""Do a model's logits and gradients have the error of "eager" in the same dtype, twice at most?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sparseflash.testing import Comparison, compare_results, draws_for, plain_errors
+
+Inputs = Callable[[int], Mapping[str, Tensor]]  # of a seed; with labels
+
+
+class _Fp64Stays(TorchFunctionMode):
+    """What is in fp64 is not cast to fp32, which models name for norms and the softmax, where they mean "higher"."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            named = {name: torch.float64 if each is torch.float32 else each for name, each in named.items()}
+        return func(*args, **named)
+
+
+def results_of(
+    model: nn.Module, inputs: Mapping[str, Tensor], call: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """The logits and the gradients of all parameters that take part. call: the model as it is called, if compiled."""
+    model.zero_grad(set_to_none=True)
+    out = (model if call is None else call)(**inputs)  # a compiled model has no truth value
+    out.loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"logits": out.logits.detach(), **gradients}
+
+
+def true_results(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What a model with eager attention gives in fp64, and the magnitudes of what makes the gradients of its biases.
+
+    Those of the keys' biases are sums that cancel: such a bias changes all scores of a query alike, so not at all.
+    """
+    exact = copy.deepcopy(model).double()
+    magnitudes: dict[str, float] = {}
+
+    def note(name: str, gradient: Tensor) -> None:
+        magnitudes[name] = float(gradient.abs().max())
+
+    def watch(name: str, module: nn.Module, given: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            out.register_hook(partial(note, name))
+
+    for name, module in exact.named_modules():
+        if isinstance(getattr(module, "bias", None), nn.Parameter):
+            module.register_forward_hook(partial(watch, f"{name}.bias"))
+    wide = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
+    with _Fp64Stays():
+        results = results_of(exact, wide)
+    narrow = [name for name, each in results.items() if each.dtype != torch.float64]
+    if narrow:
+        raise TypeError(f"the truth must be in fp64; got other dtypes of {', '.join(narrow)}.")
+    return results, magnitudes
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What a model's results are compared with: the truth of one batch, and the errors of "eager" over several."""
+
+    inputs: Mapping[str, Tensor]
+    truth: dict[str, Tensor]
+    plain: dict[str, float]
+    magnitudes: dict[str, float]
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Inputs) -> Yardstick:
+        """Of a model, in the dtype that it has, with eager attention."""
+        if model.config._attn_implementation != "eager":  # type: ignore[union-attr]
+            raise ValueError(f"model must have eager attention; got {model.config._attn_implementation}.")  # type: ignore[union-attr]
+        truth, magnitudes = true_results(model, inputs(0))
+
+        def draw(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            return results_of(model, inputs(seed)), truth if seed == 0 else true_results(model, inputs(seed))[0]
+
+        # Some parameters are few numbers: sinks, one a head.
+        plain = plain_errors(draw(seed) for seed in range(draws_for(1, 1, learned=True)))
+        return cls(inputs(0), truth, plain, magnitudes)
+
+    def compare(self, model: nn.Module, call: Callable[..., Any] | None = None) -> Comparison:
+        """The errors of the logits and of the gradient of each parameter, beside what is allowed."""
+        got = results_of(model, self.inputs, call)
+        if got.keys() != self.truth.keys():
+            raise ValueError(f"every parameter must have a gradient; got others of {got.keys() ^ self.truth.keys()}.")
+        return compare_results(got, self.truth, self.plain, magnitudes=self.magnitudes)
+
+
+def worst(found: Comparison) -> tuple[str, float]:
+    """The result whose error is largest beside what is allowed, and that ratio."""
+    return max(found.ratios.items(), key=lambda each: each[1])

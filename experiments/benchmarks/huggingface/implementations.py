@@ -1,0 +1,61 @@
+"""The attention implementations of Transformers, and models that have one each but share their weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import torch
+from torch import nn
+
+from sparseflash import huggingface
+
+OURS = "sparseflash"
+_REGISTERED = "block_sparse"  # Transformers reads a name with "flash" as one of a FlashAttention
+
+
+def available() -> list[str]:
+    """What can be asked for: Transformers' own, FlashAttention where it is installed, and this library's."""
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    names = ["eager", "sdpa", "flex_attention"]
+    if is_flash_attn_2_available():
+        names.append("flash_attention_2")
+    if is_flash_attn_3_available():
+        names.append("flash_attention_3")
+    return [*names, OURS]
+
+
+def with_attention(model: nn.Module, implementation: str) -> nn.Module:
+    """The same model, with the same parameters and buffers, that computes its attention in this way.
+
+    Raises what Transformers raises, or ValueError where it only warns, if the model does not have this implementation.
+    """
+    shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    made = copy.deepcopy(model, shared)
+    name = implementation
+    if implementation == OURS:
+        huggingface.register(name=_REGISTERED)
+        name = _REGISTERED
+    made.set_attn_implementation(name)  # type: ignore[operator]
+    for module in made.modules():
+        config = getattr(module, "config", None)
+        used = getattr(config, "_attn_implementation", name)
+        if used != name:
+            raise ValueError(f"{type(module).__name__} must use {implementation}; it uses {used}.")
+    return made
+
+
+def reason(failure: Exception) -> str:
+    """A failure in a few words, for a row of a table."""
+    if isinstance(failure, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0]}"[:160]
+
+
+def release(device: torch.device) -> None:
+    """Gives back the memory of what is no longer used, a failed call's among it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,197 @@
+"""The benchmark of Transformers' models tells equal from other functions, and has a row for what cannot run."""
+
+import csv
+import time
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
+
+from experiments.benchmarks.huggingface import generation, implementations, measure
+from experiments.benchmarks.huggingface.cli import app
+from experiments.benchmarks.huggingface.exactness import Yardstick, true_results, worst
+from experiments.benchmarks.huggingface.generation import DYNAMIC, SAME, STATIC, Way
+from experiments.benchmarks.huggingface.implementations import OURS, with_attention
+from experiments.benchmarks.huggingface.measure import EXACT, FORWARD, STEP, Options, Row
+from experiments.benchmarks.huggingface.shapes import SHAPES, generating
+from sparseflash import huggingface, masks
+
+pytest.importorskip("transformers", minversion="5.17")
+
+CPU = torch.device("cpu")
+BY_NAME = {shape.name: shape for shape in SHAPES}
+SMALL = Options(tokens=40, batch=2, small=True, rounds=1, round_ms=1.0)
+
+
+def made(name, dtype=torch.float32, tokens=70):
+    shape = BY_NAME[name]
+    model = shape.made(dtype, CPU, tokens=tokens, small=True, check=True)
+    return model, lambda seed: shape.inputs(model, CPU, tokens=tokens, batch=2, seed=seed)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_model_is_exact_with_this_attention(shape, dtype):
+    (row,) = measure.exactness(shape, [OURS], SMALL, CPU, dtype)
+    assert row.failure == "" and row.value <= 1, row
+
+
+def test_another_function_is_not_exact():
+    model, inputs = made("llama")
+    yardstick = Yardstick.of(model, inputs)
+    huggingface.register(masks.local(70, window=101, block=16), name="near")  # without the farthest tokens
+    what, ratio = worst(yardstick.compare(with_attention(model, "near")))
+    assert ratio > 100 and what in yardstick.truth
+    assert yardstick.compare(with_attention(model, OURS)).exact
+
+
+def test_a_compiled_model_is_compared_as_it_is_called():
+    model, inputs = made("llama")
+    yardstick, ours = Yardstick.of(model, inputs), with_attention(model, OURS)
+    graphs = CompileCounter()
+    found = yardstick.compare(ours, call=torch.compile(ours, backend=graphs))
+    assert found.exact and graphs.frame_count > 1
+
+
+def test_the_truth_is_in_fp64_also_where_models_ask_for_fp32_by_name():
+    """In norms and the softmax. A small step in a parameter before them changes the loss by its gradient, to a part of
+    10,000; in fp32 the change would be less than the rounding.
+    """
+    model, inputs = made("llama")
+    wide, step, name = model.double(), 1e-6, "model.layers.0.self_attn.q_proj.weight"
+    before, _ = true_results(wide, inputs(0))
+    with torch.no_grad():
+        dict(wide.named_parameters())[name][0, 0] += step
+    after, _ = true_results(wide, inputs(0))
+    labels = inputs(0)["labels"][:, 1:].flatten()
+    losses = [cross_entropy(each["logits"][:, :-1].flatten(0, 1), labels) for each in (before, after)]
+    torch.testing.assert_close((losses[1] - losses[0]) / step, before[name][0, 0], rtol=1e-4, atol=0.0)
+
+
+def test_gradients_of_biases_that_cancel_are_judged_by_their_summands():
+    model, inputs = made("bert")
+    truth, magnitudes = true_results(model, inputs(0))
+    name = "bert.encoder.layer.0.attention.self.key.bias"
+    assert truth[name].abs().max() < 1e-10 < 1e-6 < magnitudes[name]
+
+
+def test_the_models_of_a_comparison_share_their_weights():
+    model, _ = made("t5")
+    other = with_attention(model, OURS)
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert (model.config._attn_implementation, other.config._attn_implementation) == ("eager", "block_sparse")
+
+
+def test_the_windows_of_a_comparison_are_shorter_than_its_sequences():
+    for name in ("gemma2", "gpt-oss"):
+        assert made(name)[0].config.sliding_window < measure.CHECKED_TOKENS // 2
+
+
+def test_what_cannot_run_is_a_row_with_its_reason(monkeypatch):
+    rows = measure.measure(BY_NAME["gemma2"], ["eager", "sdpa", "nothing", OURS], SMALL, CPU, torch.float32, str)
+    failures = {(row.implementation, row.what): row.failure for row in rows}
+    assert "does not support" in failures["sdpa", EXACT] and "does not support" in failures["sdpa", STEP]
+    assert failures["nothing", FORWARD] != ""
+    assert failures[OURS, EXACT] == failures[OURS, FORWARD] == failures[OURS, STEP] == failures["eager", STEP] == ""
+    monkeypatch.setattr(measure, "_training_step", lambda model, inputs: fails)
+    rows = measure.speed(BY_NAME["bert"], ["sdpa", OURS], SMALL, CPU, torch.float32, str)
+    assert [row.failure for row in rows] == ["", "out of memory"] * 2
+    assert all(row.value > 0 for row in rows if row.what == FORWARD)
+
+
+def fails():
+    raise torch.OutOfMemoryError("of 80 GiB")
+
+
+def test_nothing_begins_after_the_time_is_over():
+    late = Options(small=True, deadline=time.monotonic() - 1)
+    rows = measure.measure(BY_NAME["llama"], ["eager", OURS], late, CPU, torch.float32, str)
+    assert {row.failure for row in rows} == {"out of time"} and {row.what for row in rows} == {EXACT, FORWARD, STEP}
+
+
+def test_an_inexact_model_is_named():
+    rows = [Row("llama", OURS, EXACT, 1.5), Row("bert", OURS, EXACT, 0.5), Row("t5", "sdpa", EXACT, 9.0)]
+    assert measure.inexact(rows) == ["llama"]
+
+
+@pytest.mark.parametrize(("name", "count"), [("t5", 2 * (40 + 10)), ("llama", 2 * 40), ("swin", 2)])
+def test_rates_count_what_a_batch_has(name, count):
+    """Tokens of the source and the target, tokens, or images."""
+    _, inputs = made(name, tokens=40)
+    assert BY_NAME[name].count(inputs(0)) == count
+
+
+def test_generated_tokens_are_compared_with_those_of_eager():
+    model = generating(2, 4, 2, 16, small=True).made(torch.float32, CPU, tokens=140, small=True, check=False)
+    huggingface.register(masks.local(140, window=9, causal=True, block=16), name="near")
+    found = generation.same_tokens(model, [Way(OURS, DYNAMIC), Way(OURS, STATIC), Way("near", DYNAMIC)])
+    assert [*found.values()][:2] == [SAME, SAME]
+    assert found["near, dynamic cache"].startswith("differ from token ")
+
+
+def test_the_command_measures_models_and_writes_a_page(tmp_path):
+    options = ["--small", "--device", "cpu", "--tokens", "40", "--batch", "2", "--rounds", "1", "--out", str(tmp_path)]
+    chosen = ["--model", "llama", "--model", "swin", "--implementation", "eager", "--implementation", OURS]
+    found = CliRunner().invoke(app, ["models", *options, *chosen])
+    assert found.exit_code == 0, found.output
+    with (tmp_path / "models.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * (1 + 2 * 2) and all(float(row["value"]) > 0 and not row["failure"] for row in rows)
+    page = (tmp_path / "models.md").read_text()
+    assert "## llama" in page and "forward, images/s" in page and "transformers" in page
+
+
+def test_a_model_that_is_not_exact_ends_the_command_with_1(tmp_path, monkeypatch):
+    def broken(model, name):
+        made = with_attention(model, name)
+        made.register_forward_pre_hook(lambda module, args, given: (args, given | {"position_ids": torch.zeros(
+            given["input_ids"].shape, dtype=torch.long)}), with_kwargs=True)  # fmt: skip
+        return made
+
+    monkeypatch.setattr(measure, "with_attention", broken)
+    options = ["--small", "--device", "cpu", "--tokens", "40", "--rounds", "1", "--out", str(tmp_path)]
+    found = CliRunner().invoke(app, ["models", *options, "--model", "llama", "--implementation", OURS])
+    assert found.exit_code == 1 and "not exact: llama" in found.output
+
+
+def test_the_command_generates_and_writes_a_page(tmp_path):
+    options = ["--small", "--device", "cpu", "--prompt", "40", "--batch", "2", "--new", "4", "--rounds", "1"]
+    found = CliRunner().invoke(app, ["generate", *options, "--out", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    with (tmp_path / "generate.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["implementation"] for row in rows] == [
+        f"{name}, {cache}" for cache in (DYNAMIC, STATIC) for name in ("sdpa", OURS)
+    ]
+    assert all(float(row["token_ms"]) > 0 and float(row["prompt_rate"]) > 0 and not row["failure"] for row in rows)
+    assert (tmp_path / "generate.md").read_text().count(f"| {SAME} |") == 4
+
+
+def test_what_cannot_generate_is_a_row_with_its_reason():
+    model = generating(2, 4, 2, 16, small=True).made(torch.float32, CPU, tokens=60, small=True, check=False)
+    ways = [Way("nothing", DYNAMIC), Way(OURS, STATIC), Way(OURS, DYNAMIC)]
+    huggingface.register(masks.local(41, window=9, causal=True, block=16), name="short")  # than prompt and new tokens
+    ways.append(Way("short", DYNAMIC))
+    times = {"new": 3, "rounds": 1, "device": CPU, "say": str}
+    rows = generation.measure(model, ways, 40, 1, late=lambda: False, **times)
+    assert [bool(row.failure) for row in rows] == [True, False, False, True]
+    assert "as long as a row of the batch" in rows[3].failure and rows[2].rate == pytest.approx(1e3 / rows[2].token_ms)
+    rows = generation.measure(model, ways[2:3], 40, 1, late=lambda: True, **times)
+    assert [row.failure for row in rows] == ["out of time"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["models", "--model", "llma", "--device", "cpu"], "must be of llama, gpt2"), (["models"], "no CUDA device")],
+)
+def test_what_is_wrong_with_the_options_is_told(options, message):
+    found = CliRunner().invoke(app, options)
+    assert found.exit_code == 2 and message in found.output.replace("\n", " ")
+
+
+def test_flash_attention_is_offered_only_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr("transformers.utils.is_flash_attn_3_available", lambda: False)
+    assert implementations.available() == ["eager", "sdpa", "flex_attention", "flash_attention_2", OURS]
