@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import weakref
 from functools import partial
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import sparseflash
 from forked import python
 from sparseflash import BlockMask, huggingface, masks
 from sparseflash.huggingface import layer, model_mask
@@ -540,6 +542,15 @@ def test_what_is_kept_is_bounded():
         )
         asked.within(None, torch.device("cpu"))
         assert len(model_mask._masks) <= model_mask._KEPT
+
+
+def test_what_is_kept_is_freed_by_clear_caches():
+    asked = ModelMask(rules.causal_mask_function, 1, (0, 40), (0, 40), None, False, False, 16, torch.device("cpu"))
+    kept = weakref.ref(asked.within(None, torch.device("cpu")))
+    del asked
+    assert kept() is not None
+    sparseflash.clear_caches()
+    assert kept() is None
 
 
 # ---------------------------------------------------------------------- what cannot be

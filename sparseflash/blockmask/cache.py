@@ -107,7 +107,7 @@ def clear_caches() -> None:
     at every step, 32 arrays of head numbers, 32 of tiles that the diagonal cuts, 128 sets of kernels that choose
     blocks, as many that plan the masks of these and as many that decode, 32 sets that plan the backward for Hopper, 256
     masks built inside functions that `torch.compile` has compiled, 32 masks of packed sequences, the running sums of as
-    many tensors, and the Triton functions of 256 functions of scores.
+    many tensors, 64 masks of Transformers' models, and the Triton functions of 256 functions of scores.
     """
     streams.release_finished_graphs()
     for clear in _clearings:
@@ -166,7 +166,11 @@ def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
     found = cache.get(key)
     if found is None:
         value = make()
-        cache[key] = value, ReadyEvent(value)
+        made = value, ReadyEvent(value)
+        if isinstance(cache, BoundedDict):
+            cache.put(key, made)
+        else:
+            cache[key] = made
         return value
     cached: T = found[0]
     found[1].wait()

@@ -12,13 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block
-from sparseflash.blockmask.cache import once
+from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.huggingface.rules import Rule, causal_window, fingerprint, first_tokens, rule_mask, unpacked
 from sparseflash.interop.sdpa import from_sdpa
 
 _FEW = 16  # new tokens that are decoded, without a mask for them
 _KEPT = 64  # the most masks without padding that are kept, one per lengths and pattern
-_masks: dict[Hashable, Any] = {}  # kept for later forwards, together with the plans that kernels derive from them
+_masks = BoundedDict(_KEPT)  # for later forwards, together with the plans that kernels derive from them
 
 
 @dataclass(eq=False, repr=False)
@@ -107,8 +107,6 @@ class ModelMask(FlexMask):
             if min(pattern.q_len, pattern.k_len) < self.keys[1]:
                 cropped(pattern, self.queries, self.keys)  # says so
             key = "moved", id(pattern), q.device
-            if key not in _masks and len(_masks) >= _KEPT:
-                _masks.clear()
             found["mask"] = once(_masks, key, lambda: (pattern, pattern.to(q.device)))[1]
         length = self.queries[1] - self.keys[0]
         found["lengths"] = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
@@ -133,8 +131,6 @@ class ModelMask(FlexMask):
         if rule is None or self.shape[2] == 1:  # while generating, every token needs a new mask
             return self._made(pattern)
         key = rule, self.queries, self.keys, self.block, self.device, id(pattern)
-        if key not in _masks and len(_masks) >= _KEPT:
-            _masks.clear()
         mask: BlockMask = once(_masks, key, lambda: (pattern, self._made(pattern)))[1]
         return mask
 

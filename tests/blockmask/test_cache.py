@@ -205,16 +205,18 @@ def test_clear_caches_frees_what_nothing_else_holds():
 
 
 def test_every_cache_of_the_library_is_bounded_and_emptied_by_clear_caches():
-    """But for handles of shared libraries, of which there is one for each function."""
+    """But for handles of shared libraries, of which there is one for each function, and what recorded graphs read."""
     found = {}
     for folder in (Path(sparseflash.__file__).parent, Path(masks.__file__).parent):
         for file in folder.rglob("*.py"):
             decorators = re.findall(
-                r"functools\.(?:lru_)?cache\b|^@cache\b|^@lru_cache\b", file.read_text(), re.MULTILINE
+                r"functools\.(?:lru_)?cache\b|^@cache\b|^@lru_cache\b|^\w+(?=(?:: .*)? = (?:\{\}|dict\(\)))",
+                file.read_text(),
+                re.MULTILINE,
             )
             found |= {file.name: decorators} if decorators else {}
     assert found == {
         "cache.py": ["functools.lru_cache"] * 2,  # of `bounded`, and its docstring
-        "graph_memory.py": ["functools.cache"],
+        "graph_memory.py": ["_graphs", "functools.cache"],
         "cuda_driver.py": ["functools.cache"],
     }
