@@ -61,13 +61,14 @@ class Relative(Change):
         if torch.compiler.is_compiling():  # compiled code computes the arrays anew, without asking for their contents
             return Codes(self.table, *self._codes(sizes))
         key = sizes.q_len, sizes.k_len, sizes.device
-        if key not in self._made:
+        made = self._made.get(key)  # looked up once: other threads may replace it
+        if made is None:
             with torch.inference_mode(False):  # or a later training step could not use them
                 made = self._codes(sizes)
             self._check_range(made[0])
             self._made.clear()
             self._made[key] = made
-        return Codes(self.table, *self._made[key])
+        return Codes(self.table, *made)
 
     def _codes(self, sizes: Sizes) -> tuple[Tensor, ...]:
         q_len, k_len, device = sizes.q_len, sizes.k_len, sizes.device

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sparseflash import attention, scores
+from sparseflash.scores.relative import Relative
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,18 @@ def test_a_change_that_was_first_used_in_inference_mode_can_be_trained(change):
     assert torch.equal(out, want)
     (gradient,) = torch.autograd.grad(out.square().sum(), [table.table])
     assert gradient.shape == table.table.shape and gradient.abs().max() > 0
+
+
+class Replaced(dict):
+    """What is kept is thrown out at once, as another thread with other lengths would."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.clear()
+
+
+def test_another_thread_may_replace_the_codes_at_any_time():
+    table = Relative(torch.randn(2, 9), scores.clipped(4), Replaced())
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    want = attention(q, k, v, scores=scores.relative(table.table, table.bucket))
+    assert torch.equal(attention(q, k, v, scores=table), want)
