@@ -110,6 +110,26 @@ def test_a_sink_of_a_query_without_keys_gets_no_gradient():
         assert (torch.autograd.grad(out[:, :, 1::2].sum(), logits)[0] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dtype, backend):
+    """As where parts are merged by their lse, and a query has keys in none: -inf - -inf."""
+    mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
+    q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype) for _ in range(3))
+    learned = {
+        "sink": torch.randn(2), "alibi": torch.rand(2), "relative": torch.randn(2, 9), "bias": torch.randn(1, 2, 20, 20)
+    }  # fmt: skip
+    leaves = [x.requires_grad_() for x in (q, k, v, *learned.values())]
+    changes = scores.sink(learned["sink"]) + scores.alibi(learned["alibi"]) + scores.bias(learned["bias"])
+    changes = changes + scores.relative(learned["relative"], scores.clipped(4))
+    out, lse = attention(q, k, v, mask, scores=changes, return_lse=True, backend=backend)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    want = torch.autograd.grad([out, lse], leaves, [dout, dlse], retain_graph=True)
+    dlse[:, :, 1::2] = torch.nan
+    for found, other in zip(torch.autograd.grad([out, lse], leaves, [dout, dlse]), want):
+        assert torch.equal(found, other)
+
+
 def test_a_sink_far_above_or_below_all_scores_is_harmless():
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=torch.float16) for _ in range(3))
     logits = torch.tensor([1e4, -1e4])

@@ -210,8 +210,10 @@ class Sums:
 
     def _sink(self, lse: Tensor, drow: Tensor) -> Tensor:
         logits = self._changes.find("sink").logits.float()
-        weights = torch.exp(logits[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
-        return (weights * drow).sum((0, 2))
+        # A query without keys has no sink either, whatever its drow, which may be NaN as its dlse.
+        empty = lse == -torch.inf
+        weights = torch.exp(logits[:, None] - lse.masked_fill(empty, torch.inf))
+        return (weights * drow.masked_fill(empty, 0.0)).sum((0, 2))
 
 
 def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None) -> Tensor:
