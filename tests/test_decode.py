@@ -1,6 +1,6 @@
 """Decoding: a cache gives what attention over its live keys gives, however it lies in memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ class Case:
     dtype: torch.dtype
     v_dim: int
     seed: int
+    block_k: int = 32  # of the mask
 
     def pages(self):
         shape = (len(self.lengths), self.heads[1], self.chosen)
@@ -46,11 +47,11 @@ class Case:
 
     def block_mask(self):
         room = self.room + 7  # masks may be of more tokens than there is room for
-        causal = masks.causal(room, block=(16, 32))
+        causal = masks.causal(room, block=(16, self.block_k))
         if self.mask == "one":
-            return masks.local(room, window=30, causal=True, block=(32, 64))
+            return masks.local(room, window=30, causal=True, block=(32, self.block_k))
         drawn = [torch.rand(room, room, generator=generator(self.seed + n)) < 0.3 for n in range(3)]
-        others = [causal & BlockMask.from_dense(live, block=(16, 32)) for live in drawn]
+        others = [causal & BlockMask.from_dense(live, block=(16, self.block_k)) for live in drawn]
         heads = self.heads[1] if self.mask == "of key heads" else self.heads[0]
         return masks.per_head([causal, *others, *others][:heads])
 
@@ -139,6 +140,7 @@ def cases(draw):
         draw(st.sampled_from([torch.float32, torch.float16])),
         draw(st.sampled_from([16, 24])),
         draw(SEEDS),
+        draw(st.sampled_from([16, 32, 64, 128])),
     )
 
 
@@ -148,6 +150,7 @@ PLAIN = Case((40, 7), (4, 2), 1, 64, None, None, 0, 16, False, None, None, torch
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(cases())
 @example(PLAIN)
+@example(replace(PLAIN, mask="one", block_k=16))
 def test_few_queries_are_exact_over_the_live_keys_of_a_cache(backend, case):
     (q_heads, kv_heads), batch = case.heads, len(case.lengths)
     shapes = [(batch, q_heads, case.q_len, 16), (batch, kv_heads, case.room, 16)]

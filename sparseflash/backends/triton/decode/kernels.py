@@ -125,9 +125,9 @@ def decode_kernel(
             live = live & (position // BLOCK_Q == of_block)[:, None]
             number = tl.load(tile_ptr + entry).to(tl.int64)
             if number > 0:
-                inner = tl.maximum(position, 0) % BLOCK_Q
-                word = ((number - 1) * BLOCK_Q + inner[:, None]) * WORDS + (key % BLOCK_K // 32)[None, :]
-                live = live & (((tl.load(words_ptr + word) >> (key % 32)[None, :]) & 1) != 0)
+                inner, bit = tl.maximum(position, 0) % BLOCK_Q, key % BLOCK_K
+                word = ((number - 1) * BLOCK_Q + inner[:, None]) * WORDS + (bit // 32)[None, :]
+                live = live & (((tl.load(words_ptr + word) >> (bit % 32)[None, :]) & 1) != 0)
 
         at, of_page = key.to(tl.int64), batch
         if table_ptr is not None:
