@@ -276,6 +276,8 @@ def _sized(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 def _once(pages: Tensor) -> Tensor:
     """The chosen pages, each once, and -1 in place of repetitions."""
-    pages = pages.to(torch.int32).sort(dim=-1, descending=True).values
+    if pages.dtype != torch.int32:  # int64 would name other pages in 32 bits
+        pages = pages.long()
+    pages = pages.sort(dim=-1, descending=True).values
     again = torch.nn.functional.pad(pages[..., 1:] == pages[..., :-1], (1, 0))
     return pages.masked_fill(again, -1)

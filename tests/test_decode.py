@@ -175,6 +175,21 @@ def test_pages_are_the_same_as_a_contiguous_cache(backend, options):
     assert torch.equal(contiguous, paged)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", [2**31, 2**32, 2**32 + 1, 2**63 - 1, 1 - 2**32, -(2**63)])
+def test_numbers_of_64_bits_are_what_they_are(backend, number):
+    """Longer than the room is as long as it, and what names no page chooses none; no number is cut to 32 bits."""
+    q, k = torch.randn(1, 4, 3, 16, generator=generator(0)), torch.randn(1, 2, 64, 16, generator=generator(1))
+    given, room, end = torch.tensor([number]), torch.tensor([64]), torch.tensor([64 if number > 0 else 0])
+
+    def call(lengths, **options):
+        return attention_with_cache(q, k, k, lengths, backend=backend, **options)
+
+    assert torch.equal(call(given), call(end))
+    assert torch.equal(call(room, starts=given), call(room, starts=end))
+    assert (call(room, pages=given.expand(1, 2, 1), page=16) == 0).all()
+
+
 def test_a_sequence_has_the_same_bits_alone_as_in_a_batch():
     q = torch.randn(3, 4, 1, 16, generator=generator(0))
     k, v = torch.randn(2, 3, 2, 2000, 16, generator=generator(1))

@@ -26,13 +26,13 @@ class Cached:
         and  t // page is in pages[b, h]   (if pages are chosen)   and   live[h, p, t] of the mask   (if there is one)
     """
 
-    lengths: Tensor  # int32 [B]
-    starts: Tensor | None = None  # int32 [B]
+    lengths: Tensor  # integers [B]
+    starts: Tensor | None = None  # integers [B]
     window: int | None = None
     sinks: int = 0
     page: int = 0  # tokens of a page; 0 if there are none
-    block_table: Tensor | None = None  # int32 [B, n]: the pages of each sequence; None: the cache is contiguous
-    pages: Tensor | None = None  # int32 [B, Hkv, K]: the chosen pages, each once, -1 for none
+    block_table: Tensor | None = None  # integers [B, n]: the pages of each sequence; None: the cache is contiguous
+    pages: Tensor | None = None  # int32 or int64 [B, Hkv, K]: the chosen pages, each once, -1 for none
     mask: BlockMask | None = None
 
     def capacity(self, k_cache: Tensor) -> int:
@@ -59,10 +59,10 @@ def attention(
 def live_keys(of: Cached, shape: torch.Size, kv_heads: int, k_len: int) -> Tensor:
     """Which keys each query sees: bool `[B, 1 or Hkv or Hq, Nq, k_len]`; q has `shape`."""
     q_len, device = shape[2], of.lengths.device
-    length = of.lengths.view(-1, 1, 1, 1).long().clamp(max=k_len)
+    length = of.lengths.view(-1, 1, 1, 1).long().clamp(0, k_len)
     position = length - q_len + torch.arange(q_len, device=device).view(-1, 1)
     key = torch.arange(k_len, device=device)
-    start = position.new_zeros(()) if of.starts is None else of.starts.view(-1, 1, 1, 1).clamp(min=0)
+    start = position.new_zeros(()) if of.starts is None else of.starts.view(-1, 1, 1, 1).long().clamp(0, k_len)
     live = (key <= position) & (key >= start)
     if of.window is not None:
         live &= (key > position - of.window) | (key < start + of.sinks)

@@ -45,8 +45,8 @@ def live_range(length, start, q_len, window, sinks, BLOCK_N: tl.constexpr):
 def decode_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, Hq, Nq, D]; [B or pages, Hkv, tokens, D and DV]
     sums_ptr, maxima_ptr, totals_ptr,  # fp32 [B, heads, rows, splits, DV padded], [B, heads, rows, splits] twice
-    lengths_ptr, starts_ptr,  # int32 [B], and [B] or None
-    table_ptr, pages_ptr,  # int32 [B, table_width] or None; [B, Hkv, choices] or None
+    lengths_ptr, starts_ptr,  # integers [B], and [B] or None
+    table_ptr, pages_ptr,  # integers [B, table_width] or None; [B, Hkv, choices] or None
     indptr_ptr, index_ptr, tile_ptr, words_ptr, pattern_ptr,  # of the mask, or None
     lengths_stride, starts_stride, choices, table_width,
     batch_patterns, head_patterns, row_blocks,  # strides of the patterns, 0 if shared; block rows of the mask
@@ -67,10 +67,11 @@ def decode_kernel(
     row_tile, batch_head = item % row_tiles, item // row_tiles
     batch, head = (batch_head // heads).to(tl.int64), batch_head % heads
     kv_head = head // kv_group
-    length = tl.minimum(tl.load(lengths_ptr + batch * lengths_stride).to(tl.int32), capacity)
+    # Numbers of 64 bits are clamped before they are cut to 32.
+    length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch * lengths_stride), capacity), 0).to(tl.int32)
     start = tl.zeros([], tl.int32)
     if starts_ptr is not None:
-        start = tl.maximum(tl.load(starts_ptr + batch * starts_stride).to(tl.int32), 0)
+        start = tl.maximum(tl.minimum(tl.load(starts_ptr + batch * starts_stride), capacity), 0).to(tl.int32)
 
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position = length - q_len + row % q_len
@@ -108,9 +109,9 @@ def decode_kernel(
         exists = lane >= 0
         if WALK == PAGES:
             place = i * BLOCK_N + lane
-            page = tl.load(pages_ptr + place // PAGE, mask=place < choices * PAGE, other=-1).to(tl.int32)
+            page = tl.load(pages_ptr + place // PAGE, mask=place < choices * PAGE, other=-1)
             exists = (page >= 0) & (page < (capacity + PAGE - 1) // PAGE)
-            key = tl.where(exists, page, 0) * PAGE + place % PAGE
+            key = tl.where(exists, page, 0).to(tl.int32) * PAGE + place % PAGE
         elif WALK == MASK:
             entry = tl.where(i < upper_count * SUB, upper_start + i // SUB, lower_start + i // SUB - upper_count)
             key = tl.load(index_ptr + entry) * BLOCK_K + i % SUB * BLOCK_N + lane
