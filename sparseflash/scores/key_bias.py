@@ -25,7 +25,9 @@ class KeyBias(Change):
         return self
 
     def joined(self, other: Change) -> KeyBias:
-        return KeyBias(torch.add(self.values, *other.tensors()))
+        # In fp32 at least, as scores are: in half precision the sum would be rounded.
+        wide = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
+        return KeyBias(torch.add(wide, *other.tensors()))
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
         indices = shared_or_own(self.values, [at.batch, at.head, at.key])

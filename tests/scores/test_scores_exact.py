@@ -77,6 +77,21 @@ def test_the_written_order_does_not_matter_and_the_cap_comes_first():
     torch.testing.assert_close(one, by_hand.logsumexp(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_biases_of_keys_are_added_without_rounding_their_sum(dtype):
+    """A bias that all queries share is one of keys, and is added to that of `key_bias` before."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 16, generator=generator) for _ in range(3))
+    keys, shared = (torch.randn(1, 2, 1, 20, generator=generator).to(dtype).requires_grad_() for _ in range(2))
+    leaves = keys, shared
+    joined = attention(q, k, v, scores=scores.key_bias(keys[:, :, 0]) + scores.bias(shared))
+    want = attention(q, k, v, scores=scores.bias(keys.float() + shared.float()))
+    assert torch.equal(joined, want)
+    dout = torch.randn(joined.shape, generator=generator)
+    for one, other in zip(torch.autograd.grad(joined, leaves, dout), torch.autograd.grad(want, leaves, dout)):
+        assert torch.equal(one, other) and one.dtype == dtype
+
+
 def test_a_sink_is_a_key_without_a_value():
     q, k, v = (torch.randn(1, 2, 30, 8, dtype=torch.float64) for _ in range(3))
     logits = torch.tensor([0.3, -1.0], dtype=torch.float64)
