@@ -254,4 +254,5 @@ def add_at(zeros: Tensor | None, indices: Sequence[Tensor], values: Tensor) -> N
 
 def shared_or_own(x: Tensor, indices: Sequence[Tensor]) -> list[Tensor]:
     """The indices, with 0 for dimensions of size 1, which all share."""
-    return [torch.zeros((), dtype=torch.int64, device=i.device) if n == 1 else i for n, i in zip(x.shape, indices)]
+    # One-dimensional zeros, because PyTorch reads a number that is an index, which the meta device cannot.
+    return [torch.zeros(1, dtype=torch.int64, device=i.device) if n == 1 else i for n, i in zip(x.shape, indices)]

@@ -86,7 +86,7 @@ class Relative(Change):
 
     def _check_range(self, buckets: Tensor) -> None:
         most = self.table.shape[1]
-        if len(buckets) and not 0 <= int(buckets.min()) <= int(buckets.max()) < most:
+        if len(buckets) and not buckets.is_meta and not 0 <= int(buckets.min()) <= int(buckets.max()) < most:
             raise ValueError(
                 f"bucket must return numbers from 0 to {most - 1}, the table's columns; "
                 f"got {int(buckets.min())} to {int(buckets.max())}."

@@ -77,6 +77,34 @@ def test_the_written_order_does_not_matter_and_the_cap_comes_first():
     torch.testing.assert_close(one, by_hand.logsumexp(-1))
 
 
+META = {"device": "meta", "requires_grad": True}
+ON_META = {
+    "alibi": lambda mask: scores.alibi(torch.empty(2, **META)),
+    "relative": lambda mask: scores.relative(torch.empty(2, 9, **META), scores.clipped(4)),
+    "grid": lambda mask: scores.relative_2d(
+        torch.empty(2, 7, 7, **META), 4, 4, cells=torch.empty(32, dtype=torch.int64, device="meta")
+    ),
+    "key_bias": lambda mask: scores.key_bias(torch.empty(1, 2, 32, **META)),
+    "bias": lambda mask: scores.bias(torch.empty(1, 1, 32, 32, **META)),
+    "temperature": lambda mask: scores.temperature(torch.empty(2, **META)),
+    "tile_bias": lambda mask: scores.tile_bias(torch.empty(1, 1, 3, 16, 16, **META), mask),
+    "sink": lambda mask: scores.sink(torch.empty(2, **META)),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("kind", ON_META)
+def test_shapes_come_out_on_the_meta_device(kind, backend):
+    q, k, v = (torch.empty(3, 2, 32, 16, **META) for _ in range(3))
+    mask = masks.causal(32, block=16).to("meta")
+    change = ON_META[kind](mask)
+    out = attention(q, k, v, mask, scores=change, backend=backend)
+    (learned,) = change.tensors()
+    gradients = torch.autograd.grad(out.sum(), (q, learned))
+    assert out.is_meta and out.shape == q.shape
+    assert [x.shape for x in gradients] == [q.shape, learned.shape]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_biases_of_keys_are_added_without_rounding_their_sum(dtype):
     """A bias that all queries share is one of keys, and is added to that of `key_bias` before."""

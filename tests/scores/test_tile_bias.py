@@ -238,6 +238,13 @@ def test_another_mask_is_refused(backend, mask, text):
         attention(*inputs, mask, scores=scores.tile_bias(values, LOCAL), backend=backend)
 
 
+def test_masks_without_contents_cannot_be_compared():
+    values, (one, other) = torch.empty(1, 1, 13, 16, 16, device="meta"), (LOCAL.to("meta") for _ in range(2))
+    q = torch.empty(1, 1, 70, 16, device="meta")
+    with pytest.raises(ValueError, match="on the meta device, where masks cannot be compared, it must be the same"):
+        attention(q, q, q, one, scores=scores.tile_bias(values, other))
+
+
 CHOSEN = masks.top_k_blocks(torch.rand(5, 5), k=2, q_len=70, block=16)
 
 
