@@ -1,4 +1,6 @@
-"""Derivatives that PyTorch would silently treat as 0, or refuse with an obscure error, and how backends refuse them."""
+"""Derivatives and transforms that PyTorch would silently get wrong, or refuse with an obscure error, and how backends
+refuse them.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +53,22 @@ def refuse_transforms(name: str, *tensors: Tensor) -> None:
         nested = torch._C._functorch.TransformType.Jvp in transforms and len(transforms) > 1
         if nested or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             raise _no_forward_mode(name)
+
+
+def refuse_vmap(name: str, *tensors: Tensor, around: bool) -> None:
+    """Raises for tensors that torch.vmap wraps, for which an operator with a list of tensors has no rule; `around`:
+    wherever it is taken around the call.
+    """
+    if torch.compiler.is_compiling():
+        return
+    transforms = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+    if torch._C._functorch.TransformType.Vmap in transforms and (
+        around or any(torch._C._functorch.is_batchedtensor(x) for x in tensors)
+    ):
+        raise NotImplementedError(
+            f"torch.vmap over an attention whose scores are changed is not implemented by the {name} backend; "
+            "backend='reference' has it. Or call attention once, with the batch in the first dimension of q, k and v."
+        )
 
 
 def _no_forward_mode(name: str) -> NotImplementedError:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparseflash.backends import flop_counter
 from sparseflash.backends.direct import call_directly, differentiably, is_plain_call
 from sparseflash.backends.problem import Problem, schema
-from sparseflash.backends.refused_derivatives import refuse_second_gradients, refuse_transforms
+from sparseflash.backends.refused_derivatives import refuse_second_gradients, refuse_transforms, refuse_vmap
 from sparseflash.backends.registration import LIBRARY, define, empty_gradient, empty_lse, empty_out
 from sparseflash.scores.change import Scores
 from sparseflash.scores.parts import put_together
@@ -66,7 +66,9 @@ class ScoredOperator:
         if is_plain_call(q, k, v, *tensors):
             return self.directly(q, k, v, problem, changes, tensors)
         refuse_transforms(self.name, q, k, v, *tensors)
-        if changes.find("function") is not None:
+        has_function = changes.find("function") is not None
+        refuse_vmap(self.name, q, k, v, *tensors, around=has_function)
+        if has_function:
             from sparseflash.backends import scored_function  # imported late: it needs Dynamo, which takes a second
 
             out, lse = scored_function.attention(self, q, k, v, problem, changes)

@@ -1,5 +1,6 @@
 """Calls with changed scores are direct if they are plain, and go through the registered operator otherwise."""
 
+import contextlib
 import weakref
 from unittest import mock
 
@@ -218,6 +219,19 @@ def test_functional_gradients_and_tangents_are_refused_in_our_words(kind, backen
         torch.func.grad(lambda x: problem.run(x, *others)[0].sum())(q)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         problem.run(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), *others)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_is_refused_in_our_words(kind, backend):
+    problem = Problem(kind, backend)
+    q, *others = (x.detach() for x in problem.inputs)
+    refused = pytest.raises(NotImplementedError, match=r"torch\.vmap over an attention whose scores are changed")
+    with refused:
+        torch.vmap(lambda x: problem.run(x, *others)[0])(torch.stack([q, q]))
+    # Tensors that it does not wrap are computed as always, but where a function is called.
+    with refused if kind == "function" else contextlib.nullcontext():
+        found = torch.vmap(lambda x: x * problem.run(q, *others)[0])(torch.ones(2))
+        assert torch.equal(found[1], problem.run(q, *others)[0])
 
 
 def test_several_gradients_at_once_are_left_to_the_operator(backend):
