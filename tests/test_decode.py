@@ -151,6 +151,7 @@ PLAIN = Case((40, 7), (4, 2), 1, 64, None, None, 0, 16, False, None, None, torch
 @given(cases())
 @example(PLAIN)
 @example(replace(PLAIN, mask="one", block_k=16))
+@example(replace(PLAIN, heads=(9, 1), q_len=16))  # more rows than a tile has
 def test_few_queries_are_exact_over_the_live_keys_of_a_cache(backend, case):
     (q_heads, kv_heads), batch = case.heads, len(case.lengths)
     shapes = [(batch, q_heads, case.q_len, 16), (batch, kv_heads, case.room, 16)]
