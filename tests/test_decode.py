@@ -333,6 +333,23 @@ def test_the_gpu_is_exact(dtype, dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block_k", [16, 32, 128])
+def test_the_gpu_reads_the_bits_of_a_mask(block_k):
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(2, 8, 2, 64, generator=g, device="cuda").half()
+    k, v = (torch.randn(2, 2, 1000, 64, generator=g, device="cuda").half() for _ in range(2))
+    case = Case((1000, 333), (8, 2), 2, 1000, None, (100, 0), 0, 16, False, None, None, torch.float16, 64, 0)
+    mask = BlockMask.from_dense(case.live(), block=16).to("cuda")
+    own = masks.local(1000, window=100, causal=True, block=(16, block_k)).to("cuda")
+    lengths = torch.tensor(case.lengths, device="cuda")
+
+    def decoded(q, k, v):
+        return attention_with_cache(q.detach(), k.detach(), v.detach(), lengths, return_lse=True, mask=own)
+
+    testing.assert_exact(decoded, q, k, v, mask, gradients=False)
+
+
+@pytest.mark.gpu
 def test_a_graph_is_replayed_while_the_cache_grows():
     g = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(2, 8, 1, 128, generator=g, device="cuda").half()
