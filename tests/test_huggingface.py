@@ -355,14 +355,20 @@ def test_dropout_is_that_of_training():
         assert not torch.allclose(ours.train()(ids(70)).logits, plain, **CLOSE)
 
 
-def test_a_compiled_model_gives_the_same():
+@pytest.fixture
+def compiles_anew():
+    """PyTorch compiles a function only so many times, and goes on without."""
+    torch.compiler.reset()
+
+
+def test_a_compiled_model_gives_the_same(compiles_anew):
     _, ours = pair(LLAMA)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(ours, backend="eager")(ids(70)).logits, ours(ids(70)).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MISTRAL, GEMMA3], ids=name_of)
-def test_a_compiled_model_builds_its_masks_once(model):
+def test_a_compiled_model_builds_its_masks_once(model, compiles_anew):
     """While a model is traced, Transformers cannot see that nothing is packed, and makes a rule of a tensor."""
     model_mask._masks.clear()
     _, ours = pair(model)
@@ -392,7 +398,7 @@ def test_a_rule_of_packed_sequences_is_kept_where_a_row_has_two(own, moves):
     assert unpacked(own) is own and unpacked(user_rule) is user_rule
 
 
-def test_packed_sequences_of_a_compiled_model_see_themselves():
+def test_packed_sequences_of_a_compiled_model_see_themselves(compiles_anew):
     places = torch.stack([torch.cat([torch.arange(30), torch.arange(40)]), torch.arange(70)])
     theirs, ours = pair(LLAMA)
     inputs = {"input_ids": ids(70), "position_ids": places, "use_cache": False}
