@@ -172,8 +172,13 @@ def evaluate(
             if release is not None:
                 raise ValueError("--renderings draws images anew, which a release cannot; leave out one of them")
             tested = made_test_set(stage.size, stage.contour, data, workers)
+            say(rendering_table.HEAD)
             with Stream(workers) as stream:
-                found = rendering_table.shown(say, model, config, stage, tested, images, stream, place)
+                found = rendering_table.table(
+                    model, config, stage, tested, images, stream, place,
+                    report=lambda row: say(rendering_table.line(row)),
+                )  # fmt: skip
+            say(rendering_table.spread(found))
             if keep:
                 rendering_table.write(found, file.parent)
             if out is not None:

@@ -96,23 +96,6 @@ def table(
     }
 
 
-def shown(
-    say: Callable[[str], None],
-    model: nn.Module,
-    config: Config,
-    stage: Stage,
-    file: Path,
-    images: int,
-    stream: Stream,
-    device: torch.device,
-) -> dict[str, Any]:
-    """The table, of which `say` prints every row as soon as it is known."""
-    say(HEAD)
-    found = table(model, config, stage, file, images, stream, device, report=lambda row: say(line(row)))
-    say(f"From best to worst: {100 * found['worst_below_best']:.1f} points")
-    return found
-
-
 def write(found: dict[str, Any], folder: Path) -> None:
     """Writes the table to a folder, as a page and as JSON."""
     write_text(folder / "renderings.md", markdown(found))
@@ -134,13 +117,18 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         f"The same {found['rows'][0]['images']:,} drawn images of {found['parameters']} in every rendering, by the "
         "second renderer (`experiments/pathfinder/plain_render.py`).",
-        f"Background: {background(found)}. From best to worst: {100 * found['worst_below_best']:.1f} points.",
+        f"Background: {background(found)}. {spread(found)}.",
         "",
         HEAD,
         "|---|---|---|---|---|",
         *map(line, found["rows"]),
     ]
     return "\n".join(text) + "\n"
+
+
+def spread(found: dict[str, Any]) -> str:
+    """How far the renderings lie apart, in words."""
+    return f"From best to worst: {100 * found['worst_below_best']:.1f} points"
 
 
 def background(found: dict[str, Any]) -> str:

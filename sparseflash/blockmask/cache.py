@@ -46,10 +46,13 @@ class BoundedDict(dict[Any, Any]):
         self.most = most
         _dicts.add(self)
 
-    def put(self, key: Any, value: T) -> T:
-        """Stores and returns the value."""
+    def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= self.most and key not in self:
             self.clear()
+        super().__setitem__(key, value)
+
+    def put(self, key: Any, value: T) -> T:
+        """Stores and returns the value."""
         self[key] = value
         return value
 
@@ -166,11 +169,7 @@ def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
     found = cache.get(key)
     if found is None:
         value = make()
-        made = value, ReadyEvent(value)
-        if isinstance(cache, BoundedDict):
-            cache.put(key, made)
-        else:
-            cache[key] = made
+        cache[key] = value, ReadyEvent(value)
         return value
     cached: T = found[0]
     found[1].wait()

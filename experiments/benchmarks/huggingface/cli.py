@@ -61,8 +61,6 @@ def models(
     run is a row with its reason. Ends with 1 if a model is not exact with this attention.
     """
     place, dtype = _place(device)
-    from torch._dynamo import config as dynamo
-
     from experiments.benchmarks.huggingface.implementations import available
     from experiments.benchmarks.huggingface.measure import Options, inexact, measure
     from experiments.benchmarks.huggingface.report import models_page, write
@@ -83,11 +81,9 @@ def models(
         ),
     }  # fmt: skip
     rows: list[ModelRow] = []
-    # Where a function has been compiled too often, PyTorch would go on without, and no more than warn.
-    with dynamo.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        for shape in chosen:
-            rows += measure(shape, names, options, place, dtype, _say)
-            write(out, "models", models_page(rows, chosen, facts), rows)
+    for shape in chosen:
+        rows += measure(shape, names, options, place, dtype, _say)
+        write(out, "models", models_page(rows, chosen, facts), rows)
     _print_models(rows)
     if wrong := inexact(rows):
         console.print(f"not exact: {', '.join(wrong)}")
