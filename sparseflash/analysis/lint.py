@@ -85,16 +85,16 @@ def lint(
     | `uneven-rows`, `uneven-columns` | note | a block row or column has over four times the mean of live tiles |
     | `not-checked` | note | a check would be too expensive: which one, and what to do |
 
-    Connectivity is checked only for masks with as many queries as keys; a mask without live scores in the future is
-    treated as causal. Packed documents never connect, and global tokens make uneven rows: ignore the finding where that
-    is intended.
+    Connectivity is checked only for masks with as many queries as keys, also of each sequence; a mask without live
+    scores in the future is treated as causal. Packed documents never connect, and global tokens make uneven rows:
+    ignore the finding where that is intended.
 
     Raises ValueError as `reach` does for masks that cannot be layers of one model, and for an order that is not a
     permutation.
     """
     every, causal = model.listed(masks), flag(causal, "causal")
     # A single cross-attention mask is not a layer whose output is the next layer's input.
-    together = not (len(every) == 1 and every[0].q_len != every[0].k_len)
+    together = not (len(every) == 1 and _tells_queries_from_keys(every[0]))
     if together:
         every = model.checked(every)
     if layers is not None and integer(layers, "layers", "layers") < 1:
@@ -121,6 +121,11 @@ def lint(
         found += _connected(every, not leaks, layers)
     rank = {"error": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda finding: rank[finding.severity])
+
+
+def _tells_queries_from_keys(mask: BlockMask) -> bool:
+    """Whether the queries and the keys of a mask cannot be the same tokens."""
+    return mask.q_len != mask.k_len or (mask.lengths is not None and any(q != k for q, k in live_tokens(mask)))
 
 
 def _future(mask: BlockMask, where: str) -> Iterator[Finding]:

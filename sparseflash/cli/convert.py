@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,27 +124,35 @@ def write(mask: BlockMask, path: Path, name: str, *, batch: int | None = None, h
 def read(path: Path, *, block: tuple[int, int] = (128, 128)) -> BlockMask:
     """The mask in a file that `write` wrote, or in any .npz of SciPy and .npy of NumPy.
 
-    block: of the mask, for files that do not say it. Nothing in the file is run.
+    block: of the mask, for files that do not say it. Nothing in the file is run. Raises ValueError for a file that
+    holds no mask, whatever it holds, and OSError for one that cannot be read.
     """
-    members = _members(path)
     if path.suffix == ".npy":
-        return BlockMask.from_dense(_loaded(np.load, path), block=block)
+        return _made_of(path, lambda: BlockMask.from_dense(np.load(path), block=block))
+    members = _members(path)
     if path.suffix == ".npz" and "numbers.npy" not in members:  # which a file of BlockMask.save has
         from scipy import sparse
 
-        return interop.from_scipy(_loaded(sparse.load_npz, path), block=block)
+        return _made_of(path, lambda: interop.from_scipy(sparse.load_npz(path), block=block))
     if not any(name.endswith("/data.pkl") for name in members):
         return BlockMask.load(path)
-    stored = _loaded(partial(torch.load, weights_only=True), path)
+    return _made_of(path, lambda: _stored(path))
+
+
+def _stored(path: Path) -> BlockMask:
+    """The mask of a file of `torch.save`."""
+    stored = torch.load(path, weights_only=True)
     if not isinstance(stored, dict) or stored.get("kind") != _KIND or stored.get("format") not in FORMATS:
-        raise ValueError(f"{path} must be a file that convert wrote; got another one of torch.save")
+        raise ValueError("another one of torch.save")
     return FORMATS[stored["format"]].mask(stored["fields"], tuple(stored["block"]))
 
 
-def _loaded(load: Callable[[Path], Any], path: Path) -> Any:
-    """What another library reads from a file, and damage, which it reports as any kind of error, as ValueError."""
+def _made_of(path: Path, made: Callable[[], BlockMask]) -> BlockMask:
+    """What is made of a file. Damage and other contents, which are found in many places and reported as any kind of
+    error, become ValueError.
+    """
     try:
-        return load(path)
+        return made()
     except OSError:
         raise
     except Exception as error:
@@ -154,9 +161,11 @@ def _loaded(load: Callable[[Path], Any], path: Path) -> Any:
 
 
 def _members(path: Path) -> list[str]:
-    """The names in a zip file, as which NumPy and PyTorch store; none, if it is not one."""
+    """The names in a zip file, as which NumPy and PyTorch store; none, if it is not one or is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
-    except zipfile.BadZipFile:
+    except OSError:
+        raise
+    except Exception:  # besides BadZipFile it raises NotImplementedError, struct.error, UnicodeDecodeError, ...
         return []

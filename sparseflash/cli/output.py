@@ -66,6 +66,8 @@ def asked(text: str, sources: list[str] | None) -> BlockMask:
 def place(device: str | None) -> torch.device:
     """The device that was named, or the default one."""
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, such as cuda:1; got {device}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device} needs a GPU that PyTorch sees; there is none")
     if chosen.type == "cuda" and chosen.index is not None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from sparseflash import BlockMask, analysis
-from sparseflash.analysis.composition import TooManyTiles
 
 Line = tuple[str, str]  # label and text
 
@@ -64,7 +63,7 @@ def reach(mask: BlockMask, causal: bool) -> str:
     whom = "every earlier token" if causal else "every other token"
     try:
         layers = analysis.layers_to_full_reach(mask, causal=causal)
-    except TooManyTiles as error:
+    except ValueError as error:  # too many blocks, or lengths that no layers share
         return str(error)
     if layers is None:
         hint = "" if causal else "; --causal asks about earlier tokens only"

@@ -44,6 +44,7 @@ def test_ordinary_masks_raise_no_alarm(length, block):
 def test_cross_attention_raises_no_alarm():
     assert lint(BlockMask.dense(100, 300)) == []
     assert lint(masks.causal(100, 300, block=64), causal=True) == []
+    assert lint(BlockMask.dense(100).with_lengths(q_lengths=[100, 30], k_lengths=[50, 100])) == []
 
 
 def test_padding_raises_no_alarm():

@@ -7,8 +7,10 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy import sparse
 from typer.testing import CliRunner
 
 from forked import python
@@ -223,6 +225,14 @@ def test_show_finds_what_is_wrong_with_a_mask():
     assert "only for masks with as many queries as keys" in run("show", "causal(1, 256)", "--width", "0")
 
 
+def test_show_says_what_reach_cannot_be_of():
+    padded = "BlockMask.dense(64, block=16).with_lengths(q_lengths=[30], k_lengths=[50])"
+    output = unwrapped(run("show", padded, "--width", "0"))
+    assert "reach masks must have one length for queries and keys" in output and "note" not in output
+    long = unwrapped(run("show", "chunked(2**19 + 1, chunk=16, block=16)", "--width", "0"))
+    assert "reach masks must have at most 32768 block rows; got 32769 of 16 tokens." in long
+
+
 def test_show_of_heads_with_patterns_of_their_own():
     output = run("show", "masks.per_head([local(256, window=64), causal(256)])", "--heads", "8")
     assert "block rows of pattern 0" in output and "block columns of pattern 1" in output
@@ -276,6 +286,7 @@ def test_check_tells_errors_and_ends_with_one_where_attention_is_wrong(monkeypat
         (("--dtype", "fp8"), "--dtype must be of bf16, fp16, fp32; got 'fp8'"),
         (("--dtype", ""), "--dtype must be of bf16, fp16, fp32; got ''"),
         (("--device", "nowhere"), "nowhere"),
+        (("--device", "xpu"), "--device must be cpu or cuda, such as cuda:1; got xpu"),
     ],
 )
 def test_check_refuses_what_it_cannot_do(options, words):
@@ -506,8 +517,45 @@ def test_files_of_others_are_not_masks(tmp_path):
     for name in ("cut.pt", "none.npz", "none.npy"):
         (tmp_path / name).touch()
         assert run("show", str(tmp_path / name), code=2).startswith("Error: ")
+    np.save(tmp_path / "added.npy", np.zeros((4, 4)))
+    sparse.save_npz(tmp_path / "weights.npz", sparse.eye_array(4))
+    for name in ("added.npy", "weights.npz"):
+        assert "must be boolean (True: live); got" in run("show", str(tmp_path / name), code=2)
     masks.causal(64).save(tmp_path / "own.npz")  # a mask file by another name
     assert mask_of(str(tmp_path / "own.npz")) == masks.causal(64)
+
+
+FIELDS = {"layout": torch.ones(1, 2, 2, dtype=torch.bool), "block": 16}
+CONVERTED = {"kind": "sparseflash.convert", "format": "deepspeed", "block": [16, 16], "fields": FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("format", []),
+        ("block", None),
+        ("fields", None),
+        ("fields", {}),
+        ("fields", FIELDS | {"layout": 3}),
+        ("fields", FIELDS | {"block": "16"}),
+    ],
+)
+def test_contents_that_convert_does_not_write_are_told_in_a_line(tmp_path, entry, value):
+    file = tmp_path / "m.pt"
+    torch.save(CONVERTED, file)
+    assert mask_of(str(file)).shape == (1, 1, 32, 32)
+    torch.save(CONVERTED | {entry: value}, file)
+    assert "must be a file that convert wrote; got" in run("show", str(file), code=2)
+
+
+def test_a_zip_file_that_cannot_be_read_is_told_in_a_line(tmp_path):
+    file = tmp_path / "m.mask"
+    masks.causal(64).save(file)
+    contents = bytearray(file.read_bytes())
+    entry = contents.index(b"PK\x01\x02")  # of the first member in the list at the end
+    contents[entry + 6] = 109  # zipfile raises NotImplementedError for a format that is made for later versions
+    file.write_bytes(contents)
+    assert "must be a sparseflash mask file, whole and undamaged" in run("show", str(file), code=2)
 
 
 # JSON, pages, certificates, completion
