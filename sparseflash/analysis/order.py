@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparseflash.analysis.walks import walks, words_of
 from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import tensor_of
 from sparseflash.blockmask.build import SCORES_AT_ONCE
 
 _MOST_TILES = 1 << 28  # one byte per tile
@@ -40,7 +41,10 @@ def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
 
 def _places(mask: BlockMask, order: Tensor) -> Tensor:
     """The new position of each old token."""
-    order = torch.as_tensor(order, device="cpu")
+    try:
+        order = tensor_of(order).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"an order must be an integer tensor; got {order!r}.") from error
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
         raise TypeError(f"an order must be an integer tensor; got {order.dtype}.")
     if mask.q_len != mask.k_len:

@@ -91,12 +91,20 @@ def checked_device(device: Any) -> torch.device:
         raise ValueError(f"device must be a torch.device or its name, such as 'cuda'; got {device!r}.") from error
 
 
+def tensor_of(values: Any) -> Tensor:
+    """A tensor as it is, on its own device; a list or array as one on the CPU. Raises PyTorch's errors for others."""
+    if isinstance(values, np.ndarray):
+        # as_tensor refuses negative strides and other byte orders, and warns of read-only arrays.
+        values = np.require(values, values.dtype.newbyteorder("="), ("C", "W"))
+    return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+
+
 def integers(values: Any, name: str) -> Tensor:
     """A list, 1-D tensor or 1-D array of integers as an int64 tensor `[E]` on the CPU."""
     if isinstance(values, Tensor):
         plain_tensor(values, name)
     try:
-        tensor = torch.as_tensor(values, device="cpu")
+        tensor = tensor_of(values).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a list of integers; got {values!r}.") from error
     if tensor.numel() == 0:
@@ -146,11 +154,8 @@ def checked_mask(value: Any) -> BlockMask:
 
 def boolean(value: Any, name: str) -> Tensor:
     """A tensor or array that must be boolean, as a bool tensor."""
-    if isinstance(value, np.ndarray):
-        value = np.require(value, requirements=("C", "W"))  # as_tensor: no negative strides, warns of read-only arrays
     try:
-        # A tensor keeps its device.
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+        tensor = tensor_of(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be boolean (True: live); got {described(value)}.") from error
     if dense_tensor(tensor, name).dtype != torch.bool:

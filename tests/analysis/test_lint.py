@@ -221,6 +221,8 @@ def test_what_lint_cannot_take():
         lint(mask, orders={"short": torch.arange(63)})
     with pytest.raises(ValueError, match=r"each of the 64 tokens once; got a tensor of shape \[64\] that does not"):
         lint(mask, orders={"twice": torch.zeros(64, dtype=torch.int64)})
+    with pytest.raises(TypeError, match="an order must be an integer tensor; got 'near'"):
+        lint(masks.causal(40), orders={"x": "near"})
     with pytest.raises(TypeError, match=r"an order must be an integer tensor; got torch\.float32"):
         lint(mask, orders={"float": torch.arange(64.0)})
     with pytest.raises(ValueError, match="masks must have as many queries as keys to be reordered; got 64 x 32"):

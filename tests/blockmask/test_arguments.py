@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,3 +139,29 @@ def test_rules_may_be_of_any_kind_that_takes_two():
 def test_a_mask_moves_to_devices_only():
     with pytest.raises(TypeError):
         masks.causal(32).to(torch.float16)
+
+
+ARRAYS = {
+    "in reverse": lambda *numbers: np.array(numbers[::-1])[::-1],
+    "of the other byte order": lambda *numbers: np.array(numbers).astype(np.dtype(int).newbyteorder()),
+    "read-only": lambda *numbers: np.frombuffer(np.array(numbers).tobytes(), dtype=int),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda of: masks.documents(of(3, 4), block=16),
+        lambda of: masks.axial((2, 2), order=of(3, 1, 0, 2), block=16),
+        lambda of: masks.vertical_slash(40, vertical=of(3, 4), slash=of(0, 5), block=16),
+        lambda of: masks.per_head([masks.causal(9, offset=n, block=16) for n in range(5)]).select(heads=of(1, 3)),
+        lambda of: masks.causal(40, block=16).with_lengths(of(30, 4)),
+        lambda of: masks.causal(4, block=16).permute(of(1, 2, 0, 3)),
+        lambda of: BlockMask.from_tiles(of(0, 2), of(1, 0), 40, block=16),
+    ],
+    ids=["documents", "order", "vertical_slash", "select", "with_lengths", "permute", "from_tiles"],
+)
+def test_arrays_of_integers_may_be_of_any_kind(build, array):
+    assert build(array) == build(lambda *numbers: list(numbers))

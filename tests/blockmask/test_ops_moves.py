@@ -383,6 +383,8 @@ def test_an_order_that_recurs_makes_bits_once(monkeypatch):
         ({"k": [0, 1, -1]}, ValueError, r"k must hold tokens from 0 to 2; got -1\.\.1"),
         ({"order": [0, 2, 2]}, ValueError, "order must hold every token once; got token 2 2 times"),
         ({"order": [0.0, 1.0, 2.0]}, TypeError, r"order must hold integer token numbers; got torch\.float32"),
+        ({"order": "abc"}, TypeError, "order must hold integer token numbers; got 'abc'"),
+        ({"k": {0: 1}}, TypeError, "k must hold integer token numbers; got {0: 1}"),
         ({"q": [True, False, True]}, TypeError, r"q must hold integer token numbers; got torch\.bool"),
     ],
 )

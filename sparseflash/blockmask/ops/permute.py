@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import tensor_of
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.tilelist import (
     TileList,
@@ -56,9 +56,10 @@ def permute(mask: BlockMask, order: Any, q: Any, k: Any) -> BlockMask:
 
 def _permutation(name: str, given: Any, length: int, device: torch.device) -> Tensor:
     """The order as int64 `[length]` on the mask's device, checked to be a permutation."""
-    if isinstance(given, np.ndarray):
-        given = np.require(given, requirements=("C", "W"))  # as_tensor rejects negative strides
-    order: Tensor = given if isinstance(given, Tensor) else torch.as_tensor(given, device=device)
+    try:
+        order = tensor_of(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must hold integer token numbers; got {given!r}.") from error
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
         raise TypeError(f"{name} must hold integer token numbers; got {order.dtype}.")
     if order.ndim != 1 or len(order) != length:
