@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.arguments import checked_mask, integer
 from sparseflash.distributed.costs import MOST_STAGES
 from sparseflash.distributed.plan import STRATEGIES, ShardPlan, Strategy
 from sparseflash.distributed.planner import assign
@@ -65,7 +65,7 @@ def shard(
     group, rank, ranks = _place(group, rank, ranks)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}; got {strategy!r}.")
-    if stages is not None and not 0 <= stages <= MOST_STAGES:
+    if stages is not None and not 0 <= integer(stages, "stages", "exchanges") <= MOST_STAGES:
         raise ValueError(f"stages must be 0 to {MOST_STAGES}, or None; got {stages}.")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}.")
@@ -73,8 +73,8 @@ def shard(
     if like is None:
         assignment = assign(mask, ranks)
     else:
-        assignment = like.assignment
         _check_like(mask, like, ranks)
+        assignment = like.assignment
     return ShardPlan(mask, assignment, group, rank, ranks, strategy, stages, transport)
 
 
@@ -85,6 +85,7 @@ def _place(
     if ranks is not None:
         if group is not None:
             raise ValueError("shard must be given a group or ranks, not both.")
+        rank, ranks = integer(rank, "rank", ""), integer(ranks, "ranks", "")
         if not 0 <= rank < ranks:
             raise ValueError(f"rank must lie in 0..{ranks - 1}; got {rank}.")
         return None, rank, ranks
@@ -106,6 +107,8 @@ def _place(
 
 
 def _check_like(mask: BlockMask, like: ShardPlan, ranks: int) -> None:
+    if not isinstance(like, ShardPlan):
+        raise TypeError(f"like must be a ShardPlan, made by distributed.shard(mask, group); got {type(like).__name__}.")
     ours, theirs = (mask.q_len, mask.k_len, ranks), (like.queries.length, like.keys.length, like.ranks)
     if ours != theirs:
         raise ValueError(

@@ -52,8 +52,9 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
         raise ValueError(
             f"a DeepSpeed layout must serve the whole batch; got a mask whose {len(pattern)} batch elements differ."
         )
-    if heads is not None and pattern.shape[1] not in (1, heads):
-        raise ValueError(f"heads must be {pattern.shape[1]}, as in the mask; got {heads}.")
+    if heads is not None and (integer(heads, "heads", "") < 1 or pattern.shape[1] not in (1, heads)):
+        own = "at least 1" if pattern.shape[1] == 1 else f"{pattern.shape[1]}, as in the mask"
+        raise ValueError(f"heads must be {own}; got {heads}.")
     blocks = mask.blocks[0]
     patterns = (len(mask.indptr) - 1) // blocks
     layout = torch.zeros(patterns, blocks, blocks, dtype=torch.int64, device=mask.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import checked_mask
+from sparseflash.blockmask.arguments import checked_mask, flag, token_counts
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.interop.lists import mask_of_lists, padded_lists
 from sparseflash.interop.lookup import MaskMod, TileLookup, tile_lookup
@@ -73,7 +73,7 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
     row_blocks, col_blocks = mask.blocks
     entry_rows = row_of_entry(mask.indptr, len(mask.indices))
     whole = _whole(mask, entry_rows % row_blocks, mask.indices, mask.tile)
-    if not partial and not bool(whole.all()):
+    if not flag(partial, "partial") and not bool(whole.all()):
         entry = int((~whole).nonzero()[0])
         p, i = divmod(int(entry_rows[entry]), row_blocks)
         raise ValueError(
@@ -106,6 +106,7 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
         raise TypeError(f"tensors must be BlockSparseTensors, ours or FA4's own; got {type(tensors).__name__}.")
     if tensors.block_size is None:
         raise ValueError("block_size must be set in the tensors, because the lists do not contain it; got None.")
+    q_len, k_len = token_counts(q_len, k_len)
     block_q, block_k = tensors.block_size
     full = None
     if tensors.full_block_cnt is not None:

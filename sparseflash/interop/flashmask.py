@@ -55,6 +55,7 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
     Raises ValueError, naming the first key, if the mask cannot be represented.
     """
     mask = checked_mask(mask).bake_lengths()
+    causal = None if causal is None else flag(causal, "causal")
     pattern = _of_kv_heads(mask.pattern, kv_heads)
     if causal and mask.q_len != mask.k_len:
         raise ValueError(
@@ -144,10 +145,12 @@ def from_flashmask(
 def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:
     """The pattern of each key-value head: int `[B or 1, kv_heads or 1]`."""
     heads = pattern.shape[1]
-    if kv_heads is None or heads == 1:
+    if kv_heads is None:
         return pattern
-    if kv_heads < 1 or heads % kv_heads:
+    if integer(kv_heads, "kv_heads", "") < 1 or (heads > 1 and heads % kv_heads):
         raise ValueError(f"kv_heads must divide the mask's {heads} heads; got {kv_heads}.")
+    if heads == 1:
+        return pattern
     groups = pattern.view(len(pattern), kv_heads, -1)
     if not bool((groups == groups[..., :1]).all()):
         group = int((groups != groups[..., :1]).any(-1).any(0).nonzero()[0])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import BLOCKS, Block, block_pair, checked_mask
+from sparseflash.blockmask.arguments import BLOCKS, Block, block_pair, checked_mask, integer
 from sparseflash.blockmask.build import Part, arrays_of
 from sparseflash.blockmask.csr import row_of_entry
 
@@ -44,7 +44,7 @@ def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) 
     pattern = mask.pattern
     for name, dim, index in (("batch", 0, batch), ("head", 1, head)):
         if index is not None:
-            count = pattern.shape[dim]
+            index, count = integer(index, name, ""), pattern.shape[dim]
             if not (0 <= index < count or (count == 1 and index >= 0)):  # 1: shared by any number
                 raise ValueError(f"{name} must lie in 0..{count - 1}; got {index}.")
             pattern = pattern.narrow(dim, 0 if count == 1 else index, 1)

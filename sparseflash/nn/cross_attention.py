@@ -11,6 +11,7 @@ from sparseflash.attention import Backend
 from sparseflash.nn.heads import Heads, check_features, padded
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
+from sparseflash.nn.sizes import check_at_least_one
 
 
 class SparseCrossAttention(Heads):
@@ -50,6 +51,7 @@ class SparseCrossAttention(Heads):
     ) -> None:
         super().__init__(embed_dim, num_heads, mask, kv_heads, head_dim, dropout, scale, backend)
         self.context_dim = embed_dim if context_dim is None else context_dim
+        check_at_least_one(context_dim=self.context_dim)
         q_features, kv_features = self.num_heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         self.q = nn.Linear(embed_dim, q_features, bias=bias, device=device, dtype=dtype)
         self.kv = nn.Linear(self.context_dim, kv_features, bias=bias, device=device, dtype=dtype)

@@ -66,7 +66,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if add_bias_kv or add_zero_attn:
             _refuse_added_keys()
-        check_at_least_one(embed_dim=embed_dim, num_heads=num_heads)
+        by_default = {"kdim": kdim, "vdim": vdim}
+        given = {name: size for name, size in by_default.items() if size is not None}
+        check_at_least_one(embed_dim=embed_dim, num_heads=num_heads, **given)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads; got {embed_dim} and {num_heads}.")
         check_dropout(dropout)

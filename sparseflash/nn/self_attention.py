@@ -69,6 +69,8 @@ class SparseSelfAttention(Heads):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(embed_dim, num_heads, mask, kv_heads, head_dim, dropout, scale, backend)
+        if not (rotary is None or isinstance(rotary, Rotary | Rotary2D)):
+            raise TypeError(f"rotary must be Rotary, Rotary2D or None; got {type(rotary).__name__}.")
         if rotary is not None and rotary.head_dim != self.head_dim:
             raise ValueError(f"rotary must be for heads of {self.head_dim} features; it is for {rotary.head_dim}.")
         features = (self.num_heads + 2 * self.kv_heads) * self.head_dim
@@ -141,6 +143,11 @@ class SparseSelfAttention(Heads):
                 start = 0 if cache is None else cache.length
                 positions = torch.arange(start, start + x.shape[1], device=x.device)
             rotation = self.rotary(positions)
+            if positions.shape[-1] != x.shape[1] or positions.shape[:-1] not in ((), (1,), x.shape[:1]):
+                raise ValueError(
+                    f"positions must have shape [{x.shape[1]}] or [{x.shape[0]}, {x.shape[1]}]; got "
+                    f"{list(positions.shape)}."
+                )
             q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:
             if lengths is not None or mask is not None:

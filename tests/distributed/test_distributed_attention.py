@@ -564,6 +564,11 @@ def test_arguments_of_shard_are_checked():
         distributed.shard(mask, ranks=2, rank=2)
     with refused("stages must be 0 to 4, or None; got 5"):
         distributed.shard(mask, ranks=2, stages=5)
+    for name, value in (("ranks", 2.0), ("rank", True), ("stages", 2.5)):
+        with refused(f"{name} must be an integer.*; got {value}", TypeError):
+            distributed.shard(mask, **{"ranks": 2, name: value})
+    with refused("like must be a ShardPlan, made by distributed.shard.*; got Assignment", TypeError):
+        distributed.shard(mask, ranks=2, like=distributed.shard(mask, ranks=2).assignment)
     with refused("transport must be one of 'auto', 'collective', 'peer'; got 'ring'"):
         distributed.shard(mask, ranks=2, transport="ring")
     with refused("strategy must be one of 'auto', 'keys', 'queries', 'heads'; got 'ring'"):

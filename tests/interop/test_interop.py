@@ -3,7 +3,7 @@
 import pytest
 
 from forked import python
-from sparseflash import interop
+from sparseflash import BlockMask, interop
 
 
 def test_every_function_is_public_and_documented():
@@ -32,3 +32,27 @@ assert not found, found
         pytest.skip(f"import torch alone fails this: {before.stderr.strip().splitlines()[-1]}")
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
+
+
+WHOLE = BlockMask.dense(256)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: interop.to_scipy(WHOLE, head=1.5), TypeError, "head must be an integer; got 1.5"),
+        (lambda: interop.to_torch_sparse(WHOLE, batch=True), TypeError, "batch must be an integer; got True"),
+        (lambda: interop.to_flashinfer(WHOLE, head=None, batch="0"), TypeError, "batch must be an integer; got '0'"),
+        (lambda: interop.to_deepspeed(WHOLE, heads=0), ValueError, "heads must be at least 1; got 0"),
+        (lambda: interop.to_deepspeed(WHOLE, heads=-1), ValueError, "heads must be at least 1; got -1"),
+        (lambda: interop.to_flashmask(WHOLE, kv_heads=0), ValueError, "kv_heads must divide the mask's 1 heads; got 0"),
+        (lambda: interop.to_flashmask(WHOLE, kv_heads=2.0), TypeError, "kv_heads must be an integer; got 2.0"),
+        (lambda: interop.to_flashmask(WHOLE, causal="no"), TypeError, "causal must be True or False; got 'no'"),
+        (lambda: interop.to_fa4(WHOLE, partial="no"), TypeError, "partial must be True or False; got 'no'"),
+        (lambda: interop.from_fa4(interop.to_fa4(WHOLE).forward, 256.0, 256), TypeError, "q_len must be an integer"),
+        (lambda: interop.from_fa4(interop.to_fa4(WHOLE).forward, 256, None), TypeError, "k_len must be an integer"),
+    ],
+)
+def test_numbers_and_flags_are_checked(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

@@ -175,6 +175,13 @@ def test_sizes_that_do_not_fit_are_refused(arguments, words):
 
 
 def test_inputs_that_do_not_fit_are_refused():
+    with pytest.raises(TypeError, match=r"rotary must be Rotary, Rotary2D or None; got bool"):
+        SparseSelfAttention(16, 2, rotary=True)
+    for shape in ((1,), (5,), (1, 2), (2, 4)):
+        with pytest.raises(ValueError, match=rf"positions must have shape \[4\] or \[3, 4\]; got \[{shape[0]}"):
+            SparseSelfAttention(16, 2, rotary=Rotary(8))(torch.randn(3, 4, 16), positions=torch.zeros(shape))
+    with pytest.raises(ValueError, match="context_dim must be at least 1; got 0"):
+        SparseCrossAttention(16, 2, context_dim=0)
     layer = SparseSelfAttention(16, 2)
     with pytest.raises(ValueError, match=r"x must have shape \[batch, tokens, 16\]; got \[3, 16\]"):
         layer(torch.randn(3, 16))

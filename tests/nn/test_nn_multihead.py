@@ -134,6 +134,8 @@ def test_what_it_does_not_have_is_refused_with_advice():
         ({"add_zero_attn": True}, "add_bias_kv and add_zero_attn must be False"),
         ({"embed_dim": 15}, "embed_dim must be a multiple of num_heads; got 15 and 2"),
         ({"num_heads": 0}, "num_heads must be at least 1; got 0"),
+        ({"kdim": 0}, "kdim must be at least 1; got 0"),
+        ({"vdim": -1}, "vdim must be at least 1; got -1"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
     ):
         with pytest.raises(ValueError, match=words):
