@@ -34,7 +34,7 @@ from experiments.training.options import (
     folder_to_resume,
     settings_as_options,
 )
-from experiments.training.session import pausing
+from experiments.training.session import pausing, print_resuming
 
 RUNS = Path("runs/lm")
 
@@ -193,7 +193,7 @@ def train(
                     tensorboard=tensorboard_files, console=console,
                 )  # fmt: skip
             if metrics is None:
-                console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
+                print_resuming(console, "experiments.lm", folder, ranks)
             else:
                 console.print(
                     f"Validation loss {metrics['val_loss']:.4f} after {metrics['tokens']:,} tokens in "

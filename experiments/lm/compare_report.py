@@ -92,6 +92,7 @@ def markdown(records: Sequence[Mapping[str, Any]], corpus: Mapping[str, Any]) ->
         [f"{begin:,} to {end - 1:,}", *(_number(_at_position(each, begin, end)) for each in records)]
         for begin, end, _ in bounds
     ]
+    unknown = any(None in each[at].values() for each in records for at in ("at_seconds", "at_tokens"))
     given = [[each["run"], *(_cell(each[name]) for name in SHOWN)] for each in records]
     return "\n".join([
         f"Text: {corpus['tokens']['train']:,} tokens to train on and {corpus['tokens']['val']:,} held out, of which "
@@ -99,6 +100,7 @@ def markdown(records: Sequence[Mapping[str, Any]], corpus: Mapping[str, Any]) ->
         "Losses are in nats on held-out text. Minutes are of training, without compilation and validation.",
         "",
         *_table(["run", "tokens/s", "minutes", "tokens", "epochs", "loss", *minutes, *tokens], results),
+        *(["", "Empty: a run had not been validated before; a smaller --validate-every tells."] if unknown else []),
         "",
         "Loss of the complete runs by position in the context:",
         "",

@@ -44,7 +44,7 @@ from experiments.training.options import (
     settings_as_options,
 )
 from experiments.training.progress_bar import counting_bar
-from experiments.training.session import pausing
+from experiments.training.session import pausing, print_resuming
 
 RUNS = Path("runs/lra")
 RESULTS = Path("experiments/results/lra")
@@ -145,7 +145,7 @@ def train(
                     result = session.train_series(config, chosen_seeds, folder, resume)
                     show = partial(print_summary, path=folder / series.SUMMARY)
             if result is None:
-                console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
+                print_resuming(console, "experiments.lra", folder, ranks)
             else:
                 show(console, result)
 

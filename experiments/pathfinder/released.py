@@ -36,8 +36,8 @@ def find(name: str, folder: Path, fold: str) -> Path:
     """
     advice = (
         f"place {name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
-        "archive holds two folders pathfinder128: take that of lra_release/lra_release), or pass a file that "
-        "`python -m experiments.pathfinder generate` has written"
+        "archive holds two folders pathfinder128: take that of lra_release/lra_release), or write generated "
+        "images so with `python -m experiments.pathfinder generate` and `export`"
     )
     if not folder.is_dir():
         raise FileNotFoundError(f"the data folder {folder} does not exist; {advice}")

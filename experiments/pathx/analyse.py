@@ -105,7 +105,12 @@ def markdown(found: dict[str, Any]) -> str:
                 f"| {each['rule']} | | {percent(each['accuracy'])} ± {100 * each['error']:.1f} | "
                 f"{', '.join(map(percent, each['by_distance']))} | |"
             )
-    lines += ["", "Masks on the first image, background dropped. Tiles: the part of the scores that is computed.", ""]
+    lines += [
+        "",
+        "Masks on the first image, background dropped. Tiles: the part of dense attention's that is computed; the last "
+        "one is padded.",
+        "",
+    ]
     lines += ["| layer | mask | order | live scores | tiles | reached so far | alone reaches all after |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for each in found["masks"]:

@@ -17,7 +17,7 @@ from experiments.pathx import table as tables
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.config import Config, Stage, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
-from experiments.pathx.data.released import SPLITS, folder_of_fold
+from experiments.pathx.data.released import SPLITS, folder_of_fold, samples_of
 from experiments.pathx.data.released import title as released_title
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import (
@@ -76,7 +76,7 @@ Workers = Annotated[
     int | None,
     typer.Option(min=0, help="Processes that make images; results do not depend on it.", show_default="cores - 1"),
 ]
-Weights = Annotated[Path, typer.Argument(help="model.safetensors of a run, or a file that ships with the repository.")]
+Weights = Annotated[Path, typer.Argument(help="model.safetensors, of a run or of the repository, or its folder.")]
 Hash = Annotated[
     str | None, typer.Option("--sha256", help="What the file must be.", show_default="that in the .json file beside it")
 ]
@@ -164,6 +164,7 @@ def evaluate(
     Exits with 1 where the accuracy differs from the stored one by more than three standard errors.
     """
     with short_errors():
+        file = weights.file_in(file)
         model, config, about = weights.load(file, sha256)
         place = find_device(device)
         config = replace(config, precision=precision or ("fp32" if place.type == "cpu" else config.precision))
@@ -188,13 +189,14 @@ def evaluate(
             if keep:
                 raise ValueError("--store keeps results of test sets; write one of a release with --out")
             fold = folder_of_fold(release, stage.size, stage.contour)
-            with Stream(workers) as stream:
-                scores = scores_on_release(model, config, stage, fold, split, images, stream, place)
+            count = min(images, len(samples_of(fold, split)))
+            with Stream(workers) as stream, counting_bar(console, "Testing", count) as progress:
+                scores = scores_on_release(model, config, stage, fold, split, count, stream, place, progress)
             found = result(scores, stage, config, None, place, released_title(fold, stage.size, split))
         else:
             path = made_test_set(stage.size, stage.contour, data, workers)
-            with Stream(workers) as stream:
-                scores = scores_on(model, config, stage, path, images, stream, place)
+            with Stream(workers) as stream, counting_bar(console, "Testing", images) as progress:
+                scores = scores_on(model, config, stage, path, images, stream, place, progress)
             found = result(scores, stage, config, path, place)
         found |= {"helped": of_model(about)}
         if keep:
@@ -248,6 +250,7 @@ def analyse(
 ) -> None:
     """Accuracy by contour length and marker distance beside rules that trace nothing; attention maps; masks' costs."""
     with short_errors():
+        file = weights.file_in(file)
         model, config, _ = weights.load(file, sha256)
         place = find_device(device)
         config = replace(config, precision="fp32" if place.type == "cpu" else config.precision)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from experiments.pathx.data.batches import Recipe, images_at_once, pack_released
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.released import samples_of
 from experiments.pathx.data.stream import Stream
-from experiments.pathx.scoring import Scores, score
+from experiments.pathx.scoring import Scores, score, standard_error
 from experiments.training.atomic_files import write_json
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
@@ -66,12 +65,19 @@ def vectors_of(file: Path) -> Vectors:
 
 
 def scores_on(
-    model: torch.nn.Module, config: Config, stage: Stage, file: Path, images: int, stream: Stream, device: torch.device
+    model: torch.nn.Module,
+    config: Config,
+    stage: Stage,
+    file: Path,
+    images: int,
+    stream: Stream,
+    device: torch.device,
+    progress: Callable[[int], None] = lambda images: None,
 ) -> Scores:
-    """The scores of a model on the first images of a file."""
+    """The scores of a model on the first images of a file. progress: called with the number that are answered."""
     recipe = recipe_for(config, stage)
     model.to(device)
-    return score(model, packings(recipe, file, images, stream), recipe.layers, config, device)
+    return score(model, packings(recipe, file, images, stream), recipe.layers, config, device, progress)
 
 
 def scores_on_release(
@@ -83,13 +89,14 @@ def scores_on_release(
     images: int,
     stream: Stream,
     device: torch.device,
+    progress: Callable[[int], None] = lambda images: None,
 ) -> Scores:
-    """The scores of a model on the first images of a split of released images."""
+    """The scores of a model on the first images of a split of released images; progress as above."""
     recipe = recipe_for(config, stage)
     model.to(device)
     count, each = min(images, len(samples_of(place, split))), images_at_once(recipe)
     calls = ((recipe, place, split, first, min(first + each, count)) for first in range(0, count, each))
-    return score(model, stream.in_order(pack_released, calls), recipe.layers, config, device)
+    return score(model, stream.in_order(pack_released, calls), recipe.layers, config, device, progress)
 
 
 def result(
@@ -108,7 +115,7 @@ def result(
         "positions": config.positions,
         "renderings": "drawn" if config.renderings else "one",
         "accuracy": scores.accuracy,
-        "error": math.sqrt(scores.accuracy * (1 - scores.accuracy) / count),
+        "error": standard_error(scores.accuracy, count),
         "loss": scores.loss,
         "images": count,
         "connected": float((scores.labels == 1).double().mean()),
@@ -143,6 +150,5 @@ def store(path: Path, stage: Stage, found: dict[str, Any]) -> None:
 
 def agrees(found: dict[str, Any], stored: dict[str, Any]) -> bool:
     """Whether an accuracy on some images is consistent with the stored result."""
-    chance = stored["accuracy"]
-    error = math.sqrt(max(chance * (1 - chance), 1 / found["images"]) / found["images"])
-    return abs(found["accuracy"] - chance) <= SIGMAS * error
+    error = standard_error(stored["accuracy"], found["images"])
+    return abs(found["accuracy"] - stored["accuracy"]) <= SIGMAS * error

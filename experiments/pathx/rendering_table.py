@@ -5,7 +5,6 @@ The images come from the second renderer, plain_render.py, which no training use
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from experiments.pathx.data.batches import Recipe, images_at_once, pack_images
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import recipe_for, vectors_of
-from experiments.pathx.scoring import Scores, score
+from experiments.pathx.scoring import Scores, score, standard_error
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
@@ -79,7 +78,7 @@ def table(
         found = scores_in(model, config, stage, file, images, stream, device, name)
         rows.append({
             "rendering": name, "images": images, "right": int(found.right.sum()), "accuracy": found.accuracy,
-            "error": math.sqrt(found.accuracy * (1 - found.accuracy) / images),
+            "error": standard_error(found.accuracy, images),
             "said_connected": int((found.chances > 0.5).sum()), "connected": int(found.labels.sum()),
         })  # fmt: skip
         report(rows[-1])

@@ -14,6 +14,7 @@ from experiments.pathx.config import Stage
 from experiments.pathx.supervision import described
 from experiments.pathx.train import StagedState
 from experiments.training.run_log import Record
+from experiments.training.session import print_resuming
 
 
 def announcing(console: Console, stages: tuple[Stage, ...]) -> Callable[[Record], None]:
@@ -34,7 +35,7 @@ def print_paused(console: Console, state: StagedState, stage: Stage, folder: Pat
         f"Paused at step {state.step}, in stage {state.stage + 1} ({stage.name}), after "
         f"{state.images:,} images and {state.seconds / 60:.1f} minutes"
     )
-    console.print(f"Go on with: train --resume --out {folder}", soft_wrap=True)
+    print_resuming(console, "experiments.pathx", folder)
 
 
 def print_trained(console: Console, note: dict[str, Any], folder: Path) -> None:
@@ -43,7 +44,8 @@ def print_trained(console: Console, note: dict[str, Any], folder: Path) -> None:
     console.print(
         f"{note['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
         f"{cost.get('startup_minutes', 0.0):.1f} of starting up; validation accuracy "
-        f"{percent(note['validation']['accuracy'])}. Test it: evaluate {folder / 'model.safetensors'}",
+        f"{percent(note['validation']['accuracy'])}. Test it: python -m "
+        f"experiments.pathx evaluate {folder / 'model.safetensors'}",
         soft_wrap=True,
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -33,11 +34,27 @@ class Scores(NamedTuple):
         return float(self.right.double().mean())
 
 
+def standard_error(accuracy: float, count: int) -> float:
+    """The standard error of an accuracy on so many images.
+
+    >>> round(standard_error(0.9, 100), 3), round(standard_error(1.0, 8), 3)
+    (0.03, 0.125)
+
+    At least that of one wrong image: a few images that are all answered rightly do not show that none would be wrong.
+    """
+    return math.sqrt(max(accuracy * (1 - accuracy), 1 / count) / count)
+
+
 @torch.inference_mode()
 def score(
-    model: nn.Module, packings: Iterable[Packed], layers: tuple[Relation, ...], config: Config, device: torch.device
+    model: nn.Module,
+    packings: Iterable[Packed],
+    layers: tuple[Relation, ...],
+    config: Config,
+    device: torch.device,
+    progress: Callable[[int], None] = lambda images: None,
 ) -> Scores:
-    """The answers for all images of some packings."""
+    """The answers for all images of some packings. progress: called with the number of images that are answered."""
     model.eval()
     logits, labels = [], []
     for packed in packings:
@@ -45,5 +62,6 @@ def score(
             batch = on_device(packed, layers, device, config.registers)
         logits.append(forward(model, batch, config)[0])
         labels.append(batch.labels)
+        progress(sum(map(len, labels)))
     all_logits, all_labels = torch.cat(logits).double().cpu(), torch.cat(labels).cpu()
     return Scores(all_logits.softmax(-1)[:, 1], all_labels, float(F.cross_entropy(all_logits, all_labels)))

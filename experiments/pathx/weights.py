@@ -47,6 +47,11 @@ def save(path: Path, model: PathModel, config: Config, about: dict[str, Any]) ->
     write_json(path.with_suffix(".json"), {"sha256": sha256(path), **about, "results": {}})
 
 
+def file_in(path: Path) -> Path:
+    """The file of weights: the path itself, or that in a run's folder."""
+    return path / "model.safetensors" if path.is_dir() else path
+
+
 def load(path: Path, expected: str | None = None) -> tuple[PathModel, Config, dict[str, Any]]:
     """The model in a file, its settings and its description, after the file's hash is checked.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 
 from experiments.selection.model import WAYS
@@ -13,6 +12,7 @@ from experiments.selection.report import save_plot, table
 from experiments.selection.train import PRESETS, train
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.cli_errors import short_errors
+from experiments.training.distributed import find_device
 from experiments.training.environment import device_name, versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -23,19 +23,23 @@ def compare(
     preset: Annotated[str, typer.Option(help=f"Sizes and steps: {', '.join(PRESETS)}.")] = "cpu",
     way: Annotated[list[str] | None, typer.Option(help=f"What to train, all by default: {', '.join(WAYS)}.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/selection"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda for the preset gpu, else cpu")
+    ] = None,
     seed: int = 0,
 ) -> None:
     """Train choices of blocks on associative recall, beside fixed patterns and dense attention."""
     with short_errors():
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
+        place = find_device(device or ("cuda" if preset == "gpu" else "cpu"))
         out.mkdir(parents=True, exist_ok=True)
-        results = []
+        results: list[dict[str, Any]] = []
+        print(table(results), flush=True)
         for each in way or list(WAYS):
-            results.append(train(each, PRESETS[preset], torch.device(device), seed))
+            results.append(train(each, PRESETS[preset], place, seed))
             print(table(results[-1:]).splitlines()[-1], flush=True)
-        made = {"device": device_name(torch.device(device)), **versions(), "preset": preset, "seed": seed}
+        made = {"device": device_name(place), **versions(), "preset": preset, "seed": seed}
         write_json(out / "results.json", {**made, "results": results})
         write_text(out / "table.md", table(results) + "\n")
         save_plot(results, out / "recall.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from experiments.training.run_log import Record
 
 RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first of these that a record has is shown
+STEPS, SECONDS = 100, 30  # how often a line says how training goes where there is no terminal, the sooner of the two
 
 
 class TrainingBar:
@@ -28,9 +30,11 @@ class TrainingBar:
             disable=not console.is_terminal,
         )
         self._task = TaskID(0)
+        self._shown_at = 0.0  # by time.monotonic(), the last line
 
     def __enter__(self) -> TrainingBar:
         self._bar.start()
+        self._shown_at = time.monotonic()
         self._task = self._bar.add_task(self.name, total=1.0, step=0, numbers="")
         return self
 
@@ -50,13 +54,21 @@ class TrainingBar:
         if "mfu" in record:
             numbers += f" MFU {record['mfu']:.1%}"
         self._bar.update(self._task, completed=min(1.0, self._progress()), step=record["step"], numbers=numbers)
-        if not self.console.is_terminal and record["step"] % 100 == 0:
+        if self.console.is_terminal:
+            return
+        now = time.monotonic()
+        if record["step"] % STEPS == 0 or now - self._shown_at >= SECONDS:
+            self._shown_at = now
             self.console.print(f"{self.name} step {record['step']}  train  {numbers}")
 
 
 @contextmanager
 def counting_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar for a known number of items; yields a function to call with the number of items done."""
+    """A bar for a known number of items; yields a function to call with the number of items done.
+
+    Where there is no terminal, lines, the first after half a minute.
+    """
+    shown_at = time.monotonic()
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -68,4 +80,12 @@ def counting_bar(console: Console, name: str, total: int) -> Iterator[Callable[[
         disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(name, total=total)
-        yield lambda done: bar.update(task, completed=done)
+
+        def show(done: int) -> None:
+            nonlocal shown_at
+            bar.update(task, completed=done)
+            if not console.is_terminal and (now := time.monotonic()) - shown_at >= SECONDS:
+                shown_at = now
+                console.print(f"{name}: {done:,} of {total:,}")
+
+        yield show

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
+from experiments.training.distributed import SINGLE, Ranks
 from experiments.training.progress_bar import TrainingBar
-from experiments.training.signals import sigterm_caught
+from experiments.training.signals import stop_caught
 from experiments.training.tensorboard import TensorBoardLog
 from experiments.training.trainer import Pause, Trainer
 
@@ -19,8 +22,9 @@ Result = TypeVar("Result")
 
 @contextmanager
 def pausing(deadline: float) -> Iterator[Pause]:
-    """Yields the condition for pausing runs: a deadline, by time.monotonic(), has passed or SIGTERM was received."""
-    with sigterm_caught() as received:
+    """Yields the condition for pausing runs: a deadline, by time.monotonic(), has passed, or SIGTERM or
+    Ctrl-C was received."""
+    with stop_caught() as received:
         yield lambda step: received() or time.monotonic() > deadline
 
 
@@ -28,9 +32,19 @@ def train_shown(
     run: Trainer[Any], train: Callable[[], Result], console: Console, name: str, *, tensorboard: bool, resumed: bool
 ) -> Result:
     """Call `train` of a run, with a progress bar of this name and, if wanted, with its log in TensorBoard's files."""
+    if resumed:
+        step = run.state.step
+        console.print(f"{name} " + (f"goes on after step {step}" if step else "begins again: there was no checkpoint"))
     with ExitStack() as stack:
         run.listeners.append(stack.enter_context(TrainingBar(console, name, run.progress)).show)
         if tensorboard and run.ranks.first:
             resumed_at = run.state.step if resumed else None
             run.listeners.append(stack.enter_context(TensorBoardLog(run.folder, resumed_at)).show)
         return train()
+
+
+def print_resuming(console: Console, module: str, folder: Path, ranks: Ranks = SINGLE) -> None:
+    """Print the command with which a paused run of this trainer, a module, goes on."""
+    program = ["python"] if ranks.count == 1 else ["torchrun", f"--nproc-per-node={ranks.count}"]
+    command = shlex.join([*program, "-m", module, "train", "--resume", "--out", str(folder)])
+    console.print(f"Go on with: {command}", soft_wrap=True)

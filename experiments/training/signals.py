@@ -1,30 +1,43 @@
-"""SIGTERM, with which schedulers and `kill` end a process, as a condition that a training run can check."""
+"""SIGTERM, with which schedulers and `kill` end a process, and Ctrl-C, as a condition that a training run can check."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+NOTE = b"\nStops and saves after this step; press Ctrl-C again to stop without saving.\n"
+
 
 @contextmanager
-def sigterm_caught() -> Iterator[Callable[[], bool]]:
-    """Inside the context, SIGTERM does not end the process; the function that this yields says whether it was received.
+def stop_caught() -> Iterator[Callable[[], bool]]:
+    """Inside the context, SIGTERM and the first Ctrl-C (SIGINT) do not end the process; the function that this yields
+    says whether one was received.
 
-    Only the main thread receives signals. In any other thread nothing changes and the answer is always False.
+    A second Ctrl-C does what it did before, and where SIGINT is ignored (in a shell's background) it stays so. Only the
+    main thread receives signals. In any other thread nothing changes and the answer is always False.
     """
     received = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield received.is_set
         return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.set()
+        if number == signal.SIGINT:
+            signal.signal(number, before[signal.SIGINT])
+            if os.environ.get("RANK", "0") == "0":  # torchrun hands it to all of its processes
+                os.write(2, NOTE)  # not by sys.stderr, which this may have interrupted while it was writing
 
-    before = signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGTERM, handle)
+    if before[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handle)
     try:
         yield received.is_set
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -83,7 +83,9 @@ def files(path: Path) -> list[Path]:
         return [path]
     counts = {int(found[3]) for each in parts_beside(path) if (found := _PART.fullmatch(each.stem))}
     if not counts:
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(
+            f"there is no file {path}" + (", which a run writes at its end" if path.parent.is_dir() else "")
+        )
     if len(counts) > 1:
         raise ValueError(f"{path.parent} must hold the parts of one {path.name}; got some of {sorted(counts)} parts")
     count = counts.pop()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from experiments.benchmarks.decode.measure import CASES, Case, measure
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.cli_errors import short_errors
+from experiments.training.distributed import find_device
 from experiments.training.environment import device_name, versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -32,11 +32,13 @@ def decode(
 ) -> None:
     """Measure one layer of a decoding step: contiguous and paged caches, windows, chosen pages."""
     with short_errors():
+        place = find_device(device)
         out.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
+        print(table(rows), flush=True)
         for case in SMALL if small else CASES:
-            made = measure(case, torch.device(device), round_ms=1.0 if small else 30.0)
+            made = measure(case, place, round_ms=1.0 if small else 30.0)
             rows += made
             print("\n".join(table(made).splitlines()[2:]), flush=True)
-        write_json(out / "decode.json", {"device": device_name(torch.device(device)), **versions(), "rows": rows})
+        write_json(out / "decode.json", {"device": device_name(place), **versions(), "rows": rows})
         write_text(out / "decode.md", table(rows) + "\n")

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from experiments.training.cli_errors import short_errors
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -57,7 +59,8 @@ def measure(
     from experiments.benchmarks.distributed.ways import WAYS
 
     chosen = _known(pattern, PATTERNS, "--pattern")
-    measured(chosen, tokens, heads or ["16:16", "32:8"], dim, _known(way, WAYS, "--way"), device, commit, out)
+    with short_errors():
+        measured(chosen, tokens, heads or ["16:16", "32:8"], dim, _known(way, WAYS, "--way"), device, commit, out)
 
 
 def _known(given: list[str] | None, known: Iterable[str], option: str) -> list[str]:

@@ -27,6 +27,7 @@ from experiments.benchmarks.distributed.simulate import PATTERNS
 from experiments.benchmarks.distributed.ways import ONE, Setting, Way, way_of
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.clock import synchronize
+from experiments.training.distributed import find_device
 from experiments.training.environment import environment
 from sparseflash import BlockMask, distributed
 
@@ -168,7 +169,12 @@ def measure(
     commit: str | None, out: Path,
 ) -> None:  # fmt: skip
     """Times ways for patterns, in a process of each rank. heads: as "32:8", query and key heads."""
-    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type == "cuda" else None)
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            "torchrun must start the processes: torchrun --nproc-per-node 2 -m experiments.benchmarks.distributed "
+            "measure"
+        )
+    device = find_device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

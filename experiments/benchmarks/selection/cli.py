@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from experiments.benchmarks.selection.measure import CASES, Case, measure
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.cli_errors import short_errors
+from experiments.training.distributed import find_device
 from experiments.training.environment import device_name, versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -38,11 +38,13 @@ def selection(
 ) -> None:
     """Measure the choice of blocks, its plan and attention, eager and recorded."""
     with short_errors():
+        place = find_device(device)
         out.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
+        print(table(rows), flush=True)
         for case in SMALL if small else CASES:
-            found = measure(case, torch.device(device), round_ms=1.0 if small else 60.0)
+            found = measure(case, place, round_ms=1.0 if small else 60.0)
             print(*table(found).splitlines()[2:], sep="\n", flush=True)
             rows += found
-        write_json(out / "selection.json", {"device": device_name(torch.device(device)), **versions(), "rows": rows})
+        write_json(out / "selection.json", {"device": device_name(place), **versions(), "rows": rows})
         write_text(out / "selection.md", table(rows) + "\n")

@@ -58,7 +58,13 @@ def load(task: Task, folder: Path, options: Options) -> Data:
     except FileNotFoundError:
         generated = generated_in(folder, task, options.difficulty)
         if not generated:
-            raise
+            others = [each for each in FOLDS if generated_in(folder, task, each)]
+            if not others:
+                raise
+            raise ValueError(
+                f"the data folder {folder} has generated images of {task.name} for --difficulty "
+                f"{' and '.join(others)}; got --difficulty {options.difficulty}"
+            ) from None
         if len(generated) > 1:
             names = ", ".join(path.name for path in generated)
             raise ValueError(f"the data folder {folder} must hold one such file; got {names}: name it") from None

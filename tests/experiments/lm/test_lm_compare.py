@@ -70,6 +70,15 @@ def test_every_row_states_what_its_run_was_given(whole):
     assert "local\\|butterfly" in (whole[0] / "compare.md").read_text()
 
 
+def test_an_empty_column_is_explained(whole):
+    records = json.loads((whole[0] / "compare.json").read_text())["runs"]
+    corpus = {"tokens": {"train": 1000, "val": 100}, "hash": "abc"}
+    for loss, explained in ((4.0, False), (None, True)):
+        records[0]["at_tokens"] = dict.fromkeys(records[0]["at_tokens"], loss)
+        known = [each | {"at_seconds": dict.fromkeys(each["at_seconds"], 4.0)} for each in records[:1]]
+        assert ("Empty: a run had not been validated" in compare_report.markdown(known, corpus)) == explained
+
+
 def test_dense_attention_learns_the_same_by_both_implementations_and_a_sparse_pattern_something_else(whole):
     found = json.loads((whole[0] / "compare.json").read_text())["runs"]
     sdpa, ours, sparse = (each["val_loss"] for each in found)

@@ -15,7 +15,7 @@ from experiments.lra.config import DEFAULTS, HELP, configure, resumed
 from experiments.lra.data.listops.generator import Settings, generate
 from experiments.lra.presets import PRESETS
 from experiments.training import steps
-from experiments.training.signals import sigterm_caught
+from experiments.training.signals import stop_caught
 from experiments.training.steps import training_step
 from lra_commands import OPTIONS, WINDOW, call
 from lra_runs import DATA, TINY
@@ -45,29 +45,66 @@ def test_train_pauses_and_resumes(folder, tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 11
 
 
-def test_sigterm_saves_and_stops(folder, tmp_path, monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_saves_and_stops(number, folder, tmp_path, monkeypatch):
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     taken = []
 
     def killed(*arguments, **options):
         taken.append(1)
         if len(taken) == 2:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         return training_step(*arguments, **options)
 
     monkeypatch.setattr(steps, "training_step", killed)
     result = call("train", data=folder, out=tmp_path, seeds="0,1", **OPTIONS)
     assert result.exit_code == 0, result.output
     assert "Paused at step 2" in result.output
+    assert f"python -m experiments.lra train --resume --out {tmp_path}\n" in result.output
     assert [path.name for path in tmp_path.glob("seed*/checkpoint-*")] == ["checkpoint-00000002"]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+    monkeypatch.undo()
+    result = call("train", "--resume", out=tmp_path, steps=3)
+    assert "goes on after step 2" in result.output
 
 
-def test_sigterm_is_left_alone_in_other_threads():
-    before = signal.getsignal(signal.SIGTERM)
+def test_a_second_interrupt_stops_at_once(capfd):
+    with pytest.raises(KeyboardInterrupt), stop_caught() as received:
+        assert not received()
+        signal.raise_signal(signal.SIGINT)
+        assert received()
+        assert "Ctrl-C again" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
+    try:
+        with stop_caught() as received:
+            signal.raise_signal(signal.SIGINT)
+            assert not received()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_signals_are_left_alone_in_other_threads():
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: sigterm_caught().__enter__()()).result() is False
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert pool.submit(lambda: stop_caught().__enter__()()).result() is False
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_resuming_without_a_checkpoint_says_that_it_begins_again(folder, tmp_path, monkeypatch):
+    def killed(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, "training_step", killed)
+    call("train", data=folder, out=tmp_path, **OPTIONS)
+    monkeypatch.undo()
+    result = call("train", "--resume", out=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "begins again: there was no checkpoint" in result.output
 
 
 def test_several_seeds_are_trained_one_after_the_other(folder, tmp_path):

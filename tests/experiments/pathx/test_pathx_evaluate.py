@@ -46,7 +46,10 @@ def tests(tmp_path_factory):
 def scored(finished, file, stream, images=30):
     model, config, _ = weights.load(finished[0])
     stage = evaluate.stage_for(config, None, None)
-    return evaluate.scores_on(model, config, stage, file, images, stream, torch.device("cpu")), stage, config
+    done = []
+    found = evaluate.scores_on(model, config, stage, file, images, stream, torch.device("cpu"), done.append)
+    assert done == sorted(done) and done[-1] == images
+    return found, stage, config
 
 
 def test_a_test_result_is_that_of_the_images_in_their_order(finished, tests, stream):
@@ -73,6 +76,7 @@ def test_only_whole_results_are_stored_and_others_are_compared(finished, tests, 
     assert weights.beside(path)["results"]["32-9-drop"] == said
     name, note = table.found_below(finished[0].parent)[0]
     assert (name, note["sha256"]) == ("run", finished[1]["sha256"])
+    assert weights.file_in(path.parent) == weights.file_in(path) == path
     assert evaluate.agrees(said | {"images": 500, "accuracy": 0.90}, {"accuracy": 0.93})
     assert not evaluate.agrees(said | {"images": 500, "accuracy": 0.86}, {"accuracy": 0.93})
 

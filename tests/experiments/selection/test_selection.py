@@ -153,12 +153,16 @@ def test_ways_that_do_not_exist_are_refused():
         RecallModel(Recall(), SIZES, "best")
 
 
-def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path):
+def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path, monkeypatch):
     found = CliRunner().invoke(app, ["--preset", "test", "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     assert [each["way"] for each in results] == list(WAYS)
     assert (tmp_path / "table.md").read_text() == table(results) + "\n"
     assert (tmp_path / "recall.png").stat().st_size > 5000
+    assert found.output.startswith("| way | accuracy |")  # a row follows as soon as it is known
     assert CliRunner().invoke(app, ["--preset", "huge", "--out", str(tmp_path)]).exit_code == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = CliRunner().invoke(app, ["--preset", "gpu", "--out", str(tmp_path)])
+    assert found.exit_code == 1 and "PyTorch sees 0 GPUs here" in found.output
     assert all(settings.task.tokens == settings.sizes.tokens for settings in PRESETS.values())

@@ -24,3 +24,9 @@ def test_the_command_writes_a_table_and_numbers(tmp_path):
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert len(rows) == 6 and all(row["ms"] > 0 for row in rows)
     assert (tmp_path / "decode.md").read_text() == table(rows) + "\n"
+
+
+def test_a_missing_gpu_is_told(tmp_path):
+    found = CliRunner().invoke(app, ["--device", "cuda:99", "--out", str(tmp_path / "none")])
+    assert found.exit_code == 1 and "GPUs here; got the device 'cuda:99'" in found.output
+    assert not (tmp_path / "none").exists()

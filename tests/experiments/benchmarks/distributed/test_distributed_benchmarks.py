@@ -38,6 +38,12 @@ def test_an_unknown_pattern_is_refused(tmp_path):
     assert "must be one of" in result.output
 
 
+def test_a_measurement_without_torchrun_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["measure", "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "torchrun must start the processes: torchrun --nproc-per-node 2 -m" in result.output
+
+
 def timed_briefly(*command):
     """The command with short series: a test asks what is timed, not how exactly."""
     from experiments.benchmarks.distributed import measure

@@ -41,3 +41,9 @@ def test_the_command_writes_a_table_and_numbers(tmp_path):
     assert [row["call"] for row in rows][:3] == ["choice", "choice", "choice + attention, forward"] and len(rows) == 10
     assert all(row["tflops"] > 0 for row in rows if row["call"] != "choice")
     assert (tmp_path / "selection.md").read_text() == table(rows) + "\n"
+
+
+def test_a_missing_gpu_is_told(tmp_path):
+    found = CliRunner().invoke(app, ["--device", "cuda:99", "--out", str(tmp_path / "none")])
+    assert found.exit_code == 1 and "GPUs here; got the device 'cuda:99'" in found.output
+    assert not (tmp_path / "none").exists()

@@ -345,8 +345,10 @@ def test_generated_images_are_found_in_their_folder_where_they_are_alone(drawn, 
     options = Options(difficulty="easy")
     (tmp_path / drawn.name).symlink_to(drawn)
     assert load("pathfinder32", tmp_path, options).folder == drawn.resolve()
-    with pytest.raises(FileNotFoundError, match="holds no pathfinder32/curv_contour_length_9"):
+    with pytest.raises(ValueError, match="images of pathfinder32 for --difficulty easy; got --difficulty intermediate"):
         load("pathfinder32", tmp_path, Options(difficulty="intermediate"))
+    with pytest.raises(FileNotFoundError, match="holds no pathfinder64/curv_contour_length_9"):
+        load("pathfinder64", tmp_path, Options(difficulty="intermediate"))
     (tmp_path / drawn.name.replace("seed0", "seed1")).symlink_to(drawn)
     with pytest.raises(
         ValueError, match=r"must hold one such file; got pathfinder32-cl6-\S+seed0\S+, pathfinder32-cl6"
