@@ -29,7 +29,7 @@ class Prefetcher:
         self.waited = 0.0
         self._pool: ProcessPoolExecutor | None = None
         if self.workers:
-            self._pool = worker_pool(self.workers, _use_one_thread)
+            self._pool = worker_pool(self.workers, leave_signals_to_parent)
 
     def __enter__(self) -> Prefetcher:
         return self
@@ -74,11 +74,3 @@ class Prefetcher:
             return lambda: [function(*arguments) for arguments in calls]
         futures = [self._pool.submit(function, *arguments) for arguments in calls]
         return lambda: [future.result() for future in futures]
-
-
-def _use_one_thread() -> None:
-    """Use one core in each process, and leave signals to its parent."""
-    import torch
-
-    torch.set_num_threads(1)
-    leave_signals_to_parent()
