@@ -59,6 +59,8 @@ def override(**choices: Any) -> Iterator[None]:
     launches prepared inside stay usable afterwards. Raises ValueError for an unknown field.
     """
     global _current
+    if unknown := choices.keys() - set(Overrides._fields):
+        raise ValueError(f"choices must be of {', '.join(Overrides._fields)}; got {', '.join(sorted(unknown))}")
     before, changed = _current, _current._replace(**choices)
     clear_caches()
     _current = changed

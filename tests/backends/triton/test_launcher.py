@@ -215,7 +215,9 @@ def test_what_is_described_is_a_descriptor_to_the_compiler_and_when_a_start_is_p
     launch(x, first), launch(x, second)
     ((to_compile, _),), (start,) = kernel.warmed, starts
     for arguments in (to_compile, start.arguments):
-        assert arguments[3] == TensorDescriptor(first, [2, 16], [16, 1], [1, 16]) and arguments[3].base is first
+        described = arguments[3]
+        assert isinstance(described, TensorDescriptor) and described.base is first
+        assert (described.shape, described.strides, described.block_shape) == ([2, 16], [16, 1], [1, 16])
     assert [arguments[3] is y for (_, arguments), y in zip(calls_of(kernel), (first, second))] == [True, True]
 
 
