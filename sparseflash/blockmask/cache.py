@@ -104,10 +104,11 @@ def clear_caches() -> None:
     valid: what they read is kept until they are destroyed.
 
     Kept with each mask, and freed with it: its transpose, density, digest, tile numbers, work lists, 64 execution plans
-    (one for each batch size and number of heads) of 64 prepared launches each, and 64 prepared calls. Kept for the
-    process: 64 plans and 64 prepared calls of dense attention, 16 dense masks of the blockwise backend, kernels
-    prepared for 256 layouts of tensors, and as many for Hopper, 512 compiled kernels, 32 tile sets for choosing blocks
-    at every step, 32 arrays of head numbers, 32 of tiles that the diagonal cuts, 128 sets of kernels that choose
+    (one for each batch size and number of heads) of 64 prepared launches each, and 64 prepared calls. Kept with each
+    relative table: the codes of its last lengths; with each function of scores: what was recorded of it on 16 devices.
+    Kept for the process: 64 plans and 64 prepared calls of dense attention, 16 dense masks of the blockwise backend,
+    kernels prepared for 256 layouts of tensors, and as many for Hopper, 512 compiled kernels, 32 tile sets for choosing
+    blocks at every step, 32 arrays of head numbers, 32 of tiles that the diagonal cuts, 128 sets of kernels that choose
     blocks, as many that plan the masks of these and as many that decode, 32 sets that plan the backward for Hopper, 256
     masks built inside functions that `torch.compile` has compiled, 32 masks of packed sequences, the running sums of as
     many tensors, 64 masks of Transformers' models, and the Triton functions of 256 functions of scores.

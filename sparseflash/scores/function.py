@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Change, Learned, Place, Sizes, on_device
 from sparseflash.scores.tracing import Recorded, recorded
 
@@ -25,7 +26,7 @@ class Function(Change):
     kernel_derivative: Any = None
     identity: object = field(default_factory=object, repr=False)  # equal for the same functions with other tensors
     # What was recorded of the functions, by the device: kernels are made from it.
-    _recorded: dict[torch.device, tuple[Recorded, int | None]] = field(default_factory=dict, repr=False)
+    _recorded: BoundedDict = field(default_factory=lambda: BoundedDict(16), repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.given
@@ -42,14 +43,15 @@ class Function(Change):
         """The function as an expression, and the node of the derivative by the score, if one was given. Raises
         ValueError for functions that cannot be recorded.
         """
-        if device not in self._recorded:
+        kept: tuple[Recorded, int | None] | None = self._recorded.get(device)
+        if kept is None:
             found, slope = recorded(self.function, self.given, device), None
             if self.derivative is not None:
                 second = recorded(self.derivative, self.given, device, into=found)
                 found, slope = second._replace(output=found.output), second.output
             # Without the given tensors, which would stay in memory as long as the function.
-            self._recorded[device] = found._replace(tensors=found.tensors[len(self.given) :]), slope
-        found, slope = self._recorded[device]
+            kept = self._recorded.put(device, (found._replace(tensors=found.tensors[len(self.given) :]), slope))
+        found, slope = kept
         return found._replace(tensors=(*self.given, *found.tensors)), slope
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:

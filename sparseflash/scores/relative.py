@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, floating, per_head
 
 Bucket = Callable[[Tensor], Tensor]  # offsets (key minus query) to numbers of buckets, both int64
@@ -48,7 +49,7 @@ class Relative(Change):
     table: Tensor
     bucket: Bucket
     # The arrays of the last lengths and device: a model asks for the same in every layer and step.
-    _made: dict[object, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
+    _made: BoundedDict = field(default_factory=lambda: BoundedDict(1), repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.table,)
@@ -66,7 +67,6 @@ class Relative(Change):
             with torch.inference_mode(False):  # or a later training step could not use them
                 made = self._codes(sizes)
             self._check_range(made[0])
-            self._made.clear()
             self._made[key] = made
         return Codes(self.table, *made)
 

@@ -14,7 +14,7 @@ import torch
 
 import sparseflash
 from plans import plan
-from sparseflash import BlockMask, attention, clear_caches, masks
+from sparseflash import BlockMask, attention, clear_caches, masks, scores
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.blockmask.cache import is_countable, mask_cache, once
 
@@ -202,6 +202,18 @@ def test_clear_caches_frees_what_nothing_else_holds():
     assert not mask_cache(mask.indices)
     want = attention(q, k, v, mask, backend="blockwise")
     torch.testing.assert_close(attention(q, k, v, mask, backend="triton"), want, rtol=1e-2, atol=1e-2)
+
+
+def test_clear_caches_empties_what_changes_of_scores_keep():
+    q, k, v = tensors()
+    table = scores.relative(torch.randn(q.shape[1], 9), scores.clipped(4))
+    own = scores.function(lambda score, b, h, q, k: score * 0.5)
+    attention(q, k, v, scores=table)
+    own.recorded(q.device)
+    assert len(table._made) == len(own._recorded) == 1
+    clear_caches()
+    assert len(table._made) == len(own._recorded) == 0
+    attention(q, k, v, scores=table + own)
 
 
 def test_every_cache_of_the_library_is_bounded_and_emptied_by_clear_caches():
