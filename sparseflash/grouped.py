@@ -67,7 +67,9 @@ def selected_attention(
     rows = next(block for block in BLOCKS if block >= group)
     from sparseflash.masks.block_index import mask_of_queries  # imported late: masks are no part of the core
 
-    mask = mask_of_queries(index, rows, span, k_len, flag(causal, "causal"))
+    causal = flag(causal, "causal")
+    # A mask has at least one query and one key; without them `attention` needs none to give zeros.
+    mask = mask_of_queries(index, rows, span, k_len, causal) if q_len and k_len else None
     packed = torch.nn.functional.pad(
         q.unflatten(1, (kv_heads, group)).transpose(2, 3), (0, 0, 0, rows - group)
     )  # [B, Hkv, Nq, rows, D]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
-from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, integers
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.blockmask.ops.place import place
@@ -197,7 +197,12 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
             of_length[size] = mask_of_lengths(pattern, *size, block=block)
         parts.append((of_length[size], q_sums[i], k_sums[i]))
     if not parts:
-        raise ValueError("cu_seqlens must be of at least one sequence with a query and a key; got none.")
+        if 0 in (q_sums[-1], k_sums[-1]):
+            raise ValueError("cu_seqlens must be of at least one query and one key to make a mask; got none.")
+        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
+        block_q, block_k = block_pair(block)
+        words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")
+        return BlockMask._of(q_sums[-1], k_sums[-1], block_q, block_k, [(nothing, nothing, nothing, words)], 1, 1)
     return place(parts, q_sums[-1], k_sums[-1])
 
 

@@ -113,3 +113,13 @@ def test_a_graph_of_nsa_is_replayed_with_other_choices():
     assert_replays_as_called(step, index.copy_, chosen)
     mask = masks.selected_keys(index, k_len=1024, block=64, span=64, causal=True, group=16)
     testing.assert_exact(lambda q, k, v: selected_attention(q, k, v, index, return_lse=True), q, k, v, mask)
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(0, 40), (3, 0)])
+def test_no_queries_or_no_keys_give_zeros_with_gradients(q_len, k_len):
+    q, k, v = (torch.randn(1, h, n, 16, requires_grad=True) for h, n in ((4, q_len), (2, k_len), (2, k_len)))
+    index = torch.zeros(2, q_len, 1, dtype=torch.int64)
+    out, lse = selected_attention(q, k, v, index, span=16, causal=False, return_lse=True)
+    assert out.shape == q.shape and (out == 0).all() and (lse == -torch.inf).all()
+    for gradient, x in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v), strict=True):
+        assert gradient.shape == x.shape and (gradient == 0).all()

@@ -176,7 +176,7 @@ N = torch.nested.nested_tensor([X, X], layout=torch.jagged)
         ((X, X, X), {"pattern": masks.causal(10)}, TypeError, r"pattern must be a function .*; got BlockMask"),
         ((X, X, X), {"pattern": lambda n: None}, TypeError, r"mask must be a sparseflash BlockMask; got NoneType"),
         ((X, X, X), {"pattern": lambda n: masks.causal(9)}, ValueError, r"must return .* 10 queries .*; it .* 9 and 9"),
-        ((X, X, X), {"cu_seqlens_k": [0, 0]}, ValueError, r"at least one sequence with a query and a key; got none"),
+        ((X, X, X), {"cu_seqlens_k": [0, 0]}, ValueError, r"at least one query and one key to make a mask; got none"),
         ((N, N, N), {}, TypeError, r"cu_seqlens must not be given with nested tensors, .*; got both"),
         ((N, N, X), {"cu_seqlens_q": None}, TypeError, r"v must be a nested tensor .*; got torch\.strided of 3 dim"),
         (
@@ -209,3 +209,11 @@ def test_on_a_gpu_only_the_first_layer_waits_for_the_lengths():
     torch.testing.assert_close(out.cpu().double(), want, rtol=2e-3, atol=2e-3)
     for got, expected in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_sequences_of_which_none_has_both_a_query_and_a_key_give_zeros():
+    q, k, v = (torch.randn(n, 2, 16, requires_grad=True) for n in (5, 7, 7))
+    out, lse = attention_varlen(q, k, v, [0, 5, 5], [0, 0, 7], return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == q.shape
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert (gradient == 0).all()
