@@ -36,10 +36,11 @@ def compare(
         out.mkdir(parents=True, exist_ok=True)
         results: list[dict[str, Any]] = []
         print(table(results), flush=True)
+        made = {"device": device_name(place), **versions(), "preset": preset, "seed": seed}
         for each in way or list(WAYS):
             results.append(train(each, PRESETS[preset], place, seed))
             print(table(results[-1:]).splitlines()[-1], flush=True)
-        made = {"device": device_name(place), **versions(), "preset": preset, "seed": seed}
-        write_json(out / "results.json", {**made, "results": results})
-        write_text(out / "table.md", table(results) + "\n")
-        save_plot(results, out / "recall.png")
+            # After each way, so that Ctrl-C or an error loses no other than the one that it interrupts.
+            write_json(out / "results.json", {**made, "results": results})
+            write_text(out / "table.md", table(results) + "\n")
+            save_plot(results, out / "recall.png")

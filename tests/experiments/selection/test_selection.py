@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from experiments.selection import cli
 from experiments.selection.cli import app
 from experiments.selection.moba import MoBA
 from experiments.selection.model import WAYS, RecallModel
@@ -166,3 +167,18 @@ def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path, monkeypatch)
     found = CliRunner().invoke(app, ["--preset", "gpu", "--out", str(tmp_path)])
     assert found.exit_code == 1 and "PyTorch sees 0 GPUs here" in found.output
     assert all(settings.task.tokens == settings.sizes.tokens for settings in PRESETS.values())
+
+
+def test_what_was_measured_before_a_stop_is_kept(tmp_path, monkeypatch):
+    real = cli.train
+
+    def stopped(way, *rest):
+        if way == "MoBA":
+            raise KeyboardInterrupt
+        return real(way, *rest)
+
+    monkeypatch.setattr(cli, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        cli.compare("test", ["NSA", "MoBA"], tmp_path, "cpu", 0)
+    kept = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [each["way"] for each in kept] == ["NSA"] and (tmp_path / "table.md").exists()
