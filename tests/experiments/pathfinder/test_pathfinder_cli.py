@@ -85,6 +85,7 @@ def test_picture_has_ours_above_the_real_ones(data):
     ("words", "message"),
     [
         (("generate", "--size", 48), "Error: images have sizes 32, 64, 128, 256, 512 and paths of 2 to 14"),
+        (("generate", "--images", 1, "--out", "x.npz"), "Error: --out must be a folder, .*; got x.npz"),
         (("generate", "--images", 0), "Error: images must be at least 1; got 0"),
         (("generate", "--parameters", "nowhere.json"), "Error: .*No such file.*nowhere.json"),
         (("export", "nowhere.safetensors"), "Error: there is no file nowhere.safetensors"),
