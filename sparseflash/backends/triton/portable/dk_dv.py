@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.portable.arithmetic import product
-from sparseflash.backends.triton.portable.change_flags import CAPPED
-from sparseflash.backends.triton.portable.dropout import kept_weights
+from sparseflash.backends.triton.portable.change_flags import CAPPED, ChangeArguments, TileNumbers
+from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
 from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
 from sparseflash.backends.triton.portable.loads import (
@@ -34,8 +34,8 @@ from sparseflash.backends.triton.portable.walk import (
 @triton.jit
 def dk_dv_step(
     dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
-    first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification, coordinates,
-    scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
+    first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale, q_strides, dout_strides, row_stride, dropout,
+    changes, dkey_ptr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
@@ -76,14 +76,12 @@ def dk_dv_step(
     )  # fmt: skip
     passed = p
     if DROPOUT:
-        keep = kept_weights(
-            seed_ptr, dropped, coordinates, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, True
-        )
+        keep = kept_weights(dropout, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, True)
         passed = tl.where(keep, p, 0.0)
     dv = accumulate(passed, dout_tile, dv, PRECISION)
     dp = products(v_tile, dout_tile, PRECISION, True)
     if DROPOUT:
-        dp = tl.where(keep, dp * amplification, 0.0)
+        dp = tl.where(keep, dp * dropout.amplification, 0.0)
     if KEEP:
         if dlse_ptr is not None:
             dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
@@ -157,13 +155,13 @@ def dk_dv_kernel(
     v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION)
     dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
-    changes = (
+    changes = ChangeArguments(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
-        (tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
+        TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
         own_ptrs, own_numbers,
     )  # fmt: skip
-    coordinates = rows_ptr, queries_ptr, groups_ptr
+    dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
     dkey, own_sums = 0.0, ()
     if dkey_ptr is not None:
         dkey = tl.zeros([BLOCK_N], tl.float32)
@@ -193,10 +191,9 @@ def dk_dv_kernel(
             next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
             dk, dv, dkey, own_sums = dk_dv_step(
                 dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, seed_ptr, dropped,
-                amplification, coordinates, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D,
-                DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION,
-                ROWS_TMA, CHANGES, OWN, OWN_SUMS, False,
+                batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, scale, qk_scale, q_strides,
+                dout_strides, row_stride, dropout, changes, dkey_ptr, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K,
+                BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, OWN, OWN_SUMS, False,
             )  # fmt: skip
         if partial > 0:  # as in the forward
             next_block, next_tile = partial_block, partial_number
@@ -208,10 +205,10 @@ def dk_dv_kernel(
                 )
                 dk, dv, dkey, own_sums = dk_dv_step(
                     dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                    batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped,
-                    amplification, coordinates, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
-                    D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA,
-                    PRECISION, ROWS_TMA, CHANGES, OWN, OWN_SUMS, True,
+                    batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale,
+                    q_strides, dout_strides, row_stride, dropout, changes, dkey_ptr, D, DV, PADDED_D, PADDED_DV,
+                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, OWN,
+                    OWN_SUMS, True,
                 )  # fmt: skip
         place = tl.cast(tl.program_id(0), tl.int64) * group + member
         if OWN_SUMS is not None:

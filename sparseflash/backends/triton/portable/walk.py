@@ -3,10 +3,22 @@
 See `loads.py` for `GATHERED` and `first`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 ITEM = tl.constexpr(8)  # numbers per work item, see schedule/plan.py
+
+
+class Place(NamedTuple):
+    """Which tile of queries a program holds."""
+
+    batch_head: Any  # batch * Hq + head
+    batch: Any
+    head: Any
+    kv_head: Any
+    first_q: Any
 
 
 @triton.jit
@@ -94,10 +106,9 @@ def row_item(
 ):  # fmt: skip
     """The work of a program over a tile of queries.
 
-    Returns `(place, lists, firsts, lengths)`. place: batch and head as one number, batch, head, key head, first query.
-    lists: the start of the list, the number of full tiles, whether the next one is cut by the length, the number of
-    partial tiles, and where those start. firsts: the first full block, the first partial one and its tile number.
-    lengths: live queries and live keys.
+    Returns `(place, lists, firsts, lengths)`. lists: the start of the list, the number of full tiles, whether the
+    next one is cut by the length, the number of partial tiles, and where those start. firsts: the first full block,
+    the first partial one and its tile number. lengths: live queries and live keys.
     """
     item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
@@ -115,6 +126,6 @@ def row_item(
             full, count = 0, 0
             partial = 0
         full, at_end, partial = cut_at_length(index_ptr, start, full, count, k_length, BLOCK_K, BLOCK_N, GATHERED)
-    place = batch_head, batch, head, head // group, first_q
+    place = Place(batch_head, batch, head, head // group, first_q)
     lists = start, full, at_end, partial, first_partial
     return place, lists, (first_block, partial_block, partial_number), (q_length, k_length)
