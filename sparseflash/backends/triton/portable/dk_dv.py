@@ -26,6 +26,7 @@ from sparseflash.backends.triton.portable.walk import (
     cut_at_length,
     first_blocks,
     listed_block,
+    part_of,
     partial_tile,
     tokens_of_block,
 )
@@ -218,35 +219,17 @@ def dk_dv_kernel(
                 dkey = tl.where(first_k + tl.arange(0, BLOCK_N) < k_length, dkey, 0.0)
             tl.store(dkey_ptr + place * BLOCK_N + tl.arange(0, BLOCK_N), dkey)
 
-    if parts_ptr is None:
-        write_key_gradients(
-            dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides,
-            dv_strides, D, DV, PADDED_D, PADDED_DV, BLOCK_N, DROPOUT, HAS_LENGTHS,
-        )  # fmt: skip
-    else:
-        part = tl.load(item_ptr + 7)
+    part = part_of(item_ptr, parts_ptr)
+    if parts_ptr is not None and part > 0:
         SIZE: tl.constexpr = BLOCK_N * (PADDED_D + PADDED_DV)
-        if part > 0:
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_N, PADDED_D), dk)
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_N * PADDED_D, BLOCK_N, PADDED_DV), dv)
-        else:
-            write_key_gradients(
-                dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides,
-                dv_strides, D, DV, PADDED_D, PADDED_DV, BLOCK_N, DROPOUT, HAS_LENGTHS,
-            )  # fmt: skip
-
-
-@triton.jit
-def write_key_gradients(
-    dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides, dv_strides,
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOKENS: tl.constexpr,
-    DROPOUT: tl.constexpr, CUT: tl.constexpr,
-):  # fmt: skip
-    """Writes complete dK and dV; if CUT, 0 for keys at or past the length."""
-    write_gradients(
-        dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, D, PADDED_D, TOKENS, True, CUT
-    )
-    write_gradients(
-        dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, k_length, dv_strides, DV, PADDED_DV, TOKENS,
-        DROPOUT, CUT,
-    )  # fmt: skip
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_N, PADDED_D), dk)
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_N * PADDED_D, BLOCK_N, PADDED_DV), dv)
+    else:
+        write_gradients(
+            dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, D, PADDED_D, BLOCK_N, True,
+            HAS_LENGTHS,
+        )  # fmt: skip
+        write_gradients(
+            dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, k_length, dv_strides, DV, PADDED_DV, BLOCK_N,
+            DROPOUT, HAS_LENGTHS,
+        )  # fmt: skip

@@ -15,7 +15,14 @@ from sparseflash.backends.triton.portable.fp32_split import in_fp32
 from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
 from sparseflash.backends.triton.portable.loads import load_columns, load_tokens, part_pointers
 from sparseflash.backends.triton.portable.position_tables import add_last_run, no_run
-from sparseflash.backends.triton.portable.walk import ITEM, listed_block, partial_tile, row_item, tokens_of_block
+from sparseflash.backends.triton.portable.walk import (
+    ITEM,
+    listed_block,
+    part_of,
+    partial_tile,
+    row_item,
+    tokens_of_block,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -200,32 +207,20 @@ def dq_kernel(
         first = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M
         tl.store(dslopes_ptr + first + tl.arange(0, BLOCK_M), sums.slopes)
     at = row + rows
-    if parts_ptr is None:
-        if DELTA:
-            if sink_ptr is not None:
-                delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
-            write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
-        else:
-            write_gradients(
-                dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M, True, False
-            )
-    else:
-        part = tl.load(item_ptr + 7)
+    part = part_of(item_ptr, parts_ptr)
+    if parts_ptr is not None and part > 0:
         SIZE: tl.constexpr = BLOCK_M * (3 if DELTA else PADDED_D)
-        if part > 0:
-            if DELTA:
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, 1), delta[:, None])
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_M, BLOCK_M, 1), weight[:, None])
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 2 * BLOCK_M, BLOCK_M, 1), estimate[:, None])
-            else:
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_D), dq)
+        if DELTA:
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, 1), delta[:, None])
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_M, BLOCK_M, 1), weight[:, None])
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 2 * BLOCK_M, BLOCK_M, 1), estimate[:, None])
         else:
-            if DELTA:
-                if sink_ptr is not None:
-                    delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
-                write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
-            else:
-                write_gradients(
-                    dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M,
-                    True, False,
-                )  # fmt: skip
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_D), dq)
+    elif DELTA:
+        if sink_ptr is not None:
+            delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
+        write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+    else:
+        write_gradients(
+            dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M, True, False
+        )

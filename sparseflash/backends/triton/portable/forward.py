@@ -18,7 +18,14 @@ from sparseflash.backends.triton.portable.loads import (
 )
 from sparseflash.backends.triton.portable.scores import changed_scores, with_sink
 from sparseflash.backends.triton.portable.softmax import softmax_step
-from sparseflash.backends.triton.portable.walk import ITEM, listed_block, partial_tile, row_item, tokens_of_block
+from sparseflash.backends.triton.portable.walk import (
+    ITEM,
+    listed_block,
+    part_of,
+    partial_tile,
+    row_item,
+    tokens_of_block,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -204,23 +211,16 @@ def forward_kernel(
                 GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
             )  # fmt: skip
 
-    if parts_ptr is None:
+    part = part_of(item_ptr, parts_ptr)
+    if parts_ptr is not None and part > 0:
+        SUMS: tl.constexpr = BLOCK_M * PADDED_DV
+        SIZE: tl.constexpr = SUMS + 2 * BLOCK_M
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_DV), acc)
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS, BLOCK_M, 1), m_i[:, None])
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS + BLOCK_M, BLOCK_M, 1), l_i[:, None])
+    else:
         write_rows(
             acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
             q_length, amplification, unit, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS,
             DROPOUT, KEEP,
         )  # fmt: skip
-    else:
-        part = tl.load(item_ptr + 7)
-        SUMS: tl.constexpr = BLOCK_M * PADDED_DV
-        SIZE: tl.constexpr = SUMS + 2 * BLOCK_M
-        if part > 0:
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_DV), acc)
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS, BLOCK_M, 1), m_i[:, None])
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS + BLOCK_M, BLOCK_M, 1), l_i[:, None])
-        else:
-            write_rows(
-                acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
-                q_length, amplification, unit, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS,
-                DROPOUT, KEEP,
-            )  # fmt: skip

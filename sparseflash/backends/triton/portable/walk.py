@@ -31,6 +31,17 @@ def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constex
 
 
 @triton.jit
+def part_of(item_ptr, parts_ptr):
+    """The number of an item among the chunks of those that are cut, from 1; 0 if it is not a chunk, as where
+    `parts_ptr` is None.
+    """
+    part = 0
+    if parts_ptr is not None:
+        part = tl.load(item_ptr + 7)
+    return part
+
+
+@triton.jit
 def first_blocks(item_ptr, index_ptr, start, full, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
     """The `listed_block` of an item's first full tile and of its first partial one.
 
