@@ -21,8 +21,9 @@ from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
-from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
+from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.cache import once
@@ -58,7 +59,7 @@ class BackwardLayout:
             lengths = {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
         clamped = max(scale, SMALLEST_SCALE)
         numbers: dict[str, Any] = {
-            "counters": counters, "inverse_scale": 1.0 / clamped, "qk_scale": clamped * LOG2E, "scale": scale,
+            "counters": counters, "inverse_scale": 1.0 / clamped, "qk_scale": clamped * LOG2E.value, "scale": scale,
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
         }  # fmt: skip

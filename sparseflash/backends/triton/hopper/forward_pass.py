@@ -18,8 +18,9 @@ from sparseflash.backends.triton.hopper.plan import forward_plan
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
-from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
+from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -47,7 +48,7 @@ class ForwardLayout:
         self.stages, self.part = config.stages, BLOCK[0] * (config.dim + 2)
         scale = max(scale, SMALLEST_SCALE)
         numbers: dict[str, Any] = {
-            "qk_scale": scale * LOG2E, "items": items, "heads": heads, "group": heads // kv_heads,
+            "qk_scale": scale * LOG2E.value, "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // BLOCK[0]), "lengths_stride": 0,
         }  # fmt: skip
         constants = {

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
-
-_H100 = 132
 
 
 class Rule(NamedTuple):
@@ -109,4 +108,8 @@ def start_order(lengths: Tensor, programs: int) -> Tensor:
 
 def programs_of(device: torch.device) -> int:
     """How many programs run at the same time, one a multiprocessor; elsewhere than on a GPU those of an H100."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else _H100
+    return (
+        int(torch.cuda.get_device_properties(device).multi_processor_count)
+        if device.type == "cuda"
+        else SPLITS.multiprocessors
+    )

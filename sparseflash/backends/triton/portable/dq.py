@@ -15,6 +15,7 @@ from sparseflash.backends.triton.portable.fp32_split import in_fp32
 from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
 from sparseflash.backends.triton.portable.loads import load_columns, load_tokens, part_pointers
 from sparseflash.backends.triton.portable.position_tables import add_last_run, no_run
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.portable.walk import (
     ITEM,
     listed_block,
@@ -23,8 +24,6 @@ from sparseflash.backends.triton.portable.walk import (
     row_item,
     tokens_of_block,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(

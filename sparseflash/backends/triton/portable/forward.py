@@ -17,7 +17,7 @@ from sparseflash.backends.triton.portable.loads import (
     store_tokens,
 )
 from sparseflash.backends.triton.portable.scores import changed_scores, with_sink
-from sparseflash.backends.triton.portable.softmax import softmax_step
+from sparseflash.backends.triton.portable.softmax import LN2, softmax_step
 from sparseflash.backends.triton.portable.walk import (
     ITEM,
     listed_block,
@@ -26,8 +26,6 @@ from sparseflash.backends.triton.portable.walk import (
     row_item,
     tokens_of_block,
 )
-
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

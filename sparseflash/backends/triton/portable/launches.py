@@ -17,6 +17,7 @@ from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.fp32_split import COUNT, precision_of
 from sparseflash.backends.triton.portable.occupancy import resident_programs
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -26,7 +27,6 @@ from sparseflash.dropout import Dropout, amplification
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.changed import Changed
 
-LOG2E = 1.4426950408889634
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
 # Examples of arguments that only some calls have.
 SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
@@ -111,9 +111,9 @@ class KernelLayout:
         self._row_stride, self._means = row_stride, means
         self._changed, self._more, self._functions = changed, dict(more or {}), dict(functions or {})
         # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
-        self.unit, self.unit2 = numbers.scale, numbers.scale * LOG2E
+        self.unit, self.unit2 = numbers.scale, numbers.scale * LOG2E.value
         if changed is not None and changed.flags:
-            self.unit, self.unit2 = 1.0, LOG2E
+            self.unit, self.unit2 = 1.0, LOG2E.value
         self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; there are few tilings
 
     def bind(self, plan: Plan) -> Bound:

@@ -11,9 +11,7 @@ from sparseflash.backends.triton.portable.biases import load_bias, load_tile_bia
 from sparseflash.backends.triton.portable.change_flags import CAPPED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.portable.position_tables import code_differences, entries_at, smallest_code
-
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
+from sparseflash.backends.triton.portable.softmax import LN2, LOG2E
 
 
 @triton.jit
