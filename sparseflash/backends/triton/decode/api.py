@@ -110,6 +110,7 @@ def _kind(stride: int) -> tuple[bool, bool, bool]:
     return stride % 16 == 0, stride == 1, stride >= 2**31
 
 
+# The arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=128)
 def _kernels(
     constants: tuple[Any, ...], splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],

@@ -203,7 +203,7 @@ def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
 
 @bounded(maxsize=512)
 def _splitting(device: torch.device, *layout: object) -> Launch:
-    """layout: everything that Triton may specialise on."""
+    """layout: everything that Triton may specialise on; see `Launch.of_all_arguments`."""
     refuse_to_record(device)  # a first launch compiles and loads code
     return Launch.of_all_arguments(pieces_kernel, device, num_warps=4, num_stages=1)
 
