@@ -45,3 +45,7 @@ class ChangeArguments(NamedTuple):
     tile_numbers: Any  # TileNumbers
     own_ptrs: Any
     own_numbers: Any
+
+
+# Those on whose values Triton must not specialise: another mask or cap would compile the kernels again.
+CHANGE_NUMBERS = ("cap", "inverse_cap", "values_stride", *TileNumbers._fields)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.portable.arithmetic import product
-from sparseflash.backends.triton.portable.change_flags import CAPPED, ChangeArguments, TileNumbers
+from sparseflash.backends.triton.portable.change_flags import CAPPED, CHANGE_NUMBERS, ChangeArguments, TileNumbers
 from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
 from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
@@ -104,8 +104,7 @@ def dk_dv_step(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
-        "cap", "inverse_cap", "values_stride",
-        "tiles_of_batch", "tiles_of_head", "patterns_of_batch", "patterns_of_head", "tile_rows", "tile_words",
+        *CHANGE_NUMBERS,
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],

@@ -7,7 +7,7 @@ no atomics and the bits are the same at every run.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.change_flags import ChangeArguments, TileNumbers
+from sparseflash.backends.triton.portable.change_flags import CHANGE_NUMBERS, ChangeArguments, TileNumbers
 from sparseflash.backends.triton.portable.delta import means_of_sink, means_step, write_means
 from sparseflash.backends.triton.portable.dq_step import LearnedArguments, LearnedSums, dq_step, own_table, row_step
 from sparseflash.backends.triton.portable.dropout import DropoutArguments
@@ -30,8 +30,7 @@ from sparseflash.backends.triton.portable.walk import (
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "row_tiles", "row_stride",
-        "cap", "inverse_cap", "values_stride", "table_size",
-        "tiles_of_batch", "tiles_of_head", "patterns_of_batch", "patterns_of_head", "tile_rows", "tile_words",
+        *CHANGE_NUMBERS, "table_size",
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
