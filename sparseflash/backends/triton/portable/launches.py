@@ -15,7 +15,7 @@ from sparseflash.backends.triton.portable.choice import Choice, Chooser, describ
 from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
 from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.forward import forward_kernel
-from sparseflash.backends.triton.portable.fp32_split import COUNT, precision_of
+from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, is_in_pieces, precision_of
 from sparseflash.backends.triton.portable.occupancy import resident_programs
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -122,7 +122,7 @@ class KernelLayout:
         choice = self._chooser.choice(plan)
         config = choice.config
         tile = config.block_n if over_columns else config.block_m
-        itemsize = 2 * COUNT if choice.pieces else self._tiles["q"].element_size()
+        itemsize = 2 * PIECE_COUNT if choice.pieces else self._tiles["q"].element_size()
         resident = resident_programs(self.kernel, config, max(choice.padded), itemsize)
         work = plan.worklist(int(over_columns), tile, choice.tiling, resident=resident)
         key = choice.tiling, work.merged is not None
@@ -189,7 +189,7 @@ class KernelLayout:
             tokens = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
             for name, x in self._tiles.items():
                 # The pieces of a token lie side by side, as columns of one matrix.
-                shape = [*x.shape[:3], x.stride(2)] if x.ndim == 5 else list(x.shape)
+                shape = [*x.shape[:3], x.stride(2)] if is_in_pieces(x) else list(x.shape)
                 box = [1, 1, tokens[name], padded[name in ("v", "dout")]]
                 made[name] = Describe(x, shape, describable_strides(x), box)
         if choice.describes_rows:
