@@ -59,8 +59,9 @@ def forward_plan(
         chunks = _chunks(lists.count, rows)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:
-            parts = total - (len(items.size) - cut)
-            items, merged = cut_items(items, Cuts(chunks, total, cut))
+            cuts = Cuts(chunks, total, cut)
+            items, merged = cut_items(items, cuts)
+            parts = cuts.parts
     index, tile = lists.index, lists.tile
     if len(index) < 2:  # of a mask without a tile; the kernel reads one ahead of a row without tiles, too
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
