@@ -102,7 +102,7 @@ def dk_dv_step(
 # Sizes are not specialised, so another length or number of heads does not recompile.
 @triton.jit(
     do_not_specialize=[
-        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
+        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "kv_heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
         *CHANGE_NUMBERS,
     ],
@@ -120,8 +120,7 @@ def dk_dv_kernel(
     seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
     dropped, amplification,  # if DROPOUT
     scale, qk_scale,
-    heads,  # key heads
-    group, q_len, k_len, col_tiles, row_stride,
+    kv_heads, group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
@@ -144,9 +143,9 @@ def dk_dv_kernel(
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
     item = tl.load(item_ptr)
-    batch_head = item // col_tiles
+    batch_kv_head = item // col_tiles
     first_k = item % col_tiles * BLOCK_N
-    batch, kv_head = batch_head // heads, batch_head % heads
+    batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
     q_length, k_length = q_len, k_len
     if HAS_LENGTHS:
         q_length, k_length = tl.load(lengths_ptr + batch), tl.load(lengths_ptr + lengths_stride + batch)
@@ -191,7 +190,7 @@ def dk_dv_kernel(
             next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
             dk, dv, dkey, own_sums = dk_dv_step(
                 dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, scale, qk_scale, q_strides,
+                batch, head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, scale, qk_scale, q_strides,
                 dout_strides, row_stride, dropout, changes, dkey_ptr, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K,
                 BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, OWN, OWN_SUMS, False,
             )  # fmt: skip
@@ -205,7 +204,7 @@ def dk_dv_kernel(
                 )
                 dk, dv, dkey, own_sums = dk_dv_step(
                     dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                    batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale,
+                    batch, head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale,
                     q_strides, dout_strides, row_stride, dropout, changes, dkey_ptr, D, DV, PADDED_D, PADDED_DV,
                     BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, OWN,
                     OWN_SUMS, True,

@@ -164,9 +164,9 @@ def forward_kernel(
         own_ptrs, own_numbers,
     )  # fmt: skip
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
-    unit = scale
+    softmax_scale = scale
     if CHANGES:
-        unit = 1.0
+        softmax_scale = 1.0
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if Q_IN_REGISTERS:
@@ -218,6 +218,6 @@ def forward_kernel(
     else:
         write_rows(
             acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
-            q_length, amplification, unit, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS,
-            DROPOUT, KEEP,
+            q_length, amplification, softmax_scale, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M,
+            HAS_LENGTHS, DROPOUT, KEEP,
         )  # fmt: skip

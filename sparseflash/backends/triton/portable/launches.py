@@ -111,9 +111,9 @@ class KernelLayout:
         self._row_stride, self._means = row_stride, means
         self._changed, self._more, self._functions = changed, dict(more or {}), dict(functions or {})
         # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
-        self.unit, self.unit2 = numbers.scale, numbers.scale * LOG2E.value
+        self.softmax_scale, self.qk_scale = numbers.scale, numbers.scale * LOG2E.value
         if changed is not None and changed.flags:
-            self.unit, self.unit2 = 1.0, LOG2E.value
+            self.softmax_scale, self.qk_scale = 1.0, LOG2E.value
         self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; there are few tilings
 
     def bind(self, plan: Plan) -> Bound:
@@ -157,8 +157,8 @@ class KernelLayout:
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
             "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
-            "scale": numbers.scale, "qk_scale": self.unit2, "one": 1.0,
-            "heads": numbers.kv_heads if over_columns else numbers.heads, "group": numbers.heads // numbers.kv_heads,
+            "scale": numbers.scale, "qk_scale": self.qk_scale, "one": 1.0,
+            "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
             **{f"{name}_strides": strides_of(x) for name, x in self._strides.items()},

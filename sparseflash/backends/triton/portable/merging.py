@@ -77,8 +77,8 @@ def combine_rows(
         "DROPOUT": layout.dropout, "KEEP": "maximum_ptr" in written,
     }  # fmt: skip
     by_name = {
-        "lengths_offset": 0, "amplification": amplification(numbers.dropped), "scale": layout.unit,
-        "qk_scale": layout.unit2, "heads": numbers.heads, "q_len": numbers.q_len,
+        "lengths_offset": 0, "amplification": amplification(numbers.dropped), "scale": layout.softmax_scale,
+        "qk_scale": layout.qk_scale, "heads": numbers.heads, "q_len": numbers.q_len,
         "row_tiles": -(-numbers.q_len // of.tile), "out_strides": strides_of(written["out_ptr"]),
     }  # fmt: skip
     examples = {**written, **({"lengths_ptr": SOME_LENGTHS} if layout.lengths else {}), **sink}
