@@ -32,8 +32,9 @@ def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constex
 
 @triton.jit
 def part_of(item_ptr, parts_ptr):
-    """The number of an item among the chunks of those that are cut, from 1; 0 if it is not a chunk, as where
-    `parts_ptr` is None.
+    """The number of an item among the chunks of those that are cut, from 1; 0 if it is not a chunk.
+
+    Kernels ask for `parts_ptr` as well: where it is None, code for chunks must not even be compiled.
     """
     part = 0
     if parts_ptr is not None:
