@@ -24,7 +24,7 @@ from sparseflash.backends.triton.portable.softmax import recomputed_weights, sco
 from sparseflash.backends.triton.portable.walk import (
     ITEM,
     cut_at_length,
-    first_blocks,
+    list_of_item,
     listed_block,
     part_of,
     partial_tile,
@@ -168,9 +168,9 @@ def dk_dv_kernel(
         own_sums = OWN_SUMS(None, None, None, BLOCK_N)
     for member in range(0, group):
         list_ptr = item_ptr + member * ITEM
-        start, full, count = tl.load(list_ptr + 1), tl.load(list_ptr + 2), tl.load(list_ptr + 3)
-        next_block, partial_block = first_blocks(list_ptr, index_ptr, start, full, BLOCK_M, GATHERED)
-        partial_number = tl.load(list_ptr + 6)
+        listed, firsts = list_of_item(list_ptr, index_ptr, BLOCK_M, GATHERED)
+        start, full, count = listed
+        next_block, partial_block, partial_number = firsts
         partial = count - full
         first_partial = start + full
         if HAS_LENGTHS:

@@ -43,17 +43,19 @@ def part_of(item_ptr, parts_ptr):
 
 
 @triton.jit
-def first_blocks(item_ptr, index_ptr, start, full, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
-    """The `listed_block` of an item's first full tile and of its first partial one.
+def list_of_item(item_ptr, index_ptr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """What a work item says of its list: `((start, full, count), (first full block, first partial one, its tile))`.
 
-    Unless GATHERED, they are stored in the item itself, so that no load has to wait for `start`.
+    The blocks are `listed_block`. Unless GATHERED, they are stored in the item itself, so that no load has to wait for
+    `start`.
     """
+    start, full, count = tl.load(item_ptr + 1), tl.load(item_ptr + 2), tl.load(item_ptr + 3)
     if GATHERED > 0:
         first = listed_block(index_ptr, start, 0, TOKENS, GATHERED)
         first_partial = listed_block(index_ptr, start, full, TOKENS, GATHERED)
     else:
         first, first_partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
-    return first, first_partial
+    return (start, full, count), (first, first_partial, tl.load(item_ptr + 6))
 
 
 @triton.jit
@@ -119,13 +121,12 @@ def row_item(
     """The work of a program over a tile of queries.
 
     Returns `(place, lists, firsts, lengths)`. lists: the start of the list, the number of full tiles, whether the
-    next one is cut by the length, the number of partial tiles, and where those start. firsts: the first full block,
-    the first partial one and its tile number. lengths: live queries and live keys.
+    next one is cut by the length, the number of partial tiles, and where those start. firsts: of `list_of_item`.
+    lengths: live queries and live keys.
     """
-    item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
-    full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-    first_block, partial_block = first_blocks(item_ptr, index_ptr, start, full, BLOCK_N, GATHERED)
-    partial_number = tl.load(item_ptr + 6)
+    item = tl.load(item_ptr)
+    listed, firsts = list_of_item(item_ptr, index_ptr, BLOCK_N, GATHERED)
+    start, full, count = listed
     batch_head = item // row_tiles
     first_q = item % row_tiles * BLOCK_M
     batch, head = batch_head // heads, batch_head % heads
@@ -140,4 +141,4 @@ def row_item(
         full, at_end, partial = cut_at_length(index_ptr, start, full, count, k_length, BLOCK_K, BLOCK_N, GATHERED)
     place = Place(batch_head, batch, head, head // group, first_q)
     lists = start, full, at_end, partial, first_partial
-    return place, lists, (first_block, partial_block, partial_number), (q_length, k_length)
+    return place, lists, firsts, (q_length, k_length)
