@@ -68,7 +68,7 @@ class KernelOfAttention:
         bound: Bound = getattr(layout, _PLACE[self.kernel]).bind(self.plan)
         written = tuple(map(torch.empty_like, self._written))
         run = partial(
-            run_kernel, bound, _COMBINE[self.kernel](bound, layout), self._read, written, None, None
+            run_kernel, bound, _COMBINE[self.kernel](bound, layout), (*self._read, *written), written, None, None
         )  # fmt: skip
         return KernelCall(run, list(written[:1] if self.kernel == "forward" else written), bound.choice)
 

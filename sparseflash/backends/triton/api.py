@@ -28,11 +28,15 @@ _FAR = 2**31 // 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     check(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), empty_kept(q)
-    out, lse, kept = forward_pass(q, k, v, problem)(q, k, v, problem.lengths, problem.dropout)
+    run: Any = forward_pass(q, k, v, problem, changes)
+    more = () if changes is None else (changes,)
+    out, lse, kept = run(q, k, v, problem.lengths, problem.dropout, *more)
     return out, lse, empty_kept(q) if kept is None else kept
 
 
@@ -48,17 +52,6 @@ def _backward(
 
 
 attention = Operator("triton", _forward, _backward, empty_kept)
-
-
-def _scored_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    check(q, k, v)
-    if q.numel() == 0 or k.numel() == 0:
-        return _forward(q, k, v, problem)
-    run: Any = forward_pass(q, k, v, problem, changes)
-    out, lse, kept = run(q, k, v, problem.lengths, problem.dropout, changes)
-    return out, lse, empty_kept(q) if kept is None else kept
 
 
 def _scored_backward(
@@ -77,7 +70,7 @@ def _scored_backward(
     return *gradients, learned
 
 
-scored_attention = ScoredOperator("triton", _scored_forward, _scored_backward, empty_kept)
+scored_attention = ScoredOperator("triton", _forward, _scored_backward, empty_kept)
 
 
 def as_kernels_read(

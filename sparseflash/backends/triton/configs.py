@@ -147,11 +147,16 @@ _HOPPER_POINTERS: _Table = {
 }
 
 
+def uses_hopper_tables(capability: tuple[int, int]) -> bool:
+    """Whether a GPU has the shared memory that the tables of Hopper need: sm_90 and sm_100, but not sm_120."""
+    return capability[0] in (9, 10)
+
+
 def table_for(capability: tuple[int, int], descriptors: bool) -> _Table:
     """The table of an architecture, for kernels that load tiles by tensor descriptors or by pointers."""
     if capability[0] == 8 and capability[1] == 0:
         return _AMPERE
-    if capability[0] in (9, 10):
+    if uses_hopper_tables(capability):
         if not descriptors:
             return _HOPPER_POINTERS
         return _HOPPER_COPYING if _COPYING else _HOPPER

@@ -137,7 +137,11 @@ class Launch:
 
     @classmethod
     def of_all_arguments(cls, function: Any, device: torch.device, *, num_warps: int, num_stages: int) -> Launch:
-        """The launch of a kernel whose arguments are all given at each call, including its compile-time constants."""
+        """The launch of a kernel whose arguments are all given at each call, including its compile-time constants.
+
+        The first call decides what is compiled. So one launch may serve only calls with equal constants, dtypes and
+        Nones, and alike in all else on which Triton specialises; callers cache one for each, under these as a key.
+        """
         variant = Variant(function, {}, device, num_warps=num_warps, num_stages=num_stages)
         return cls(variant, {}, dict.fromkeys(variant.names), {})
 

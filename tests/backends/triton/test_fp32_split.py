@@ -17,7 +17,7 @@ from sparseflash.backends.triton.device import capability_of
 from sparseflash.backends.triton.portable import fp32_split
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.fp32_split import (
-    COUNT,
+    PIECE_COUNT,
     PIECES,
     PIECES_CORRECTED,
     in_pieces,
@@ -39,7 +39,7 @@ def test_the_pieces_sum_to_the_number_and_have_eight_bits_each(shape, exponents,
     scale = torch.randint(least, least + more + 1, shape, generator=generator)
     x = torch.ldexp(torch.randn(shape, generator=generator), scale)
     pieces = in_pieces(x, 64).double()
-    assert pieces.shape == (*shape[:3], COUNT, 64)
+    assert pieces.shape == (*shape[:3], PIECE_COUNT, 64)
     assert torch.equal(pieces, pieces.bfloat16().double())
     assert not pieces[..., shape[3] :].any()
     first, second, third = pieces[..., : shape[3]].unbind(-2)

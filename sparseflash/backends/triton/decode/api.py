@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.decode.kernels import combine_kernel, decode_kernel
 from sparseflash.backends.triton.device import multiplies_in_tf32
 from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.blockmask.cache import bounded
 
 BLOCK_N = 64  # keys at a time
 MOST_ROWS = 64  # of a tile of queries
 KEYS_OF_SPLIT = 512  # the fewest that are worth a program of their own
 MOST_SPLITS = 64
-_LOG2E = math.log2(math.e)
 
 
 def attention(
@@ -71,17 +70,18 @@ def attention(
         constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
         tuple(x.data_ptr() % 16 == 0 for x in tensors[:6] if x is not None), tuple(map(_kind, strides)), device,
     )  # fmt: skip
+    qk_scale = scale * LOG2E.value
     sizes = (
         of.lengths.stride(0), 0 if of.starts is None else of.starts.stride(0),
         0 if of.pages is None else of.pages.shape[2], 0 if of.block_table is None else of.block_table.shape[1],
     )  # fmt: skip
     decoding.start(
-        batch * heads * row_tiles * splits, *tensors, *sizes, *numbers, scale * _LOG2E, q_len, rows, heads,
+        batch * heads * row_tiles * splits, *tensors, *sizes, *numbers, qk_scale, q_len, rows, heads,
         heads // kv_heads, q_heads // heads, splits, row_tiles, of.window or 0, of.sinks, capacity, *strides,
         *constants,
     )  # fmt: skip
     combining.start(
-        batch * q_heads * q_len, sums, maxima, totals, out, lse, scale, scale * _LOG2E, splits, v_dim, padded_v,
+        batch * q_heads * q_len, sums, maxima, totals, out, lse, scale, qk_scale, splits, v_dim, padded_v,
         _power(splits), keep,
     )  # fmt: skip
     return out, lse
@@ -110,6 +110,7 @@ def _kind(stride: int) -> tuple[bool, bool, bool]:
     return stride % 16 == 0, stride == 1, stride >= 2**31
 
 
+# The arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=128)
 def _kernels(
     constants: tuple[Any, ...], splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],

@@ -8,9 +8,8 @@ depends on the capacity of the cache alone, so a CUDA graph can be replayed whil
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.softmax import decay, softmax_step
+from sparseflash.backends.triton.portable.softmax import LN2, decay, softmax_step
 
-LN2 = tl.constexpr(0.6931471805599453)
 # What a program walks: the keys of a range, the chosen pages, or the tiles of rows of a mask.
 RANGE = tl.constexpr("range")
 PAGES = tl.constexpr("pages")

@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.gluon_api import (
     accumulator,
     async_add,
@@ -47,12 +48,11 @@ from sparseflash.backends.triton.hopper.gluon_api import (
     local_mma_wait,
     reinterpret,
 )
-from sparseflash.backends.triton.hopper.rows import WIDTH
+from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
 
-KEYS = gl.constexpr(128)  # of an item
-TILE_ROWS = gl.constexpr(128)  # queries of a tile of the lists, in TILE_ROWS // ROWS steps
+KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
-WORDS = gl.constexpr(4)  # of bits of a key of a tile
+WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
 THREADS = gl.constexpr(256)  # of the warpgroups; each says for itself that it has read a stage, without waiting
 
 # Of a work item, and of an entry: see backward_plan.py.

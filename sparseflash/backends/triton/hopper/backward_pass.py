@@ -21,8 +21,10 @@ from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
-from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
+from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
+from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.cache import once
@@ -58,7 +60,7 @@ class BackwardLayout:
             lengths = {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
         clamped = max(scale, SMALLEST_SCALE)
         numbers: dict[str, Any] = {
-            "counters": counters, "inverse_scale": 1.0 / clamped, "qk_scale": clamped * LOG2E, "scale": scale,
+            "counters": counters, "inverse_scale": 1.0 / clamped, "qk_scale": clamped * LOG2E.value, "scale": scale,
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
         }  # fmt: skip
@@ -113,11 +115,8 @@ class BackwardLayout:
             "amplification": 1.0, "lengths_offset": 0, "x_strides": strides_of(dk), "y_strides": strides_of(dv),
         }  # fmt: skip
         # Weights of keys past their number are 0, so lengths make no difference.
-        examples = {"parts_ptr": SOME_PARTS, "x_ptr": dk, "y_ptr": dv}
-        return launch_of(
-            combine_gradients_kernel, constants, by_name, examples, setting.plan.device, {}, bound=("merged_ptr",),
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
+        examples = {"x_ptr": dk, "y_ptr": dv}
+        return merge_launch(combine_gradients_kernel, constants, by_name, examples, setting.plan.device)
 
     def workspace(self) -> list[Tensor]:
         """Memory for what the kernels tell one another, except for parts: rows of numbers, chains of dq, counters."""
@@ -135,8 +134,7 @@ class Backward:
         )
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
-            pieces = len(plan.merged) * (BLOCK[1] // TOKENS_TO_COMBINE)
-            self._combine = layout.combine.bind(pieces, merged_ptr=plan.merged)
+            self._combine = bind_merge(layout.combine, plan.merged, BLOCK[1])
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,

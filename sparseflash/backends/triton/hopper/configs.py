@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROWS = 64  # queries of a warpgroup in the forward
+ROWS = 64  # queries of a warpgroup in the forward, which is what a matrix instruction takes
 GROUPS = 2  # warpgroups that multiply
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
 HEAD_DIMS = (64, 96, 128)

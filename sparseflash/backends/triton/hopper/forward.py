@@ -25,15 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.gluon_api import async_load, async_store
+from sparseflash.backends.triton.portable.softmax import LN2
 
-LN2 = gl.constexpr(0.6931471805599453)
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less: see `configs.SMALLEST_SCALE`
 ITEM = gl.constexpr(8)  # numbers a work item: see plan.py
 RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
 # Queries have two buffers, but of an item that ends they are given back before its record is read for the last time.
 RECORDS = gl.constexpr(4)
-ROWS = gl.constexpr(64)  # of a warpgroup, which is what a matrix instruction takes
+ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
 
 # Of a record.

@@ -18,8 +18,10 @@ from sparseflash.backends.triton.hopper.plan import forward_plan
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
-from sparseflash.backends.triton.portable.launches import LOG2E, SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
+from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
+from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -47,7 +49,7 @@ class ForwardLayout:
         self.stages, self.part = config.stages, BLOCK[0] * (config.dim + 2)
         scale = max(scale, SMALLEST_SCALE)
         numbers: dict[str, Any] = {
-            "qk_scale": scale * LOG2E, "items": items, "heads": heads, "group": heads // kv_heads,
+            "qk_scale": scale * LOG2E.value, "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // BLOCK[0]), "lengths_stride": 0,
         }  # fmt: skip
         constants = {
@@ -82,13 +84,10 @@ class ForwardLayout:
         by_name = {
             **numbers, "lengths_offset": 0, "amplification": 1.0, "scale": scale, "out_strides": strides_of(out),
         }  # fmt: skip
-        examples = {"parts_ptr": SOME_PARTS, "out_ptr": out, "lse_ptr": lse}
+        examples = {"out_ptr": out, "lse_ptr": lse}
         if setting.lengths:
             examples["lengths_ptr"] = SOME_LENGTHS
-        return launch_of(
-            combine_rows_kernel, constants, by_name, examples, setting.plan.device, {}, bound=("merged_ptr",),
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
+        return merge_launch(combine_rows_kernel, constants, by_name, examples, setting.plan.device)
 
 
 class Forward:
@@ -102,8 +101,7 @@ class Forward:
         )  # fmt: skip
         self._combine: BoundLaunch | None = None
         if layout.combine is not None and plan.merged is not None:
-            pieces = len(plan.merged) * (BLOCK[0] // TOKENS_TO_COMBINE)
-            self._combine = layout.combine.bind(pieces, merged_ptr=plan.merged)
+            self._combine = bind_merge(layout.combine, plan.merged, BLOCK[0])
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None

@@ -108,6 +108,7 @@ class _Kernels(NamedTuple):
     rank: Launch
 
 
+# The arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=32)
 def _kernels(device: torch.device, lanes: int, queries: int, keys: int) -> _Kernels:
     functions = (

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
-
-_H100 = 132
 
 
 class Rule(NamedTuple):
@@ -60,8 +59,9 @@ def forward_plan(
         chunks = _chunks(lists.count, rows)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:
-            parts = total - (len(items.size) - cut)
-            items, merged = cut_items(items, Cuts(chunks, total, cut))
+            cuts = Cuts(chunks, total, cut)
+            items, merged = cut_items(items, cuts)
+            parts = cuts.parts
     index, tile = lists.index, lists.tile
     if len(index) < 2:  # of a mask without a tile; the kernel reads one ahead of a row without tiles, too
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
@@ -109,4 +109,8 @@ def start_order(lengths: Tensor, programs: int) -> Tensor:
 
 def programs_of(device: torch.device) -> int:
     """How many programs run at the same time, one a multiprocessor; elsewhere than on a GPU those of an H100."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else _H100
+    return (
+        int(torch.cuda.get_device_properties(device).multi_processor_count)
+        if device.type == "cuda"
+        else SPLITS.multiprocessors
+    )

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-TILE_ROWS = tl.constexpr(128)  # queries of a tile
+from sparseflash.backends.triton.hopper.configs import BLOCK
+
+TILE_ROWS = tl.constexpr(BLOCK[0])  # queries of a tile
 WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
 
 

@@ -133,23 +133,23 @@ class Backward:
         if not layout.as_they_are:
             q, k, v, dout = layout.operands(q, k, v, dout)
         through_lse = () if dlse is None else (dlse,)
+        merged_keys = dk, dv, *(() if lengths is None else (lengths, lengths.stride(0)))
         first, second = torch.empty_like(layout.two_rows).unbind()
         if self.means is None or kept is None:
-            read = q, k, v, dout, out, lse, *through_lse, first, second
-            run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, dropout, more=of_queries)
-            read = q, k, v, dout, first, second
-            run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, dropout, more=of_keys)
+            given = q, k, v, dout, out, lse, *through_lse, first, second, dq
+            run_kernel(self.queries, self._combine_queries, given, (dq,), lengths, dropout, of_queries)
+            given = q, k, v, dout, first, second, dk, dv
+            run_kernel(self.keys, self._combine_keys, given, merged_keys, lengths, dropout, of_keys)
             return (dq, dk, dv), second
         (maximum, inverse), (delta, own_inverse) = kept.unbind(), (first, second)
-        read = q, k, v, dout, out, maximum, inverse
         sinks = () if changes is None else tuple(Changed.sinks(changes))
         merged = inverse, delta, own_inverse, *((maximum, *sinks) if sinks else ())
-        written = delta, own_inverse
-        run_kernel(self.means, self._combine_means, read, written, lengths, dropout, merged, more=(*more, *sinks))
-        read = q, k, v, dout, *through_lse, maximum, own_inverse, delta
-        run_kernel(self.queries, self._combine_queries, read, (dq,), lengths, dropout, more=of_queries)
-        read = q, k, v, dout, maximum, own_inverse, delta, *through_lse
-        run_kernel(self.keys, self._combine_keys, read, (dk, dv), lengths, dropout, more=of_keys)
+        given = q, k, v, dout, out, maximum, inverse, delta, own_inverse
+        run_kernel(self.means, self._combine_means, given, merged, lengths, dropout, (*more, *sinks))
+        given = q, k, v, dout, *through_lse, maximum, own_inverse, delta, dq
+        run_kernel(self.queries, self._combine_queries, given, (dq,), lengths, dropout, of_queries)
+        given = q, k, v, dout, maximum, own_inverse, delta, *through_lse, dk, dv
+        run_kernel(self.keys, self._combine_keys, given, merged_keys, lengths, dropout, of_keys)
         return (dq, dk, dv), delta
 
     def launches(self) -> list[BoundLaunch]:

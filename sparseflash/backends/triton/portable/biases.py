@@ -45,11 +45,11 @@ def load_tile_bias(
     """A tile of a bias stored for the live tiles of the mask, in whose own tiles the kernel must run.
 
     tile_bias_ptrs: `StoredTiles`: the values, contiguous, the numbers of the tiles, int32 [P, Mq, W, 2], and the
-    patterns. numbers: the strides of batch and head of the values, in tiles, and of the patterns, 0 where shared; Mq
-    and W. Tiles are stored whole, so nothing is read past an end.
+    patterns. numbers: TileNumbers, of which the last two are Mq and W. Tiles are stored whole, so nothing is read past
+    an end.
     """
     tile = number_of_tile(tile_bias_ptrs, numbers, batch, head, first_q // BLOCK_Q, first_k // BLOCK_K)
-    tile += tl.cast(batch, tl.int64) * numbers[0] + tl.cast(head, tl.int64) * numbers[1]
+    tile += tl.cast(batch, tl.int64) * numbers.tiles_of_batch + tl.cast(head, tl.int64) * numbers.tiles_of_head
     at = places_in_tile(first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, TRANSPOSED)
     return tl.load(tile_bias_ptrs[0] + tile * (BLOCK_Q * BLOCK_K) + at)
 
@@ -57,8 +57,10 @@ def load_tile_bias(
 @triton.jit
 def number_of_tile(tile_bias_ptrs, numbers, batch, head, row, column):
     """The place of a live tile in the mask's list, int64, from its block row and column; see blockmask/numbering.py."""
-    pattern = tl.load(tile_bias_ptrs[2] + batch * numbers[2] + head * numbers[3])
-    word_ptr = tile_bias_ptrs[1] + 2 * (tl.cast(pattern * numbers[4] + row, tl.int64) * numbers[5] + column // 32)
+    _, tile_numbers_ptr, pattern_ptr = tile_bias_ptrs
+    pattern = tl.load(pattern_ptr + batch * numbers.patterns_of_batch + head * numbers.patterns_of_head)
+    block_row = tl.cast(pattern * numbers.tile_rows + row, tl.int64)
+    word_ptr = tile_numbers_ptr + 2 * (block_row * numbers.tile_words + column // 32)
     x = tl.load(word_ptr) & ~(-1 << column % 32)  # the live tiles before it, which are counted
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)

@@ -13,6 +13,7 @@ from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, arit
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.portable.fitting import config_for, with_addresses, with_more_registers
+from sparseflash.backends.triton.portable.fp32_split import is_in_pieces
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, padded_dims
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling
@@ -49,7 +50,7 @@ class Chooser:
         self._kernel, self._capability = kernel, setting.capability
         self._lengths, self._dropout = setting.lengths, setting.dropout
         self._changes = changes
-        self._pieces = q.ndim == 5
+        self._pieces = is_in_pieces(q)
         self._arithmetic = arithmetic_of(torch.float32 if self._pieces else q.dtype, setting.tf32)
         if self._pieces:
             self._padded = q.shape[-1], v.shape[-1]
@@ -103,10 +104,10 @@ class Chooser:
         # Tiles too small for matrix instructions that read shared memory are multiplied from registers, as are all
         # tiles on GPUs without such instructions. With descriptors these tiles pass through shared memory first, which
         # wide heads and pieces cannot afford.
-        from_shared = self._capability[0] in (9, 10) and min(block) >= 64
+        rows = min(block)
         if self._pieces:
-            held = held_and_streamed(self._kernel, self._config(block, True)[:2])[0]
-            from_shared = self._capability[0] in (9, 10) and held >= 64
+            rows = held_and_streamed(self._kernel, self._config(block, True)[:2])[0]
+        from_shared = self._capability[0] in (9, 10) and rows >= 64
         few_registers = max(self._padded) <= 128 and self._arithmetic != "fp32"
         why = self._why_not_described
         if not why and tiling.gathered:

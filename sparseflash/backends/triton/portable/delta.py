@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.softmax import add_exactly, exp2_rounded
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from sparseflash.backends.triton.portable.softmax import LOG2E, add_exactly, exp2_rounded
 
 
 @triton.jit

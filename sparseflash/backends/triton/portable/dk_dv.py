@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.portable.arithmetic import product
-from sparseflash.backends.triton.portable.change_flags import CAPPED
-from sparseflash.backends.triton.portable.dropout import kept_weights
+from sparseflash.backends.triton.portable.change_flags import CAPPED, CHANGE_NUMBERS, ChangeArguments, TileNumbers
+from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
 from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
 from sparseflash.backends.triton.portable.loads import (
@@ -24,8 +24,9 @@ from sparseflash.backends.triton.portable.softmax import recomputed_weights, sco
 from sparseflash.backends.triton.portable.walk import (
     ITEM,
     cut_at_length,
-    first_blocks,
+    list_of_item,
     listed_block,
+    part_of,
     partial_tile,
     tokens_of_block,
 )
@@ -34,8 +35,8 @@ from sparseflash.backends.triton.portable.walk import (
 @triton.jit
 def dk_dv_step(
     dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
-    first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped, amplification, coordinates,
-    scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
+    first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale, q_strides, dout_strides, row_stride, dropout,
+    changes, dkey_ptr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
@@ -76,14 +77,12 @@ def dk_dv_step(
     )  # fmt: skip
     passed = p
     if DROPOUT:
-        keep = kept_weights(
-            seed_ptr, dropped, coordinates, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, True
-        )
+        keep = kept_weights(dropout, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, True)
         passed = tl.where(keep, p, 0.0)
     dv = accumulate(passed, dout_tile, dv, PRECISION)
     dp = products(v_tile, dout_tile, PRECISION, True)
     if DROPOUT:
-        dp = tl.where(keep, dp * amplification, 0.0)
+        dp = tl.where(keep, dp * dropout.amplification, 0.0)
     if KEEP:
         if dlse_ptr is not None:
             dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
@@ -103,10 +102,9 @@ def dk_dv_step(
 # Sizes are not specialised, so another length or number of heads does not recompile.
 @triton.jit(
     do_not_specialize=[
-        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
+        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "kv_heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
-        "cap", "inverse_cap", "values_stride",
-        "tiles_of_batch", "tiles_of_head", "patterns_of_batch", "patterns_of_head", "tile_rows", "tile_words",
+        *CHANGE_NUMBERS,
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -122,8 +120,7 @@ def dk_dv_kernel(
     seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
     dropped, amplification,  # if DROPOUT
     scale, qk_scale,
-    heads,  # key heads
-    group, q_len, k_len, col_tiles, row_stride,
+    kv_heads, group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
@@ -146,9 +143,9 @@ def dk_dv_kernel(
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
     item = tl.load(item_ptr)
-    batch_head = item // col_tiles
+    batch_kv_head = item // col_tiles
     first_k = item % col_tiles * BLOCK_N
-    batch, kv_head = batch_head // heads, batch_head % heads
+    batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
     q_length, k_length = q_len, k_len
     if HAS_LENGTHS:
         q_length, k_length = tl.load(lengths_ptr + batch), tl.load(lengths_ptr + lengths_stride + batch)
@@ -157,13 +154,13 @@ def dk_dv_kernel(
     v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION)
     dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
-    changes = (
+    changes = ChangeArguments(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
-        (tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
+        TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
         own_ptrs, own_numbers,
     )  # fmt: skip
-    coordinates = rows_ptr, queries_ptr, groups_ptr
+    dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
     dkey, own_sums = 0.0, ()
     if dkey_ptr is not None:
         dkey = tl.zeros([BLOCK_N], tl.float32)
@@ -171,9 +168,9 @@ def dk_dv_kernel(
         own_sums = OWN_SUMS(None, None, None, BLOCK_N)
     for member in range(0, group):
         list_ptr = item_ptr + member * ITEM
-        start, full, count = tl.load(list_ptr + 1), tl.load(list_ptr + 2), tl.load(list_ptr + 3)
-        next_block, partial_block = first_blocks(list_ptr, index_ptr, start, full, BLOCK_M, GATHERED)
-        partial_number = tl.load(list_ptr + 6)
+        listed, firsts = list_of_item(list_ptr, index_ptr, BLOCK_M, GATHERED)
+        start, full, count = listed
+        next_block, partial_block, partial_number = firsts
         partial = count - full
         first_partial = start + full
         if HAS_LENGTHS:
@@ -193,10 +190,9 @@ def dk_dv_kernel(
             next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
             dk, dv, dkey, own_sums = dk_dv_step(
                 dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, seed_ptr, dropped,
-                amplification, coordinates, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr, D,
-                DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION,
-                ROWS_TMA, CHANGES, OWN, OWN_SUMS, False,
+                batch, head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, scale, qk_scale, q_strides,
+                dout_strides, row_stride, dropout, changes, dkey_ptr, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K,
+                BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, OWN, OWN_SUMS, False,
             )  # fmt: skip
         if partial > 0:  # as in the forward
             next_block, next_tile = partial_block, partial_number
@@ -208,10 +204,10 @@ def dk_dv_kernel(
                 )
                 dk, dv, dkey, own_sums = dk_dv_step(
                     dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
-                    batch, head, heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, seed_ptr, dropped,
-                    amplification, coordinates, scale, qk_scale, q_strides, dout_strides, row_stride, changes, dkey_ptr,
-                    D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA,
-                    PRECISION, ROWS_TMA, CHANGES, OWN, OWN_SUMS, True,
+                    batch, head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale,
+                    q_strides, dout_strides, row_stride, dropout, changes, dkey_ptr, D, DV, PADDED_D, PADDED_DV,
+                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, OWN,
+                    OWN_SUMS, True,
                 )  # fmt: skip
         place = tl.cast(tl.program_id(0), tl.int64) * group + member
         if OWN_SUMS is not None:
@@ -221,35 +217,17 @@ def dk_dv_kernel(
                 dkey = tl.where(first_k + tl.arange(0, BLOCK_N) < k_length, dkey, 0.0)
             tl.store(dkey_ptr + place * BLOCK_N + tl.arange(0, BLOCK_N), dkey)
 
-    if parts_ptr is None:
-        write_key_gradients(
-            dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides,
-            dv_strides, D, DV, PADDED_D, PADDED_DV, BLOCK_N, DROPOUT, HAS_LENGTHS,
-        )  # fmt: skip
-    else:
-        part = tl.load(item_ptr + 7)
+    part = part_of(item_ptr, parts_ptr)
+    if parts_ptr is not None and part > 0:
         SIZE: tl.constexpr = BLOCK_N * (PADDED_D + PADDED_DV)
-        if part > 0:
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_N, PADDED_D), dk)
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_N * PADDED_D, BLOCK_N, PADDED_DV), dv)
-        else:
-            write_key_gradients(
-                dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides,
-                dv_strides, D, DV, PADDED_D, PADDED_DV, BLOCK_N, DROPOUT, HAS_LENGTHS,
-            )  # fmt: skip
-
-
-@triton.jit
-def write_key_gradients(
-    dk, dv, dk_ptr, dv_ptr, scale, amplification, batch, kv_head, first_k, k_len, k_length, dk_strides, dv_strides,
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOKENS: tl.constexpr,
-    DROPOUT: tl.constexpr, CUT: tl.constexpr,
-):  # fmt: skip
-    """Writes complete dK and dV; if CUT, 0 for keys at or past the length."""
-    write_gradients(
-        dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, D, PADDED_D, TOKENS, True, CUT
-    )
-    write_gradients(
-        dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, k_length, dv_strides, DV, PADDED_DV, TOKENS,
-        DROPOUT, CUT,
-    )  # fmt: skip
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_N, PADDED_D), dk)
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_N * PADDED_D, BLOCK_N, PADDED_DV), dv)
+    else:
+        write_gradients(
+            dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, D, PADDED_D, BLOCK_N, True,
+            HAS_LENGTHS,
+        )  # fmt: skip
+        write_gradients(
+            dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, k_length, dv_strides, DV, PADDED_DV, BLOCK_N,
+            DROPOUT, HAS_LENGTHS,
+        )  # fmt: skip

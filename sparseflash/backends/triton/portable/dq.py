@@ -7,23 +7,30 @@ no atomics and the bits are the same at every run.
 import triton
 import triton.language as tl
 
+from sparseflash.backends.triton.portable.change_flags import CHANGE_NUMBERS, ChangeArguments, TileNumbers
 from sparseflash.backends.triton.portable.delta import means_of_sink, means_step, write_means
-from sparseflash.backends.triton.portable.dq_step import dq_step, row_step
+from sparseflash.backends.triton.portable.dq_step import LearnedArguments, LearnedSums, dq_step, own_table, row_step
+from sparseflash.backends.triton.portable.dropout import DropoutArguments
 from sparseflash.backends.triton.portable.fp32_split import in_fp32
 from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
 from sparseflash.backends.triton.portable.loads import load_columns, load_tokens, part_pointers
 from sparseflash.backends.triton.portable.position_tables import add_last_run, no_run
-from sparseflash.backends.triton.portable.walk import ITEM, listed_block, partial_tile, row_item, tokens_of_block
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from sparseflash.backends.triton.portable.softmax import LOG2E
+from sparseflash.backends.triton.portable.walk import (
+    ITEM,
+    listed_block,
+    part_of,
+    partial_tile,
+    row_item,
+    tokens_of_block,
+)
 
 
 @triton.jit(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "row_tiles", "row_stride",
-        "cap", "inverse_cap", "values_stride", "table_size",
-        "tiles_of_batch", "tiles_of_head", "patterns_of_batch", "patterns_of_head", "tile_rows", "tile_words",
+        *CHANGE_NUMBERS, "table_size",
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -82,7 +89,7 @@ def dq_kernel(
         item_ptr, index_ptr, lengths_ptr, lengths_stride, heads, group, row_tiles, q_len, k_len,
         BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
     )  # fmt: skip
-    batch_head, batch, head, kv_head, first_q = place
+    batch_head, batch, head, _, first_q = place
     start, full, at_end, partial, first_partial = lists
     next_block, partial_block, partial_number = firsts
     q_length, k_length = live_tokens
@@ -127,38 +134,39 @@ def dq_kernel(
         tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
         tl.store(lse2_ptr + row + rows, lse2, mask=rows < q_len)
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
-    changes = (
+    changes = ChangeArguments(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
-        (tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
+        TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
         own_ptrs, own_numbers,
     )  # fmt: skip
-    coordinates = rows_ptr, queries_ptr, groups_ptr
-    dslopes, own_sums, table_sums = (), (), ()
+    dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
+    learned = LearnedArguments(
+        dslopes_ptr, dbias_ptr, dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size, own_parts
+    )
+    dslopes, table_sums, own_sums = (), (), ()
     if dslopes_ptr is not None:
         dslopes = tl.zeros([BLOCK_M], tl.float32)
     if OWN_SUMS is not None:
         own_sums = OWN_SUMS(None, None, None, BLOCK_M)
     if dtable_ptr is not None:
         table_sums = no_run(BLOCK_M)
+    sums = LearnedSums(dslopes, table_sums, own_sums)
 
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
         k_tile, exps, p, dp, factor, own = row_step(
-            q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, seed_ptr, dropped, amplification, coordinates,
-            batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
-            v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
-            DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
+            q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, place, first_k, q_len, k_len, k_length, scale,
+            qk_scale, k_strides, v_strides, dropout, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M,
+            BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
         )  # fmt: skip
         if DELTA:
             delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, estimate)
         else:
-            dq, dslopes, own_sums, table_sums = dq_step(
-                dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr,
-                dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head,
-                batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES,
-                OWN, OWN_SUMS, OWN_STORES,
+            dq, sums = dq_step(
+                dq, sums, k_tile, p, dp, delta, dlse, factor, own, learned, changes, place, first_k, q_len, k_len,
+                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
             )  # fmt: skip
 
     if at_end + partial > 0:  # as in the forward
@@ -176,57 +184,41 @@ def dq_kernel(
                 HAS_LENGTHS,
             )  # fmt: skip
             k_tile, exps, p, dp, factor, own = row_step(
-                q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, seed_ptr, dropped, amplification,
-                coordinates, batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale,
-                qk_scale, k_strides, v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
-                GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
+                q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale,
+                qk_scale, k_strides, v_strides, dropout, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M,
+                BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
             )  # fmt: skip
             if DELTA:
                 delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, estimate)
             else:
-                dq, dslopes, own_sums, table_sums = dq_step(
-                    dq, dslopes, own_sums, table_sums, k_tile, p, dp, delta, dlse, factor, own, dslopes_ptr, dbias_ptr,
-                    dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size, own_parts, changes, batch_head,
-                    batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES,
-                    OWN, OWN_SUMS, OWN_STORES,
+                dq, sums = dq_step(
+                    dq, sums, k_tile, p, dp, delta, dlse, factor, own, learned, changes, place, first_k, q_len, k_len,
+                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
                 )  # fmt: skip
 
     if OWN_SUMS is not None:
-        store_own_sums(own_sums, own_parts, tl.cast(tl.program_id(0), tl.int64), 0, 0, BLOCK_M, False)
+        store_own_sums(sums.own, own_parts, tl.cast(tl.program_id(0), tl.int64), 0, 0, BLOCK_M, False)
     if dtable_ptr is not None:
         if until_ptr is not None:
-            own_table = dtable_ptr + tl.cast(tl.program_id(0), tl.int64) * table_size
-            add_last_run(table_sums, own_table)
+            add_last_run(sums.table, own_table(learned))
     if dslopes_ptr is not None:
-        place = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M
-        tl.store(dslopes_ptr + place + tl.arange(0, BLOCK_M), dslopes)
+        first = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M
+        tl.store(dslopes_ptr + first + tl.arange(0, BLOCK_M), sums.slopes)
     at = row + rows
-    if parts_ptr is None:
-        if DELTA:
-            if sink_ptr is not None:
-                delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
-            write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
-        else:
-            write_gradients(
-                dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M, True, False
-            )
-    else:
-        part = tl.load(item_ptr + 7)
+    part = part_of(item_ptr, parts_ptr)
+    if parts_ptr is not None and part > 0:
         SIZE: tl.constexpr = BLOCK_M * (3 if DELTA else PADDED_D)
-        if part > 0:
-            if DELTA:
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, 1), delta[:, None])
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_M, BLOCK_M, 1), weight[:, None])
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 2 * BLOCK_M, BLOCK_M, 1), estimate[:, None])
-            else:
-                tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_D), dq)
+        if DELTA:
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, 1), delta[:, None])
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_M, BLOCK_M, 1), weight[:, None])
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 2 * BLOCK_M, BLOCK_M, 1), estimate[:, None])
         else:
-            if DELTA:
-                if sink_ptr is not None:
-                    delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
-                write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
-            else:
-                write_gradients(
-                    dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M,
-                    True, False,
-                )  # fmt: skip
+            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_D), dq)
+    elif DELTA:
+        if sink_ptr is not None:
+            delta, weight = means_of_sink(delta, weight, estimate, inverse, lse2, sink_ptr, head)
+        write_means(delta, weight, estimate, inverse, delta_ptr, own_inverse_ptr, at, rows < q_len)
+    else:
+        write_gradients(
+            dq, dq_ptr, scale, batch, head, first_q, q_len, q_length, dq_strides, D, PADDED_D, BLOCK_M, True, False
+        )

@@ -1,5 +1,7 @@
 """Dropout in the kernels: which weights of a tile are kept. `sparseflash/dropout.py` is the definition."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -9,33 +11,41 @@ GROUP = tl.constexpr(16)
 ROUNDS = tl.constexpr(7)
 
 
+class DropoutArguments(NamedTuple):
+    """The arguments of a kernel for dropout, by the kernel's names."""
+
+    seed_ptr: Any  # int64 [1]
+    rows_ptr: Any  # where rows, queries and groups of keys stand in a whole problem: see `Dropout`; or None
+    queries_ptr: Any
+    groups_ptr: Any
+    dropped: Any  # out of 256 weights
+    amplification: Any  # the factor of those that are kept
+
+
 @triton.jit
 def kept_weights(
-    seed_ptr, dropped, coordinates, row, first_q, first_k, q_len, k_len,
+    dropout, row, first_q, first_k, q_len, k_len,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Bools `[TILE_M, TILE_N]`, or `[TILE_N, TILE_M]` if TRANSPOSED, of the tile at (first_q, first_k).
 
     `row` is batch element * Hq + query head. Either `first` may instead be the numbers of all tokens of a gathered tile
     (see loads.py). A counter gives 16 bytes, which are spread over 16 keys like the words of a mask tile over 32.
-
-    `coordinates`: pointers to where rows, queries and groups of keys stand in a whole problem, or None.
     """
-    rows_ptr, queries_ptr, groups_ptr = coordinates
     GROUPS: tl.constexpr = TILE_N // GROUP
-    seed = tl.load(seed_ptr)
+    seed = tl.load(dropout.seed_ptr)
     q = token_numbers(first_q, TILE_M)
     if first_k.type.is_block():
         group = tl.min(first_k.reshape(GROUPS, GROUP), 1) // GROUP
     else:
         group = first_k // GROUP + tl.arange(0, GROUPS)
     # Tokens past the ends are dead, whatever is drawn for them.
-    if rows_ptr is not None:
-        row = tl.load(rows_ptr + row)
-    if queries_ptr is not None:
-        q = tl.load(queries_ptr + tl.minimum(q, q_len - 1))
-    if groups_ptr is not None:
-        group = tl.load(groups_ptr + tl.minimum(group, (k_len - 1) // GROUP))
+    if dropout.rows_ptr is not None:
+        row = tl.load(dropout.rows_ptr + row)
+    if dropout.queries_ptr is not None:
+        q = tl.load(dropout.queries_ptr + tl.minimum(q, q_len - 1))
+    if dropout.groups_ptr is not None:
+        group = tl.load(dropout.groups_ptr + tl.minimum(group, (k_len - 1) // GROUP))
     if TRANSPOSED:
         c0, c1 = tl.broadcast(group[:, None], q[None, :])
     else:
@@ -47,8 +57,8 @@ def kept_weights(
     if TRANSPOSED:
         words = words.permute(0, 2, 3, 1).reshape(GROUPS * 4, TILE_M)
         draws = (words[:, None, :] >> shift[None, :, None]) & 0xFF
-        return draws.reshape(TILE_N, TILE_M) >= dropped
+        return draws.reshape(TILE_N, TILE_M) >= dropout.dropped
     else:
         words = words.reshape(TILE_M, GROUPS * 4)
         draws = (words[:, :, None] >> shift[None, None, :]) & 0xFF
-        return draws.reshape(TILE_M, TILE_N) >= dropped
+        return draws.reshape(TILE_M, TILE_N) >= dropout.dropped

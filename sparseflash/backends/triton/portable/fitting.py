@@ -4,7 +4,7 @@ kernel does.
 
 from __future__ import annotations
 
-from sparseflash.backends.triton.configs import HOPPER_64, Arithmetic, Config, Kernel, table_for
+from sparseflash.backends.triton.configs import HOPPER_64, Arithmetic, Config, Kernel, table_for, uses_hopper_tables
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, results_and_scores
 
 _SCORES_A_WARP = 256  # tensor cores process patches of 16 x 16
@@ -17,7 +17,7 @@ def config_for(
     """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide."""
     entry = kernel, arithmetic, max(padded_dim, 32)
     chosen = table_for(capability, descriptors)[entry]
-    if capability[0] in (9, 10) and descriptors and held_and_streamed(kernel, block)[0] == 64:
+    if uses_hopper_tables(capability) and descriptors and held_and_streamed(kernel, block)[0] == 64:
         chosen = HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
     if arithmetic == "fp32":  # the pieces need the registers of all the warps that share the columns

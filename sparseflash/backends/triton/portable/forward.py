@@ -7,7 +7,8 @@ ones with their bits.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.dropout import kept_weights
+from sparseflash.backends.triton.portable.change_flags import CHANGE_NUMBERS, ChangeArguments, TileNumbers
+from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
 from sparseflash.backends.triton.portable.loads import (
     live_in_row,
@@ -16,45 +17,49 @@ from sparseflash.backends.triton.portable.loads import (
     store_tokens,
 )
 from sparseflash.backends.triton.portable.scores import changed_scores, with_sink
-from sparseflash.backends.triton.portable.softmax import softmax_step
-from sparseflash.backends.triton.portable.walk import ITEM, listed_block, partial_tile, row_item, tokens_of_block
-
-LN2 = tl.constexpr(0.6931471805599453)
+from sparseflash.backends.triton.portable.softmax import LN2, softmax_step
+from sparseflash.backends.triton.portable.walk import (
+    ITEM,
+    listed_block,
+    part_of,
+    partial_tile,
+    row_item,
+    tokens_of_block,
+)
 
 
 @triton.jit
 def forward_step(
-    acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped, coordinates,
-    batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides, v_strides,
-    changes, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    acc, m_i, l_i, q_tile, k, v, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
+    v_strides, dropout, changes,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running sums: `(acc, m_i, l_i)`."""
     k_tile = load_tokens(
-        k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
+        k, place.batch, place.kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
     scores = products(q_tile, k_tile, PRECISION)
     if CHANGES:
         scores, _, _ = changed_scores(
-            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
-            CHANGES, OWN, MASKED, False,
+            scores, changes, scale, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K,
+            BLOCK_M, BLOCK_N, CHANGES, OWN, MASKED, False,
         )  # fmt: skip
     live = None
     if MASKED:
         live = live_in_row(
-            words_ptr, tile, first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+            words_ptr, tile, place.first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
+            HAS_LENGTHS,
         )  # fmt: skip
     p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION)
     if DROPOUT:
-        keep = kept_weights(
-            seed_ptr, dropped, coordinates, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False
-        )
+        keep = kept_weights(dropout, place.batch_head, place.first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False)
         p = tl.where(keep, p, 0.0)
     acc = acc * alpha[:, None]
     v_tile = load_tokens(
-        v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
+        v, place.batch, place.kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
     return accumulate(p, v_tile, acc, PRECISION), m_i, l_i
 
@@ -105,8 +110,7 @@ def write_rows(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len",
         "row_tiles",
-        "cap", "inverse_cap", "values_stride",
-        "tiles_of_batch", "tiles_of_head", "patterns_of_batch", "patterns_of_head", "tile_rows", "tile_words",
+        *CHANGE_NUMBERS,
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -149,20 +153,20 @@ def forward_kernel(
         item_ptr, index_ptr, lengths_ptr, lengths_stride, heads, group, row_tiles, q_len, k_len,
         BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
     )  # fmt: skip
-    batch_head, batch, head, kv_head, first_q = place
+    batch_head, batch, head, _, first_q = place
     start, full, at_end, partial, first_partial = lists
     next_block, partial_block, partial_number = firsts
     q_length, k_length = live_tokens
-    changes = (
+    changes = ChangeArguments(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
-        (tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
+        TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
         own_ptrs, own_numbers,
     )  # fmt: skip
-    coordinates = rows_ptr, queries_ptr, groups_ptr
-    unit = scale
+    dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
+    softmax_scale = scale
     if CHANGES:
-        unit = 1.0
+        softmax_scale = 1.0
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if Q_IN_REGISTERS:
@@ -179,10 +183,9 @@ def forward_kernel(
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
         acc, m_i, l_i = forward_step(
-            acc, m_i, l_i, q_tile, k, v, words_ptr, 0, seed_ptr, dropped, coordinates,
-            batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
-            v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
-            DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
+            acc, m_i, l_i, q_tile, k, v, words_ptr, 0, place, first_k, q_len, k_len, k_length, scale, qk_scale,
+            k_strides, v_strides, dropout, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+            GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
         )  # fmt: skip
 
     if at_end + partial > 0:  # even an empty loop waits for the first loads of its pipeline
@@ -200,29 +203,21 @@ def forward_kernel(
                 HAS_LENGTHS,
             )  # fmt: skip
             acc, m_i, l_i = forward_step(
-                acc, m_i, l_i, q_tile, k, v, words_ptr, tile, seed_ptr, dropped, coordinates,
-                batch_head, batch, head, kv_head, first_q, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
-                v_strides, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
-                HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
+                acc, m_i, l_i, q_tile, k, v, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale, qk_scale,
+                k_strides, v_strides, dropout, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+                GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
             )  # fmt: skip
 
-    if parts_ptr is None:
-        write_rows(
-            acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
-            q_length, amplification, unit, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS,
-            DROPOUT, KEEP,
-        )  # fmt: skip
-    else:
-        part = tl.load(item_ptr + 7)
+    part = part_of(item_ptr, parts_ptr)
+    if parts_ptr is not None and part > 0:
         SUMS: tl.constexpr = BLOCK_M * PADDED_DV
         SIZE: tl.constexpr = SUMS + 2 * BLOCK_M
-        if part > 0:
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_DV), acc)
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS, BLOCK_M, 1), m_i[:, None])
-            tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS + BLOCK_M, BLOCK_M, 1), l_i[:, None])
-        else:
-            write_rows(
-                acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
-                q_length, amplification, unit, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M, HAS_LENGTHS,
-                DROPOUT, KEEP,
-            )  # fmt: skip
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_DV), acc)
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS, BLOCK_M, 1), m_i[:, None])
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS + BLOCK_M, BLOCK_M, 1), l_i[:, None])
+    else:
+        write_rows(
+            acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
+            q_length, amplification, softmax_scale, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M,
+            HAS_LENGTHS, DROPOUT, KEEP,
+        )  # fmt: skip

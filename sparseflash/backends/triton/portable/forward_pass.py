@@ -17,7 +17,7 @@ from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import Bound, KernelLayout
 from sparseflash.backends.triton.portable.merging import combine_rows
 from sparseflash.backends.triton.portable.pass_layout import Layout
-from sparseflash.backends.triton.portable.passes import empty_kept, layouts, like, one_number_of
+from sparseflash.backends.triton.portable.passes import empty_kept, layouts, like, one_number_of, run_kernel
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
@@ -69,18 +69,14 @@ class Forward:
         if not layout.as_they_are:
             q, k, v = layout.operands(q, k, v)
         written = (out, lse) if kept is None else (out, lse, kept[0], kept[1])
-        kernel.work.ready.wait()
-        if self._is_plain:
+        if self._is_plain:  # a shorter way for the calls that take the least time
+            kernel.work.ready.wait()
             kernel.launch(q, k, v, *written)
             return out, lse, kept
         sinks = [] if changes is None else Changed.sinks(changes)
         more = [] if changes is None else [*Changed.tensors(changes, out.dtype, out.device), *sinks]
-        if self._combine is None:
-            kernel.launch(q, k, v, *written, *kernel.extra(None, lengths, dropout), *more)
-        else:
-            parts = self._combine.workspace()
-            kernel.launch(q, k, v, *written, *kernel.extra(parts, lengths, dropout), *more)
-            self._combine.launch(parts, *written, *(() if lengths is None else (lengths,)), *sinks)
+        merged = *written, *(() if lengths is None else (lengths,)), *sinks
+        run_kernel(kernel, self._combine, (q, k, v, *written), merged, lengths, dropout, more)
         return out, lse, kept
 
     def launches(self) -> list[BoundLaunch]:

@@ -28,7 +28,7 @@ PIECES = tl.constexpr("pieces")
 PIECES_CORRECTED = tl.constexpr("pieces, sums corrected")
 WHOLE = tl.constexpr("bf16x6")
 WHOLE_CORRECTED = tl.constexpr("bf16x6, sums corrected")
-COUNT = 3
+PIECE_COUNT = 3
 _TOKENS = 32  # per program
 _LARGEST = tl.constexpr(3.3895313892515355e38)  # of bf16; larger fp32 numbers would be rounded to infinity
 
@@ -194,16 +194,21 @@ def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
     Takes 1.5 times the memory of `x`, or more if `padded_dim` exceeds D. The last dimension of `x` must be contiguous.
     """
     batch, heads, length, dim = x.shape
-    pieces = torch.empty(batch, heads, length, COUNT, padded_dim, dtype=PIECES_DTYPE, device=x.device)
+    pieces = torch.empty(batch, heads, length, PIECE_COUNT, padded_dim, dtype=PIECES_DTYPE, device=x.device)
     tiles = -(-length // _TOKENS)
     launch = _splitting(x.device, x.stride()[:3], dim, padded_dim, x.data_ptr() % 16)
     launch.start(batch * heads * tiles, x, pieces, heads, length, tiles, x.stride()[:3], dim, padded_dim, _TOKENS)
     return pieces
 
 
+def is_in_pieces(x: Tensor) -> bool:
+    """Whether `x` is a result of `in_pieces`, which alone has five dimensions."""
+    return x.ndim == 5
+
+
 @bounded(maxsize=512)
 def _splitting(device: torch.device, *layout: object) -> Launch:
-    """layout: everything that Triton may specialise on."""
+    """layout: everything that Triton may specialise on; see `Launch.of_all_arguments`."""
     refuse_to_record(device)  # a first launch compiles and loads code
     return Launch.of_all_arguments(pieces_kernel, device, num_warps=4, num_stages=1)
 

@@ -15,8 +15,9 @@ from sparseflash.backends.triton.portable.choice import Choice, Chooser, describ
 from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
 from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.forward import forward_kernel
-from sparseflash.backends.triton.portable.fp32_split import COUNT, precision_of
+from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, is_in_pieces, precision_of
 from sparseflash.backends.triton.portable.occupancy import resident_programs
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -26,7 +27,6 @@ from sparseflash.dropout import Dropout, amplification
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.changed import Changed
 
-LOG2E = 1.4426950408889634
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
 # Examples of arguments that only some calls have.
 SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
@@ -111,9 +111,9 @@ class KernelLayout:
         self._row_stride, self._means = row_stride, means
         self._changed, self._more, self._functions = changed, dict(more or {}), dict(functions or {})
         # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
-        self.unit, self.unit2 = numbers.scale, numbers.scale * LOG2E
+        self.softmax_scale, self.qk_scale = numbers.scale, numbers.scale * LOG2E.value
         if changed is not None and changed.flags:
-            self.unit, self.unit2 = 1.0, LOG2E
+            self.softmax_scale, self.qk_scale = 1.0, LOG2E.value
         self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; there are few tilings
 
     def bind(self, plan: Plan) -> Bound:
@@ -122,7 +122,7 @@ class KernelLayout:
         choice = self._chooser.choice(plan)
         config = choice.config
         tile = config.block_n if over_columns else config.block_m
-        itemsize = 2 * COUNT if choice.pieces else self._tiles["q"].element_size()
+        itemsize = 2 * PIECE_COUNT if choice.pieces else self._tiles["q"].element_size()
         resident = resident_programs(self.kernel, config, max(choice.padded), itemsize)
         work = plan.worklist(int(over_columns), tile, choice.tiling, resident=resident)
         key = choice.tiling, work.merged is not None
@@ -157,8 +157,8 @@ class KernelLayout:
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
             "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
-            "scale": numbers.scale, "qk_scale": self.unit2, "one": 1.0,
-            "heads": numbers.kv_heads if over_columns else numbers.heads, "group": numbers.heads // numbers.kv_heads,
+            "scale": numbers.scale, "qk_scale": self.qk_scale, "one": 1.0,
+            "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
             **{f"{name}_strides": strides_of(x) for name, x in self._strides.items()},
@@ -189,7 +189,7 @@ class KernelLayout:
             tokens = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
             for name, x in self._tiles.items():
                 # The pieces of a token lie side by side, as columns of one matrix.
-                shape = [*x.shape[:3], x.stride(2)] if x.ndim == 5 else list(x.shape)
+                shape = [*x.shape[:3], x.stride(2)] if is_in_pieces(x) else list(x.shape)
                 box = [1, 1, tokens[name], padded[name in ("v", "dout")]]
                 made[name] = Describe(x, shape, describable_strides(x), box)
         if choice.describes_rows:

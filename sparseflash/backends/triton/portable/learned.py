@@ -134,7 +134,11 @@ class Sums:
 
     def gradients(self, lse: Tensor, drow: Tensor) -> list[Tensor | None]:
         """The gradient of each tensor. drow: of the score of a key without a value, divided by its weight."""
-        of_kind = {kind: getattr(self, f"_{kind}")(part) for kind, part in self._parts.items()}
+        summed = {
+            "distance": self._distance, "relative": self._sums_by_head, "bias": self._bias,
+            "tile_bias": self._tile_bias, "key_bias": self._key_bias,
+        }  # fmt: skip
+        of_kind = {kind: summed[kind](part) for kind, part in self._parts.items()}
         if self._learned.wants.get("sink"):
             of_kind["sink"] = self._sink(lse, drow)
         found: list[Tensor | None] = []
@@ -147,59 +151,57 @@ class Sums:
         return found
 
     def _distance(self, part: Tensor) -> Tensor:
-        return self._of_heads(part.sum(1, keepdim=True)).squeeze(1)
-
-    def _relative(self, part: Tensor) -> Tensor:
-        return self._of_heads(part)
-
-    def _of_heads(self, part: Tensor) -> Tensor:
-        """The sums of the parts of all programs of each head."""
-        numbers, work = self._learned.numbers, self._queries.work
-        tiles = -(-numbers.q_len // self._queries.tile)
-        head = work.work[:, 0, 0].long() // tiles % numbers.heads
-        return sums_of_groups(part, head, numbers.heads, None if work.merged is not None else self._batch * tiles)
+        return self._sums_by_head(part.sum(1, keepdim=True)).squeeze(1)
 
     def _bias(self, part: Tensor) -> Tensor:
-        values = self._changes.find("bias").values
-        return _over_shared(part, values)
+        return _over_shared(part, self._changes.find("bias").values)
 
     def _tile_bias(self, part: Tensor) -> Tensor:
         return part[0] if len(part) == 1 else part.sum(0)
 
     def _key_bias(self, part: Tensor) -> Tensor:
-        return _over_shared(self._of_keys(part), self._changes.find("key_bias").values)
+        return _over_shared(self._sums_by_key(part), self._changes.find("key_bias").values)
 
-    def _of_keys(self, part: Tensor) -> Tensor:
-        """The sums of the parts of all programs of each head and key, `[B, Hq, Nk]`."""
-        numbers, work = self._learned.numbers, self._keys.work
-        tiles = -(-numbers.k_len // self._keys.tile)
-        items = self._batch * numbers.kv_heads * tiles
-        sums = sums_of_groups(part, work.work[:, 0, 0].long(), items, None if work.merged is not None else 1)
+    def _sums_by_head(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each head, `[Hq, ...]`."""
+        tiles, heads = self._tiles(self._queries), self._learned.numbers.heads
+        head = _items(self._queries) // tiles % heads
+        return sums_of_groups(part, head, heads, _unless_cut(self._queries, self._batch * tiles))
+
+    def _sums_by_batch_and_head(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each batch element and head, `[B, Hq, ...]`."""
+        tiles, heads = self._tiles(self._queries), self._learned.numbers.heads
+        number = _items(self._queries) // tiles
+        sums = sums_of_groups(part, number, self._batch * heads, _unless_cut(self._queries, tiles))
+        return sums.view(self._batch, heads, *part.shape[1:])
+
+    def _sums_by_query(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each head and query, `[B, Hq, Nq]`."""
+        numbers = self._learned.numbers
+        count = self._batch * numbers.heads * self._tiles(self._queries)
+        sums = sums_of_groups(part, _items(self._queries), count, _unless_cut(self._queries, 1))
+        return sums.view(self._batch, numbers.heads, -1)[:, :, : numbers.q_len]
+
+    def _sums_by_key(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each query head and key, `[B, Hq, Nk]`."""
+        numbers, tiles = self._learned.numbers, self._tiles(self._keys)
+        count = self._batch * numbers.kv_heads * tiles
+        sums = sums_of_groups(part, _items(self._keys), count, _unless_cut(self._keys, 1))
         by_head = sums.view(self._batch, numbers.kv_heads, tiles, -1, self._keys.tile).transpose(2, 3)
         return by_head.reshape(self._batch, numbers.heads, -1)[:, :, : numbers.k_len]
 
-    def _of_queries(self, part: Tensor) -> Tensor:
-        """The sums of the parts of all programs of each head and query, `[B, Hq, Nq]`."""
-        numbers, work = self._learned.numbers, self._queries.work
-        items = self._batch * numbers.heads * -(-numbers.q_len // self._queries.tile)
-        sums = sums_of_groups(part, work.work[:, 0, 0].long(), items, None if work.merged is not None else 1)
-        return sums.view(self._batch, numbers.heads, -1)[:, :, : numbers.q_len]
-
-    def _of_batch_and_heads(self, part: Tensor) -> Tensor:
-        """The sums of the parts of all programs of each batch element and head, `[B, Hq, ...]`."""
-        numbers, work = self._learned.numbers, self._queries.work
-        tiles = -(-numbers.q_len // self._queries.tile)
-        number, count = work.work[:, 0, 0].long() // tiles, self._batch * numbers.heads
-        sums = sums_of_groups(part, number, count, None if work.merged is not None else tiles)
-        return sums.view(self._batch, numbers.heads, *part.shape[1:])
+    def _tiles(self, kernel: Bound) -> int:
+        """The tiles of queries or of keys of one head, each of which is a work item unless it is cut."""
+        numbers = self._learned.numbers
+        return -(-(numbers.k_len if kernel is self._keys else numbers.q_len) // kernel.tile)
 
     def _function(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the tensors of one's own function, each the sum of those of its reads."""
         found: list[Tensor | None] = [None] * len(tensors)
         for load, part in zip(self._learned.loads, self._own, strict=True):
             sums = {
-                "queries": self._of_queries, "keys": self._of_keys, "pairs": lambda x: x,
-                "table": self._of_batch_and_heads,
+                "queries": self._sums_by_query, "keys": self._sums_by_key, "pairs": lambda x: x,
+                "table": self._sums_by_batch_and_head,
             }[load.way](part)  # fmt: skip
             gradient, before = load.gradient(sums, tensors[load.tensor]), found[load.tensor]
             found[load.tensor] = gradient if before is None else before + gradient
@@ -214,6 +216,16 @@ class Sums:
         empty = lse == -torch.inf
         weights = torch.exp(logits[:, None] - lse.masked_fill(empty, torch.inf))
         return (weights * drow.masked_fill(empty, 0.0)).sum((0, 2))
+
+
+def _items(kernel: Bound) -> Tensor:
+    """The number of the work item of each program, int64 `[W]`; see `schedule/plan.py`."""
+    return kernel.work.work[:, 0, 0].long()
+
+
+def _unless_cut(kernel: Bound, programs: int) -> int | None:
+    """`programs`, of every group, unless items are cut into chunks, which only the device counts."""
+    return None if kernel.work.merged is not None else programs
 
 
 def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.combine import (
     TOKENS_TO_COMBINE,
     combine_gradients_kernel,
@@ -25,6 +26,22 @@ from sparseflash.backends.triton.portable.launches import (
 from sparseflash.dropout import amplification
 
 
+def merge_launch(
+    function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """The launch of a kernel of `combine.py`, without work; it takes the partial results, then the examples."""
+    return launch_of(
+        function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, device, {}, bound=("merged_ptr",),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def bind_merge(launch: Launch, merged: Tensor, tile: int, tokens: int = TOKENS_TO_COMBINE) -> BoundLaunch:
+    """The launch for the items `merged [cut, 4]`, of `tile` tokens each, with `tokens` a program."""
+    return launch.bind(len(merged) * (tile // tokens), merged_ptr=merged)
+
+
 class Combine:
     """The kernel that merges the partial results that the chunks of another kernel wrote to a workspace."""
 
@@ -36,11 +53,8 @@ class Combine:
         if of.work.merged is None:
             raise RuntimeError("there are no chunks to merge")
         self._shape, self._device = (of.work.parts, of.tile * numbers_a_token), layout.device
-        unbound = launch_of(
-            function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, layout.device, {},
-            bound=("merged_ptr",), num_warps=4, num_stages=2,
-        )  # fmt: skip
-        self.launch = unbound.bind(len(of.work.merged) * (of.tile // tokens), merged_ptr=of.work.merged)
+        unbound = merge_launch(function, constants, numbers, examples, layout.device)
+        self.launch = bind_merge(unbound, of.work.merged, of.tile, tokens)
 
     def workspace(self) -> Tensor:
         """Uninitialised memory for the partial results."""
@@ -63,8 +77,8 @@ def combine_rows(
         "DROPOUT": layout.dropout, "KEEP": "maximum_ptr" in written,
     }  # fmt: skip
     by_name = {
-        "lengths_offset": 0, "amplification": amplification(numbers.dropped), "scale": layout.unit,
-        "qk_scale": layout.unit2, "heads": numbers.heads, "q_len": numbers.q_len,
+        "lengths_offset": 0, "amplification": amplification(numbers.dropped), "scale": layout.softmax_scale,
+        "qk_scale": layout.qk_scale, "heads": numbers.heads, "q_len": numbers.q_len,
         "row_tiles": -(-numbers.q_len // of.tile), "out_strides": strides_of(written["out_ptr"]),
     }  # fmt: skip
     examples = {**written, **({"lengths_ptr": SOME_LENGTHS} if layout.lengths else {}), **sink}

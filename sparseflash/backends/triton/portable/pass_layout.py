@@ -16,7 +16,7 @@ from sparseflash.backends.triton.alignment import aligned, is_aligned, with_alig
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.choice import wants_pieces
-from sparseflash.backends.triton.portable.fp32_split import COUNT, PIECES_DTYPE, in_pieces
+from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.portable.launches import Numbers
 from sparseflash.backends.triton.portable.occupancy import padded_dims
 from sparseflash.backends.triton.portable.passes import like
@@ -52,7 +52,7 @@ class Layout:
             return [like(x) if is_aligned(x) else with_aligned_rows(like(x)) for x in (q, k, v, *dout)]
         widths = self._padded[0], self._padded[0], self._padded[1], self._padded[1]
         return [
-            torch.empty(*x.shape[:3], COUNT, width, dtype=PIECES_DTYPE, device="meta")
+            torch.empty(*x.shape[:3], PIECE_COUNT, width, dtype=PIECES_DTYPE, device="meta")
             for x, width in zip((q, k, v, *dout), widths)
         ]
 

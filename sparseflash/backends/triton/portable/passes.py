@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,25 +17,21 @@ layouts = BoundedDict(256)  # by the direction and everything that they depend o
 
 
 def run_kernel(
-    kernel: Bound, combine: Combine | None, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
-    lengths: Tensor | None, dropout: Dropout | None, merged: tuple[Tensor, ...] | None = None,
-    more: tuple[Tensor, ...] = (),
+    kernel: Bound, combine: Combine | None, given: Sequence[Any], merged: Sequence[Any], lengths: Tensor | None,
+    dropout: Dropout | None, more: Sequence[Any] = (),
 ) -> None:  # fmt: skip
-    """Launches a kernel of the backward, or a forward without lengths, and the kernel that merges its chunks.
+    """Launches a kernel, and the kernel that merges its chunks if there are any.
 
-    merged: the arguments of the merge, if they are not just `written`. more: the kernel's last arguments, which only
-    changed scores have.
+    given: the kernel's arguments before lengths and dropout. merged: those of the merge after the partial results; see
+    the functions of `merging.py`. more: the kernel's last arguments, which only changed scores have.
     """
     kernel.work.ready.wait()
     if combine is None:
-        kernel.launch(*read, *written, *kernel.extra(None, lengths, dropout), *more)
+        kernel.launch(*given, *kernel.extra(None, lengths, dropout), *more)
         return
     parts = combine.workspace()
-    kernel.launch(*read, *written, *kernel.extra(parts, lengths, dropout), *more)
-    if merged is None and len(written) == 2 and lengths is not None:  # dk and dv
-        combine.launch(parts, *written, lengths, lengths.stride(0))
-    else:
-        combine.launch(parts, *(written if merged is None else merged))
+    kernel.launch(*given, *kernel.extra(parts, lengths, dropout), *more)
+    combine.launch(parts, *merged)
 
 
 def empty_kept(q: Tensor) -> Tensor:

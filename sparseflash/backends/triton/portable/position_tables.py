@@ -10,13 +10,13 @@ from sparseflash.backends.triton.portable.loads import along_keys, along_queries
 
 
 @triton.jit
-def code_differences(until_ptr, q_codes_ptr, k_codes_ptr, q, k, q_len, k_len, TRANSPOSED: tl.constexpr):
+def code_differences(changes, q, k, q_len, k_len, TRANSPOSED: tl.constexpr):
     """The places of scores in a table of relative positions, which follow from the tokens' numbers if `until_ptr`."""
     q_codes, k_codes = tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1)
-    if until_ptr is not None:
+    if changes.until_ptr is not None:
         q_codes += k_len - 1
     else:
-        q_codes, k_codes = tl.load(q_codes_ptr + q_codes), tl.load(k_codes_ptr + k_codes)
+        q_codes, k_codes = tl.load(changes.q_codes_ptr + q_codes), tl.load(changes.k_codes_ptr + k_codes)
     return along_queries(q_codes, TRANSPOSED) - along_keys(k_codes, TRANSPOSED)
 
 
@@ -97,7 +97,7 @@ def add_last_run(table_sums, dtable_ptr):
 
 @triton.jit
 def add_run_gradients(
-    table_sums, ds, dtable_ptr, buckets_ptr, until_ptr, first_q, first_k, q, k, q_len, k_len,
+    table_sums, ds, dtable_ptr, buckets_ptr, changes, first_q, first_k, q, k, q_len, k_len,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of a tile to this program's own copy of the table, or to `table_sums`, which it returns.
@@ -106,7 +106,7 @@ def add_run_gradients(
     added to the copy when another bucket follows, so most tiles need no sum over the queries, for which warps wait.
     """
     sums, bucket = table_sums
-    smallest, shared = smallest_code(until_ptr, first_q, first_k, q_len, k_len, TILE_M, TILE_N)
+    smallest, shared = smallest_code(changes.until_ptr, first_q, first_k, q_len, k_len, TILE_M, TILE_N)
     if shared:
         own = tl.load(buckets_ptr + smallest)
         if own != bucket:
@@ -115,6 +115,6 @@ def add_run_gradients(
         sums += tl.sum(ds, 1)
         bucket = own
     else:
-        at = code_differences(until_ptr, None, None, q, k, q_len, k_len, False)
+        at = code_differences(changes, q, k, q_len, k_len, False)
         add_table_gradients(ds, dtable_ptr, entries_at(buckets_ptr, at, CHANGES), None)
     return sums, bucket

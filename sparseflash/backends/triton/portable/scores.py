@@ -11,9 +11,7 @@ from sparseflash.backends.triton.portable.biases import load_bias, load_tile_bia
 from sparseflash.backends.triton.portable.change_flags import CAPPED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.portable.position_tables import code_differences, entries_at, smallest_code
-
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
+from sparseflash.backends.triton.portable.softmax import LN2, LOG2E
 
 
 @triton.jit
@@ -25,50 +23,52 @@ def changed_scores(
     """`(changed scores, derivative of the cap, own)` of products; the derivative is 1.0 without a cap.
 
     own: of one's own function, its derivative and what else the gradients need; or 1.0 and nothing. changes: the
-    kernel's arguments from `cap` to `own_numbers`, in that order. Without MASKED no token of the tile is past the ends.
-    See loads.py for `first_q` and `first_k`.
+    kernel's ChangeArguments. Without MASKED no token of the tile is past the ends. See loads.py for `first_q` and
+    `first_k`.
     """
     q, k = token_numbers(first_q, TILE_M), token_numbers(first_k, TILE_N)
     scores = scores * scale
     factor = 1.0
     if CAPPED & CHANGES:
-        ratio = tanh(scores * changes[1], CHANGES)
-        scores = ratio * changes[0]
+        ratio = tanh(scores * changes.inverse_cap, CHANGES)
+        scores = ratio * changes.cap
         factor = 1.0 - ratio * ratio
-    if changes[2] is not None:  # slopes
-        slope = tl.load(changes[2] + head).to(tl.float32)
+    if changes.slopes_ptr is not None:
+        slope = tl.load(changes.slopes_ptr + head).to(tl.float32)
         scores = scores - slope * distances(q, k, q_len, k_len, CHANGES, TRANSPOSED)
-    if changes[3] is not None:  # a table
-        values_ptr = changes[3] + tl.cast(head, tl.int64) * changes[7]
-        if changes[4] is not None:
-            smallest, shared = smallest_code(changes[4], first_q, first_k, q_len, k_len, TILE_M, TILE_N)
+    if changes.values_ptr is not None:
+        values_ptr = changes.values_ptr + tl.cast(head, tl.int64) * changes.values_stride
+        if changes.until_ptr is not None:
+            smallest, shared = smallest_code(changes.until_ptr, first_q, first_k, q_len, k_len, TILE_M, TILE_N)
             if shared:
                 scores = scores + tl.load(values_ptr + smallest).to(tl.float32)
             else:
-                at = code_differences(changes[4], changes[5], changes[6], q, k, q_len, k_len, TRANSPOSED)
+                at = code_differences(changes, q, k, q_len, k_len, TRANSPOSED)
                 scores = scores + entries_at(values_ptr, at, CHANGES).to(tl.float32)
         else:
-            at = code_differences(changes[4], changes[5], changes[6], q, k, q_len, k_len, TRANSPOSED)
+            at = code_differences(changes, q, k, q_len, k_len, TRANSPOSED)
             scores = scores + entries_at(values_ptr, at, CHANGES).to(tl.float32)
-    if changes[8] is not None:  # a bias of keys
-        start = tl.cast(batch, tl.int64) * changes[9][0] + tl.cast(head, tl.int64) * changes[9][1]
-        values = tl.load(changes[8] + start + k * changes[9][2], mask=k < k_len, other=0.0).to(tl.float32)
-        scores = scores + along_keys(values, TRANSPOSED)
-    if changes[10] is not None:  # a bias
+    if changes.key_bias_ptr is not None:
+        strides = changes.key_bias_strides
+        start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+        values = tl.load(changes.key_bias_ptr + start + k * strides[2], mask=k < k_len, other=0.0)
+        scores = scores + along_keys(values.to(tl.float32), TRANSPOSED)
+    if changes.bias_ptr is not None:
         scores = scores + load_bias(
-            changes[10], changes[11], batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N, MASKED,
-            TRANSPOSED,
+            changes.bias_ptr, changes.bias_strides, batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N,
+            MASKED, TRANSPOSED,
         ).to(tl.float32)  # fmt: skip
-    if changes[12] is not None:  # a bias of live tiles
+    if changes.tile_bias_ptrs is not None:
         scores = scores + load_tile_bias(
-            changes[12], changes[13], batch, head, first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, TRANSPOSED
-        ).to(tl.float32)
+            changes.tile_bias_ptrs, changes.tile_numbers, batch, head, first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M,
+            TILE_N, TRANSPOSED,
+        ).to(tl.float32)  # fmt: skip
     own = 1.0, ()
     if OWN is not None:  # one's own function, which must see no places past the ends
         q, k = tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1)
         scores, slope, more = OWN(
-            scores, batch, head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), changes[14], changes[15],
-            CHANGES,
+            scores, batch, head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), changes.own_ptrs,
+            changes.own_numbers, CHANGES,
         )  # fmt: skip
         own = slope, more
     return scores, factor, own

@@ -7,6 +7,9 @@ in base 2 with fp32 accumulation. `live` says which scores are live; it is None,
 import triton
 import triton.language as tl
 
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def softmax_step(scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr):

@@ -3,10 +3,22 @@
 See `loads.py` for `GATHERED` and `first`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 ITEM = tl.constexpr(8)  # numbers per work item, see schedule/plan.py
+
+
+class Place(NamedTuple):
+    """Which tile of queries a program holds."""
+
+    batch_head: Any  # batch * Hq + head
+    batch: Any
+    head: Any
+    kv_head: Any
+    first_q: Any
 
 
 @triton.jit
@@ -19,17 +31,31 @@ def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constex
 
 
 @triton.jit
-def first_blocks(item_ptr, index_ptr, start, full, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
-    """The `listed_block` of an item's first full tile and of its first partial one.
+def part_of(item_ptr, parts_ptr):
+    """The number of an item among the chunks of those that are cut, from 1; 0 if it is not a chunk.
 
-    Unless GATHERED, they are stored in the item itself, so that no load has to wait for `start`.
+    Kernels ask for `parts_ptr` as well: where it is None, code for chunks must not even be compiled.
     """
+    part = 0
+    if parts_ptr is not None:
+        part = tl.load(item_ptr + 7)
+    return part
+
+
+@triton.jit
+def list_of_item(item_ptr, index_ptr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
+    """What a work item says of its list: `((start, full, count), (first full block, first partial one, its tile))`.
+
+    The blocks are `listed_block`. Unless GATHERED, they are stored in the item itself, so that no load has to wait for
+    `start`.
+    """
+    start, full, count = tl.load(item_ptr + 1), tl.load(item_ptr + 2), tl.load(item_ptr + 3)
     if GATHERED > 0:
         first = listed_block(index_ptr, start, 0, TOKENS, GATHERED)
         first_partial = listed_block(index_ptr, start, full, TOKENS, GATHERED)
     else:
         first, first_partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
-    return first, first_partial
+    return (start, full, count), (first, first_partial, tl.load(item_ptr + 6))
 
 
 @triton.jit
@@ -94,15 +120,13 @@ def row_item(
 ):  # fmt: skip
     """The work of a program over a tile of queries.
 
-    Returns `(place, lists, firsts, lengths)`. place: batch and head as one number, batch, head, key head, first query.
-    lists: the start of the list, the number of full tiles, whether the next one is cut by the length, the number of
-    partial tiles, and where those start. firsts: the first full block, the first partial one and its tile number.
+    Returns `(place, lists, firsts, lengths)`. lists: the start of the list, the number of full tiles, whether the
+    next one is cut by the length, the number of partial tiles, and where those start. firsts: of `list_of_item`.
     lengths: live queries and live keys.
     """
-    item, start = tl.load(item_ptr), tl.load(item_ptr + 1)
-    full, count = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-    first_block, partial_block = first_blocks(item_ptr, index_ptr, start, full, BLOCK_N, GATHERED)
-    partial_number = tl.load(item_ptr + 6)
+    item = tl.load(item_ptr)
+    listed, firsts = list_of_item(item_ptr, index_ptr, BLOCK_N, GATHERED)
+    start, full, count = listed
     batch_head = item // row_tiles
     first_q = item % row_tiles * BLOCK_M
     batch, head = batch_head // heads, batch_head % heads
@@ -115,6 +139,6 @@ def row_item(
             full, count = 0, 0
             partial = 0
         full, at_end, partial = cut_at_length(index_ptr, start, full, count, k_length, BLOCK_K, BLOCK_N, GATHERED)
-    place = batch_head, batch, head, head // group, first_q
+    place = Place(batch_head, batch, head, head // group, first_q)
     lists = start, full, at_end, partial, first_partial
-    return place, lists, (first_block, partial_block, partial_number), (q_length, k_length)
+    return place, lists, firsts, (q_length, k_length)

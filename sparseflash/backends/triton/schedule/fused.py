@@ -56,6 +56,7 @@ def work_in_start_order(
     return work
 
 
+# Here and below the arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=32)
 def _listing(device: torch.device) -> Launch:
     return Launch.of_all_arguments(list_kernel, device, num_warps=1, num_stages=1)

@@ -153,8 +153,8 @@ class Plan:
         )
         parts, merged = 0, None
         if cuts is not None:
-            parts = cuts.total - (len(items.size) - cuts.cut)
             items, merged = cut_items(items, cuts)
+            parts = cuts.parts
         made = Worklist(_in_start_order(items, lists), lists.index, lists.tile, lists.words, parts, merged)
         return made.to(self.device)
 

@@ -35,6 +35,11 @@ class Cuts(NamedTuple):
     total: int  # sum of `chunks`
     cut: int  # number of items that are cut
 
+    @property
+    def parts(self) -> int:
+        """The number of chunks of the items that are cut."""
+        return self.total - (len(self.chunks) - self.cut)
+
 
 def cuts_of(
     size: Tensor, tiles: int, block: int, held: int, resident: int, rule: SplitRule, *, most: int, total: int | None,

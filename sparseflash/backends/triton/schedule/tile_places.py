@@ -22,9 +22,8 @@ class TilePlaces:
     ([0, 10, 0], 2)
     """
 
-    starts: (
-        Tensor  # int64 [B * Hq], the first of the tiles to which each writes, of `copies * B or 1 * Hq or 1 * tiles`
-    )
+    # int64 [B * Hq], the first of the tiles to which each batch element and head writes, of all tiles of all copies.
+    starts: Tensor
     copies: int
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
@@ -36,9 +35,8 @@ class TilePlaces:
         """pattern: int32 `[B, Hq]`, of a canonical mask. shape: of the tensor. Waits for the device."""
         batch, head = (torch.arange(n, device=pattern.device) * (own > 1) for n, own in zip(pattern.shape, shape))
         own = (batch[:, None] * shape[1] + head).view(-1)  # which of the tensor's batch elements and heads
-        shared, order = torch.sort(
-            own * pattern.numel() + pattern.reshape(-1), stable=True
-        )  # patterns are at most B * Hq
+        users = own * pattern.numel() + pattern.reshape(-1)  # equal for those that share; patterns are below B * Hq
+        shared, order = torch.sort(users, stable=True)
         copy = torch.empty_like(order)
         copy[order] = torch.arange(len(order), device=order.device) - torch.searchsorted(shared, shared)
         starts = (copy * (shape[0] * shape[1]) + own) * shape[2]

@@ -15,6 +15,7 @@ So a barrier that is missing, or has a wrong phase, shows as NaN or as a deadloc
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import itertools
 import random
@@ -23,8 +24,7 @@ import threading
 from types import SimpleNamespace
 
 import torch
-
-from sparseflash.backends.triton.hopper.rows import WIDTH
+import triton.language as tl
 
 _numbers = itertools.count()
 
@@ -326,11 +326,22 @@ class _World:
         return threading.current_thread().actor
 
 
+def _ours(imports):
+    """What the project's own modules provide, constants as numbers."""
+    found = {}
+    for node in imports:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):
+            module = importlib.import_module(node.module)
+            found |= {each.name: getattr(module, each.name) for each in node.names}
+    return {name: x.value if isinstance(x, tl.constexpr) else x for name, x in found.items()}
+
+
 def _functions(source, path, world):
     """The functions of a module, with what they import from Triton replaced."""
     tree = ast.parse(source)
-    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    names = _replacements(world)
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    tree.body = [node for node in tree.body if node not in imports]
+    names = {**_ours(imports), **_replacements(world)}
     exec(compile(tree, path, "exec"), names)
     return names
 
@@ -534,5 +545,4 @@ def _replacements(world):
         "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait, "async_load": async_load, "async_store": async_store,
         "async_add": async_add, "reinterpret": reinterpret, "local_mma_wait": local_mma_wait,
         "accumulator": lambda products: products if products.result is None else products.result,
-        "WIDTH": WIDTH.value,
     }  # fmt: skip
