@@ -17,7 +17,7 @@ from experiments.pathfinder.vectors import Vectors
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import weights
 from experiments.pathx.config import Config, Stage
-from experiments.pathx.data.batches import Recipe, images_at_once, pack_released, pack_vectors, recipe_of
+from experiments.pathx.data.batches import Recipe, batches_of, pack_released, pack_vectors, recipe_of
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.released import samples_of
 from experiments.pathx.data.stream import Stream
@@ -48,8 +48,7 @@ def recipe_for(config: Config, stage: Stage) -> Recipe:
 
 def packings(recipe: Recipe, file: Path, images: int, stream: Stream) -> Iterator[Packed]:
     """The first `images` images of a file of vectors, as batches."""
-    each = images_at_once(recipe)
-    calls = ((recipe, file, first, min(first + each, images)) for first in range(0, images, each))
+    calls = ((recipe, file, first, last) for first, last in batches_of(recipe, images))
     return stream.in_order(pack_from_file, calls)
 
 
@@ -94,8 +93,8 @@ def scores_on_release(
     """The scores of a model on the first images of a split of released images; progress as above."""
     recipe = recipe_for(config, stage)
     model.to(device)
-    count, each = min(images, len(samples_of(place, split))), images_at_once(recipe)
-    calls = ((recipe, place, split, first, min(first + each, count)) for first in range(0, count, each))
+    count = min(images, len(samples_of(place, split)))
+    calls = ((recipe, place, split, first, last) for first, last in batches_of(recipe, count))
     return score(model, stream.in_order(pack_released, calls), recipe.layers, config, device, progress)
 
 

@@ -17,7 +17,7 @@ from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.plain_render import plain_render
 from experiments.pathfinder.rendering import RENDERINGS
 from experiments.pathx.config import Config, Stage
-from experiments.pathx.data.batches import Recipe, images_at_once, pack_images
+from experiments.pathx.data.batches import Recipe, batches_of, pack_images
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import recipe_for, vectors_of
@@ -52,8 +52,7 @@ def scores_in(
 ) -> Scores:
     """The scores of a model on the first images of a file in the rendering with this name."""
     recipe = recipe_for(config, stage)
-    each = images_at_once(recipe)
-    calls = ((recipe, file, first, min(first + each, images), name) for first in range(0, images, each))
+    calls = ((recipe, file, first, last, name) for first, last in batches_of(recipe, images))
     return score(model, stream.in_order(pack_rendered, calls), recipe.layers, config, device)
 
 

@@ -221,3 +221,9 @@ def images_at_once(recipe: Recipe) -> int:
     """The number of images in a batch of about the recipe's tokens, for going through a whole set."""
     most = recipe.size**2 if recipe.background == "keep" else min(recipe.size**2, _FULLEST)
     return max(1, recipe.tokens // most)
+
+
+def batches_of(recipe: Recipe, images: int) -> list[tuple[int, int]]:
+    """The first image of each batch of a whole set of so many images, and the one after its last."""
+    each = images_at_once(recipe)
+    return [(first, min(first + each, images)) for first in range(0, images, each)]

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from experiments.pathfinder.seeds import VALIDATION_SEED
-from experiments.pathx.data.batches import Recipe, draw_and_pack, images_at_once, make
+from experiments.pathx.data.batches import Recipe, batches_of, draw_and_pack, make
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.released import folder_of_fold, samples_of
 from experiments.training.prefetch import Prefetcher
@@ -30,7 +30,4 @@ class Stream(Prefetcher):
         if recipe.release is not None:
             place = folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0])
             images = min(images, len(samples_of(place, "validation")))
-        each = images_at_once(recipe)
-        return self.begin_all(
-            draw_and_pack, [(recipe, first, min(first + each, images)) for first in range(0, images, each)]
-        )
+        return self.begin_all(draw_and_pack, [(recipe, first, last) for first, last in batches_of(recipe, images)])
