@@ -160,9 +160,11 @@ class ModelMask(FlexMask):
         """
         if self.padding is None:
             return mask
-        live = self.padding[:, self.keys[0] : self.keys[1]]
-        if bool(live.all()):
+        # A preallocated cache has room after the queries, which a causal rule leaves out already.
+        stop = min(self.keys[1], self.queries[1]) if causal_window(self.rule)[0] else self.keys[1]
+        if bool(self.padding[:, self.keys[0] : stop].all()):
             return mask
+        live = self.padding[:, self.keys[0] : self.keys[1]]
         block = self.block if mask is None else (mask.block_q, mask.block_k)
         seen = from_sdpa(live[:, None, None, :], q_len=self.shape[2], block=block)
         return seen if mask is None else mask & seen

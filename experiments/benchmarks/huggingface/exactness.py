@@ -18,15 +18,18 @@ Inputs = Callable[[int], Mapping[str, Tensor]]  # of a seed; with labels
 
 
 class _Fp64Stays(TorchFunctionMode):
-    """What is in fp64 is not cast to fp32, which models name for norms and the softmax, where they mean "higher"."""
+    """What is in fp64 is not cast to fp32, which models name for norms and the softmax, where they mean "higher".
+
+    Nor are positions: some versions multiply them by frequencies, which are in fp64.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if func is Tensor.float:
+            func = Tensor.double
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
             args = tuple(torch.float64 if each is torch.float32 else each for each in args)
             named = {name: torch.float64 if each is torch.float32 else each for name, each in named.items()}
         return func(*args, **named)

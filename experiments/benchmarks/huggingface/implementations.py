@@ -39,11 +39,17 @@ def with_attention(model: nn.Module, implementation: str) -> nn.Module:
         name = _REGISTERED
     made.set_attn_implementation(name)  # type: ignore[operator]
     for module in made.modules():
-        config = getattr(module, "config", None)
-        used = getattr(config, "_attn_implementation", name)
-        if used != name:
+        if _used(module, name) != name:  # Transformers 5.17 does not reach the encoder and the decoder of a T5
+            module.set_attn_implementation(name)  # type: ignore[operator]
+        if (used := _used(module, name)) != name:
             raise ValueError(f"{type(module).__name__} must use {implementation}; it uses {used}.")
     return made
+
+
+def _used(module: nn.Module, default: str) -> str:
+    """The attention implementation that a part of a model names; the default for parts that name none."""
+    used: str = getattr(getattr(module, "config", None), "_attn_implementation", default)
+    return used
 
 
 def reason(failure: Exception) -> str:
