@@ -13,7 +13,7 @@ from sparseflash.backends.registration import empty_gradient, empty_lse
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
-from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backward_plan
+from sparseflash.backends.triton.hopper.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, SMALLEST_SCALE, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
@@ -163,7 +163,8 @@ class Backward:
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
-        loads = torch.stack([each.sum() for each in self.plan.work[:, 3].tensor_split(self.plan.start[1:-1].tolist())])
+        counts = self.plan.work[:, ITEM_COUNT.value]
+        loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, BLOCK[1]
         stages, parts = self.layout.stages, self.plan.parts
         return [described_choice("dk, dv and dq", block, 11, stages, self._launch, loads, parts)]

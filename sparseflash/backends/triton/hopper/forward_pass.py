@@ -14,7 +14,7 @@ from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, SMALLEST_SCALE, config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.forward import forward_kernel
-from sparseflash.backends.triton.hopper.plan import forward_plan
+from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
@@ -132,11 +132,8 @@ class Forward:
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
-        return [
-            described_choice(
-                "forward", BLOCK, 9, self.layout.stages, self._launch, self.plan.work[:, 3], self.plan.parts
-            )
-        ]
+        counts = self.plan.work[:, ITEM_COUNT.value]
+        return [described_choice("forward", BLOCK, 9, self.layout.stages, self._launch, counts, self.plan.parts)]
 
 
 def planned_forward(plan: Plan, programs: int) -> Worklist:

@@ -84,7 +84,7 @@ def backward_plan(
     place += (rows, band, reference.stride_of(band), room)
     kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)
     kernels.meet.start(span, cells, meeting, rows, heads, span, programs, lanes)
-    work, listed = empty(parts, 5), empty(entries, 4)
+    work, listed = empty(parts, reference.ITEM.value), empty(entries, reference.ENTRY.value)
     moment, added = empty(entries, dtype=torch.int64), empty(entries)
     kernels.entry.start(
         items * group, *walked, lists.tile, size, first, part_size, dealt, start, first_entry, meeting, made, cursor,

@@ -20,6 +20,7 @@ from sparseflash.backends.triton.portable.occupancy import resident_programs
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.work_item import ITEM_COUNT
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout, amplification
@@ -70,7 +71,7 @@ class Bound(NamedTuple):
     def described(self, kernel: str) -> KernelChoice:
         """What `explain` says of it."""
         choice, config = self.choice, self.choice.config
-        walked = self.work.work[..., 3].sum(1)
+        walked = self.work.work[..., ITEM_COUNT.value].sum(1)
         held, streamed, gathered = choice.tiling
         tiles = f"tiles of {held} x {streamed}"
         if gathered:

@@ -17,6 +17,7 @@ from sparseflash.backends.triton.portable.changed import Changed, wanted_of
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
+from sparseflash.backends.triton.schedule.work_item import ITEM_NUMBER
 from sparseflash.scores.change import Scores
 
 
@@ -219,8 +220,8 @@ class Sums:
 
 
 def _items(kernel: Bound) -> Tensor:
-    """The number of the work item of each program, int64 `[W]`; see `schedule/plan.py`."""
-    return kernel.work.work[:, 0, 0].long()
+    """The number of the work item of each program, int64 `[W]`."""
+    return kernel.work.work[:, 0, ITEM_NUMBER.value].long()
 
 
 def _unless_cut(kernel: Bound, programs: int) -> int | None:

@@ -52,7 +52,7 @@ class TileLists:
 class Worklist:
     """The work of a kernel over rows or columns: its items, and the lists that they point into."""
 
-    work: Tensor  # int32 [W, group, 8], see plan.py; other kernels may read other items
+    work: Tensor  # int32 [W, group, ITEM], see work_item.py; other kernels may read other items
     index: Tensor
     tile: Tensor
     words: Tensor
