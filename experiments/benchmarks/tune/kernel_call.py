@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseflash import BlockMask
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.configs import Kernel
@@ -58,7 +59,7 @@ class KernelOfAttention:
             self._layout = partial(BackwardLayout, setting, q, k, v, out, dout, problem.scale, 0, dlse=False)
             backward = Backward(self._layout(), self.plan)
             launched = _Launched(backward, kernel)
-            backward(dout, None, q, k, v, out, lse, kept, None, None)
+            backward(dout, None, Saved(q, k, v, out, lse, kept), None, None)
         count = {"forward": len(launched.given) - 3, "dq": 1, "dk_dv": 2}[kernel]
         self._read, self._written = launched.given[:-count], launched.given[-count:]
 

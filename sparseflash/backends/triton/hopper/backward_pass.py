@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
@@ -137,10 +138,10 @@ class Backward:
             self._combine = bind_merge(layout.combine, plan.merged, BLOCK[1])
 
     def __call__(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`(dq, dk, dv)`."""
+        q, k, v, out, lse, _ = saved
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
         rows, acc, counters = self.layout.workspace()
         if not self.layout.as_they_are:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.changed import Changed
@@ -98,34 +99,32 @@ class Backward:
         self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
 
     def __call__(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`(dq, dk, dv)`; `kept` as the forward returned it."""
-        return self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout)[0]
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dq, dk, dv)`."""
+        return self._run(dout, dlse, saved, lengths, dropout)[0]
 
     def with_learned(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None, changes: Scores,
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
+        changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
         learned = self._layout.learned
         if learned is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
-        sums = Sums(learned, changes, self.queries, self.keys, self._tile_places, q, k)
-        gradients, delta = self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout, changes, sums)
-        drow = -delta[:, :, : lse.shape[2]]
+        sums = Sums(learned, changes, self.queries, self.keys, self._tile_places, saved.q, saved.k)
+        gradients, delta = self._run(dout, dlse, saved, lengths, dropout, changes, sums)
+        drow = -delta[:, :, : saved.lse.shape[2]]
         if self.means is not None and dlse is not None:  # in half precision delta includes it
             drow = drow + dlse
-        return gradients, sums.gradients(lse, drow)
+        return gradients, sums.gradients(saved.lse, drow)
 
     def _run(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None, changes: Scores | None = None,
-        sums: Sums | None = None,
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
+        changes: Scores | None = None, sums: Sums | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and delta `[B, Hq, row stride]`."""
-        layout = self._layout
+        layout, (q, k, v, out, lse, kept) = self._layout, saved
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
         more = () if changes is None else tuple(Changed.tensors(changes, dq.dtype, dq.device))
         of_queries = more if sums is None else (*more, *sums.of_queries())
