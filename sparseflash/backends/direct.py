@@ -70,7 +70,7 @@ def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors
     tensors: of the changes of scores.
     """
     if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in tensors)
+        q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in tensors])
     ):
         return differentiably(run, q, k, v, *tensors)
     out, lse, _ = run.forward(q, k, v, *tensors)
