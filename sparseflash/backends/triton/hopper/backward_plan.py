@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.hopper import cuts
 from sparseflash.backends.triton.hopper.plan import start_order
-from sparseflash.backends.triton.schedule.work_item import place
+from sparseflash.backends.triton.schedule.work_item import CUT_PARTS, place
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import transposed, words_per_row
 from sparseflash.blockmask.streams import ReadyEvent
@@ -97,7 +97,7 @@ class BackwardPlan:
     chain: Tensor  # int32 [B * Hq * tiles + 1], the first chain of each tile of queries
     words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, of every key its queries
     chains: int
-    merged: Tensor  # int32 [items that are cut, 4]: see `cut_items`
+    merged: Tensor  # int32 [items that are cut, CUT_ITEM]
     parts: int  # of all of these
     made: ReadyEvent = field(init=False, repr=False, compare=False)
 
@@ -143,8 +143,9 @@ def backward_plan(
     first_key = number % columns * lists.tiling.held
     work = torch.stack(BackwardItem(number // columns, first_key, first, size, parts.part[sequence, 0]), dim=1)
     entries = torch.stack(Entry(row, lists.tile[source], chain, rank), dim=1)
+    parts_cut = int(merged[:, CUT_PARTS.value].sum())
     return BackwardPlan(
-        start, work.int(), entries.int(), chains.int(), _by_key(lists), int(chains[-1]), merged, int(merged[:, 2].sum())
+        start, work.int(), entries.int(), chains.int(), _by_key(lists), int(chains[-1]), merged, parts_cut
     )
 
 

@@ -24,6 +24,15 @@ class WorkItem(NamedTuple):
     part: Any  # number among all chunks of items that are cut, from 1; 0: not cut
 
 
+class CutItem(NamedTuple):
+    """The numbers of an item that is cut into chunks, whose partial results are merged."""
+
+    number: Any  # of the item
+    first_part: Any  # index of its first chunk among all chunks of items that are cut, from 0
+    parts: Any  # how many chunks it has
+    unused: Any  # so that it has 16 bytes
+
+
 def place(item: type[NamedTuple], field: str) -> tl.constexpr:
     """Where kernels find a number of an item.
 
@@ -42,3 +51,8 @@ ITEM_FULL_BLOCK = place(WorkItem, "full_block")
 ITEM_PARTIAL_BLOCK = place(WorkItem, "partial_block")
 ITEM_PARTIAL_TILE = place(WorkItem, "partial_tile")
 ITEM_PART = place(WorkItem, "part")
+CUT_ITEM = tl.constexpr(len(CutItem._fields))
+CUT_NUMBER = place(CutItem, "number")
+CUT_FIRST_PART = place(CutItem, "first_part")
+CUT_PARTS = place(CutItem, "parts")
+CUT_UNUSED = place(CutItem, "unused")

@@ -57,7 +57,7 @@ class Worklist:
     tile: Tensor
     words: Tensor
     parts: int = 0  # number of items that are chunks and write partial results
-    merged: Tensor | None = None  # int32 [items that are cut, 4], see splits.py
+    merged: Tensor | None = None  # int32 [items that are cut, CUT_ITEM]
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
