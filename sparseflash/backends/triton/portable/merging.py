@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class Combine:
     def __init__(
         self, of: Bound, layout: KernelLayout, function: Any, numbers_a_token: int, tokens: int,
         constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
-        names: Mapping[str, str] = MappingProxyType({}),
+        names: Mapping[str, str],
     ) -> None:  # fmt: skip
         """numbers_a_token: fp32 numbers of a partial result per token. tokens: per program.
 
@@ -91,7 +90,7 @@ def combine_rows(
         "row_tiles": -(-numbers.q_len // of.tile), "out_strides": strides_of(written["out_ptr"]),
     }  # fmt: skip
     examples = {**written, **({"lengths_ptr": SOME_LENGTHS} if layout.lengths else {}), **sink}
-    return Combine(of, layout, combine_rows_kernel, padded_v + 2, TOKENS_TO_COMBINE, constants, by_name, examples)
+    return Combine(of, layout, combine_rows_kernel, padded_v + 2, TOKENS_TO_COMBINE, constants, by_name, examples, {})
 
 
 def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | None = None) -> Combine | None:
